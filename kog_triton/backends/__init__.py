@@ -1,0 +1,92 @@
+"""The protocol of a backend, and where backends are found.
+
+A backend runs one model on one machine. It has two doors, which share every function that computes:
+`generate` serves the mailbox, `run_stage` runs one stage alone, for tests, timing and bisection.
+Backends are found by entry point, group `kog_triton.backends`; a third party adds its own the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+
+from kog_triton.backends.mailbox import Mailbox
+from kog_triton.errors import DeviceError
+from kog_triton.model.spec import ModelSpec
+
+GROUP = "kog_triton.backends"
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can run here; if not, `reason` says why and `advice` what to do about it."""
+
+    ok: bool
+    reason: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What the caller asks of a backend; every backend refuses what it cannot give."""
+
+    num_slots: int = 1
+    max_context: int = 0  # positions a slot holds; 0 = as many as the model allows
+    num_gpus: int = 1
+    device: str = ""  # "", "cpu", a vendor ("nvidia", "amd") or a row of schedule.topology
+    dtype: str = "auto"  # weights in memory: "auto" as in the checkpoint, or "fp32", "bf16", "fp16"
+    prefill: str = "auto"  # "kernel", "library" or "auto"
+    walk: str = "stage"  # the reference backend's: "stage" or "block"
+
+
+class WeightSource(Protocol):
+    """Where a backend reads weights: `load` gives one canonical tensor of `spec.shapes` as a torch tensor."""
+
+    spec: ModelSpec
+
+    def load(self, name: str) -> Any: ...
+
+
+class Backend(Protocol):
+    name: str
+    spec: ModelSpec
+    options: BackendOptions
+
+    @classmethod
+    def availability(cls) -> Availability: ...
+
+    def __init__(self, weights: WeightSource, options: BackendOptions) -> None: ...
+
+    def new_mailbox(self) -> Mailbox: ...
+
+    def generate(self, mailbox: Mailbox) -> None:
+        """Serve the mailbox until it is idle, closed or asks to yield; state survives the return."""
+        ...
+
+    def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one stage on logical tensors (see schedule.logical): what it reads in, what it wrote out."""
+        ...
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position of one sequence, float32 [tokens, vocab]; leaves all slots alone."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held: "weights", "kv_cache", "other"."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def backend_names() -> list[str]:
+    return sorted({e.name for e in entry_points(group=GROUP)})
+
+
+def find_backend(name: str) -> type[Backend]:
+    """The class behind a name; DeviceError if no installed package offers it."""
+    for entry in entry_points(group=GROUP):
+        if entry.name == name:
+            return entry.load()
+    raise DeviceError(f"backend {name!r} is not installed: have {', '.join(backend_names())}")

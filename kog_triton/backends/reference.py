@@ -1,0 +1,312 @@
+"""The reference backend: torch walks the schedule and says what every kernel must compute.
+
+One function for each stage, in the order of the schedule. All ranks and lanes live in this process:
+tensors carry a leading shard dimension. Arithmetic is float32 whatever the weights are stored in.
+
+    walk="stage"  every stage is one batched matrix product: fast enough for people on a CPU
+    walk="block"  the same stages block by block and K part by K part, as a lowering cuts them: the oracle
+                  that owners cover every row once and that partial sums add up
+
+Shapes: S shards, T tokens, H query heads and K key/value heads of a shard, d head_dim.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kog_triton.backends import Availability, BackendOptions, WeightSource, block_walk
+from kog_triton.backends.kv_cache import KVCache
+from kog_triton.backends.mailbox import Mailbox
+from kog_triton.backends.serve import serve
+from kog_triton.errors import DeviceError, RequestError
+from kog_triton.model.spec import Head, Reduce
+from kog_triton.schedule.lowering import Partition, default_partition
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import Op, Prologue, Schedule, build
+from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
+
+Tensor = torch.Tensor
+CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ReferenceBackend:
+    name = "reference"
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(True)
+
+    def __init__(self, weights: WeightSource, options: BackendOptions) -> None:
+        if options.prefill == "library":
+            raise DeviceError("the reference backend has one prefill: leave --prefill at auto")
+        self.spec = weights.spec
+        self.options = options
+        self.device = _device(options.device)
+        self.schedule: Schedule = build(self.spec, options.num_gpus)
+        self.max_context = options.max_context or self.spec.max_context
+        self.partition: Partition | None = None
+        if options.walk == "block":
+            self.partition = default_partition(self.schedule)
+        elif options.walk != "stage":
+            raise DeviceError(f"walk {options.walk!r}: the reference backend walks stage or block")
+        self._stored = STORED["fp32" if options.dtype == "auto" else options.dtype]
+        self._load(weights)
+        self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
+        self.kv = KVCache(self.spec, self.schedule.num_shards, options.num_slots, self.device)
+
+    # ---- weights ----
+
+    def _load(self, weights: WeightSource) -> None:
+        s = self.schedule
+
+        def get(name: str) -> Tensor:
+            return weights.load(name).to(self.device, self._stored)
+
+        self._weights: dict[tuple[str, int], Tensor] = {}  # [S, rows, cols]; gate above up
+        self._biases: dict[tuple[str, int], Tensor] = {}  # [S, rows]
+        self._gains: dict[tuple[str, int], Tensor] = {}  # [S or 1, 1, hidden]
+        for segment, stage in s.walk():
+            for layer in range(segment.repeat):
+                key = (stage.name, layer)
+                names = [canonical(stage, w, layer) for w in stage.weights]
+                if "embed" in names and stage.op is Op.MATVEC:
+                    self._weights[key] = self._weights["embed", 0]
+                elif names:
+                    parts = [shard_matrix(s, stage, get(n)) for n in names]
+                    self._weights[key] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+                if stage.biases:
+                    parts = [
+                        shard_bias(s, stage, get(canonical(stage, b, layer))) for b in stage.biases
+                    ]
+                    self._biases[key] = torch.cat(parts, 1).float()
+                if stage.norm:
+                    self._gains[key] = get(canonical(stage, stage.norm, layer)).float()[:, None]
+        if self.spec.qk_norm:
+            for layer in range(self.spec.num_layers):
+                for which in ("q_norm", "k_norm"):
+                    self._gains[which, layer] = get(f"layers.{layer}.{which}").float()
+
+    def memory_bytes(self) -> dict[str, int]:
+        seen = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in self._weights.values()
+        }
+        return {
+            "weights": sum(seen.values()),
+            "kv_cache": self.kv.nbytes,
+            "other": self._rope.nbytes,
+        }
+
+    def close(self) -> None:
+        self._weights.clear()
+        self.kv.clear()
+
+    # ---- doors ----
+
+    def new_mailbox(self) -> Mailbox:
+        return Mailbox(self.options.num_slots)
+
+    def generate(self, mailbox: Mailbox) -> None:
+        """Serve until idle: prompts in chunks, then one token a step, slot by slot."""
+        serve(self, mailbox, CHUNK)
+
+    @torch.inference_mode()
+    def forward(
+        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
+    ) -> np.ndarray:
+        """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
+        position = torch.arange(start, start + len(token_ids), device=self.device)
+        x = self.embed(torch.tensor(list(token_ids), device=self.device))
+        past: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
+        self.kv.reserve(start + len(token_ids))
+        for layer in range(self.spec.num_layers):
+            q, k, v = self.qkv_proj(layer, x)
+            keys, values, q = self.append(layer, slot, start, q, k, v)
+            a = self.attention(layer, q, keys, values, position)
+            x = self.residual("o_proj", layer, x, self.matvec("o_proj", layer, a), past["o_proj"])
+            m = self.gate_up_proj(layer, x)
+            o = self.matvec("down_proj", layer, m)
+            x = self.residual("down_proj", layer, x, o, past["down_proj"])
+        if last_only:
+            x = x[:, -1:]
+        return self.lm_head(x).cpu().numpy()
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position, float32 [tokens, vocab], computed beside the slots."""
+        if len(token_ids) > self.max_context:
+            raise RequestError(
+                f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
+            )
+        ours, self.kv = self.kv, KVCache(self.spec, self.schedule.num_shards, 1, self.device)
+        try:
+            chunks = range(0, len(token_ids), CHUNK)
+            parts = [self.forward(0, token_ids[i : i + CHUNK], i, False) for i in chunks]
+            return np.concatenate(parts)
+        finally:
+            self.kv = ours
+
+    @torch.inference_mode()
+    def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """One stage on logical tensors.
+
+        embed         token_ids [T]                                       -> x [S, T, hidden]
+        qkv_proj      x                                                   -> q [S, T, H, d], k, v
+        attention     q, k, v, keys, values [S, K, n, d] (n cached)       -> attention [S, T, H * d],
+                      (positions are n ..)                                   keys, values [S, K, n + T, d]
+        o_proj        attention, x, past [S, T, hidden] if DELAYED        -> attention_out, x
+        gate_up_proj  x                                                   -> mlp [S, T, F]
+        down_proj     mlp, x, past                                        -> mlp_out, x
+        lm_head       x                                                   -> logits [T, vocab]
+        """
+        if stage == "embed":
+            return {"x": self.embed(state["token_ids"])}
+        if stage == "qkv_proj":
+            q, k, v = self.qkv_proj(layer, state["x"])
+            return {"q": q, "k": k, "v": v}
+        if stage == "attention":
+            start, count = state["keys"].shape[2], state["q"].shape[1]
+            position = torch.arange(start, start + count, device=self.device)
+            q, k = (
+                self.rotate(layer, state["q"], "q_norm", start),
+                self.rotate(layer, state["k"], "k_norm", start),
+            )
+            keys = torch.cat([state["keys"], k.transpose(1, 2)], 2)
+            values = torch.cat([state["values"], state["v"].transpose(1, 2)], 2)
+            out = self.attention(layer, q, keys, values, position)
+            return {"attention": out, "keys": keys, "values": values}
+        if stage in ("o_proj", "down_proj"):
+            source, target = (
+                ("attention", "attention_out") if stage == "o_proj" else ("mlp", "mlp_out")
+            )
+            o = self.matvec(stage, layer, state[source])
+            past = [state["past"]] * (layer + 1) if "past" in state else []
+            return {target: o, "x": self.residual(stage, layer, state["x"], o, past)}
+        if stage == "gate_up_proj":
+            return {"mlp": self.gate_up_proj(layer, state["x"])}
+        if stage == "lm_head":
+            return {"logits": self.lm_head(state["x"])}
+        raise RequestError(f"no stage named {stage!r}")
+
+    # ---- stages ----
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [S, T, hidden]
+        rows = self._weights["embed", 0][0][token_ids].float()
+        return rows.expand(self.schedule.num_shards, -1, -1)
+
+    def matvec(self, name: str, layer: int, x: Tensor) -> Tensor:
+        """target <- weight @ prologue(source) + bias; [S, T, cols] to [S, T, rows]."""
+        stage = self.schedule.stage(name)
+        w = self._weights[name, layer]
+        if stage.prologue is Prologue.RMS_NORM:
+            x = self.rms_norm(x, self._gains[name, layer])
+        if self.partition is not None:
+            y = block_walk.matvec(self.partition, stage, layer, w, x)
+        else:
+            y = torch.matmul(x, w.float().mT)
+        bias = self._biases.get((name, layer))
+        return y if bias is None else y + bias[:, None]
+
+    def rms_norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        """x / rms(x) * gain over the last dimension (arXiv 1910.07467)."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm_eps) * gain
+
+    def qkv_proj(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [S, T, H, d], k and v [S, T, K, d], before norm and rotation."""
+        y = self.matvec("qkv_proj", layer, x).unflatten(-1, (-1, self.spec.head_dim))
+        heads, kv = (
+            n // self.schedule.num_shards for n in (self.spec.num_heads, self.spec.num_kv_heads)
+        )
+        return y[:, :, :heads], y[:, :, heads : heads + kv], y[:, :, heads + kv :]
+
+    def rotate(self, layer: int, x: Tensor, norm: str, start: int) -> Tensor:
+        """[S, T, heads, d] normalized per head if the model asks, then turned to positions start.. ."""
+        if self.spec.qk_norm:
+            x = self.rms_norm(x, self._gains[norm, layer])
+        table = self._rope_rows(start + x.shape[1])[start:]
+        cos, sin = table[:, 0, None], table[:, 1, None]  # [T, 1, d / 2]
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def append(
+        self, layer: int, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the rotated k and v into the slot; keys and values so far [S, K, n, d], and q rotated."""
+        q, k = self.rotate(layer, q, "q_norm", start), self.rotate(layer, k, "k_norm", start)
+        keys, values = self.kv.append(layer, slot, start, k.transpose(1, 2), v.transpose(1, 2))
+        return keys, values, q
+
+    def attention(
+        self, layer: int, q: Tensor, keys: Tensor, values: Tensor, position: Tensor
+    ) -> Tensor:
+        """softmax(q k / sqrt(d)) v over the keys that each position sees; [S, T, H * d]."""
+        shards, count, heads, d = q.shape
+        kv, length = keys.shape[1], keys.shape[2]
+        window = self.spec.windows[layer]
+        if window and count == 1 and length > window:
+            keys, values = keys[:, :, -window:], values[:, :, -window:]
+            length = window
+        # One matrix product a KV head, its query heads side by side: [S, K, group * T, d]
+        q = q.transpose(1, 2).reshape(shards, kv, heads // kv * count, d)
+        score = torch.matmul(q * (1 / math.sqrt(d)), keys.mT)
+        if count > 1:
+            key = torch.arange(length, device=q.device)
+            hidden = key > position[:, None]
+            if window:
+                hidden |= key <= position[:, None] - window
+            score = score.unflatten(2, (-1, count)).masked_fill(hidden, -math.inf).flatten(2, 3)
+        out = torch.matmul(torch.softmax(score, -1), values)
+        return out.reshape(shards, heads, count, d).transpose(1, 2).flatten(2)
+
+    def residual(self, name: str, layer: int, x: Tensor, o: Tensor, past: list[Tensor]) -> Tensor:
+        """x joined with the module outputs o [S, T, hidden] as the layer's `Reduce` says; o joins `past`."""
+        past.append(o)
+        how = self.schedule.reduce(name, layer)
+        if how is Reduce.NOW:
+            return x + (o if len(o) == 1 else o.sum(0, keepdim=True))
+        if how is Reduce.OWN:
+            return x + math.sqrt(self.spec.num_lanes) * o
+        old = past[layer - self.spec.delay]
+        return x + o + (old.sum(0, keepdim=True) - old)
+
+    def gate_up_proj(self, layer: int, x: Tensor) -> Tensor:  # [S, T, F]
+        gate, up = self.matvec("gate_up_proj", layer, x).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        """Logits [T, vocab] of the residual streams [S, T, hidden]."""
+        spec = self.spec
+        if spec.head is Head.VOCAB_PARALLEL:
+            return self.matvec("lm_head", 0, x).transpose(0, 1).flatten(1)
+        if spec.num_lanes == 1:
+            return self.matvec("lm_head", 0, x[:1])[0]
+        gain = self._gains["mix", 0]
+        if spec.head is Head.SUM_THEN_NORM:
+            y = self.rms_norm(x.sum(0, keepdim=True), gain)
+        elif spec.head is Head.CONCAT:
+            y = self.rms_norm(x, gain).transpose(0, 1).flatten(1)[None]
+        else:
+            y = self.rms_norm(x, gain).mean(0, keepdim=True)
+        return self.matvec("lm_head", 0, y)[0]
+
+    def _rope_rows(self, count: int) -> Tensor:
+        """cos and sin of positions 0 .. count - 1, [count, 2, d / 2]; the table grows by doubling."""
+        if len(self._rope) < count:
+            size = max(count, 2 * len(self._rope), 1024)
+            table = rope_table(self.spec.rope, self.spec.head_dim, size)
+            self._rope = torch.from_numpy(table).to(self.device)
+        return self._rope[:count]
+
+
+def _device(name: str) -> torch.device:
+    """The torch device behind `--device`: a CPU unless the caller names a GPU, which must be there."""
+    if name in ("", "cpu"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"
+        )
+    return torch.device("cuda")

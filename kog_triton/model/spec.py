@@ -1,0 +1,237 @@
+"""A decoder as data: what a checkpoint says and what the schedule, the packing and the kernels need.
+
+A model is a stack of identical layers (attention, then a gated MLP) over one residual stream per
+*lane*. A plain model has one lane; a Laneformer has several, which exchange their module outputs late
+or never. What differs from layer to layer (window, how outputs are reduced) is a tuple indexed by
+layer. No torch, no numpy, no device.
+
+RoPE has one layout here, the half-split one (element i turns with i + head_dim / 2): a family whose
+checkpoint turns interleaved pairs permutes the query and key rows when it loads, which leaves every
+score as it was.
+"""
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from kog_triton.errors import ModelError
+
+
+class DType(IntEnum):
+    """How a tensor is stored. The values are part of the generated header."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is DType.F32 else 2
+
+
+class ScaleGranularity(IntEnum):
+    """What shares one scale in a quantized weight. Only NONE runs today; the others name what a checkpoint asks for."""
+
+    NONE = 0
+    TENSOR = 1
+    ROW = 2
+    BLOCK = 3
+
+
+class Reduce(IntEnum):
+    """How the outputs of one module, one per lane, join the residual streams."""
+
+    NOW = 0  # x_l += sum over lanes of o: ordinary tensor parallelism, or a single lane
+    OWN = 1  # x_l += sqrt(lanes) * o_l: nothing is exchanged
+    DELAYED = 2  # x_l += o_l + sum over other lanes of their output `delay` layers ago
+
+
+class Head(IntEnum):
+    """How the lanes' residual streams become logits."""
+
+    MEAN = 0  # norm each lane, average, lm_head [vocab, hidden]; a plain model is the one-lane case
+    SUM_THEN_NORM = 1  # add the lanes, norm, lm_head [vocab, hidden]
+    VOCAB_PARALLEL = (
+        2  # norm each lane; lane l scores its own rows: lm_head [lanes, vocab / lanes, hidden]
+    )
+    CONCAT = 3  # norm each lane, concatenate: lm_head [vocab, lanes * hidden]
+
+
+class RopeScaling(IntEnum):
+    NONE = 0
+    LINEAR = 1
+    LLAMA3 = 2
+    YARN = 3
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding; `schedule.rope_table` turns it into numbers. Unused fields stay at their defaults."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    original_context: int = 0  # positions the model was first trained on (LLAMA3, YARN)
+    low_freq_factor: float = 1.0  # LLAMA3
+    high_freq_factor: float = 4.0  # LLAMA3
+    beta_fast: float = 32.0  # YARN
+    beta_slow: float = 1.0  # YARN
+    attention_factor: float = 1.0  # YARN: multiplies cos and sin
+    truncate: bool = True  # YARN: whether the correction range is rounded to whole dimensions
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One decoder. Counts are totals over all lanes; `windows` and the two `reduce` tuples have one entry a layer."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    norm_eps: float
+    rope: Rope
+    windows: tuple[int, ...]  # keys a layer sees, itself included; 0 = all of them
+    reduce_attention: tuple[Reduce, ...]
+    reduce_mlp: tuple[Reduce, ...]
+    dtype: DType = DType.BF16
+    scale_granularity: ScaleGranularity = ScaleGranularity.NONE
+    num_experts: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    num_lanes: int = 1
+    delay: int = 0  # layers between an output and its arrival at the other lanes
+    head: Head = Head.MEAN
+    lane_norms: bool = False  # one norm gain a lane instead of one for all
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+            "max_context",
+            "num_lanes",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim {self.head_dim} is odd: RoPE turns pairs of elements")
+        for name in ("windows", "reduce_attention", "reduce_mlp"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ModelError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
+                )
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            if getattr(self, name) % self.num_lanes:
+                raise ModelError(
+                    f"{name} {getattr(self, name)} does not divide over {self.num_lanes} lanes"
+                )
+        if self.head is Head.VOCAB_PARALLEL and self.vocab_size % self.num_lanes:
+            raise ModelError(
+                f"vocab_size {self.vocab_size} does not divide over {self.num_lanes} lanes"
+            )
+        if Reduce.DELAYED in self.reduce_attention + self.reduce_mlp and self.delay < 1:
+            raise ModelError("a DELAYED reduction needs a delay of at least one layer")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def lane_heads(self) -> int:
+        return self.num_heads // self.num_lanes
+
+    @property
+    def lane_kv_heads(self) -> int:
+        return self.num_kv_heads // self.num_lanes
+
+    @property
+    def lane_intermediate_size(self) -> int:
+        return self.intermediate_size // self.num_lanes
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight by its canonical name, with its shape; `{}` stands for the layer.
+
+        Matrices are [lanes, rows, cols] so that one rule covers plain models and lanes; norm gains are
+        [lanes or 1, hidden]. A tied model has no lm_head of its own.
+        """
+        lanes, d, hidden = self.num_lanes, self.head_dim, self.hidden_size
+        gains = (lanes if self.lane_norms else 1, hidden)
+        q, kv, ffn = self.lane_heads * d, self.lane_kv_heads * d, self.lane_intermediate_size
+        out: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden)}
+        layer: dict[str, tuple[int, ...]] = {
+            "attention_norm": gains,
+            "q_proj": (lanes, q, hidden),
+            "k_proj": (lanes, kv, hidden),
+            "v_proj": (lanes, kv, hidden),
+            "o_proj": (lanes, hidden, q),
+            "mlp_norm": gains,
+            "gate_proj": (lanes, ffn, hidden),
+            "up_proj": (lanes, ffn, hidden),
+            "down_proj": (lanes, hidden, ffn),
+        }
+        if self.qkv_bias:
+            layer |= {"q_bias": (lanes, q), "k_bias": (lanes, kv), "v_bias": (lanes, kv)}
+        if self.o_bias:
+            layer |= {"o_bias": (lanes, hidden)}
+        if self.mlp_bias:
+            layer |= {
+                "gate_bias": (lanes, ffn),
+                "up_bias": (lanes, ffn),
+                "down_bias": (lanes, hidden),
+            }
+        if self.qk_norm:
+            layer |= {"q_norm": (d,), "k_norm": (d,)}
+        out |= {f"layers.{{}}.{name}": shape for name, shape in layer.items()}
+        out["norm"] = gains
+        if not self.tied_embeddings:
+            out["lm_head"] = {
+                Head.VOCAB_PARALLEL: (lanes, self.vocab_size // lanes, hidden),
+                Head.CONCAT: (self.vocab_size, lanes * hidden),
+            }.get(self.head, (self.vocab_size, hidden))
+        return out
+
+    @property
+    def num_parameters(self) -> int:
+        total = 0
+        for name, shape in self.shapes.items():
+            size = 1
+            for n in shape:
+                size *= n
+            total += size * (self.num_layers if "{}" in name else 1)
+        return total
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Weight bytes that one decode step must read: every matrix once, one row of the embedding."""
+        skipped = 0 if self.tied_embeddings else (self.vocab_size - 1) * self.hidden_size
+        return (self.num_parameters - skipped) * self.dtype.bytes
+
+    @property
+    def kv_bytes_per_position(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.bytes
+
+    def kv_bytes_read(self, position: int) -> int:
+        """KV-cache bytes that the step at `position` reads, windows counted."""
+        row = 2 * self.num_kv_heads * self.head_dim * self.dtype.bytes
+        return sum(row * min(position + 1, window or position + 1) for window in self.windows)
+
+    def replace(self, **changes: object) -> "ModelSpec":
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | changes
+        return ModelSpec(**values)  # type: ignore[arg-type]

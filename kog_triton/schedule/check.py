@@ -1,0 +1,161 @@
+"""Refuse a schedule or a lowering that a kernel could not run: better an error here than a hung GPU.
+
+every stage reads what an earlier one wrote, and every exchange has its writer and its readers
+no buffer is rewritten while it can still be read
+every row has one owner; owner() and block_units() agree
+shared memory suffices and all blocks are resident
+"""
+
+from kog_triton.errors import ModelError
+from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.lowering import PADDING, Partition, matrix_stages
+from kog_triton.schedule.schedule import Exchange, Op, Schedule, Stage, Timing
+
+RESIDUALS = {
+    "attention_out",
+    "mlp_out",
+}  # what the residual stream x is rebuilt from, by every block
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """ModelError naming the first stage or exchange that breaks a rule."""
+    stages = [stage for _, stage in schedule.walk()]
+    names = [s.name for s in stages] + [e.name for e in schedule.exchanges]
+    repeated = {n for n in names if names.count(n) > 1} - {"attention"}
+    if repeated:
+        raise ModelError(f"two stages or exchanges share the name {sorted(repeated)[0]}")
+    by_name = {s.name: s for s in stages}
+    for exchange in schedule.exchanges:
+        if exchange.producer not in by_name:
+            raise ModelError(f"{exchange.name}: nothing named {exchange.producer} writes it")
+        for reader in exchange.readers:
+            if reader not in by_name:
+                raise ModelError(f"{exchange.name}: nothing named {reader} reads it")
+        _check_rotation(schedule, exchange)
+    written = {"token", "x"} | {e.name for e in schedule.exchanges}
+    for stage in stages:
+        if stage.source not in written:
+            raise ModelError(f"{stage.name}: reads {stage.source}, which nothing writes")
+        if stage.op is Op.MATVEC and not stage.weights:
+            raise ModelError(f"{stage.name}: a matrix stage without weights")
+
+
+def _program(schedule: Schedule, layers: int) -> list[tuple[Stage, int]]:
+    """What every block runs in order, with `layers` layers: (stage, iteration of that stage)."""
+    out: list[tuple[Stage, int]] = []
+    count: dict[str, int] = {}
+    for _ in range(2):  # two tokens
+        for segment in schedule.segments:
+            for _ in range(segment.repeat if segment.repeat == 1 else layers):
+                for stage in segment.stages:
+                    n = count.get(stage.name, 0)
+                    count[stage.name] = n + 1
+                    out.append((stage, n))
+    return out
+
+
+def _reads(schedule: Schedule, stage: Stage) -> set[str]:
+    return {
+        e.name for e in schedule.exchanges if stage.name in e.readers and e.timing is Timing.NOW
+    }
+
+
+def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
+    """A buffer of iteration t is rewritten at t + slots: by then every reader must be known to be done.
+
+    A reader is known to be done once the writer has read, whole, an exchange that the reader wrote to
+    after its read. The module outputs are such exchanges: each block owns rows of them (check_partition
+    refuses a block that does not) and gathers all of them into its copy of the residual stream.
+    """
+    if exchange.timing is Timing.DELAYED:
+        # Lane A writes layer j after reading lane B's output of layer j - delay, which B wrote after
+        # reading A's output of layer j - 2 * delay.
+        if exchange.slots < 2 * schedule.spec.delay:
+            raise ModelError(
+                f"{exchange.name}: {exchange.slots} buffers rotate, but a lane may be "
+                f"{schedule.spec.delay} layers ahead: {2 * schedule.spec.delay} are needed"
+            )
+        return
+    program = _program(schedule, 2 * exchange.slots + 1)
+    for at, (writer, iteration) in enumerate(program):
+        if writer.name != exchange.producer or iteration < exchange.slots:
+            continue
+        last_write = next(
+            i
+            for i, (s, n) in enumerate(program)
+            if s.name == exchange.producer and n == iteration - exchange.slots
+        )
+        next_write = next(
+            i
+            for i, (s, n) in enumerate(program)
+            if s.name == exchange.producer and n == iteration - exchange.slots + 1
+        )
+        read_at = max(
+            i
+            for i in range(last_write, next_write + 1)
+            if program[i][0].name in exchange.readers or i == last_write
+        )
+        proven = any(
+            program[i][0].name == e.producer
+            and any(e.name in _reads(schedule, s) for s, _ in program[i + 1 : at + 1])
+            for e in schedule.exchanges
+            if e.name in RESIDUALS and e.timing is Timing.NOW
+            for i in range(read_at, at)
+        )
+        if not proven:
+            raise ModelError(
+                f"{exchange.name}: {exchange.slots} buffers rotate, and {exchange.producer} could "
+                f"rewrite one before {', '.join(exchange.readers)} has read it"
+            )
+
+
+def check_partition(partition: Partition) -> None:
+    """Every row has one owner, in every layer and rank; ModelError naming the stage if not."""
+    schedule = partition.schedule
+    for segment, stage in schedule.walk():
+        if stage.op is not Op.MATVEC:
+            continue
+        if stage.name not in partition.tilings:
+            raise ModelError(f"{stage.name}: no tiling")
+        unit_rows = partition.tilings[stage.name].unit_rows
+        if unit_rows % 2 and stage.outputs != stage.rows:
+            raise ModelError(f"{stage.name}: a unit of {unit_rows} rows splits a (gate, up) pair")
+        if stage.target in RESIDUALS and partition.num_units(stage) < partition.group_size(stage):
+            raise ModelError(
+                f"{stage.name}: {partition.num_units(stage)} units for {partition.group_size(stage)} blocks; "
+                "a block without rows of the residual stream could be overtaken by the others"
+            )
+        for layer in range(min(segment.repeat, 3)):
+            for rank in range(schedule.num_ranks):
+                owned: list[int] = []
+                for block in range(partition.group_size(stage)):
+                    units = partition.block_units(stage, layer, block, rank)
+                    if any(partition.owner(stage, layer, u, rank) != block for u in units):
+                        raise ModelError(f"{stage.name}: owner and block {block} disagree")
+                    rows = partition.block_rows(stage, layer, block, rank)
+                    owned += [int(r) for r in rows if r != PADDING]
+                if sorted(owned) != list(range(partition.num_rows(stage, rank))):
+                    raise ModelError(
+                        f"{stage.name}: rows without exactly one owner in layer {layer}"
+                    )
+
+
+def check_lowering(lowering: CudaLowering) -> None:
+    """Everything that a launch needs: schedule, rows, shared memory, resident blocks."""
+    gpu = lowering.gpu
+    if lowering.num_blocks > gpu.num_sms:
+        raise ModelError(f"{lowering.num_blocks} blocks are not resident on {gpu.num_sms} SMs")
+    check_schedule(lowering.schedule)
+    check_partition(lowering)
+    if lowering.num_blocks < lowering.schedule.shards_per_rank:
+        raise ModelError(
+            f"{lowering.num_blocks} blocks cannot hold {lowering.schedule.shards_per_rank} lanes"
+        )
+    if lowering.ring_chunks < 2 * lowering.window_chunks:
+        raise ModelError(
+            f"shared memory of {gpu.name}: {lowering.fixed_shared_bytes} bytes beside the ring leave "
+            f"{lowering.ring_chunks} chunks, {2 * lowering.window_chunks} are needed"
+        )
+    for stage in matrix_stages(lowering.schedule):
+        if lowering.padded_k(stage) < stage.cols:
+            raise ModelError(f"{stage.name}: K parts do not cover {stage.cols} columns")

@@ -1,0 +1,152 @@
+"""The CUDA monokernel's lowering: how blocks and warps cut a stage, and what lies in the weight stream.
+
+Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
+chunks; a chunk holds FRAGMENTS fragments for each of the 16 warps; a fragment is 8 rows by `frag_k` values
+of K, row by row, which is what one lane of mma.m16n8k16 reads as one 8- or 16-byte load (lane = 4 * row +
+quarter of frag_k). A warp owns one part of K and one group of 8 rows of a unit:
+
+    unit    = warps_rows x 8 rows, by all of K       (warps_k x warps_rows = 16 warps)
+    warp    = rows_group * warps_k + k_part
+    stream  = stages in order > units > steps along the warp's K > fragment
+
+Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (probes, H200).
+"""
+
+from dataclasses import dataclass
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType
+from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
+from kog_triton.schedule.schedule import Epilogue, Schedule, Scope, Stage
+from kog_triton.schedule.topology import KB, Gpu
+
+WARPS = 16  # consumer warps; one more warp fills the ring
+MMA_ROWS = 8  # weight rows of one mma.m16n8k16
+# (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
+# larger ones let blocks drift apart (probes on H200: 24 KB 2,878 tokens/s, 12 KB 3,054).
+CHUNKS = ((32, 2), (16, 3), (16, 4))
+WINDOW_BYTES = 48 * KB  # in flight a block: more makes polls queue behind weights (probes, H200)
+PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`."""
+
+    address: int
+    bytes: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True)
+class CudaLowering(Partition):
+    """A partition with the stream's layout. Tilings: unit_rows = 8 * warps_rows, k_parts = warps_k."""
+
+    gpu: Gpu
+    frag_k: int
+    fragments: int  # of one warp in one chunk
+
+    @property
+    def chunk_bytes(self) -> int:
+        return WARPS * self.fragments * MMA_ROWS * self.frag_k * 2
+
+    @property
+    def ring_chunks(self) -> int:
+        return (self.gpu.shared_bytes - self.fixed_shared_bytes) // (self.chunk_bytes + 16)
+
+    @property
+    def window_chunks(self) -> int:
+        return max(1, WINDOW_BYTES // self.chunk_bytes)
+
+    @property
+    def fixed_shared_bytes(self) -> int:
+        """Shared memory beside the ring: partial sums twice, activations of the widest stage, words."""
+        partials = 2 * PARTIAL_ROWS * WARPS * 4
+        widest = max(self.padded_k(stage) for stage in matrix_stages(self.schedule))
+        copies = max(WARPS // self.tilings[s.name].k_parts for s in matrix_stages(self.schedule))
+        return partials + widest * 2 * copies + 2 * KB
+
+    def padded_k(self, stage: Stage) -> int:
+        return self.tilings[stage.name].padded_k(stage.cols)
+
+    def steps(self, stage: Stage) -> int:
+        """Fragments along K of one warp, for one unit."""
+        return self.padded_k(stage) // self.tilings[stage.name].k_parts // self.frag_k
+
+    def stage_chunks(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
+        """Chunks of one run of a stage by the block at this place of its group."""
+        units = len(self.block_units(stage, layer, block, rank))
+        return -(-units * self.steps(stage) // self.fragments)
+
+    def place(self, stage: Stage, block: int) -> int:
+        """A rank's block as its place in the group that runs the stage."""
+        return block % self.group_size(stage)
+
+    def shard(self, stage: Stage, block: int, rank: int) -> int:
+        """The shard whose weights a rank's block multiplies with (the head has one for all)."""
+        if stage.scope is Scope.ALL:
+            return 0
+        return rank * self.schedule.shards_per_rank + block // self.group_size(stage)
+
+    def block_chunks(self, block: int, rank: int = 0) -> int:
+        """Chunks that one block reads for one token."""
+        return sum(
+            self.stage_chunks(stage, layer, self.place(stage, block), rank)
+            for segment in self.schedule.segments
+            for stage in segment.stages
+            if stage.name in self.tilings
+            for layer in range(segment.repeat)
+        )
+
+    def stream_chunks(self, rank: int = 0) -> int:
+        """Chunks of the longest stream; the others are as long in memory and stop earlier."""
+        return max(self.block_chunks(block, rank) for block in range(self.num_blocks))
+
+    def extents(self, block: int, rank: int = 0) -> tuple[Extent, ...]:
+        """A block's stream in the rank's weight arena. A dense model has one extent."""
+        side_by_side = self.num_blocks * self.chunk_bytes
+        count = self.block_chunks(block, rank)
+        return (Extent(block * self.chunk_bytes, self.chunk_bytes, side_by_side, count),)
+
+    def stream_bytes(self, rank: int = 0) -> int:
+        """Weight bytes that a rank reads for one token, padding included."""
+        return self.chunk_bytes * sum(self.block_chunks(b, rank) for b in range(self.num_blocks))
+
+
+def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
+    """The lowering with the fewest padded bytes; ties go to the larger fragment and to more K parts."""
+    if schedule.spec.dtype is DType.F32:
+        raise ModelError("float32 weights do not run on tensor cores: choose --dtype bf16 or fp16")
+    # Every block must own a unit of the residual stream (check.py): a small model gets fewer blocks.
+    group = (num_blocks or gpu.num_blocks) // schedule.shards_per_rank
+    group = max(1, min(group, -(-schedule.spec.hidden_size // MMA_ROWS)))
+    blocks = group * schedule.shards_per_rank
+    best = None
+    for frag_k, fragments in CHUNKS:
+        tilings = {
+            s.name: _tiling(schedule, s, frag_k, fragments, blocks) for s in matrix_stages(schedule)
+        }
+        candidate = CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments)
+        size = sum(candidate.stream_bytes(rank) for rank in range(schedule.num_ranks))
+        if best is None or size < best[0]:
+            best = size, candidate
+    assert best is not None
+    return best[1]
+
+
+def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int) -> Tiling:
+    """The K split of one stage that pads least."""
+    options = []
+    for warps_k in (16, 8, 4, 2):
+        tiling = Tiling(MMA_ROWS * WARPS // warps_k, warps_k, frag_k)
+        partition = Partition(schedule, blocks, {stage.name: tiling})
+        group = partition.group_size(stage)
+        steps = tiling.padded_k(stage.cols) // warps_k // frag_k
+        chunks = [
+            -(-len(partition.block_units(stage, 0, b)) * steps // fragments) for b in range(group)
+        ]
+        overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
+        # The slowest block sets the stage's time, the sum the bytes.
+        options.append((overtaken, max(chunks), sum(chunks), -warps_k, tiling))
+    return min(options, key=lambda option: option[:4])[4]

@@ -1,0 +1,52 @@
+"""Weights in the order in which the CUDA lowering reads them.
+
+Bits are only moved, so any 16-bit type packs the same way, and any array that reshapes like numpy's or
+torch's will do: packing runs where the weights are.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.lowering import PADDING
+from kog_triton.schedule.schedule import Stage
+
+
+def pack_stage(
+    lowering: CudaLowering, stage: Stage, layer: int, block: int, rank: int, w: Any
+) -> Any:
+    """One block's chunks of one stage: [chunks, warps, fragments, 8, frag_k] of w [rows, cols].
+
+    `w` is the shard's matrix, gate above up; of the head, the rows that the rank scores.
+    """
+    tiling, frag_k = lowering.tilings[stage.name], lowering.frag_k
+    steps, parts = lowering.steps(stage), tiling.k_parts
+    rows = lowering.block_rows(stage, layer, lowering.place(stage, block), rank)
+    units = len(rows) // tiling.unit_rows
+    flat = _new(w, (len(rows), lowering.padded_k(stage)))
+    real = np.flatnonzero(rows != PADDING)
+    flat[_index(w, real), : stage.cols] = w[_index(w, rows[real])]
+    # rows: unit, group of 8, row; K: part, step, value  ->  unit, step, warp (group, part), row, value
+    shape = (units, WARPS // parts, MMA_ROWS, parts, steps, frag_k)
+    ordered = _permute(flat.reshape(shape), (0, 4, 1, 3, 2, 5))
+    ordered = ordered.reshape(units * steps, WARPS, MMA_ROWS * frag_k)
+    chunks = -(-units * steps // lowering.fragments)
+    out = _new(w, (chunks * lowering.fragments, WARPS, MMA_ROWS * frag_k))
+    out[: units * steps] = ordered
+    out = out.reshape(chunks, lowering.fragments, WARPS, MMA_ROWS, frag_k)
+    return _permute(out, (0, 2, 1, 3, 4))
+
+
+def _permute(array: Any, axes: tuple[int, ...]) -> Any:
+    return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
+
+
+def _new(like: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, like.dtype)
+    return like.new_zeros(shape)
+
+
+def _index(like: Any, rows: np.ndarray) -> Any:
+    return rows if isinstance(like, np.ndarray) else like.new_tensor(rows.tolist()).long()

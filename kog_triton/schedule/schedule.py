@@ -1,0 +1,313 @@
+"""The decode step as data: which stages run, in what order, and which values pass between blocks.
+
+The layers of a model are cut into *shards*. A shard of a layer is computed by one group of blocks that
+exchanges its activations only within itself; what the shards owe each other is a module's output, and
+`Reduce` says when it is paid. A plain model on G GPUs has G shards, one a rank, reduced NOW: ordinary
+tensor parallelism. A Laneformer has one shard a lane, several on a rank if there are fewer GPUs than
+lanes, reduced late or never. With one GPU a plain model is the one-shard case.
+
+    segment   repeat   stages
+    head      1        embed
+    layers    L        qkv_proj > attention > o_proj > gate_up_proj > down_proj
+    tail      1        (mix >) lm_head > sample
+
+What a stage means is defined once, in backends/reference.py. Sizes of a stage are those of one shard.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
+
+
+class Op(IntEnum):
+    EMBED = 0  # x of every shard <- embedding row of the token
+    MATVEC = 1  # target <- epilogue(weight @ prologue(source)): the only loop that streams weights
+    ATTENTION = 2  # norm and rotate q and k, append k and v to the cache, softmax(q k) v
+    MIX = 3  # the lanes' residual streams become the one vector that the head scores
+    SAMPLE = 4  # token <- logits
+
+
+class Prologue(IntEnum):
+    NONE = 0
+    RMS_NORM = 1  # source / rms(source) * gain
+
+
+class Epilogue(IntEnum):
+    STORE = 0  # target <- rows + bias
+    RESIDUAL = 1  # target <- rows + bias, which joins the residual streams as `reduce` says
+    SILU_MUL = 2  # rows come as gate and up; target <- silu(gate) * up
+    LOGITS = 3  # target <- rows, float32
+
+
+class Scope(IntEnum):
+    """Which blocks take part in a stage, or read an exchange."""
+
+    SHARD = 0  # the group of one shard
+    RANK = 1  # all blocks of one GPU
+    ALL = 2  # all blocks of all GPUs
+
+
+class Axis(IntEnum):
+    """What a level (rank, block, warp) cuts. K implies a sum over the parts, in fixed order."""
+
+    ROWS = 0
+    K = 1
+
+
+class Wire(IntEnum):
+    """What one 32-bit word of an exchange holds beside its phase bit (see wire.py)."""
+
+    F32 = 0
+    PAIR = 1  # two 16-bit values of the model's dtype
+
+
+class Timing(IntEnum):
+    NOW = 0
+    DELAYED = 1  # written now, read `delay` layers later
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step that all blocks of its scope take together. `rows` and `cols` are one shard's.
+
+    `weights` name the canonical tensors that are stacked along rows, in order; gate and up are woven
+    row by row instead. `cut` is the axis along which shards divide the plain model's tensor.
+    """
+
+    name: str
+    op: Op
+    scope: Scope
+    rows: int
+    cols: int
+    source: str
+    target: str
+    weights: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()
+    norm: str = ""
+    prologue: Prologue = Prologue.NONE
+    epilogue: Epilogue = Epilogue.STORE
+    cut: Axis = Axis.ROWS
+
+    @property
+    def outputs(self) -> int:
+        """Values that the stage leaves behind for one shard."""
+        return self.rows // 2 if self.epilogue is Epilogue.SILU_MUL else self.rows
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Stages that run in order, `repeat` times: once for each layer."""
+
+    name: str
+    repeat: int
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Values that pass from the blocks of one stage to blocks of another.
+
+    `slots` buffers rotate: a word may be rewritten only when no reader can still need it, which
+    check.py proves from `producer`, `readers` and `slots`.
+    """
+
+    name: str
+    width: int  # values of one shard
+    wire: Wire
+    producer: str
+    readers: tuple[str, ...]
+    scope: Scope
+    slots: int
+    timing: Timing = Timing.NOW
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One decode step of one model on `num_ranks` GPUs."""
+
+    spec: ModelSpec
+    num_ranks: int
+    num_shards: int
+    segments: tuple[Segment, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def shards_per_rank(self) -> int:
+        return self.num_shards // self.num_ranks
+
+    def stage(self, name: str) -> Stage:
+        return next(s for _, s in self.walk() if s.name == name)
+
+    def exchange(self, name: str) -> Exchange:
+        return next(e for e in self.exchanges if e.name == name)
+
+    def walk(self) -> Iterator[tuple[Segment, Stage]]:
+        """Every stage once, in order of its first run."""
+        for segment in self.segments:
+            for stage in segment.stages:
+                yield segment, stage
+
+    def rank_of(self, shard: int) -> int:
+        return shard // self.shards_per_rank
+
+    def reduce(self, stage: str, layer: int) -> Reduce:
+        """How the outputs of `o_proj` or `down_proj` join the residual streams in this layer."""
+        spec = self.spec
+        return (spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp)[layer]
+
+    def head_rows(self, rank: int) -> tuple[int, int]:
+        """Rows [first, last) of the vocabulary that a rank scores."""
+        v, n = self.spec.vocab_size, self.num_ranks
+        return rank * v // n, (rank + 1) * v // n
+
+
+def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
+    """List the stages and exchanges of one decode step. ModelError if the model cannot be cut so."""
+    lanes = spec.num_lanes
+    if num_ranks < 1:
+        raise ModelError(f"cannot run on {num_ranks} GPUs")
+    if lanes > 1 and lanes % num_ranks:
+        raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs")
+    shards = lanes if lanes > 1 else num_ranks
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if getattr(spec, name) % shards:
+            raise ModelError(f"{name} {getattr(spec, name)} does not divide over {shards} GPUs")
+    d, hidden = spec.head_dim, spec.hidden_size
+    q, kv = spec.num_heads // shards * d, spec.num_kv_heads // shards * d
+    ffn = spec.intermediate_size // shards
+    wire = Wire.F32 if spec.dtype is DType.F32 else Wire.PAIR
+
+    def matvec(name: str, rows: int, cols: int, source: str, target: str, **kw: object) -> Stage:
+        kw = {"scope": Scope.SHARD} | kw
+        return Stage(name, Op.MATVEC, rows=rows, cols=cols, source=source, target=target, **kw)  # type: ignore[arg-type]
+
+    def biases(present: bool, *names: str) -> tuple[str, ...]:
+        return names if present else ()
+
+    norm, residual = {"prologue": Prologue.RMS_NORM}, {"epilogue": Epilogue.RESIDUAL, "cut": Axis.K}
+    layer = (
+        matvec(
+            "qkv_proj",
+            q + 2 * kv,
+            hidden,
+            "x",
+            "qkv",
+            weights=("q_proj", "k_proj", "v_proj"),
+            biases=biases(spec.qkv_bias, "q_bias", "k_bias", "v_bias"),
+            norm="attention_norm",
+            **norm,
+        ),
+        Stage("attention", Op.ATTENTION, Scope.SHARD, q, q + 2 * kv, "qkv", "attention"),
+        matvec(
+            "o_proj",
+            hidden,
+            q,
+            "attention",
+            "attention_out",
+            weights=("o_proj",),
+            biases=biases(spec.o_bias, "o_bias"),
+            **residual,
+        ),
+        matvec(
+            "gate_up_proj",
+            2 * ffn,
+            hidden,
+            "x",
+            "mlp",
+            weights=("gate_proj", "up_proj"),
+            biases=biases(spec.mlp_bias, "gate_bias", "up_bias"),
+            norm="mlp_norm",
+            epilogue=Epilogue.SILU_MUL,
+            **norm,
+        ),
+        matvec(
+            "down_proj",
+            hidden,
+            ffn,
+            "mlp",
+            "mlp_out",
+            weights=("down_proj",),
+            biases=biases(spec.mlp_bias, "down_bias"),
+            **residual,
+        ),
+    )
+    mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
+    head_weight = "embed" if spec.tied_embeddings else "lm_head"
+    if spec.head is Head.VOCAB_PARALLEL:
+        lm_head = matvec(
+            "lm_head",
+            spec.vocab_size // shards,
+            hidden,
+            "x",
+            "logits",
+            weights=(head_weight,),
+            norm="norm",
+            epilogue=Epilogue.LOGITS,
+            **norm,
+        )
+    else:
+        cols = hidden * (lanes if spec.head is Head.CONCAT else 1)
+        lm_head = matvec(
+            "lm_head",
+            spec.vocab_size,
+            cols,
+            "y" if mixes else "x",
+            "logits",
+            scope=Scope.ALL,
+            weights=(head_weight,),
+            norm="" if mixes else "norm",
+            epilogue=Epilogue.LOGITS,
+            prologue=Prologue.NONE if mixes else Prologue.RMS_NORM,
+        )
+    mix = Stage("mix", Op.MIX, Scope.ALL, lm_head.cols, hidden, "x", "y", norm="norm")
+    sample = Stage("sample", Op.SAMPLE, Scope.ALL, 1, spec.vocab_size, "logits", "token")
+    embed = Stage("embed", Op.EMBED, Scope.SHARD, hidden, 1, "token", "x", weights=("embed",))
+    segments = (
+        Segment("head", 1, (embed,)),
+        Segment("layers", spec.num_layers, layer),
+        Segment("tail", 1, ((mix,) if mixes else ()) + (lm_head, sample)),
+    )
+    reduces = set(spec.reduce_attention + spec.reduce_mlp)
+    # One buffer is enough where the next gather of a module output proves that everybody has read,
+    # 2 * delay for outputs that are read late (check.py proves both).
+    exchanges = [
+        Exchange("qkv", q + 2 * kv, wire, "qkv_proj", ("attention",), Scope.SHARD, 1),
+        Exchange("attention", q, wire, "attention", ("o_proj",), Scope.SHARD, 1),
+        Exchange("mlp", ffn, wire, "gate_up_proj", ("down_proj",), Scope.SHARD, 1),
+        Exchange(
+            "logits",
+            spec.vocab_size // (shards if lm_head.scope is Scope.SHARD else 1),
+            Wire.F32,
+            "lm_head",
+            ("sample",),
+            Scope.ALL,
+            1,
+        ),
+        Exchange("token", 1, Wire.F32, "sample", ("embed",), Scope.ALL, 1),
+    ]
+    for name, producer, reader in (
+        ("attention_out", "o_proj", "gate_up_proj"),
+        ("mlp_out", "down_proj", "qkv_proj"),
+    ):
+        scope = Scope.ALL if Reduce.NOW in reduces and shards > 1 else Scope.SHARD
+        last = ("mix" if mixes else "lm_head",) if producer == "down_proj" else ()
+        exchanges.append(Exchange(name, hidden, Wire.F32, producer, (reader, *last), scope, 1))
+        if Reduce.DELAYED in reduces:
+            exchanges.append(
+                Exchange(
+                    f"{name}_past",
+                    hidden,
+                    Wire.F32,
+                    producer,
+                    (producer,),
+                    Scope.ALL,
+                    2 * spec.delay,
+                    Timing.DELAYED,
+                )
+            )
+    if mixes:
+        exchanges.append(Exchange("y", lm_head.cols, Wire.F32, "mix", ("lm_head",), Scope.ALL, 1))
+    return Schedule(spec, num_ranks, shards, segments, tuple(exchanges))

@@ -1,0 +1,59 @@
+"""Canonical weights to shards: what each group of blocks multiplies with.
+
+Works on anything with numpy's or torch's reshape, so that packing may run on the GPU.
+"""
+
+from typing import Any
+
+from kog_triton.schedule.schedule import Axis, Op, Schedule, Stage
+
+
+def shard_matrix(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
+    """A canonical matrix [lanes, rows, cols] (lm_head and embed: [rows, cols]) as [shards, rows, cols].
+
+    A Laneformer's lanes are its shards; a plain model's tensor is cut along `stage.cut`. The head is not
+    cut here: `Schedule.head_rows` says which rows a rank scores.
+    """
+    if tensor.ndim == 2:
+        return tensor[None]
+    lanes, rows, cols = tensor.shape
+    shards = schedule.num_shards
+    if lanes == shards:
+        return tensor
+    if stage.cut is Axis.ROWS:
+        return tensor.reshape(shards, rows // shards, cols)
+    return tensor.reshape(rows, shards, cols // shards).swapaxes(0, 1)
+
+
+def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
+    """A canonical bias [lanes, rows] as [shards, rows].
+
+    Where a plain model's matrix is cut along K the partial outputs are added, so one shard alone
+    carries the bias.
+    """
+    lanes, rows = tensor.shape
+    shards = schedule.num_shards
+    if lanes == shards:
+        return tensor
+    if stage.cut is Axis.ROWS:
+        return tensor.reshape(shards, rows // shards)
+    out = (
+        tensor.reshape(1, rows).repeat(shards, 0) if _is_numpy(tensor) else tensor.repeat(shards, 1)
+    )
+    out[1:] = 0
+    return out
+
+
+def canonical_names(stage: Stage, layer: int) -> tuple[str, ...]:
+    """The stage's weight tensors in this layer, by canonical name."""
+    return tuple(canonical(stage, name, layer) for name in stage.weights)
+
+
+def canonical(stage: Stage, name: str, layer: int) -> str:
+    """The canonical name of a stage's operand; those of layers carry the layer's number."""
+    outside = stage.op is Op.EMBED or name in ("norm", "embed", "lm_head")
+    return name if outside else f"layers.{layer}.{name}"
+
+
+def _is_numpy(tensor: Any) -> bool:
+    return type(tensor).__module__ == "numpy"
