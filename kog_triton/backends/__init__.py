@@ -15,6 +15,7 @@ import numpy as np
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.topology import Gpu
 
 GROUP = "kog_triton.backends"
 
@@ -44,15 +45,22 @@ class BackendOptions:
 class WeightSource(Protocol):
     """Where a backend reads weights: `load` gives one canonical tensor of `spec.shapes` as a torch tensor."""
 
-    spec: ModelSpec
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def load(self, name: str) -> Any: ...
 
 
 class Backend(Protocol):
+    """`spec` is the model as it runs: its dtypes are what a step reads, whatever the checkpoint stores.
+
+    `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
+    """
+
     name: str
     spec: ModelSpec
     options: BackendOptions
+    gpu: Gpu | None
 
     @classmethod
     def availability(cls) -> Availability: ...

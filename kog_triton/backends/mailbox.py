@@ -1,6 +1,6 @@
 """What host and backend say to each other while a backend serves requests.
 
-    host     post(request) ......... cancel(slot) ... yield_now() ... close()
+    host     post(request) ...... cancel(slot) ... yield_now() ... resume() ... close()
     backend  take() -> requests      push(slot, step) for every token      cancelled(slot), yielding
 
 The host posts requests and reads steps; the backend takes requests and pushes steps. Either side may
@@ -31,9 +31,7 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int  # at least 1, and prompt + max_tokens fits the slot
-    stop_token_ids: frozenset[int] = (
-        frozenset()
-    )  # end of sequence and the caller's; empty if ignored
+    stop_token_ids: frozenset[int] = frozenset()  # end of sequence and the caller's, if not ignored
     cached: int = 0  # leading prompt tokens whose keys and values the slot already holds
     sample_idx: int = 0  # which of `n` samples: part of the random counter
     mask: MaskHook | None = None  # output ids so far -> uint32[ceil(vocab / 32)] of allowed ids
@@ -89,6 +87,10 @@ class Mailbox:
     def yield_now(self) -> None:
         """Ask `generate` to return at the next token boundary, every request resumable."""
         self.yielding = True
+
+    def resume(self) -> None:
+        """Take back `yield_now`: the next `generate` goes on where the last one returned."""
+        self.yielding = False
 
     def close(self) -> None:
         with self._lock:

@@ -22,15 +22,17 @@ from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.serve import serve
 from kog_triton.errors import DeviceError, RequestError
-from kog_triton.model.spec import Head, Reduce
+from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Op, Prologue, Schedule, build
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
+from kog_triton.schedule.topology import Gpu, find_gpu
 
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
-STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
+STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
 class ReferenceBackend:
@@ -43,9 +45,11 @@ class ReferenceBackend:
     def __init__(self, weights: WeightSource, options: BackendOptions) -> None:
         if options.prefill == "library":
             raise DeviceError("the reference backend has one prefill: leave --prefill at auto")
-        self.spec = weights.spec
+        stored = DTYPES["fp32" if options.dtype == "auto" else options.dtype]
+        self.spec = weights.spec.replace(dtype=stored, kv_dtype=DType.F32)
         self.options = options
         self.device = _device(options.device)
+        self.gpu = _gpu(self.device)
         self.schedule: Schedule = build(self.spec, options.num_gpus)
         self.max_context = options.max_context or self.spec.max_context
         self.partition: Partition | None = None
@@ -53,7 +57,6 @@ class ReferenceBackend:
             self.partition = default_partition(self.schedule)
         elif options.walk != "stage":
             raise DeviceError(f"walk {options.walk!r}: the reference backend walks stage or block")
-        self._stored = STORED["fp32" if options.dtype == "auto" else options.dtype]
         self._load(weights)
         self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
         self.kv = KVCache(self.spec, self.schedule.num_shards, options.num_slots, self.device)
@@ -64,7 +67,7 @@ class ReferenceBackend:
         s = self.schedule
 
         def get(name: str) -> Tensor:
-            return weights.load(name).to(self.device, self._stored)
+            return weights.load(name).to(self.device, STORED[self.spec.dtype])
 
         self._weights: dict[tuple[str, int], Tensor] = {}  # [S, rows, cols]; gate above up
         self._biases: dict[tuple[str, int], Tensor] = {}  # [S, rows]
@@ -310,3 +313,13 @@ def _device(name: str) -> torch.device:
             f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"
         )
     return torch.device("cuda")
+
+
+def _gpu(device: torch.device) -> Gpu | None:
+    """The row of the GPU in use, to compare rates with; None on a CPU and on a GPU without a row."""
+    if device.type != "cuda":
+        return None
+    try:
+        return find_gpu(torch.cuda.get_device_name(device))
+    except DeviceError:
+        return None

@@ -98,6 +98,7 @@ class ModelSpec:
     reduce_attention: tuple[Reduce, ...]
     reduce_mlp: tuple[Reduce, ...]
     dtype: DType = DType.BF16
+    kv_dtype: DType | None = None  # of the KV cache; None = as the weights
     scale_granularity: ScaleGranularity = ScaleGranularity.NONE
     num_experts: int = 0
     qkv_bias: bool = False
@@ -146,6 +147,13 @@ class ModelSpec:
             )
         if Reduce.DELAYED in self.reduce_attention + self.reduce_mlp and self.delay < 1:
             raise ModelError("a DELAYED reduction needs a delay of at least one layer")
+        for name in ("reduce_attention", "reduce_mlp"):
+            if Reduce.DELAYED in getattr(self, name)[: self.delay]:
+                layer = getattr(self, name).index(Reduce.DELAYED)
+                raise ModelError(
+                    f"{name} is DELAYED in layer {layer}: "
+                    f"nothing was written {self.delay} layers before"
+                )
 
     @property
     def group(self) -> int:
@@ -224,13 +232,19 @@ class ModelSpec:
         return (self.num_parameters - skipped) * self.dtype.bytes
 
     @property
+    def _kv_row_bytes(self) -> int:
+        """A position's keys and values in one layer."""
+        dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
+        return 2 * self.num_kv_heads * self.head_dim * dtype.bytes
+
+    @property
     def kv_bytes_per_position(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.bytes
+        return self.num_layers * self._kv_row_bytes
 
     def kv_bytes_read(self, position: int) -> int:
         """KV-cache bytes that the step at `position` reads, windows counted."""
-        row = 2 * self.num_kv_heads * self.head_dim * self.dtype.bytes
-        return sum(row * min(position + 1, window or position + 1) for window in self.windows)
+        seen = sum(min(position + 1, window or position + 1) for window in self.windows)
+        return seen * self._kv_row_bytes
 
     def replace(self, **changes: object) -> "ModelSpec":
         values = {f.name: getattr(self, f.name) for f in fields(self)} | changes

@@ -1,0 +1,55 @@
+"""`kog` and `python -m kog_triton`: hands over to the command that the first word names.
+
+    kog generate -p "def add(a, b):"        kog doctor        kog --version
+
+A command is a module of this package with a `main(argv) -> exit code`; one that is not part of this
+installation is not listed. Nothing heavy is imported before the command is known.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+from kog_triton import __version__
+
+COMMANDS = {
+    "generate": "continue a text or hold a conversation",
+    "serve": "serve the OpenAI API and a playground page",
+    "plan": "show how a model is laid out on a GPU, without a GPU",
+    "bench": "measure tokens/s beside the floor that memory sets",
+    "profile": "show where the time of a step goes",
+    "doctor": "show what can run on this machine, and what is missing",
+}
+
+
+def commands() -> dict[str, str]:
+    """The commands that are installed."""
+    return {name: line for name, line in COMMANDS.items() if find_spec(f"kog_triton.{name}")}
+
+
+def usage() -> str:
+    lines = ["usage: kog COMMAND [options]", "       kog --version", "", "commands:"]
+    lines += [f"  {name:<10}{line}" for name, line in commands().items()]
+    return "\n".join([*lines, "", "kog COMMAND --help shows the options of one command."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    first = args[0] if args else ""
+    if first in ("-h", "--help"):
+        print(usage())
+        return 0
+    if first == "--version":
+        print(f"kog {__version__}")
+        return 0
+    if first not in commands():
+        said = f"no command named {first!r}" if first else "a command is needed"
+        print(f"error: {said}: one of {', '.join(commands())}", file=sys.stderr)
+        return 2
+    code: int = import_module(f"kog_triton.{first}").main(args[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

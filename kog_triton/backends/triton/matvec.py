@@ -1,0 +1,165 @@
+"""The weight stream: tiles in a ring of registers, multiplied as they arrive.
+
+    ring     `depth` tiles on their way, oldest first; a stage takes the oldest and asks for the one `depth` further
+    wired    stages whose input arrives in words (o_proj, down_proj): chunk by chunk, all rows of the block at once
+    rowwise  stages that read the residual stream (qkv_proj, gate_up_proj, lm_head): row tile by row tile
+
+The order of tiles is static (schedule/tiles.py), so a stage's last tiles ask for the next stage's first ones: weights
+are on their way while the block publishes, waits and gathers.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def at(S, position):
+    return S.at(position)
+
+
+@triton.constexpr_function
+def position(S, stage, tile):
+    return S.position(stage, tile)
+
+
+@triton.constexpr_function
+def turn_tiles(chunks, depth):
+    """Tiles of one turn of a row loop: whole row tiles and whole rings."""
+    return math.lcm(chunks, depth)
+
+
+@triton.constexpr_function
+def turns(tiles, chunks, depth):
+    """Turns of a row loop in which every tile asks for one of its own stage."""
+    return max(0, (tiles - depth) // math.lcm(chunks, depth))
+
+
+@triton.jit
+def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
+    """Words [tile_rows, tile_words] of one tile; `base` is the layer's (or the head's) first word."""
+    T: tl.constexpr = S.stages[STAGE]
+    ROWS: tl.constexpr = T.tile_rows
+    WORDS: tl.constexpr = T.tile_words
+    r, k = tl.arange(0, ROWS), tl.arange(0, WORDS)
+    ptr = base + T.offset + (tile * S.num_blocks + block) * T.words
+    return tl.load(ptr + r[:, None] * WORDS + k[None, :], eviction_policy="evict_first")
+
+
+@triton.jit
+def fetch(base, next_base, block, S: tl.constexpr, POSITION: tl.constexpr):
+    """The tile at a place of the layer's sequence, or of the next layer's; a phantom is nothing."""
+    WHERE: tl.constexpr = at(S, POSITION)
+    if WHERE[0] < 0:
+        return 0
+    elif WHERE[2] == 0:
+        return load_tile(base, WHERE[1], block, S, WHERE[0])
+    else:
+        return load_tile(next_base, WHERE[1], block, S, WHERE[0])
+
+
+@triton.jit
+def fill(base, block, S: tl.constexpr):
+    DEPTH: tl.constexpr = S.depth
+    ring = ()
+    for i in tl.static_range(DEPTH):
+        ring = ring + (fetch(base, base, block, S, i),)
+    return ring
+
+
+@triton.jit
+def multiply(w, even, odd, S: tl.constexpr, T: tl.constexpr):
+    """Partial products of a tile, summed four words at a time within a thread: [tile_rows, tile_words / 4]."""
+    if S.f16:
+        first = (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        first = (w << 16).to(tl.float32, bitcast=True)
+        second = (w & -65536).to(tl.float32, bitcast=True)
+    y = first * even[None, :] + second * odd[None, :]
+    ROWS: tl.constexpr = T.tile_rows
+    QUADS: tl.constexpr = T.tile_words // 4
+    return tl.sum(tl.reshape(y, (ROWS, QUADS, 4)), axis=2)
+
+
+@triton.jit
+def add_chunk(total, w, xs, S: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr):
+    """The sums of a row tile with one more tile along K; the first one starts anew."""
+    part = multiply(w, xs[2 * CHUNK], xs[2 * CHUNK + 1], S, T)
+    if CHUNK == 0:
+        return part
+    else:
+        return total + part
+
+
+@triton.jit
+def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
+    """weight @ x for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
+    T: tl.constexpr = S.stages[STAGE]
+    UNITS: tl.constexpr = T.units
+    ROWS: tl.constexpr = T.tile_rows
+    QUADS: tl.constexpr = T.tile_words // 4
+    TILES: tl.constexpr = T.tiles
+    sums = ()
+    for u in tl.static_range(UNITS):
+        sums = sums + (tl.zeros((ROWS, QUADS), tl.float32),)
+    for i in tl.static_range(TILES):
+        part = multiply(ring[0], xs[2 * (i // UNITS)], xs[2 * (i // UNITS) + 1], S, T)
+        # The row tile whose turn it is comes first; it goes last.
+        sums = sums[1:] + (sums[0] + part,)
+        ring = ring[1:] + (fetch(base, next_base, block, S, position(S, STAGE, i + S.depth)),)
+    ys = ()
+    for u in tl.static_range(UNITS):
+        ys = ys + (tl.sum(sums[u], axis=1),)
+    return ys, ring
+
+
+@triton.jit
+def skip_phantoms(base, next_base, block, ring, S: tl.constexpr):
+    """The places of the ring that hold nothing, at the end of a layer."""
+    PHANTOMS: tl.constexpr = S.phantoms
+    for i in tl.static_range(PHANTOMS):
+        ring = ring[1:] + (fetch(base, next_base, block, S, position(S, 4, i + S.depth)),)
+    return ring
+
+
+@triton.jit
+def rowwise(
+    base,
+    next_base,
+    block,
+    ring,
+    xs,
+    out,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T) -> out; and the ring."""
+    T: tl.constexpr = S.stages[STAGE]
+    TILES: tl.constexpr = T.tiles
+    CHUNKS: tl.constexpr = T.chunks
+    ROWS: tl.constexpr = T.tile_rows
+    QUADS: tl.constexpr = T.tile_words // 4
+    TURN: tl.constexpr = turn_tiles(T.chunks, S.depth)
+    TURNS: tl.constexpr = turns(T.tiles, T.chunks, S.depth)
+    total = tl.zeros((ROWS, QUADS), tl.float32)
+    for turn in range(TURNS):
+        for i in tl.static_range(TURN):
+            total = add_chunk(total, ring[0], xs, S, T, i % CHUNKS)
+            ring = ring[1:] + (load_tile(base, turn * TURN + i + S.depth, block, S, STAGE),)
+            if i % CHUNKS == CHUNKS - 1:
+                unit = turn * (TURN // T.chunks) + i // T.chunks
+                out = EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
+    for i in tl.static_range(TURN * TURNS, TILES):
+        total = add_chunk(total, ring[0], xs, S, T, i % CHUNKS)
+        if STAGE < 4:
+            ring = ring[1:] + (fetch(base, next_base, block, S, position(S, STAGE, i + S.depth)),)
+        elif i + S.depth < T.tiles:
+            ring = ring[1:] + (load_tile(base, i + S.depth, block, S, STAGE),)
+        else:
+            ring = ring[1:] + (fetch(next_base, next_base, block, S, i + S.depth - T.tiles),)
+        if i % CHUNKS == CHUNKS - 1:
+            out = EPILOGUE(tl.sum(total, axis=1), i // T.chunks, out, S, T)
+    return out, ring

@@ -1,0 +1,159 @@
+"""What the megakernel reads and writes: weights packed in tiles, tables, caches and words."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.backends.triton.kernel import Pointers
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import Schedule, Scope, Stage
+from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
+from kog_triton.schedule.tile_packing import pack_tiles
+from kog_triton.schedule.tiles import LAYER, Tiles
+
+Tensor = torch.Tensor
+HALF = {False: torch.bfloat16, True: torch.float16}
+MAILBOX_HEAD = 8  # words before the tokens: the host's word, the outcome
+
+
+@dataclass
+class Memory:
+    """Everything a launch points to. `kv` has one home a slot; `pointers` are those of slot 0."""
+
+    pointers: Pointers
+    kv: Tensor  # [slots, layers, lanes, kv_heads, 2, positions, d]
+    mailbox: Tensor  # int64, on the host, mapped
+    weight_bytes: int
+
+
+def allocate(
+    schedule: Schedule, tiles: Tiles, weights: WeightSource, num_slots: int, device: torch.device
+) -> Memory:
+    spec, dtype = schedule.spec, HALF[tiles.f16]
+
+    def get(name: str) -> Tensor:
+        return weights.load(name).to(device)
+
+    embed = get("embed").to(dtype).contiguous()
+    arena = _pack(schedule, tiles, get, embed, dtype, device)
+    gains = [
+        _planes(get(f"layers.{i}.{name}"))
+        for i in range(spec.num_layers)
+        for name in ("attention_norm", "mlp_norm")
+    ]
+    gains.append(_planes(get("norm")))
+    words = torch.zeros(tiles.total_words, dtype=torch.int32, device=device)
+    offset, size = tiles.regions["winner"]
+    kv = torch.zeros(
+        (
+            num_slots,
+            spec.num_layers,
+            tiles.lanes,
+            tiles.kv_heads,
+            2,
+            tiles.max_context,
+            tiles.head_dim,
+        ),
+        dtype=dtype,
+        device=device,
+    )
+    pinned = device.type == "cuda"
+    mailbox = torch.zeros(MAILBOX_HEAD + tiles.max_context, dtype=torch.int64, pin_memory=pinned)
+    table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, tiles.max_context))
+    ints = {"dtype": torch.int32, "device": device}
+    pointers = Pointers(
+        weights=arena,
+        embed=embed.view(torch.int32),
+        gains=torch.stack(gains).contiguous(),
+        biases=_biases(schedule, get, device),
+        qk_gains=_qk_gains(spec, get, device),
+        rope=table.to(device),
+        windows=torch.tensor(spec.windows, **ints),
+        reduces=torch.tensor([list(spec.reduce_attention), list(spec.reduce_mlp)], **ints),
+        kv=kv[0],
+        words=words,
+        winners=words[offset : offset + size].view(torch.int64),
+        logits=torch.zeros(spec.vocab_size, dtype=torch.float32, device=device),
+        tokens=torch.zeros(tiles.max_context + 1, **ints),
+        request=torch.zeros(64, **ints),
+        mailbox=mailbox,
+        fences=torch.zeros(tiles.num_blocks * 32, **ints),
+        error=torch.zeros(1, **ints),
+        limit=1 << 22,
+    )
+    return Memory(pointers, kv, mailbox, arena.nbytes + embed.nbytes)
+
+
+def _pack(schedule, tiles: Tiles, get, embed: Tensor, dtype, device) -> Tensor:
+    """The weight arena, int32: every layer's stages in order, then the head."""
+    head = tiles.stages[4]
+    size = tiles.layer_words * tiles.num_layers + head.tiles * head.words * tiles.num_blocks
+    arena = torch.empty(size, dtype=torch.int32, device=device)
+    for layer in range(tiles.num_layers):
+        base = layer * tiles.layer_words
+        for cut, name in zip(tiles.stages, LAYER, strict=False):
+            stage = schedule.stage(name)
+            parts = [
+                shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
+                for w in stage.weights
+            ]
+            packed = pack_tiles(stage, cut, tiles.group, torch.cat(parts, 1).view(torch.int16))
+            _place(arena, base + cut.offset, packed)
+    stage = schedule.stage("lm_head")
+    matrix = embed if stage.weights == ("embed",) else get("lm_head").to(dtype)
+    matrix = shard_matrix(schedule, stage, matrix).view(torch.int16)
+    group = tiles.num_blocks if stage.scope is Scope.ALL else tiles.group
+    _place(arena, tiles.num_layers * tiles.layer_words, pack_tiles(stage, head, group, matrix))
+    return arena
+
+
+def _place(arena: Tensor, at: int, packed: Tensor) -> None:
+    flat = packed.reshape(-1).view(torch.int32)
+    arena[at : at + len(flat)] = flat
+
+
+def _planes(gain: Tensor) -> Tensor:
+    """[lanes or 1, hidden] as [lanes or 1, 2, hidden / 2]: even elements, then odd ones."""
+    gain = gain.float()
+    return torch.stack([gain[:, 0::2], gain[:, 1::2]], 1)
+
+
+def _biases(schedule: Schedule, get, device) -> Tensor:
+    """A layer's bias rows, stage after stage, every lane's; zeros where a stage has none."""
+    parts: list[Tensor] = []
+    for layer in range(schedule.spec.num_layers):
+        for name in LAYER:
+            stage: Stage = schedule.stage(name)
+            if stage.biases:
+                rows = torch.cat(
+                    [
+                        shard_bias(schedule, stage, get(canonical(stage, b, layer)))
+                        for b in stage.biases
+                    ],
+                    1,
+                ).float()
+                if name == "gate_up_proj":  # woven like the rows
+                    rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+            else:
+                rows = torch.zeros(schedule.num_shards, stage.rows, device=device)
+            parts.append(rows.reshape(-1))
+    return torch.cat(parts)
+
+
+def _qk_gains(spec: ModelSpec, get, device) -> Tensor:
+    if not spec.qk_norm:
+        return torch.zeros(1, device=device)
+    return torch.stack(
+        [
+            torch.stack([get(f"layers.{i}.{n}_norm") for n in "qk"]).float()
+            for i in range(spec.num_layers)
+        ]
+    )
+
+
+def host_words(memory: Memory) -> np.ndarray:
+    """The mailbox as the host reads it while the kernel runs."""
+    return memory.mailbox.numpy()

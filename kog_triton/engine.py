@@ -1,0 +1,281 @@
+"""The slots of one backend, and the thread that runs it: where requests start and end.
+
+    prepare -> Job        a prompt and its parameters, checked and resolved
+    start -> Generation   one sample in a slot: the longest cached prefix, else the oldest
+
+The backend's `generate` runs in a thread of the engine's own, which lives while requests do. Every
+method may be called from any thread. A slot remembers the ids whose keys and values it holds, so
+that a prompt which starts with them is computed from where they end; an error makes it forget.
+"""
+
+import contextlib
+import operator
+import os
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from kog_triton.backends import Backend
+from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request, Step
+from kog_triton.errors import RequestError, RunError
+from kog_triton.generation import Generation
+from kog_triton.metrics import Peak
+from kog_triton.sampling.params import SamplingParams
+from kog_triton.text import Tokenizer
+
+
+@dataclass
+class Slot:
+    """A KV home. `tokens` are the ids whose keys and values it holds, empty while it is busy."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    salt: str = ""  # only prompts with the same salt may reuse them
+    last_used: int = 0
+    busy: bool = False
+    error: BaseException | None = None  # set when no further step can come
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: `params` are resolved and `max_tokens` fits the context."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    prompt: str | None = None
+    mask: MaskHook | None = None
+    cache_salt: str = ""
+
+    @property
+    def seed(self) -> int:
+        assert self.params.seed is not None, "resolve() always gives one"
+        return self.params.seed
+
+
+class Engine:
+    """One backend and its slots. `peak` is what MBU compares with, if it is known."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        eos_token_ids: Collection[int] = (),
+        peak: Peak | None = None,
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.peak = peak
+        self.max_context = backend.options.max_context or backend.spec.max_context
+        self.closed = False
+        self._slots = [Slot(i) for i in range(backend.options.num_slots)]
+        self._mailbox: Mailbox | None = None  # none before the first request and after a crash
+        self._lock = threading.Condition()
+        self._paused = False
+        self._inside = False  # the backend's `generate` runs
+        self._thread: threading.Thread | None = None
+        self._num_posted = 0
+        self._num_uses = 0
+
+    @property
+    def num_free_slots(self) -> int:
+        return sum(not slot.busy for slot in self._slots)
+
+    def check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
+        vocab_size = self.backend.spec.vocab_size
+        ids = []
+        for position, token in enumerate(token_ids):
+            value = operator.index(token) if hasattr(token, "__index__") else -1
+            if not 0 <= value < vocab_size:
+                raise RequestError(
+                    f"prompt token {position} is {token!r}: ids run from 0 to {vocab_size - 1}"
+                )
+            ids.append(value)
+        if not ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        return tuple(ids)
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        seed: int | None = None,
+        mask: MaskHook | None = None,
+        cache_salt: str = "",
+    ) -> Job:
+        """A request that can run here, or RequestError.
+
+        The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` None means
+        the rest of the context. Only prompts with the same `cache_salt` share keys and values.
+        """
+        ids = self.check_ids(prompt_token_ids)
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.max_context}: "
+                "shorten the prompt to leave room for an answer"
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise RequestError(
+                f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
+                f"{self.max_context} tokens: max_tokens may be at most {room}"
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not supported: LLM.forward_logits gives logits")
+        if params.seed is None:
+            params = replace(params, seed=draw_seed() if seed is None else seed)
+        params = params.resolve(self.backend.spec.vocab_size, self.eos_token_ids, self._encode)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        return Job(ids, params, max_tokens, prompt, mask, cache_salt)
+
+    def start(self, job: Job, sample_idx: int = 0) -> Generation:
+        """Start one sample of a job in a free slot; RequestError if there is none."""
+        stops = frozenset(job.params.stop_token_ids or ())
+        if not job.params.ignore_eos:
+            stops |= self.eos_token_ids
+        with self._lock:
+            if self.closed:
+                raise RunError("the engine is closed: open a new LLM")
+            slot, cached = self._choose_slot(job)
+            request = Request(
+                slot=slot.index,
+                prompt=job.prompt_token_ids,
+                params=job.params,
+                seed=job.seed,
+                max_tokens=job.max_tokens,
+                stop_token_ids=stops,
+                cached=cached,
+                sample_idx=sample_idx,
+                mask=job.mask,
+            )
+            mailbox = self._mailbox = self._mailbox or self.backend.new_mailbox()
+            generation = Generation(self, slot, mailbox, request, job.prompt)
+            slot.busy, slot.tokens, slot.salt, slot.error = True, [], job.cache_salt, None
+            mailbox.post(request)
+            self._num_posted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
+                self._thread.start()
+        return generation
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _choose_slot(self, job: Job) -> tuple[Slot, int]:
+        """A free slot and how many leading ids it holds; the last id is always left to compute."""
+        ids = job.prompt_token_ids[:-1]
+        held = {
+            slot.index: common_prefix(slot.tokens, ids) if slot.salt == job.cache_salt else 0
+            for slot in self._slots
+            if not slot.busy
+        }
+        if not held:
+            raise RequestError(
+                f"all {len(self._slots)} slots are busy: finish or close a running request, "
+                "or open the LLM with a larger num_slots"
+            )
+        best = max(held, key=lambda i: (held[i], -self._slots[i].last_used))
+        return self._slots[best], held[best]
+
+    def release(self, slot: Slot, tokens: list[int]) -> None:
+        """Free a slot that now holds the keys and values of `tokens`."""
+        with self._lock:
+            self._num_uses += 1
+            slot.tokens, slot.busy, slot.last_used = tokens, False, self._num_uses
+
+    def read(self, slot: Slot, mailbox: Mailbox, timeout: float) -> list[Step | Failure]:
+        """New steps of a busy slot; a Failure once no further step can come."""
+        error = slot.error  # set after the last push, so it must be looked at before reading
+        steps = mailbox.read(slot.index, 0 if error else timeout)
+        if error and not steps:
+            return [Failure(error if isinstance(error, Exception) else RunError(repr(error)))]
+        return steps
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the backend serves nobody: running requests wait at a token boundary."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._paused)
+            self._paused = True
+        try:
+            with self._lock:
+                if self._mailbox is not None:
+                    self._mailbox.yield_now()
+                self._lock.wait_for(lambda: not self._inside)
+            yield
+        finally:
+            with self._lock:
+                self._paused = False
+                if self._mailbox is not None:
+                    self._mailbox.resume()
+                self._lock.notify_all()
+
+    def _serve(self) -> None:
+        """The thread: run the backend until every posted request was served."""
+        num_served = 0
+        while True:
+            with self._lock:
+                self._inside = False
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: not self._paused or self.closed)
+                mailbox = self._mailbox
+                if num_served == self._num_posted or self.closed or mailbox is None:
+                    self._thread = None
+                    why = "the engine was closed" if self.closed else "the backend left it"
+                    self._fail_all(RunError(f"the request did not finish: {why}"))
+                    return
+                num_served, self._inside = self._num_posted, True
+            try:
+                self.backend.generate(mailbox)
+                if mailbox.yielding:
+                    num_served = 0  # what it left resumes with the next call
+            except BaseException as error:
+                with self._lock:
+                    self._fail_all(error)
+                    # What the backend left behind is not trusted: no slot's memory, no mailbox.
+                    for slot in self._slots:
+                        slot.tokens = []
+                    self._mailbox = None
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Tell every reader that no more steps come; one that has its last step never looks."""
+        for slot in self._slots:
+            if slot.busy and slot.error is None:
+                slot.error = error
+
+    def forget(self) -> None:
+        """Drop what free slots remember, so that the next prompt is computed in full."""
+        with self._lock:
+            for slot in self._slots:
+                if not slot.busy:
+                    slot.tokens = []
+
+    def close(self) -> None:
+        """End every request and free the backend; safe to call twice."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            thread = self._thread
+            if self._mailbox is not None:
+                self._mailbox.close()
+            self._lock.notify_all()
+        if thread is not None:
+            thread.join()
+        self.backend.close()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def draw_seed() -> int:
+    """32 bits from the system: enough to differ, short enough to type again."""
+    return int.from_bytes(os.urandom(4))

@@ -1,0 +1,259 @@
+"""One sample in the making: steps in; log-probabilities, text and stop strings out.
+
+A `Generation` belongs to one thread, except for `cancel`. Its slot is freed when the backend has
+said its last word, also after a stop string, a cancel, an error or an abandoned loop.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.errors import KogError, RunError
+from kog_triton.metrics import RequestMetrics, measure
+from kog_triton.outputs import FINISH_REASONS, CompletionOutput, Delta, Logprob, RequestOutput
+from kog_triton.sampling.params import SamplingParams
+from kog_triton.text import StopMatcher, Tokenizer
+
+if TYPE_CHECKING:
+    from kog_triton.engine import Engine, Slot
+
+POLL_S = 0.05  # how soon a waiting reader notices a cancel or a backend that has ended
+
+
+class Generation:
+    """Iterate over it, or call `poll` until `finished`."""
+
+    def __init__(
+        self, engine: "Engine", slot: "Slot", mailbox: Mailbox, request: Request, prompt: str | None
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._engine, self._slot, self._mailbox = engine, slot, mailbox
+        self._text = TextStream(engine.tokenizer, request.params)
+        self._texts: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative = 0.0
+        self._submitted = time.perf_counter()
+        self._arrivals: list[float] = []
+        self._device_ns: list[int] = []
+        self._made: list[int] = []  # every token of the slot, also those after a stop string
+        self._cancel = False
+        self._known = True  # False once an interrupt may have swallowed a step
+        self._ended = False  # the last step, or a failure, was read
+        self._failed = False
+        self._released = False
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Deltas as they come; leaving the loop early cancels the request."""
+        try:
+            while not self.finished:
+                delta = self.poll(None)
+                if delta is not None:
+                    yield delta
+        finally:
+            self.close()
+
+    def cancel(self) -> None:
+        """Ask for an early end, from any thread or a signal handler; it ends with "abort"."""
+        self._cancel = True
+
+    def close(self) -> None:
+        """Cancel if it still runs, wait for the backend and free the slot; safe to call twice."""
+        self._cancel = True
+        while not self._ended:
+            self._read(POLL_S)
+        self._release()
+        if self.finish_reason is None:
+            self.finish_reason = FINISH_REASONS["cancel"]
+
+    def poll(self, timeout: float | None = 0.0) -> Delta | None:
+        """What is new, waiting up to `timeout` seconds for it (None: as long as it takes).
+
+        The last delta carries the output. A request that failed raises: RunError, or the KogError
+        that the backend gave.
+        """
+        if self.finished:
+            return None
+        deadline = float("inf") if timeout is None else time.perf_counter() + timeout
+        while True:
+            left = deadline - time.perf_counter()
+            steps = self._read(min(max(left, 0.0), POLL_S))
+            if steps:
+                return self._accept(steps)
+            if left <= 0:
+                return None
+
+    def output(self) -> RequestOutput:
+        """What there is so far, as a request of one sample."""
+        prompt_ids = list(self.request.prompt)
+        return RequestOutput(
+            self.prompt, prompt_ids, [self.completion()], self.metrics(), self.finished
+        )
+
+    def completion(self) -> CompletionOutput:
+        asked = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.request.sample_idx,
+            text="".join(self._texts),
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self._logprobs) if asked else None,
+            cumulative_logprob=self._cumulative if asked else None,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        backend = self._engine.backend
+        return measure(
+            spec=backend.spec,
+            backend=backend.name,
+            seed=self.request.seed,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.request.cached,
+            submitted=self._submitted,
+            arrivals=self._arrivals,
+            device_ns=self._device_ns,
+            peak=self._engine.peak,
+        )
+
+    # ---- the slot ----
+
+    def _read(self, timeout: float) -> list[Step | Failure]:
+        """New steps, noted for the slot's memory."""
+        if self._cancel:
+            self._mailbox.cancel(self._slot.index)
+        known, self._known = self._known, False  # an interrupt from here on leaves it False
+        steps = self._engine.read(self._slot, self._mailbox, timeout)
+        ended = False
+        for step in steps:
+            if isinstance(step, Failure):
+                ended = self._failed = True
+            else:
+                if step.token >= 0:
+                    self._made.append(step.token)
+                ended |= step.finish is not None
+        self._known = known
+        if ended:
+            self._ended = True
+            self._release()
+        return steps
+
+    def _release(self) -> None:
+        """Free the slot and say what it holds: the last token made never got keys and values."""
+        if self._released:
+            return
+        prompt = self.request.prompt
+        if self._failed or not self._known:
+            held: list[int] = []
+        elif self._made:
+            held = [*prompt, *self._made[:-1]]
+        else:
+            held = list(prompt[: self._mailbox.prefilled[self._slot.index]])
+        self._engine.release(self._slot, held)
+        self._released = True
+
+    # ---- steps to output ----
+
+    def _accept(self, steps: list[Step | Failure]) -> Delta:
+        """Turn steps into the next delta; what was made after a stop string is dropped."""
+        now, first, texts = time.perf_counter(), len(self.token_ids), []
+        for step in steps:
+            if isinstance(step, Failure):
+                self.finish_reason = FINISH_REASONS["cancel"]
+                raise run_error(step.error) from step.error
+            texts.append(self._text_of(step, now))
+            if self.finished:
+                break
+        text = "".join(texts)
+        self._texts.append(text)
+        if self.finished:
+            self.close()
+        return Delta(
+            text,
+            self.token_ids[first:],
+            self._logprobs[first:] if self.request.params.logprobs is not None else None,
+            self.output() if self.finished else None,
+        )
+
+    def _text_of(self, step: Step, now: float) -> str:
+        """Take one step in; the text that is certain after it."""
+        params, by_token = self.request.params, step.finish == "stop"
+        text = ""
+        if step.token >= 0:  # a cancel may come without a token
+            self.token_ids.append(step.token)
+            self._arrivals.append(now)
+            self._device_ns.append(step.device_ns)
+            if params.logprobs is not None:
+                self._logprobs.append(self._candidates(step))
+                self._cumulative += step.logprob or 0.0
+            if not by_token or params.include_stop_str_in_output:
+                text = self._text.push(step.token)
+        if step.finish:
+            text += self._text.finish()
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stop
+        elif step.finish:
+            self.finish_reason = FINISH_REASONS[step.finish]
+            if by_token and step.token not in self._engine.eos_token_ids:
+                self.stop_reason = step.token
+        return text
+
+    def _candidates(self, step: Step) -> dict[int, Logprob]:
+        """The chosen token first, then the likeliest; its rank is known if it is one of them."""
+        ranks = {token: rank for rank, (token, _) in enumerate(step.top, 1)}
+        values = {step.token: step.logprob or 0.0} | dict(step.top)
+        decode = self._engine.tokenizer.decode
+        return {
+            token: Logprob(value, ranks.get(token), decode([token], skip_special_tokens=False))
+            for token, value in values.items()
+        }
+
+
+class TextStream:
+    """Token ids in, text out, up to the first stop string.
+
+    Stop strings count from the end of `min_tokens` on; text that may still become one is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.stop: str | None = None  # the stop string that was found
+        self._detokenize = params.detokenize
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._pieces = tokenizer.detokenizer(params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop or (), params.include_stop_str_in_output)
+
+    def push(self, token: int) -> str:
+        if not self._detokenize:
+            return ""
+        self._num_tokens += 1
+        return self._match(self._pieces.feed(token))
+
+    def finish(self) -> str:
+        """What was held back; nothing if a stop string was found."""
+        if not self._detokenize or self.stop is not None:
+            return ""
+        text = self._match(self._pieces.finish())
+        return text if self.stop is not None else text + self._matcher.finish()
+
+    def _match(self, text: str) -> str:
+        if self._num_tokens <= self._min_tokens:
+            return text
+        text = self._matcher.feed(text)
+        self.stop = self._matcher.matched
+        return text
+
+
+def run_error(error: Exception) -> KogError:
+    """What a request raises for an error of its backend."""
+    if isinstance(error, KogError):
+        return error
+    return RunError(f"the backend failed: {type(error).__name__}: {error}")

@@ -1,0 +1,57 @@
+"""A model of the Hugging Face hub as a local folder: only files that are read are fetched.
+
+Nothing is downloaded for a path that exists. The cache, its location and access tokens are
+huggingface_hub's own.
+"""
+
+import re
+from pathlib import Path
+
+from kog_triton.errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: a local path, or else "org/name" of the hub at `revision`.
+
+    ModelError if it is neither, or if the download fails.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    text = str(path_or_hub_id)
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"{text} is a local folder: it has no revision {revision!r}")
+        return path
+    if path.exists():
+        raise ModelError(f"{text} is a file: pass the folder that holds config.json")
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(text):
+        raise ModelError(f"{text}: no such folder, and not a hub id of the form org/name")
+    return _download(text, revision)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    # Imported here: it takes a while, and a local folder needs none of it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES))
+    except Exception as error:  # its kinds of errors differ between versions and transports
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+        raise ModelError(
+            f"{hub_id}: no such folder, and the hub did not give it ({reason}):"
+            " download it elsewhere and pass the folder"
+        ) from error

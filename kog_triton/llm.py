@@ -1,0 +1,273 @@
+"""A model ready to generate: checkpoint, tokenizer, backend and engine behind one object.
+
+    from kog_triton import LLM, SamplingParams
+
+    with LLM() as llm:  # the demo that ships; or LLM("org/name"), LLM("path/to/folder")
+        for delta in llm.stream("def add(a, b):", SamplingParams(temperature=0, max_tokens=32)):
+            print(delta.text, end="", flush=True)
+
+The names are vLLM's. An `LLM` serves the thread that uses it; a server talks to `llm.engine`.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kog_triton.backends import Backend, BackendOptions
+from kog_triton.checkpoint import Checkpoint
+from kog_triton.choose import Choice, choose
+from kog_triton.demo import checkpoint_path
+from kog_triton.engine import Engine, Job, draw_seed
+from kog_triton.errors import RequestError
+from kog_triton.generation import Generation
+from kog_triton.metrics import Peak
+from kog_triton.outputs import RequestOutput
+from kog_triton.progress import Progress
+from kog_triton.sampling.params import SamplingParams
+from kog_triton.text import Tokenizer
+
+Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
+Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+DTYPES = {
+    "auto": "auto",
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+BUSY_POLL_S = 0.005  # how long one of several running samples may keep the others unread
+
+
+class LLM:
+    """Open a checkpoint on a backend.
+
+    model          a folder, a Hugging Face id, or None for the demo that ships
+    backend        "auto", a name, or a class that implements `kog_triton.backends.Backend`
+    device         "" (the backend's choice), "cpu", "nvidia", "amd" or a row of schedule.topology
+    dtype          of the weights in memory: "auto" (as stored), "fp32", "bf16" or "fp16"
+    max_model_len  positions a slot holds, None for all that the model allows
+    num_slots      requests that may run at once; each slot remembers its last conversation
+    seed           makes a whole session repeatable; a request's own seed comes first
+    prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
+
+    Raises ModelError, DeviceError, or RequestError for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        backend: str | type[Backend] = "auto",
+        device: str | None = None,
+        num_gpus: int = 1,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        num_slots: int = 1,
+        seed: int | None = None,
+        prefill: str = "auto",
+        walk: str = "stage",
+    ) -> None:
+        started = time.perf_counter()
+        if dtype not in DTYPES:
+            raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+        for name, value in (("num_gpus", num_gpus), ("num_slots", num_slots)):
+            if value < 1:
+                raise RequestError(f"{name} is {value}: it must be at least 1")
+        if isinstance(backend, str):
+            self.choice = choose(backend, device or "")
+        else:
+            self.choice = Choice(backend, backend.name, "given by the caller")
+        self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
+        limit = self.checkpoint.spec.max_context
+        if max_model_len is not None and not 1 < max_model_len <= limit:
+            raise RequestError(
+                f"max_model_len is {max_model_len}: this model holds from 2 to {limit} positions"
+            )
+        self.tokenizer = Tokenizer.load(self.checkpoint.folder)
+        options = BackendOptions(
+            num_slots=num_slots,
+            max_context=max_model_len or limit,
+            num_gpus=num_gpus,
+            device=device or "",
+            dtype=DTYPES[dtype],
+            prefill=prefill,
+            walk=walk,
+        )
+        running = self.choice.backend(self.checkpoint, options)
+        own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
+        gpu = getattr(running, "gpu", None)  # a GPU backend says which row of topology it runs on
+        self.engine = Engine(
+            running,
+            self.tokenizer,
+            {*self.checkpoint.eos_token_ids, *own_end},
+            Peak.of(gpu, num_gpus) if gpu else None,
+        )
+        self._seeds = None if seed is None else Random(seed)
+        self.load_s = time.perf_counter() - started
+
+    # ---- generating ----
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress_bar: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs come in the order of the prompts.
+
+        `params` is one for all, one for each, or None for `default_params()`. All prompts are
+        checked before the first one starts. The progress bar is on if stderr is a terminal.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = _one_each(params or self.default_params(), len(many))
+        jobs = [self._job(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        if use_progress_bar is None:
+            use_progress_bar = sys.stderr.isatty()
+        return self._run(jobs, use_progress_bar)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        use_progress_bar: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of them, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Iterable[Any] = [messages] if one else messages
+        prompts = [self.chat_prompt(c, tools, add_generation_prompt) for c in conversations]
+        return self.generate(prompts, params, use_progress_bar=use_progress_bar)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Start one prompt; iterate over the result for `Delta`s, the last with the output.
+
+        Leaving the loop, `cancel()` or `close()` ends the request and frees its slot.
+        """
+        job = self._job(prompt, params or self.default_params())
+        if job.params.n != 1:
+            raise RequestError(f"n is {job.params.n}: a stream has one sample, use generate")
+        return self.engine.start(job)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for `stream` or `generate`."""
+        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        return {
+            "prompt": self.tokenizer.render_chat(messages, **how),
+            "prompt_token_ids": self.tokenizer.encode_chat(messages, **how),
+        }
+
+    def default_params(self, **explicit: Any) -> SamplingParams:
+        """The checkpoint's own sampling defaults; up to the end of the context unless told."""
+        given = {"max_tokens": None} | explicit
+        return SamplingParams.from_generation_config(self.checkpoint.generation, **given)
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position of one sequence, float32 [tokens, vocab].
+
+        Running requests wait meanwhile; slots keep what they hold.
+        """
+        ids = self.engine.check_ids(token_ids)
+        if len(ids) > self.engine.max_context:
+            raise RequestError(
+                f"{len(ids)} tokens do not fit the context of {self.engine.max_context}"
+            )
+        with self.engine.paused():
+            return self.engine.backend.forward_logits(ids)
+
+    # ---- closing ----
+
+    def close(self) -> None:
+        """End what runs and free the backend; safe to call twice."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside ----
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        text, ids = self._tokenize(prompt)
+        seed = draw_seed() if self._seeds is None else self._seeds.getrandbits(32)
+        return self.engine.prepare(ids, params, prompt=text, seed=seed)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+                return text, list(ids)
+            if ids is None and isinstance(text, str):
+                return text, self.tokenizer.encode(text)
+        raise RequestError(
+            f'a prompt is text or {{"prompt_token_ids": [...]}}, not {type(prompt).__name__}'
+        )
+
+    def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
+        """Every sample of every job, as many at once as there are slots."""
+        waiting = deque((j, s) for j, job in enumerate(jobs) for s in range(job.params.n))
+        running: dict[tuple[int, int], Generation] = {}
+        done: dict[tuple[int, int], Generation] = {}
+        with Progress(len(waiting), show) as progress:
+            try:
+                while waiting or running:
+                    while waiting and (self.engine.num_free_slots or not running):
+                        key = waiting.popleft()
+                        running[key] = self.engine.start(jobs[key[0]], sample_idx=key[1])
+                    for key, generation in list(running.items()):
+                        delta = generation.poll(BUSY_POLL_S if len(running) > 1 else None)
+                        if delta is not None:
+                            progress.add_tokens(len(delta.token_ids))
+                        if generation.finished:
+                            done[key] = running.pop(key)
+                            progress.add_sample()
+            finally:
+                for generation in running.values():
+                    generation.cancel()
+                for generation in running.values():
+                    generation.close()
+        return [_join([done[j, s] for s in range(job.params.n)]) for j, job in enumerate(jobs)]
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts: give one for each")
+    return params
+
+
+def _join(samples: list[Generation]) -> RequestOutput:
+    """One output of the samples of one prompt."""
+    first = samples[0].output()
+    completions = [sample.completion() for sample in samples]
+    return RequestOutput(first.prompt, first.prompt_token_ids, completions, first.metrics)

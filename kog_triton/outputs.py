@@ -1,0 +1,56 @@
+"""What a request gives back, field for field in vLLM's shape: plain data, no torch, no engine.
+
+A stream yields `Delta`s whose texts and token ids concatenate to those of the final output, which
+the last delta carries.
+"""
+
+from dataclasses import dataclass
+
+from kog_triton.metrics import RequestMetrics
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "cancel": "abort"}  # a step's word -> vLLM's
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of one candidate; rank 1 is the likeliest, None is not known."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sample. `token_ids` keep the token that ended it; `text` does not, unless asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length" or "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop string or stop token id; None for end of text
+    logprobs: list[dict[int, Logprob]] | None = (
+        None  # one a token: the chosen id, then the likeliest
+    )
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and its samples. With n > 1, `metrics` are those of the first sample."""
+
+    prompt: str | None  # None if the caller gave token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new since the last delta; `output` is set on the last one only."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    output: RequestOutput | None = None

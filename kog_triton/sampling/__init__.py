@@ -1,0 +1,14 @@
+"""How the next token is chosen: parameters, random numbers and the definition every backend obeys.
+
+params       what a caller may ask for, validated
+philox       counter-based random words
+fixed        integer logarithms and exponentials, equal bit for bit everywhere
+history      what the penalties and bad words look back on
+definition   logits, parameters and history in; one token out
+"""
+
+from kog_triton.sampling.definition import Sampled, raw_logprobs, sample
+from kog_triton.sampling.history import History
+from kog_triton.sampling.params import SamplingParams
+
+__all__ = ["History", "Sampled", "SamplingParams", "raw_logprobs", "sample"]

@@ -1,0 +1,279 @@
+"""The Triton megakernel's lowering: tiles of 32-bit words, read in one static order.
+
+A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Each block reads its tiles
+in the order of the layer, through a ring of `depth` tiles that are always on their way, also while the block
+waits for its inputs. The ring is registers, so its places must be known at compile time: the layer's tiles,
+with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
+
+    layer:  qkv_proj | o_proj | gate_up_proj | down_proj | phantoms
+    memory: tile i of all blocks lie side by side
+
+Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
+
+TILE_BYTES = (
+    32 * 1024
+)  # 8 x 2048: 4-row tiles of 16 KB are slower (benchmarks/README.md, "Triton probe")
+UNROLLED = 32  # tiles of one stage that are laid out without a loop
+LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class StageTiles:
+    """How one matrix stage is cut: `units` row tiles a block, `chunks` tiles along K each."""
+
+    name: str
+    index: int
+    rows: int  # of the group that shares them
+    cols: int
+    tile_rows: int
+    tile_words: int  # along K: two weights a word
+    chunks: int
+    units: int
+    offset: int  # words from the start of the layer (or of the arena, for the head)
+
+    @property
+    def tiles(self) -> int:
+        return self.units * self.chunks
+
+    @property
+    def block_rows(self) -> int:
+        return self.units * self.tile_rows
+
+    @property
+    def words(self) -> int:
+        """Of one tile."""
+        return self.tile_rows * self.tile_words
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Everything the kernel knows at compile time. Offsets count words (int32) of the words arena."""
+
+    vendor: str  # "nvidia", "amd" or "cpu": read by backends/triton/sync.py alone
+    num_layers: int
+    hidden_size: int
+    heads: int  # of one lane
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    norm_eps: float
+    f16: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    lane_norms: bool
+    lanes: int
+    delay: int
+    past_slots: int
+    mixed_reduce: bool  # layers differ in how they reduce
+    head_mode: int
+    num_blocks: int
+    group: int  # blocks of one lane
+    splits: int  # of the context, for each key/value head
+    max_context: int
+    depth: int
+    stages: tuple[StageTiles, ...]  # qkv_proj, o_proj, gate_up_proj, down_proj, lm_head
+    layer_words: int
+
+    # ---- the ring ----
+
+    @property
+    def phantoms(self) -> int:
+        return -sum(s.tiles for s in self.stages[:4]) % self.depth
+
+    def position(self, stage: int, tile: int) -> int:
+        """Where a tile stands in the layer's sequence."""
+        return sum(s.tiles for s in self.stages[:stage]) + tile
+
+    def at(self, position: int) -> tuple[int, int, int]:
+        """(stage, tile, layers on) at a place of the endless sequence; stage -1 is a phantom."""
+        tiles = sum(s.tiles for s in self.stages[:4])
+        ahead, position = divmod(position, tiles + self.phantoms)
+        if position >= tiles:
+            return -1, 0, ahead
+        for s in self.stages[:4]:
+            if position < s.tiles:
+                return s.index, position, ahead
+            position -= s.tiles
+        raise AssertionError(position)
+
+    # ---- the words arena ----
+
+    @property
+    def qkv_words(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim // 2
+
+    @property
+    def attention_words(self) -> int:
+        return self.heads * self.head_dim // 2
+
+    @property
+    def split_words(self) -> int:
+        """Of one split of one key/value head: output, maximum and sum of every query head."""
+        return self.heads // self.kv_heads * (self.head_dim + 2)
+
+    @property
+    def regions(self) -> dict[str, tuple[int, int]]:
+        """Offset and size of each exchange, every lane side by side."""
+        sizes = {
+            "qkv": self.lanes * self.qkv_words,
+            "attention": self.lanes * self.attention_words,
+            "mlp": self.lanes * self.ffn // 2,
+            "attention_out": self.lanes * self.hidden_size,
+            "mlp_out": self.lanes * self.hidden_size,
+            "splits": self.lanes * self.kv_heads * self.splits * self.split_words,
+            "past": 2 * self.past_slots * self.lanes * self.hidden_size,
+            "part": self.lanes * self.hidden_size,
+            "y": self.hidden_size,
+            "winner": 2 * 4 * self.num_blocks,  # int64: key high, key low, id, control
+        }
+        out, at = {}, 0
+        for name, size in sizes.items():
+            out[name] = at, size
+            at += -(-size // 32) * 32  # 128-byte lines
+        return out
+
+    def region(self, name: str) -> int:
+        return self.regions[name][0]
+
+    @property
+    def total_words(self) -> int:
+        offset, size = self.regions["winner"]
+        return offset + size
+
+
+def lower_tiles(
+    schedule: Schedule,
+    num_blocks: int,
+    max_context: int,
+    vendor: str = "nvidia",
+    depth: int = 2,
+    tile_bytes: int = TILE_BYTES,
+) -> Tiles:
+    """The tiles of a model on one GPU. ModelError names what the kernel cannot do."""
+    spec = schedule.spec
+    if schedule.num_ranks != 1:
+        raise ModelError("the triton backend runs on one GPU: choose --gpus 1")
+    if spec.dtype is DType.F32:
+        raise ModelError("the triton backend reads 16-bit weights: choose --dtype bf16 or fp16")
+    if spec.head is Head.CONCAT:
+        raise ModelError("the triton backend has no concatenated head (lm_head_type 'lane')")
+    for name in ("hidden_size", "lane_intermediate_size", "head_dim"):
+        if getattr(spec, name) % 4:
+            raise ModelError(
+                f"the triton backend needs {name} {getattr(spec, name)} in steps of four"
+            )
+    lanes = schedule.shards_per_rank
+    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
+    reduces = set(spec.reduce_attention + spec.reduce_mlp)
+    delayed = Reduce.DELAYED in reduces
+    return Tiles(
+        vendor=vendor,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        heads=spec.lane_heads,
+        kv_heads=spec.lane_kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.lane_intermediate_size,
+        vocab_size=spec.vocab_size,
+        norm_eps=spec.norm_eps,
+        f16=spec.dtype is DType.F16,
+        qkv_bias=spec.qkv_bias,
+        o_bias=spec.o_bias,
+        mlp_bias=spec.mlp_bias,
+        qk_norm=spec.qk_norm,
+        lane_norms=spec.lane_norms,
+        lanes=lanes,
+        delay=spec.delay if delayed else 0,
+        past_slots=2 * spec.delay if delayed else 0,
+        mixed_reduce=lanes > 1,
+        head_mode=int(spec.head),
+        num_blocks=group * lanes,
+        group=group,
+        splits=max(1, group // spec.lane_kv_heads),
+        max_context=max_context,
+        depth=min(depth, stages[0].tiles),  # the ring at a layer's start is qkv_proj's
+        stages=stages,
+        layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
+    )
+
+
+def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
+    """Blocks of a lane, and the cut of every stage that reads least."""
+    spec = schedule.spec
+    # Every block owns rows of the residual stream (schedule/check.py says why).
+    group = max(1, min(group, spec.hidden_size // 4))
+    while -(-spec.hidden_size // -(-spec.hidden_size // group)) < group:
+        group -= 1
+    blocks = group * schedule.shards_per_rank
+    # The stages that read the residual stream hold it in one shape.
+    options = []
+    for words in (1024, 512, 256, 128, 64, 32):
+        stages, offset, cost = [], 0, 0
+        for index, name in enumerate((*LAYER, "lm_head")):
+            stage = schedule.stage(name)
+            shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
+            widths = (words,) if shared else (1024, 512, 256, 128, 64, 32)
+            size = blocks if stage.scope is Scope.ALL else group
+            cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
+            if name == "lm_head":  # takes over the ring where qkv_proj would
+                cuts = [c for c in cuts if c.tile_rows == stages[0].tile_rows]
+            cut = min(cuts, key=_cost, default=None)
+            if cut is None:
+                break
+            base = 0 if name == "lm_head" else offset
+            cut = StageTiles(**(cut.__dict__ | {"offset": base}))
+            offset += cut.tiles * cut.words * blocks
+            cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
+            stages.append(cut)
+        if len(stages) == 5 and _chunks_fit(stages):
+            options.append((cost, -words, tuple(stages)))
+    if not options:
+        raise ModelError(f"no tiling for hidden_size {spec.hidden_size}")
+    return group, min(options, key=lambda o: o[:2])[2]
+
+
+def _chunks_fit(stages: list[StageTiles]) -> bool:
+    """The residual stream is held in registers, at most eight chunks a plane."""
+    return stages[0].chunks <= 8
+
+
+def _cost(s: StageTiles) -> float:
+    """Bytes that a block reads, and what a tile costs beside them."""
+    return s.tiles * (4 * s.words + 2048)
+
+
+def _stage_cuts(
+    stage: Stage, index: int, size: int, words: int, tile_bytes: int
+) -> list[StageTiles]:
+    """Cuts of a stage with tiles `words` wide over `size` blocks."""
+    out = []
+    rows = stage.rows
+    woven = stage.epilogue is Epilogue.SILU_MUL
+    step = 4 if woven else 2  # a block publishes whole words
+    share = -(-rows // size)
+    share = -(-share // step) * step
+    chunks = -(-stage.cols // (2 * words))
+    unrolled = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
+    tile_rows = step
+    while tile_rows <= 128:
+        units = -(-share // tile_rows)
+        fits = 4 * tile_rows * words <= tile_bytes
+        if unrolled:  # every block has rows of its own
+            fits = fits and units * chunks <= UNROLLED and units * tile_rows * (size - 1) < rows
+        if fits:
+            out.append(
+                StageTiles(stage.name, index, rows, stage.cols, tile_rows, words, chunks, units, 0)
+            )
+        tile_rows *= 2
+    return [c for c in out if math.log2(c.tile_rows).is_integer()]

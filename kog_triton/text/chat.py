@@ -1,0 +1,187 @@
+"""Chat templates: where a checkpoint keeps them, and conversations rendered as transformers does.
+
+A template is a program from whoever made the checkpoint, so it runs in a sandbox with limits (see
+sandbox.py) on data rebuilt from plain JSON types. What it refuses is a one-line RequestError.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
+
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.text.sandbox import BoundedEnvironment, Limits
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one thing, three names in use
+
+
+def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Every template of a checkpoint by name; the usual one is "default".
+
+    chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json.
+    """
+    given = config.get("chat_template")
+    templates: dict[str, str] = {}
+    try:
+        if isinstance(given, str):
+            templates["default"] = given
+        elif given:
+            templates = {entry["name"]: entry["template"] for entry in given}
+        if not all(isinstance(text, str) for item in templates.items() for text in item):
+            raise TypeError
+    except (TypeError, KeyError) as error:
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be text or a list of "
+            '{"name": ..., "template": ...}'
+        ) from error
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, path in files.items():
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} is not readable text: {error}") from error
+    return templates
+
+
+def choose_template(templates: Mapping[str, str], name: str | None, has_tools: bool) -> str:
+    """The named template; without a name "tool_use" for tools if there is one, else "default"."""
+    if not templates:
+        raise RequestError(
+            "the model has no chat template: send a plain prompt instead of messages"
+        )
+    if name is None:
+        name = "tool_use" if has_tools and "tool_use" in templates else "default"
+    if name not in templates:
+        raise RequestError(f"the model has no chat template {name!r}: have {', '.join(templates)}")
+    return templates[name]
+
+
+def prepare(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What the template may see, as plain JSON types; RequestError naming what is not."""
+    if isinstance(messages, (str, Mapping)) or not messages:
+        raise RequestError("messages must be a non-empty list")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f'messages[{i}] must be an object with a "role"')
+    plain = _plain([{k: v for k, v in m.items() if v is not None} for m in messages], "messages")
+    return {
+        **{name: _plain(value, name) for name, value in kwargs.items()},
+        "messages": [_with_reasoning(message) for message in plain],
+        "tools": _plain(tools, "tools"),
+        "documents": _plain(documents, "documents"),
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(f"{where} has the key {key!r}: keys must be strings")
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise RequestError(f"{where} is a {type(value).__name__}: only JSON types go into a template")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the names that templates look for, whichever one the caller used."""
+    found = next((message[n] for n in REASONING_FIELDS if message.get(n) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) -> str:
+    """The text a template makes of these values."""
+    given = {**values, "add_generation_prompt": add_generation_prompt}
+    try:
+        with Limits():
+            return _compile(source).render(given)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"the chat template, line {error.lineno}: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise RequestError("the chat template recurses too deep") from error
+    except jinja2.TemplateError as error:
+        raise RequestError(f"the chat template refused: {_first_line(error)}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        kind = type(error).__name__
+        raise RequestError(f"the chat template failed: {kind}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.add_filter("tojson", _tojson)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _make_dict
+    environment.globals["namespace"] = _Namespace
+    del environment.globals["lipsum"]  # makes text of any length, and no template needs it
+    return environment.from_string(source)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what the assistant said, for training; here it is a plain scope."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja's namespace without underscore names."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+        super().__setitem__(name, value)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return dict(*args, **kwargs)

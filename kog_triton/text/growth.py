@@ -1,0 +1,164 @@
+"""Which operations of a template could make much out of little, refused before they run.
+
+Each check raises jinja2's SecurityError. Values are strings, numbers, lists and dicts: a sandboxed
+template has nothing else that grows.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+
+MAX_CHARS = 16 << 20  # of one value, and of everything printed
+MAX_WIDTH = 10_000  # padding, indentation, digits
+MAX_INTEGER_BITS = 4096
+
+# these pass a list on or look at its items, so a nested one costs nothing
+STRUCTURAL_FILTERS = frozenset(
+    (
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "groupby",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "max",
+        "min",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "sum",
+        "unique",
+    )
+)
+# numbers given to these are values or can only shorten the result
+NUMBER_FILTERS = frozenset(("attr", "d", "default", "float", "int", "map", "sum", "truncate"))
+PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
+# these lead to bytes, which have no checks, or to any expansion of single characters
+REFUSED_METHODS = frozenset(("encode", "to_bytes", "translate"))
+WIDE_FORMAT = re.compile(r"[%:][^%{}a-zA-Z]*(?:\d{5}|\*)|\{[^{}]*\{")
+
+
+def size(value: Any) -> int:
+    """About how many characters a value prints as; stops counting beyond MAX_CHARS.
+
+    Every way to an item counts: lists that share items can print exponentially long.
+    """
+    total, stack = 0, [value]
+    while stack and total <= MAX_CHARS:
+        item = stack.pop()
+        total += 8
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, int):
+            total += item.bit_length() // 3
+        elif isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            stack += item
+        else:
+            total += 30
+    return total
+
+
+def bound(num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise SecurityError(f"a value would have more than {MAX_CHARS} characters")
+
+
+def check_operator(operator: str, left: Any, right: Any) -> None:
+    """For + * ** and %."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits, factor = left.bit_length(), abs(right) if operator == "**" else 1
+        if operator == "*":
+            bits += right.bit_length()
+        if bits * factor > MAX_INTEGER_BITS:
+            raise SecurityError(f"a number would have more than {MAX_INTEGER_BITS} bits")
+    elif operator == "+" and isinstance(left, (str, list, tuple)):
+        bound(len(left) + (len(right) if isinstance(right, (str, list, tuple)) else 0))
+    elif operator == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+                bound(len(sequence) * times)
+    elif operator == "%" and isinstance(left, str):
+        _check_format(left, [right])
+
+
+def check_method(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """For a call of anything; returns the arguments to call it with."""
+    function = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, (str, int)) and name in REFUSED_METHODS:
+        raise SecurityError(f"the method {name} is not available to templates")
+    if not isinstance(owner, str):
+        return args
+    if name in PADDING_METHODS:
+        _check_widths([*args, *kwargs.values()])
+        bound(len(owner) + owner.count("\t") * max([8, *(a for a in args if isinstance(a, int))]))
+    elif name == "replace" and len(args) >= 2:
+        _check_replace(owner, args[0], args[1])
+    elif name == "join" and len(args) == 1:
+        return [_check_join(args[0], owner)]
+    elif name in ("format", "format_map"):
+        _check_format(owner, [*args, *kwargs.values()])
+    return args
+
+
+def check_filter(name: str, value: Any, args: Sequence[Any]) -> Any:
+    """For value|name(args); returns the value to filter."""
+    if name not in NUMBER_FILTERS:
+        _check_widths(args)
+    if name == "join":
+        return _check_join(value, args[0] if args else "")
+    if name not in STRUCTURAL_FILTERS:
+        bound(size(value))
+    if name == "replace" and len(args) >= 2:
+        _check_replace(str(value), args[0], args[1])
+    elif name in ("indent", "tojson", "wordwrap"):
+        # each line or word may get this much more
+        widest = max([4, *(a if isinstance(a, int) else size(a) for a in args)])
+        lines = size(value) if name != "indent" else str(value).count("\n") + 1
+        bound(lines * (widest if name != "wordwrap" else _longest_text(args)))
+    elif name == "format":
+        _check_format(str(value), args)
+    return value
+
+
+def _longest_text(args: Iterable[Any]) -> int:
+    return max([1, *(len(a) for a in args if isinstance(a, str))])
+
+
+def _check_widths(args: Iterable[Any]) -> None:
+    for number in args:
+        if isinstance(number, int) and abs(number) > MAX_WIDTH:
+            raise SecurityError(f"the width {number} is more than {MAX_WIDTH}")
+
+
+def _check_replace(text: str, old: Any, new: Any) -> None:
+    count = text.count(old) if isinstance(old, str) else 0
+    bound(len(text) + count * len(new if isinstance(new, str) else str(new)))
+
+
+def _check_join(items: Any, separator: Any) -> list[Any]:
+    items = list(items)
+    bound(sum(map(size, items)) + len(items) * size(separator))
+    return items
+
+
+def _check_format(pattern: str, args: Sequence[Any]) -> None:
+    if WIDE_FORMAT.search(pattern):
+        raise SecurityError("a format asks for a width that is too large or computed")
+    bound(len(pattern) + (pattern.count("%") + pattern.count("{")) * max([1, *map(size, args)]))

@@ -1,0 +1,154 @@
+"""A jinja2 sandbox with limits: a template can neither reach Python nor run or grow for ever.
+
+jinja2's immutable sandbox keeps templates from Python's internals and from changing their data.
+This one also counts. Loop bodies and macros count steps and look at the clock; whatever is printed,
+to the output or into a variable, counts its characters; operations that can make much out of little
+(repetition, powers, padding, replace, join) are refused if their result would be too large.
+"""
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import wraps
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from kog_triton.text.growth import (
+    MAX_CHARS,
+    bound,
+    check_filter,
+    check_method,
+    check_operator,
+    size,
+)
+
+MAX_STEPS = 300_000
+MAX_SECONDS = 5.0
+
+_active: ContextVar["Limits | None"] = ContextVar("limits", default=None)
+
+
+class Limits:
+    """What one rendering may use; active inside a `with` block, in this thread or task."""
+
+    def __init__(self) -> None:
+        self.steps_left = MAX_STEPS
+        self.chars_left = MAX_CHARS
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self._outer: Token[Limits | None] | None = None
+
+    def __enter__(self) -> "Limits":
+        self._outer = _active.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            _active.reset(self._outer)
+
+
+def _step() -> None:
+    """Runs at the start of every loop body and macro."""
+    if limits := _active.get():
+        limits.steps_left -= 1
+        if limits.steps_left < 0:
+            raise SecurityError(f"it took more than {MAX_STEPS} steps")
+        if time.monotonic() > limits.deadline:
+            raise SecurityError(f"it took more than {MAX_SECONDS:g} s")
+
+
+def _printed(value: Any) -> Any:
+    """Counts a piece of text or the value of a {{ ... }}, wherever it is printed to."""
+    if limits := _active.get():
+        limits.chars_left -= size(value)
+        if limits.chars_left < 0:
+            raise SecurityError(f"it made more than {MAX_CHARS} characters")
+    return value
+
+
+def _joined(*values: Any) -> str:
+    """The operator ~."""
+    bound(sum(map(size, values)))
+    return "".join(map(str, values))
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox; render its templates inside `with Limits()`."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    step = staticmethod(_step)
+    printed = staticmethod(_printed)
+    joined = staticmethod(_joined)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, function in list(self.filters.items()):
+            self.add_filter(name, function)
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        self.filters[name] = _guarded(name, function)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """The template's tree, with calls to `step`, `printed` and `joined` where they belong."""
+        template = super()._parse(source, name, filename)
+        return _Counting().visit(template).set_environment(self)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return super().call(context, function, *check_method(function, args, kwargs), **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        check_operator(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    # filters that want the context or the environment get it before the value
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        value = check_filter(name, args[first], [*args[first + 1 :], *kwargs.values()])
+        result = function(*args[:first], value, *args[first + 1 :], **kwargs)
+        if isinstance(result, str):
+            bound(len(result))
+        return result
+
+    return guarded
+
+
+class _Counting(NodeTransformer):
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._with_step(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._with_step(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._with_step(node)
+
+    def _with_step(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("step", [], node), lineno=node.lineno))
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        # a literal becomes a constant expression, so that it is counted each time it is printed
+        values = [
+            nodes.Const(n.data) if isinstance(n, nodes.TemplateData) else n for n in node.nodes
+        ]
+        node.nodes = [_call("printed", [value], node) for value in values]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node)
+
+
+def _call(method: str, args: list[nodes.Expr], near: nodes.Node) -> nodes.Call:
+    function = nodes.EnvironmentAttribute(method, lineno=near.lineno)
+    return nodes.Call(function, args, [], None, None, lineno=near.lineno)

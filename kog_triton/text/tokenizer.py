@@ -1,0 +1,248 @@
+"""A checkpoint's tokenizer: text to ids and back, special tokens, chat.
+
+Reads tokenizer.json, and beside it tokenizer_config.json, special_tokens_map.json and chat
+templates where they exist, with the same result as transformers. A file that is missing or broken
+is a ModelError with its path. Sentencepiece-only checkpoints are refused with advice.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.text import chat
+from kog_triton.text.detokenize import Detokenizer
+from kog_triton.text.injection import Guard
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """Encodes and decodes as the checkpoint's own tokenizer does; safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named_tokens: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.named_tokens = dict(named_tokens or {})
+        self._templates = dict(templates or {})
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        steps = _decoder_steps(backend)
+        self.is_byte_level = steps == ["ByteLevel"]
+        self._byte_fallback = "ByteFallback" in steps
+        self._bytes: dict[int, bytes | None] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """The tokenizer of a checkpoint folder."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            other = next((name for name in OTHER_FORMATS if (folder / name).is_file()), None)
+            if other is None:
+                raise ModelError(f"{path} does not exist: the checkpoint has no tokenizer")
+            raise ModelError(
+                f"{path} does not exist and {other} is not read: convert it once with "
+                "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{path} is not a readable tokenizer: {one_line(error)}") from error
+        config = read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= read_json(folder / "special_tokens_map.json")
+        named = {name: text_of(config[name]) for name in NAMED_TOKENS if config.get(name)}
+        _add_configured(backend, config, named, folder / "tokenizer_config.json")
+        return cls(backend, named, chat.load_templates(folder, config))
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.named_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, added tokens included; a model's embedding may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it are special (`encode_chat` is for users).
+
+        `add_special_tokens` adds what tokenizer.json puts around a text, often a first token.
+        """
+        return _encode(self._backend, text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one sequence."""
+        return Detokenizer(self, skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that an id stands for inside a text, None for an id that is not in use.
+
+        For word pieces these are the piece's own characters, without the space between words.
+        """
+        if token not in self._bytes:
+            self._bytes[token] = self._find_bytes(token)
+        return self._bytes[token]
+
+    def _find_bytes(self, token: int) -> bytes | None:
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return None
+        if self.is_byte_level:
+            values = [BYTE_OF.get(character) for character in piece]
+            known = [v for v in values if v is not None]
+            # an added token may hold characters that stand for no byte: then it is plain text
+            return bytes(known) if len(known) == len(values) else piece.encode()
+        if self._byte_fallback and (match := BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    def is_byte_token(self, token: int) -> bool:
+        """Whether an id is one raw byte that text falls back to, in the vocabulary as <0x..>."""
+        piece = self._backend.id_to_token(token)
+        return self._byte_fallback and piece is not None and bool(BYTE_TOKEN.fullmatch(piece))
+
+    # ---- chat ----
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model's template writes it; `template` names one of several.
+
+        To make ids of it use `encode_chat`: in this text a user's "<|im_end|>" looks real.
+        """
+        source = chat.choose_template(self._templates, template, tools is not None)
+        given = chat.prepare(messages, tools, documents, kwargs)
+        return chat.render(source, self.named_tokens | given, add_generation_prompt)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The ids of `render_chat`, in which special tokens come from the template alone."""
+        source = chat.choose_template(self._templates, template, tools is not None)
+        given = chat.prepare(messages, tools, documents, kwargs)
+        marked = self._guard.mark(given)
+        text = chat.render(source, self.named_tokens | marked, add_generation_prompt)
+        if marked == given:
+            return _encode(self._backend, text, False)
+        return _encode(self._guard.twin, self._guard.reveal(text), False)
+
+    @cached_property
+    def _guard(self) -> Guard:
+        return Guard(self._backend)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except (TypeError, UnicodeEncodeError) as error:
+        raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from error
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
+    """Types of the decoder's steps in order; empty if there is no decoder."""
+
+    def steps(decoder: Mapping[str, Any]) -> list[str]:
+        if decoder["type"] != "Sequence":
+            return [decoder["type"]]
+        return [step for inner in decoder["decoders"] for step in steps(inner)]
+
+    return steps(json.loads(backend.decoder.__getstate__())) if backend.decoder else []
+
+
+def _add_configured(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path
+) -> None:
+    """Add the tokens that only tokenizer_config.json has, or has with other flags."""
+    have = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    try:
+        listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda e: int(e[0]))
+        tokens = [tokenizers.AddedToken(**fields) for _, fields in listed]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: added_tokens_decoder is not a table of tokens by id") from error
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    texts = [*named.values(), *(text_of(t) for t in extra if isinstance(extra, list))]
+    backend.add_tokens([token for token in tokens if repr(token) not in have])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [t for t in dict.fromkeys(texts) if t not in known]
+    backend.add_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in missing])
+
+
+def text_of(token: Any) -> str:
+    """A token in a configuration is text or an object with the text as "content"."""
+    return (
+        str(token["content"]) if isinstance(token, Mapping) and "content" in token else str(token)
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no such file; ModelError if it is anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}: it must be an object")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level vocabularies write bytes as characters: printable Latin-1 as itself, the other
+    bytes, in order, as the characters from U+0100 on (the GPT-2 convention)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()

@@ -1,0 +1,362 @@
+"""A request's life on the fake backend: what comes back, and what can go wrong."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from fake_backend import FakeBackend, next_logits
+from fake_checkpoint import END, MAX_CONTEXT, make_checkpoint
+
+from kog_triton import LLM, SamplingParams
+from kog_triton.errors import RequestError, RunError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+WARM = SamplingParams(temperature=1, max_tokens=12, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5, top_k=7)
+
+
+@pytest.fixture
+def llm(folder):
+    with LLM(folder, backend=FakeBackend, num_slots=2) as llm:
+        yield llm
+
+
+@pytest.fixture
+def narrow(folder):
+    """One slot only."""
+    with LLM(folder, backend=FakeBackend) as llm:
+        yield llm
+
+
+def cold(folder, prompt, params=GREEDY):
+    """The output on an engine that has seen nothing."""
+    with LLM(folder, backend=FakeBackend) as llm:
+        return llm.generate(prompt, params)[0].outputs[0]
+
+
+# ---- shapes of the API ----
+
+
+def test_prompts_in_every_shape_give_the_same_answer(llm):
+    ids = list(b"abc")
+    shapes = [
+        "abc",
+        ["abc"],
+        {"prompt_token_ids": ids},
+        [{"prompt_token_ids": ids}],
+        {"prompt": "abc"},
+    ]
+    outputs = [llm.generate(shape, GREEDY) for shape in shapes]
+    assert all(len(o) == 1 and o[0].prompt_token_ids == ids and o[0].finished for o in outputs)
+    assert len({o[0].outputs[0].text for o in outputs}) == 1
+    assert [o[0].prompt for o in outputs] == ["abc", "abc", None, None, "abc"]
+
+
+def test_greedy_text_is_the_argmax_of_the_backend(llm):
+    held, want = list(b"abc"), []
+    for _ in range(12):
+        want.append(int(next_logits(held, 3).argmax()))
+        held.append(want[-1])
+    out = llm.generate("abc", GREEDY)[0].outputs[0]
+    assert out.token_ids == want and out.text == bytes(want).decode()
+    assert out.finish_reason == "length" and out.stop_reason is None and out.index == 0
+
+
+def test_defaults_come_from_the_checkpoint_and_explicit_values_win(llm):
+    params = llm.default_params(top_k=3)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, None)
+
+
+def test_max_tokens_none_runs_to_the_end_of_the_context(llm):
+    out = llm.generate("x" * (MAX_CONTEXT - 9), replace(GREEDY, max_tokens=None))[0]
+    assert len(out.outputs[0].token_ids) == 9 and out.outputs[0].finish_reason == "length"
+
+
+def test_a_list_of_prompts_shares_the_slots_and_keeps_its_order(llm):
+    prompts = [f"say:{i}" for i in range(7)]
+    texts = [o.outputs[0].text for o in llm.generate(prompts, GREEDY)]
+    assert texts == [str(i) for i in range(7)]
+    assert llm.engine.backend.most_at_once == 2
+
+
+def test_the_progress_bar_draws_on_stderr_only(llm, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then draws as on a terminal
+    llm.generate(["a", "b"], GREEDY, use_progress_bar=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "tokens/s" in err
+    llm.generate(["a", "b"], GREEDY)  # stderr is no terminal here
+    assert capsys.readouterr() == ("", "")
+
+
+def test_params_may_be_given_for_each_prompt(llm):
+    outs = llm.generate(["a", "b"], [replace(GREEDY, max_tokens=2), replace(GREEDY, max_tokens=5)])
+    assert [len(o.outputs[0].token_ids) for o in outs] == [2, 5]
+    with pytest.raises(RequestError, match="1 sampling params for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_chat_renders_the_template(llm):
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say:ok"}]
+    one = llm.chat(talk, GREEDY)
+    assert one[0].prompt == "[system]be brief\n[user]say:ok\n[assistant]"
+    assert one[0].outputs[0].text == "ok\n[assistant"[:12]
+    two = llm.chat([talk, talk], GREEDY, add_generation_prompt=False)
+    assert len(two) == 2 and two[0].prompt == "[system]be brief\n[user]say:ok\n"
+
+
+def test_forward_logits(llm):
+    logits = llm.forward_logits(list(b"abcd"))
+    assert logits.shape == (4, END + 4) and logits.dtype == "float32"
+    assert logits[2].argmax() == next_logits(list(b"abc"), 3).argmax()
+    with pytest.raises(RequestError, match="ids run from 0 to 259"):
+        llm.forward_logits([9999])
+
+
+def test_forward_logits_in_the_middle_of_a_stream_changes_neither(folder, narrow):
+    ids, seen = list(b"abcd"), []
+    alone = narrow.forward_logits(ids)
+    for delta in narrow.stream("slow Hello", GREEDY):
+        seen += delta.token_ids
+        assert (narrow.forward_logits(ids) == alone).all()
+    assert seen == cold(folder, "slow Hello").token_ids
+
+
+# ---- streams, stop strings, end of text ----
+
+
+def test_deltas_concatenate_to_the_final_output(llm):
+    deltas = list(llm.stream("say:héllo — ‘wörld’ 漢字 🙂", replace(GREEDY, max_tokens=None)))
+    final = deltas[-1].output
+    assert final is not None and all(d.output is None for d in deltas[:-1])
+    text = "".join(d.text for d in deltas)
+    assert text == final.outputs[0].text == "héllo — ‘wörld’ 漢字 🙂"
+    assert [t for d in deltas for t in d.token_ids] == final.outputs[0].token_ids
+    assert final.outputs[0].token_ids[-1] == END
+
+
+def test_a_character_cut_by_the_limit_shows_as_a_replacement(llm):
+    out = llm.generate("say:ab漢", replace(GREEDY, max_tokens=4))[0].outputs[0]
+    assert (out.text, out.finish_reason) == ("ab\ufffd", "length")
+
+
+def test_end_of_text_stops_without_a_reason_and_a_stop_token_with_one(llm):
+    out = llm.generate("say:abc", GREEDY)[0].outputs[0]
+    assert (out.text, out.finish_reason, out.stop_reason) == ("abc", "stop", None)
+    out = llm.generate("say:abc", replace(GREEDY, stop_token_ids=[ord("b")]))[0].outputs[0]
+    assert (out.text, out.stop_reason, out.token_ids) == ("a", ord("b"), [97, 98])
+    out = llm.generate("say:abc", replace(GREEDY, ignore_eos=True, max_tokens=6))[0].outputs[0]
+    assert out.finish_reason == "length" and len(out.token_ids) == 6
+
+
+def test_a_stop_string_across_tokens_is_cut_and_never_shown(narrow):
+    params = replace(GREEDY, max_tokens=None, stop=["STOP", "never"])
+    deltas = list(narrow.stream("say:one two STEP STOP three", params))
+    final = deltas[-1].output.outputs[0]
+    assert "".join(d.text for d in deltas) == final.text == "one two STEP "
+    assert (final.finish_reason, final.stop_reason) == ("stop", "STOP")
+    assert bytes(final.token_ids) == b"one two STEP STOP"
+    assert narrow.engine.num_free_slots == 1
+    kept = narrow.generate(
+        "say:one two STEP STOP three", replace(params, include_stop_str_in_output=True)
+    )
+    assert kept[0].outputs[0].text == "one two STEP STOP"
+
+
+def test_a_stop_string_within_min_tokens_does_not_stop(llm):
+    params = replace(GREEDY, max_tokens=None, stop="x", min_tokens=3)
+    assert llm.generate("say:axbxcx", params)[0].outputs[0].text == "axb"
+
+
+def test_text_that_only_begins_a_stop_string_is_given_back_at_the_end(llm):
+    out = llm.generate("say:ab ST", replace(GREEDY, stop=["STOP"]))[0].outputs[0]
+    assert (out.text, out.stop_reason) == ("ab ST", None)
+
+
+def test_without_detokenizing_there_is_no_text(llm):
+    out = llm.generate("say:abc", replace(GREEDY, detokenize=False))[0].outputs[0]
+    assert out.text == "" and out.token_ids == [97, 98, 99, END]
+
+
+# ---- samples, seeds, log-probabilities ----
+
+
+def test_samples_differ_and_a_seed_repeats_them(llm):
+    params = replace(WARM, n=3)
+    first, again = (llm.generate("abc", params)[0] for _ in range(2))
+    texts = [o.text for o in first.outputs]
+    assert len(set(texts)) == 3 and texts == [o.text for o in again.outputs]
+    assert [o.index for o in first.outputs] == [0, 1, 2]
+    assert first.metrics.seed == 5
+
+
+def test_a_seed_that_was_drawn_is_reported_and_repeats_the_run(llm):
+    params = replace(WARM, seed=None)
+    one, two = (llm.generate("abc", params)[0] for _ in range(2))
+    assert one.metrics.seed != two.metrics.seed
+    repeated = llm.generate("abc", replace(params, seed=one.metrics.seed))[0]
+    assert repeated.outputs[0].text == one.outputs[0].text
+
+
+def test_a_session_seed_repeats_a_session(folder):
+    def session():
+        with LLM(folder, backend=FakeBackend, seed=1) as llm:
+            return [o.outputs[0].text for o in llm.generate(["a", "a"], replace(WARM, seed=None))]
+
+    first = session()
+    assert first == session() and first[0] != first[1]
+
+
+def test_logprobs_hold_the_chosen_token_and_the_best(llm):
+    out = llm.generate("abc", replace(WARM, logprobs=2))[0].outputs[0]
+    assert len(out.logprobs) == len(out.token_ids) == 12
+    for token, candidates in zip(out.token_ids, out.logprobs, strict=True):
+        assert next(iter(candidates)) == token and len(candidates) in (2, 3)
+        assert {c.rank for c in candidates.values()} >= {1, 2}
+        assert candidates[token].decoded_token == chr(token)
+    chosen = [c[t].logprob for t, c in zip(out.token_ids, out.logprobs, strict=True)]
+    assert out.cumulative_logprob == pytest.approx(sum(chosen))
+    assert llm.generate("abc", WARM)[0].outputs[0].logprobs is None
+
+
+# ---- what can go wrong ----
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ("", GREEDY, "the prompt is empty"),
+        ({"prompt_token_ids": []}, GREEDY, "the prompt is empty"),
+        ({"prompt_token_ids": [1, 260]}, GREEDY, "prompt token 1 is 260: ids run from 0 to 259"),
+        ({"prompt_token_ids": [-1]}, GREEDY, "prompt token 0 is -1"),
+        ({"prompt_token_ids": ["a"]}, GREEDY, "prompt token 0 is 'a'"),
+        ({"text": "a"}, GREEDY, "a prompt is text or"),
+        ([7], GREEDY, "a prompt is text or"),
+        ("x" * 510, GREEDY, "prompt 510 \\+ max_tokens 12 exceeds the context of 512"),
+        ("x" * 512, replace(GREEDY, max_tokens=None), "prompt has 512 tokens"),
+        ("x", replace(GREEDY, stop_token_ids=[260]), "stop_token_ids is 260"),
+        ("x", replace(GREEDY, prompt_logprobs=1), "prompt_logprobs"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_runs(llm, prompt, params, says):
+    with pytest.raises(RequestError, match=says):
+        llm.generate(["fine", prompt] if isinstance(prompt, str) else prompt, params)
+    assert llm.engine.backend.computed == [] and llm.engine.num_free_slots == 2
+
+
+def test_a_stream_has_one_sample(llm):
+    with pytest.raises(RequestError, match="n is 2"):
+        llm.stream("a", replace(WARM, n=2))
+
+
+def test_when_every_slot_is_busy_a_request_is_refused(narrow):
+    stream = narrow.stream("slow a", GREEDY)
+    with pytest.raises(RequestError, match="all 1 slots are busy"):
+        narrow.generate("b", GREEDY)
+    stream.close()
+    assert narrow.generate("say:b", GREEDY)[0].outputs[0].text == "b"
+
+
+def test_a_failed_request_raises_and_its_slot_is_not_trusted(folder, narrow):
+    with pytest.raises(RunError, match="NaN in layer 3"):
+        narrow.generate("fail Hello", GREEDY)
+    clean = narrow.generate("fai", GREEDY)[0]
+    assert clean.metrics.cached_tokens == 0 and clean.outputs[0] == cold(folder, "fai")
+
+
+def test_a_failure_in_a_list_frees_every_slot(llm):
+    with pytest.raises(RunError, match="NaN"):
+        llm.generate(["slow neighbour", "fail"], replace(GREEDY, max_tokens=400))
+    assert llm.engine.num_free_slots == 2
+
+
+def test_one_failure_leaves_a_neighbour_alone(llm):
+    good = llm.stream("slow say:good", GREEDY)
+    with pytest.raises(RunError, match="NaN"):
+        llm.generate("fail", GREEDY)
+    assert [d.output for d in good][-1].outputs[0].text == "good"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")]
+)
+def test_a_backend_that_ends_fails_every_request_and_the_next_one_runs(folder, llm, word, says):
+    other = llm.stream("slow neighbour", GREEDY)
+    with pytest.raises(RunError, match=says):
+        llm.generate(f"{word} Hello", GREEDY)
+    again = llm.stream(f"{word[:3]}", GREEDY)  # while the neighbour has not read its failure yet
+    with pytest.raises(RunError, match=says):
+        list(other)
+    assert [d.output for d in again][-1].outputs[0] == cold(folder, word[:3])
+    assert llm.engine.num_free_slots == 2
+
+
+def test_closing_ends_what_runs(folder):
+    llm = LLM(folder, backend=FakeBackend)
+    stream = llm.stream("slow a", replace(GREEDY, max_tokens=None))
+    llm.close()
+    llm.close()
+    assert llm.engine.backend.closed
+    with pytest.raises(RunError, match="closed"):
+        list(stream)
+    with pytest.raises(RunError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+def test_no_thread_is_left_behind(llm):
+    llm.generate(["a", "b", "c"], GREEDY)
+    deadline = time.monotonic() + 2
+    while any(t.name == "kog-backend" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_interrupt_cancels_and_the_slot_is_forgotten(folder, narrow, monkeypatch):
+    stream = narrow.stream("slow Hi", replace(GREEDY, max_tokens=None))
+    read = narrow.engine.read
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        read(*args)  # these steps are lost
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(narrow.engine, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert stream.finish_reason == "abort" and narrow.engine.num_free_slots == 1
+    again = narrow.generate("slow Hi", GREEDY)[0]
+    assert again.metrics.cached_tokens == 0 and again.outputs[0] == cold(folder, "slow Hi")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"num_slots": 0}, "num_slots is 0"),
+        ({"num_gpus": 0}, "num_gpus is 0"),
+        ({"max_model_len": 513}, "max_model_len is 513: this model holds from 2 to 512"),
+    ],
+)
+def test_a_bad_argument_is_refused(folder, arguments, says):
+    with pytest.raises(RequestError, match=says):
+        LLM(folder, backend=FakeBackend, **arguments)
+
+
+def test_max_model_len_bounds_prompt_and_answer(folder):
+    with (
+        LLM(folder, backend=FakeBackend, max_model_len=20) as llm,
+        pytest.raises(RequestError, match="prompt 9 \\+ max_tokens 12 exceeds the context of 20"),
+    ):
+        llm.generate("x" * 9, GREEDY)
+
+
+def test_the_reported_rate_agrees_with_the_wall(narrow):
+    started = time.perf_counter()
+    metrics = narrow.generate("slow a", replace(GREEDY, max_tokens=20))[0].metrics
+    wall = time.perf_counter() - started
+    assert 19 / wall < metrics.decode_tokens_per_s < 1 / 0.02
+    assert metrics.itl_p50_us >= 20_000 and metrics.total_s <= wall

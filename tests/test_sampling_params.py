@@ -1,0 +1,125 @@
+"""Sampling parameters: ranges, defaults from a checkpoint, and what `resolve` adds."""
+
+import pytest
+
+from kog_triton.errors import RequestError
+from kog_triton.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", 1e-7),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", "x"),
+        ("seed", 1 << 64),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "12"),
+        ("ignore_eos", 1),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("logit_bias", {1: float("inf")}),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1 << 20]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("logprobs", -2),
+        ("prompt_logprobs", 1.0),
+        ("detokenize", None),
+    ],
+)
+def test_a_value_out_of_range_is_one_line_with_the_field(field, value):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{field: value})
+    assert str(error.value).startswith(f"{field} is ")
+    assert "must be" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_greedy_samples_cannot_differ():
+    with pytest.raises(RequestError, match="n is 2: it must be 1 when temperature is 0"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match="detokenize is False"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_values_are_normalized():
+    params = SamplingParams(
+        stop="end", stop_token_ids=[5, 3, 5], logit_bias={"7": 2}, allowed_token_ids={4, 1}
+    )
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3, 5)
+    assert params.logit_bias == {7: 2.0}
+    assert params.allowed_token_ids == (1, 4)
+
+
+def test_the_caller_wins_over_the_checkpoint_and_the_checkpoint_over_the_default():
+    config = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": None,
+        "max_new_tokens": 99,
+        "bos_token_id": 1,
+    }
+    params = SamplingParams.from_generation_config(config, temperature=0.2, seed=None)
+    assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.95, 0)
+    assert params.max_tokens == 99
+    with pytest.raises(RequestError, match="topp is not a sampling parameter"):
+        SamplingParams.from_generation_config({}, topp=0.5)
+    with pytest.raises(RequestError, match="top_p is 7"):
+        SamplingParams.from_generation_config({"top_p": 7})
+
+
+def test_resolve_draws_a_seed_once_and_keeps_a_given_one():
+    drawn = {SamplingParams().resolve(10).seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert SamplingParams(seed=3).resolve(10).seed == 3
+    assert SamplingParams(seed=-1).resolve(10).seed == (1 << 64) - 1
+
+
+def test_resolve_collects_end_tokens_and_bad_words():
+    ids = {"no": [4], " no": [5], "go on": [6, 7], " go on": [8, 7]}
+    params = SamplingParams(stop_token_ids=[2], bad_words=["no", "go on"])
+    resolved = params.resolve(10, eos_token_ids=[9, 2, 10], encode=ids.__getitem__)
+    assert resolved.end_token_ids == (2, 9)
+    assert resolved.bad_words_token_ids == ((4,), (5,), (6, 7), (8, 7))
+    with pytest.raises(RequestError, match="bad_words"):
+        params.resolve(10, encode=lambda _: [])
+    with pytest.raises(RequestError, match="no tokenizer"):
+        params.resolve(10)
+
+
+@pytest.mark.parametrize(
+    "given", [{"logit_bias": {10: 1}}, {"stop_token_ids": [10]}, {"allowed_token_ids": [3, 10]}]
+)
+def test_resolve_refuses_ids_outside_the_vocabulary(given):
+    with pytest.raises(RequestError, match=f"{next(iter(given))} is 10: it must be from 0 to 9"):
+        SamplingParams(**given).resolve(10)
+
+
+def test_resolve_refuses_a_vocabulary_whose_weights_could_overflow():
+    with pytest.raises(RequestError, match="vocab_size"):
+        SamplingParams().resolve((1 << 20) + 1)
