@@ -8,10 +8,12 @@ method may be called from any thread. A slot remembers the ids whose keys and va
 that a prompt which starts with them is computed from where they end; an error makes it forget.
 """
 
+import atexit
 import contextlib
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,6 +55,16 @@ class Job:
         return self.params.seed
 
 
+_open_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_engines() -> None:
+    """A thread that is inside a backend when Python ends would abort the process."""
+    for engine in list(_open_engines):
+        engine.close()
+
+
 class Engine:
     """One backend and its slots. `peak` is what MBU compares with, if it is known."""
 
@@ -77,6 +89,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._num_posted = 0
         self._num_uses = 0
+        _open_engines.add(self)
 
     @property
     def num_free_slots(self) -> int:

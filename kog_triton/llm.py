@@ -106,7 +106,7 @@ class LLM:
         )
         running = self.choice.backend(self.checkpoint, options)
         own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
-        gpu = getattr(running, "gpu", None)  # a GPU backend says which row of topology it runs on
+        gpu = running.gpu  # a GPU backend says which row of topology it runs on
         self.engine = Engine(
             running,
             self.tokenizer,

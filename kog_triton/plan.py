@@ -1,128 +1,162 @@
-"""`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, floor.
+"""`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, floor. Needs no GPU.
 
-python -m kog_triton.plan --shape llama-3.2-1b --device h200 --gpus 1
+For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
+own yet: their rows are dealt out evenly to blocks, which is enough for bytes and floors.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kog_triton.errors import KogError
-from kog_triton.model.spec import ModelSpec
-from kog_triton.schedule.check import check_lowering
+from kog_triton.command import run
+from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
-from kog_triton.schedule.schedule import Op, Scope, Stage, build
+from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
+from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
 
+WIDTH = 120  # of the table where stdout is no terminal
+DTYPES = {"bf16": DType.BF16, "fp16": DType.F16}
+PAIR = 2  # rows: gate and up of one output stay together
 
-def plan_table(lowering: CudaLowering) -> Table:
+
+def plan(schedule: Schedule, gpu: Gpu) -> Partition:
+    """The checked cut to show: the CUDA lowering, or a plain partition of rows for an AMD GPU."""
+    if gpu.vendor == "nvidia":
+        lowering = lower(schedule, gpu)
+        check_lowering(lowering)
+        return lowering
+    # Every block owns rows of the residual stream (check.py): a small model gets fewer blocks.
+    group = min(gpu.num_blocks // schedule.shards_per_rank, -(-schedule.spec.hidden_size // PAIR))
+    tilings = {stage.name: Tiling(PAIR) for stage in matrix_stages(schedule)}
+    partition = Partition(schedule, group * schedule.shards_per_rank, tilings)
+    check_schedule(schedule)
+    check_partition(partition)
+    return partition
+
+
+def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     """One row a stage, and what a token costs at least."""
-    s, gpu = lowering.schedule, lowering.gpu
-    table = Table(
-        title=f"{s.spec.family} on {s.num_ranks} x {gpu.name}, one token", title_justify="left"
-    )
-    for name in (
-        "stage",
-        "runs",
-        "shards",
-        "rows",
-        "cols",
-        "blocks",
-        "rows a block",
-        "warps K x rows",
-    ):
+    s = partition.schedule
+    cuda = partition if isinstance(partition, CudaLowering) else None
+    title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
+    names += ["warps K x rows", "MB/token", "padding", "floor us"] if cuda else []
+    names += [] if cuda else ["MB/token", "floor us"]
+    for name in names:
         table.add_column(name, justify="left" if name == "stage" else "right")
-    for name in ("MB/token", "padding", "floor us"):
-        table.add_column(name, justify="right")
     for segment, stage in s.walk():
         shards = 1 if stage.scope is Scope.ALL else s.num_shards
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]
         if stage.op is Op.MATVEC:
-            real, padded = stage_bytes(lowering, stage, segment.repeat)
-            tiling = lowering.tilings[stage.name]
-            most = max(
-                len(lowering.block_units(stage, 0, b)) for b in range(lowering.group_size(stage))
-            )
-            cells += [
-                str(lowering.group_size(stage)),
-                str(most * tiling.unit_rows),
-                f"{tiling.k_parts} x {tiling.unit_rows // 8}",
-                f"{real / 1e6:.1f}",
-                f"{padded / real - 1:.1%}",
-                f"{padded / s.num_ranks / gpu.bandwidth * 1e6:.1f}",
-            ]
+            real = read = weight_bytes(s, stage, segment.repeat)
+            size, unit_rows = partition.group_size(stage), partition.tilings[stage.name].unit_rows
+            most = max(len(partition.block_units(stage, 0, b)) for b in range(size))
+            cells += [str(size), str(most * unit_rows)]
+            if cuda:
+                read = stream_bytes(cuda, stage, segment.repeat)
+                cells.append(f"{cuda.tilings[stage.name].k_parts} x {unit_rows // 8}")
+            cells.append(f"{real / 1e6:.1f}")
+            if cuda:
+                cells.append(f"{read / real - 1:.1%}")
+            cells.append(f"{read / s.num_ranks / gpu.bandwidth * 1e6:.1f}")
         table.add_row(*cells)
     return table
 
 
-def stage_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> tuple[int, int]:
-    """Weight bytes of a stage over all runs and ranks: of the model, and as read with padding."""
-    s = lowering.schedule
-    shards = 1 if stage.scope is Scope.ALL else s.num_shards
-    real = stage.rows * stage.cols * shards * repeat * s.spec.dtype.bytes
+def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
+    """The model's weight bytes of a stage, over all runs and ranks."""
+    shards = 1 if stage.scope is Scope.ALL else schedule.num_shards
+    return stage.rows * stage.cols * shards * repeat * schedule.spec.dtype.bytes
+
+
+def stream_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> int:
+    """The same as the kernel reads them, with padding."""
     chunks = sum(
         lowering.stage_chunks(stage, layer, lowering.place(stage, block), rank)
         for layer in range(repeat)
-        for rank in range(s.num_ranks)
+        for rank in range(lowering.schedule.num_ranks)
         for block in range(lowering.num_blocks)
     )
-    return real, chunks * lowering.chunk_bytes
+    return chunks * lowering.chunk_bytes
 
 
-def summary(lowering: CudaLowering) -> str:
+def summary(partition: Partition, gpu: Gpu) -> str:
     """Floor and ceiling of the whole step, in words."""
-    s, gpu = lowering.schedule, lowering.gpu
-    per_gpu = max(lowering.stream_bytes(rank) for rank in range(s.num_ranks))
+    s = partition.schedule
+    if isinstance(partition, CudaLowering):
+        per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
+        cut = (
+            f"chunks of {partition.chunk_bytes} bytes, {partition.ring_chunks} in the ring, "
+            f"{partition.window_chunks} in flight; fragments of 8 x {partition.frag_k}"
+        )
+    else:
+        total = sum(
+            weight_bytes(s, stage, segment.repeat)
+            for segment, stage in s.walk()
+            if stage.op is Op.MATVEC
+        )
+        per_gpu = -(-total // s.num_ranks)
+        cut = f"rows dealt out evenly: there is no lowering for {gpu.vendor} GPUs yet"
     floor = per_gpu / gpu.bandwidth
     return (
         f"{per_gpu / 1e9:.3f} GB a token and GPU; {gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow "
         f"{1 / floor:,.0f} tokens/s: {floor * 1e6:.0f} us a token, KV cache not counted.\n"
-        f"{lowering.num_blocks} blocks; chunks of {lowering.chunk_bytes} bytes, {lowering.ring_chunks} in the "
-        f"ring, {lowering.window_chunks} in flight; fragments of 8 x {lowering.frag_k}; "
+        f"{partition.num_blocks} blocks; {cut}; "
         f"{s.spec.kv_bytes_per_position:,} bytes of KV cache a position."
     )
 
 
-def open_spec(model: str | None, shape: str | None) -> ModelSpec:
-    """The spec of a checkpoint, of a named shape, or of the demo."""
+def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
+    """Name and spec of a named shape, of a checkpoint, or of the demo."""
     if shape:
         from kog_triton.model.shapes import named_shape
 
-        return named_shape(shape)
+        return shape, named_shape(shape)
     from kog_triton.checkpoint import Checkpoint
     from kog_triton.demo import checkpoint_path
 
-    return Checkpoint.open(model or str(checkpoint_path())).spec
+    name = Path(model).name if model else "demo"
+    return name, Checkpoint.open(model or checkpoint_path()).spec
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _body(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="kog plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="kog plan", description="Show how a model is laid out on a GPU, without a GPU."
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--model", help="a checkpoint folder or a Hugging Face id (default: the demo)"
+        "--model", help="a checkpoint folder or a Hugging Face id (default: the demo that ships)"
     )
     what.add_argument("--shape", help="a named shape, such as llama-3.2-1b")
     parser.add_argument(
         "--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)"
     )
-    parser.add_argument("--gpus", type=int, default=1, help="how many of them (default: 1)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default: 1)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights in memory (default: as in the checkpoint)"
+    )
     args = parser.parse_args(argv)
-    try:
-        gpu: Gpu = find_gpu(args.device)
-        lowering = lower(build(open_spec(args.model, args.shape), args.gpus), gpu)
-        check_lowering(lowering)
-    except KogError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(plan_table(lowering))
-    console.print(summary(lowering), highlight=False)
+    gpu = find_gpu(args.device)
+    name, spec = open_spec(args.model, args.shape)
+    if args.dtype:
+        spec = spec.replace(dtype=DTYPES[args.dtype])
+    partition = plan(build(spec, args.gpus), gpu)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(plan_table(partition, gpu, name))
+    console.print(summary(partition, gpu), soft_wrap=True)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(_body, argv)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Running:
 
 class FakeBackend:
     name = "fake"
+    gpu = None
 
     @classmethod
     def availability(cls) -> Availability:

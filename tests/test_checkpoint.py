@@ -12,6 +12,7 @@ import time
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 from kog_triton.checkpoint import Checkpoint, half_split_rows
 from kog_triton.errors import ModelError
@@ -278,6 +279,16 @@ def test_index_and_headers_must_agree(folder):
     weight_map["lm_head.weight"] = files[1]
     tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
     assert "lm_head.weight" in refusal(folder)
+
+
+def test_a_shard_may_hold_no_more_than_the_index_says(folder):
+    weight_map = tiny.shard(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    # Elsewhere it would pass for a table that is computed again, and be left out in silence.
+    more = {"model.rotary_emb.inv_freq": torch.ones(3)}
+    save_file(load_file(file) | more, file)
+    tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    assert "'model.rotary_emb.inv_freq' is in the file but not in" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

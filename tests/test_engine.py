@@ -1,5 +1,7 @@
 """A request's life on the fake backend: what comes back, and what can go wrong."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -360,3 +362,14 @@ def test_the_reported_rate_agrees_with_the_wall(narrow):
     wall = time.perf_counter() - started
     assert 19 / wall < metrics.decode_tokens_per_s < 1 / 0.02
     assert metrics.itl_p50_us >= 20_000 and metrics.total_s <= wall
+
+
+def test_python_may_end_while_a_request_runs():
+    """An open LLM is closed at exit; the real backend, since torch's threads are what would abort."""
+    code = (
+        "from kog_triton import LLM, SamplingParams\n"
+        "stream = iter(LLM().stream('a', SamplingParams(max_tokens=900, ignore_eos=True)))\n"
+        "print(len(next(stream).token_ids))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

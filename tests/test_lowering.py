@@ -304,10 +304,10 @@ def test_remainders_rotate_over_layers(blocks):
             lambda s: replace(
                 s,
                 exchanges=tuple(
-                    replace(e, slots=3) if e.name == "mlp_out_past" else e for e in s.exchanges
+                    replace(e, slots=4) if e.name == "mlp_out_past" else e for e in s.exchanges
                 ),
             ),
-            "a lane may be",
+            "could overwrite",
         ),
     ],
 )

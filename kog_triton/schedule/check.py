@@ -7,6 +7,7 @@ shared memory suffices and all blocks are resident
 """
 
 from kog_triton.errors import ModelError
+from kog_triton.model.spec import Reduce
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import PADDING, Partition, matrix_stages
 from kog_triton.schedule.schedule import Exchange, Op, Schedule, Stage, Timing
@@ -68,13 +69,7 @@ def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
     refuses a block that does not) and gathers all of them into its copy of the residual stream.
     """
     if exchange.timing is Timing.DELAYED:
-        # Lane A writes layer j after reading lane B's output of layer j - delay, which B wrote after
-        # reading A's output of layer j - 2 * delay.
-        if exchange.slots < 2 * schedule.spec.delay:
-            raise ModelError(
-                f"{exchange.name}: {exchange.slots} buffers rotate, but a lane may be "
-                f"{schedule.spec.delay} layers ahead: {2 * schedule.spec.delay} are needed"
-            )
+        _check_late_rotation(schedule, exchange)
         return
     program = _program(schedule, 2 * exchange.slots + 1)
     for at, (writer, iteration) in enumerate(program):
@@ -106,6 +101,30 @@ def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
             raise ModelError(
                 f"{exchange.name}: {exchange.slots} buffers rotate, and {exchange.producer} could "
                 f"rewrite one before {', '.join(exchange.readers)} has read it"
+            )
+
+
+def _check_late_rotation(schedule: Schedule, exchange: Exchange) -> None:
+    """The same for outputs that other lanes read `delay` layers later, when lanes drift apart.
+
+    Writes are numbered over tokens. Before its write n, lane A has read lane B's write n' - delay in every
+    layer n' <= n that is DELAYED; B made that write after its own reads up to there. Nothing else is
+    assumed to hold lanes together: prompt tokens have no head.
+    """
+    spec, layers = schedule.spec, schedule.spec.num_layers
+    late = [schedule.reduce(exchange.producer, i) is Reduce.DELAYED for i in range(layers)]
+
+    def last_read(n: int) -> int:
+        """The latest write of another lane that a lane has read before its own write n; -1 if none."""
+        return next((i - spec.delay for i in range(n, -1, -1) if late[i % layers]), -1)
+
+    for n in range(exchange.slots, 4 * layers):
+        lost = n - exchange.slots
+        is_read = lost % layers + spec.delay < layers and late[(lost + spec.delay) % layers]
+        if is_read and last_read(last_read(n)) < lost:
+            raise ModelError(
+                f"{exchange.name}: {exchange.slots} buffers rotate, but {exchange.producer} of layer "
+                f"{n % layers} could overwrite an output that another lane has not read"
             )
 
 

@@ -272,7 +272,7 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     )
     reduces = set(spec.reduce_attention + spec.reduce_mlp)
     # One buffer is enough where the next gather of a module output proves that everybody has read,
-    # 2 * delay for outputs that are read late (check.py proves both).
+    # 3 * delay for outputs that are read late (check.py proves both).
     exchanges = [
         Exchange("qkv", q + 2 * kv, wire, "qkv_proj", ("attention",), Scope.SHARD, 1),
         Exchange("attention", q, wire, "attention", ("o_proj",), Scope.SHARD, 1),
@@ -304,7 +304,7 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
                     producer,
                     (producer,),
                     Scope.ALL,
-                    2 * spec.delay,
+                    3 * spec.delay,
                     Timing.DELAYED,
                 )
             )

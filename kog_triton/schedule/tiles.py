@@ -22,6 +22,7 @@ TILE_BYTES = (
     32 * 1024
 )  # 8 x 2048: 4-row tiles of 16 KB are slower (benchmarks/README.md, "Triton probe")
 UNROLLED = 32  # tiles of one stage that are laid out without a loop
+WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -84,6 +85,7 @@ class Tiles:
     depth: int
     stages: tuple[StageTiles, ...]  # qkv_proj, o_proj, gate_up_proj, down_proj, lm_head
     layer_words: int
+    profile: int = 0  # layer runs whose times are written down
 
     # ---- the ring ----
 
@@ -157,7 +159,7 @@ def lower_tiles(
     num_blocks: int,
     max_context: int,
     vendor: str = "nvidia",
-    depth: int = 2,
+    depth: int = 1,
     tile_bytes: int = TILE_BYTES,
 ) -> Tiles:
     """The tiles of a model on one GPU. ModelError names what the kernel cannot do."""
@@ -195,7 +197,7 @@ def lower_tiles(
         lane_norms=spec.lane_norms,
         lanes=lanes,
         delay=spec.delay if delayed else 0,
-        past_slots=2 * spec.delay if delayed else 0,
+        past_slots=schedule.exchange("mlp_out_past").slots if delayed else 0,
         mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,
@@ -218,12 +220,15 @@ def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[St
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
     options = []
-    for words in (1024, 512, 256, 128, 64, 32):
-        stages, offset, cost = [], 0, 0
+    for words in WIDTHS:
+        stages: list[StageTiles] = []
+        offset, cost = 0, 0.0
         for index, name in enumerate((*LAYER, "lm_head")):
             stage = schedule.stage(name)
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
-            widths = (words,) if shared else (1024, 512, 256, 128, 64, 32)
+            # Fewer words than threads cost conversions (backends/triton/words.py): only for tiny inputs.
+            least = 256 if stage.cols > 256 else 32
+            widths = (words,) if shared else [w for w in WIDTHS if w >= least]
             size = blocks if stage.scope is Scope.ALL else group
             cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
             if name == "lm_head":  # takes over the ring where qkv_proj would

@@ -17,11 +17,11 @@ from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.sampling.definition import inverse_temperature
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.tiles import lower_tiles
-from kog_triton.schedule.topology import find_gpu
+from kog_triton.schedule.topology import Gpu, find_gpu
 
 STOP, LENGTH, CANCEL, FAILED = 1, 2, 3, 4  # outcomes; the host's word is CANCEL
 MOST_STOPS = 16
-NUM_WARPS = 16  # of 32 threads: the whole register file for one block (benchmarks/README.md)
+NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
 POLL_S = 50e-6  # how often the host looks for tokens
 
 
@@ -41,7 +41,7 @@ class TritonBackend:
         weights: WeightSource,
         options: BackendOptions,
         num_blocks: int = 0,
-        depth: int = 2,
+        depth: int = 1,
         device: torch.device | None = None,
     ) -> None:
         from kog_triton.backends.triton.memory import allocate
@@ -61,11 +61,12 @@ class TritonBackend:
             names = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
             self.spec = self.spec.replace(dtype=names[options.dtype])
         self.schedule = build(self.spec)
+        self.gpu = _known_gpu(device)
         self.max_context = options.max_context or self.spec.max_context
         vendor = "cpu"
         if device.type == "cuda":
             vendor = "amd" if torch.version.hip else "nvidia"
-            num_blocks = num_blocks or _blocks(device)
+            num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
         self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
         self._launch_options: dict[str, Any] = {}
@@ -205,10 +206,16 @@ class TritonBackend:
         decode_kernel[(self.tiles.num_blocks,)](pointers, self.tiles, **self._launch_options)
 
 
-def _blocks(device: torch.device) -> int:
-    """One block a multiprocessor; the table of known GPUs may say fewer."""
-    properties = torch.cuda.get_device_properties(device)
+def _known_gpu(device: torch.device) -> Gpu | None:
+    """The GPU's row in the table, if it has one."""
+    if device.type != "cuda":
+        return None
     try:
-        return find_gpu(properties.name).num_blocks
+        return find_gpu(torch.cuda.get_device_name(device))
     except DeviceError:
-        return int(properties.multi_processor_count)
+        return None
+
+
+def _blocks(gpu: Gpu | None, device: torch.device) -> int:
+    """One block a multiprocessor; the table of known GPUs may say fewer."""
+    return gpu.num_blocks if gpu else torch.cuda.get_device_properties(device).multi_processor_count

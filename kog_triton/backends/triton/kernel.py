@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.attention import attention
+from kog_triton.backends.triton.attention import ask_constants, attention
 from kog_triton.backends.triton.matvec import fill, rowwise, skip_phantoms, wired
 from kog_triton.backends.triton.sample import publish_candidate, start_candidate, winner
-from kog_triton.backends.triton.sync import fence, store_shared
+from kog_triton.backends.triton.sync import fence, stamp, store_shared
 from kog_triton.backends.triton.words import (
     high,
+    index,
+    load_polled,
     low,
     pack_f32,
     publish_pairs,
     publish_planes,
+    report,
+    settle,
     unpack_f32,
     wait,
     wait_pairs,
@@ -36,6 +40,12 @@ OWN: tl.constexpr = tl.constexpr(int(Reduce.OWN))
 DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
 MEAN: tl.constexpr = tl.constexpr(int(Head.MEAN))
 VOCAB_PARALLEL: tl.constexpr = tl.constexpr(int(Head.VOCAB_PARALLEL))
+
+
+POINTS = (
+    "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
+    "o_proj joined", "gate_up_proj", "mlp gathered", "down_proj", "down_proj joined",
+)  # fmt: skip
 
 
 class Pointers(NamedTuple):
@@ -58,28 +68,46 @@ class Pointers(NamedTuple):
     mailbox: Any  # int64, mapped: [0] the host's word, [1] the outcome, [8 ..] the tokens as made
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1]: where the first wait expired, plus one
+    profile: Any  # int64 [layer runs, blocks, 16]: see POINTS
     limit: Any  # tries of a wait
 
 
 @triton.jit
-def gained(x, gains, half, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+def load_gains(which, lane, p, S: tl.constexpr):
+    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
+    Q: tl.constexpr = S.stages[0]
+    CHUNKS: tl.constexpr = Q.chunks
+    WORDS: tl.constexpr = Q.tile_words
+    HALF: tl.constexpr = S.hidden_size // 2
+    if S.lane_norms:
+        ptr = p.gains + (which * S.lanes + lane) * S.hidden_size
+    else:
+        ptr = p.gains + which * S.hidden_size
+    gains = ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        even = tl.load(ptr + j, mask=j < HALF, other=0.0)
+        odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
+        gains = gains + (even, odd)
+    return gains
+
+
+@triton.jit
+def gained(x, gains, CHUNKS: tl.constexpr):
     """x times the norm's gains, and the sum of squares of x."""
     out = ()
-    square = tl.zeros((WORDS,), tl.float32)
+    square = x[0] * 0.0
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
-        even = tl.load(gains + j, mask=j < half, other=0.0)
-        odd = tl.load(gains + half + j, mask=j < half, other=0.0)
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
-        out = out + (x[2 * c] * even, x[2 * c + 1] * odd)
-    return out, tl.sum(square, axis=0)
+        out = out + (x[2 * c] * gains[2 * c], x[2 * c + 1] * gains[2 * c + 1])
+    return out, tl.sum(square)
 
 
 @triton.jit
 def add_planes(x, w, half, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
     out = ()
     for c in tl.static_range(CHUNKS):
-        valid = c * WORDS + tl.arange(0, WORDS) < half
+        valid = c * WORDS + index(WORDS) < half
         even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
         out = out + (even, odd)
@@ -131,8 +159,61 @@ def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def module_row(place, unit, S: tl.constexpr, STAGE: tl.constexpr):
+    """Rows of one unit of the block."""
+    T: tl.constexpr = S.stages[STAGE]
+    ROWS: tl.constexpr = T.tile_rows
+    return place * T.block_rows + unit * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def past_words(which, it, row, rows, p, S: tl.constexpr):
+    """Where the lanes' outputs of layer run `it` stand, [lanes, rows], which are there, and their phase."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
+    slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
+    j = tl.arange(0, LANES)[:, None]
+    base = p.words + S.region("past") + (which * S.past_slots + slot) * S.lanes * S.hidden_size
+    ptr = base + j * S.hidden_size + (row & 1)[None, :] * HALF + (row >> 1)[None, :]
+    return ptr, (j < S.lanes) & (row < rows)[None, :], turn
+
+
+@triton.jit
+def ask_past(which, layer, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
+    T: tl.constexpr = S.stages[STAGE]
+    UNITS: tl.constexpr = T.units
+    words = ()
+    if S.delay > 0:
+        late = tl.load(p.reduces + which * S.num_layers + layer) == DELAYED
+        for u in tl.static_range(UNITS):
+            row = module_row(place, u, S, STAGE)
+            ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
+            words = words + (load_polled(ptr, mask & late, turn, S),)
+    return words
+
+
+@triton.jit
+def add_past(y, words, which, layer, it, row, lane, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """y plus the other lanes' outputs of `delay` layers ago; waits if they were not there when asked for."""
+    T: tl.constexpr = S.stages[STAGE]
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
+    ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
+    bad = tl.max((words ^ turn) & 1)
+    tries = 0
+    while (bad != 0) & (tries < p.limit * alive):
+        words = load_polled(ptr, mask, turn, S)
+        bad = tl.max((words ^ turn) & 1)
+        tries += 1
+    others = mask & (tl.arange(0, LANES) != lane)[:, None]
+    y += tl.sum(tl.where(others, unpack_f32(settle(words)), 0.0), axis=0)
+    return y, report(bad, alive, 6 * S.num_layers + layer, p)
+
+
+@triton.jit
 def publish_module(
     ys,
+    past,
     name: tl.constexpr,
     which,
     layer,
@@ -149,39 +230,33 @@ def publish_module(
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     UNITS: tl.constexpr = T.units
-    ROWS: tl.constexpr = T.tile_rows
     for u in tl.static_range(UNITS):
-        row = place * T.block_rows + u * ROWS + tl.arange(0, ROWS)
+        row = module_row(place, u, S, STAGE)
         y = ys[u]
         if S.o_bias if STAGE == 1 else S.mlp_bias:
             bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
             y += tl.load(bias + row, mask=row < T.rows, other=0.0)
         if S.mixed_reduce:
             how = tl.load(p.reduces + which * S.num_layers + layer)
-            sent = p.words + S.region("past") + which * S.past_slots * S.lanes * S.hidden_size
+            raw = y
             if S.delay > 0:
-                slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
-                publish_planes(
-                    sent + (slot * S.lanes + lane) * S.hidden_size, HALF, row, y, T.rows, turn
-                )
                 if how == DELAYED:
-                    old = it - S.delay
-                    slot, turn = old % S.past_slots, ((old // S.past_slots) + 1) & 1
-                    for j in range(S.lanes):
-                        if j != lane:
-                            ptr = (
-                                sent
-                                + (slot * S.lanes + j) * S.hidden_size
-                                + (row & 1) * HALF
-                                + (row >> 1)
-                            )
-                            w, alive = wait(
-                                ptr, row < T.rows, turn, alive, 6 * S.num_layers + layer, p, S
-                            )
-                            y += tl.where(row < T.rows, unpack_f32(w), 0.0)
+                    y, alive = add_past(y, past[u], which, layer, it, row, lane, alive, p, S, STAGE)
             if how == OWN:
                 y *= tl.sqrt(S.lanes * 1.0)
-        publish_planes(p.words + S.region(name) + lane * S.hidden_size, HALF, row, y, T.rows, phase)
+            publish_planes(
+                p.words + S.region(name) + lane * S.hidden_size, HALF, row, y, T.rows, phase
+            )
+            if S.delay > 0:  # nobody waits for this one: it comes second
+                slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
+                sent = (
+                    p.words
+                    + S.region("past")
+                    + (which * S.past_slots + slot) * S.lanes * S.hidden_size
+                )
+                publish_planes(sent + lane * S.hidden_size, HALF, row, raw, T.rows, turn)
+        else:
+            publish_planes(p.words + S.region(name), HALF, row, y, T.rows, phase)
     return alive
 
 
@@ -237,27 +312,25 @@ def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
 
 @triton.jit
 def run_layer(
-    layer, it, pos, block, lane, place, base, next_base, x, ring, alive, p, S: tl.constexpr
+    layer, it, pos, block, lane, place, base, next_base, x, gains, ring, alive, p, S: tl.constexpr
 ):
-    """One layer: x of this block's lane in, x out; the ring ends full of what comes next."""
+    """One layer: x and the gains of its norm in, those of the next out; the ring ends full of what comes next."""
     Q: tl.constexpr = S.stages[0]
-    HALF: tl.constexpr = S.hidden_size // 2
     phase = (it + 1) & 1
-    gains = p.gains + (
-        2 * layer * S.hidden_size
-        if not S.lane_norms
-        else (2 * layer * S.lanes + lane) * S.hidden_size
-    )
-    step = S.hidden_size * (S.lanes if S.lane_norms else 1)
 
-    xs, square = gained(x, gains, HALF, S, Q.chunks, Q.tile_words)
+    stamp(p, it, 0, S)
+    constants = ask_constants(layer, pos, p, S)
+    xs, square = gained(x, gains, Q.chunks)
     scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * Q.rows
     out = (words, bias, place * Q.block_rows, scale, phase)
     out, ring = rowwise(base, next_base, block, ring, xs, out, S, 0, store_qkv)
 
-    alive = attention(layer, pos, lane, place, phase, alive, p, S)
+    stamp(p, it, 1, S)
+
+    alive = attention(constants, layer, it, pos, lane, place, phase, alive, p, S)
+    stamp(p, it, 4, S)
 
     A: tl.constexpr = S.stages[1]
     xs, alive = wait_pairs(
@@ -271,31 +344,45 @@ def run_layer(
         A.tile_words,
         A.chunks,
     )
+    stamp(p, it, 5, S)
+    past = ask_past(0, layer, it, place, p, S, 1)
     ys, ring = wired(base, next_base, block, ring, xs, S, 1)
-    alive = publish_module(ys, "attention_out", 0, layer, it, lane, place, phase, alive, p, S, 1)
+    stamp(p, it, 6, S)
+    alive = publish_module(
+        ys, past, "attention_out", 0, layer, it, lane, place, phase, alive, p, S, 1
+    )
+    gains = load_gains(2 * layer + 1, lane, p, S)
     x, alive = join(x, "attention_out", 0, layer, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
 
+    stamp(p, it, 7, S)
+
     U: tl.constexpr = S.stages[2]
-    xs, square = gained(x, gains + step, HALF, S, Q.chunks, Q.tile_words)
+    xs, square = gained(x, gains, Q.chunks)
     scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * U.rows
     out = (words, bias, place * U.block_rows, scale, phase)
     out, ring = rowwise(base, next_base, block, ring, xs, out, S, 2, silu_mul)
 
+    stamp(p, it, 8, S)
+
     V: tl.constexpr = S.stages[3]
     xs, alive = wait_pairs(
         words, S.ffn // 2, phase, alive, 8 * S.num_layers + layer, p, S, V.tile_words, V.chunks
     )
+    stamp(p, it, 9, S)
+    past = ask_past(1, layer, it, place, p, S, 3)
     ys, ring = wired(base, next_base, block, ring, xs, S, 3)
+    stamp(p, it, 10, S)
     ring = skip_phantoms(base, next_base, block, ring, S)
     if layer == S.num_layers - 1:
-        fence(
-            p.fences + block * 32, S
-        )  # the cache rows of this token; pairs with the fence in run_token
-    alive = publish_module(ys, "mlp_out", 1, layer, it, lane, place, phase, alive, p, S, 3)
+        # This token's rows of the cache; pairs with the fence at the start of the next token.
+        fence(p.fences + block * 32, S)
+    alive = publish_module(ys, past, "mlp_out", 1, layer, it, lane, place, phase, alive, p, S, 3)
+    gains = load_gains(2 * layer + 2, lane, p, S)
     x, alive = join(x, "mlp_out", 1, layer, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
-    return x, ring, alive
+    stamp(p, it, 11, S)
+    return x, gains, ring, alive
 
 
 @triton.jit
@@ -303,7 +390,7 @@ def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.co
     HALF: tl.constexpr = S.hidden_size // 2
     x = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
+        j = c * WORDS + index(WORDS)
         w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
         x = x + (low(w, S), high(w, S))
     return x
@@ -312,6 +399,7 @@ def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.co
 @triton.jit
 def mix_lanes(
     x,
+    gains,
     lane,
     place,
     block,
@@ -325,13 +413,11 @@ def mix_lanes(
     """The head's input from all lanes, in two small hops: rows of each lane, then sums of rows."""
     HALF: tl.constexpr = S.hidden_size // 2
     # First hop: the block sends its rows of its lane's stream.
-    gains = p.gains + 2 * S.num_layers * S.hidden_size * (S.lanes if S.lane_norms else 1)
-    gains += lane * S.hidden_size if S.lane_norms else 0
-    normed, square = gained(x, gains, HALF, S, CHUNKS, WORDS)
+    normed, square = gained(x, gains, CHUNKS)
     scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
     part = p.words + S.region("part")
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
+        j = c * WORDS + index(WORDS)
         mine = (j < HALF) & (j * S.group // HALF == place)
         for plane in tl.static_range(2):
             value = normed[2 * c + plane] * scale if S.head_mode == MEAN else x[2 * c + plane]
@@ -356,34 +442,31 @@ def mix_lanes(
     )
     zero = ()
     for c in tl.static_range(2 * CHUNKS):
-        zero = zero + (tl.zeros((WORDS,), tl.float32),)
+        zero = zero + (x[c] * 0.0,)
     y = add_planes(zero, w, HALF, CHUNKS, WORDS)
     if S.head_mode == MEAN:
         return y, 1.0, alive
     else:
-        y, square = gained(y, gains, HALF, S, CHUNKS, WORDS)
+        y, square = gained(y, gains, CHUNKS)
         return y, tl.rsqrt(square / S.hidden_size + S.norm_eps), alive
 
 
 @triton.jit
 def run_head(
-    x, pos, heads_done, block, lane, place, base, next_base, ring, alive, p, S: tl.constexpr
+    x, gains, pos, heads_done, block, lane, place, base, next_base, ring, alive, p, S: tl.constexpr
 ):
     """Logits, this block's candidate, and the token that all blocks agree on."""
     Q: tl.constexpr = S.stages[0]
     T: tl.constexpr = S.stages[4]
-    HALF: tl.constexpr = S.hidden_size // 2
     phase = (heads_done + 1) & 1
     first = block * T.block_rows
     vocab_first = 0
     if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
         xs, scale, alive = mix_lanes(
-            x, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
+            x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
         )
     else:
-        gains = p.gains + 2 * S.num_layers * S.hidden_size * (S.lanes if S.lane_norms else 1)
-        gains += lane * S.hidden_size if S.lane_norms else 0
-        xs, square = gained(x, gains, HALF, S, Q.chunks, Q.tile_words)
+        xs, square = gained(x, gains, Q.chunks)
         scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
         if S.lanes > 1:
             first = place * T.block_rows
@@ -418,10 +501,10 @@ def decode_kernel(p, S: tl.constexpr):
     head = base0 + S.num_layers * S.layer_words
     ring = fill(base0, block, S)
     while outcome == 0:
-        fence(
-            p.fences + block * 32, S
-        )  # pairs with the fence before the last publication of a token
+        # Pairs with the fence before the last publication of a token: its cache rows are there.
+        fence(p.fences + block * 32, S)
         needs_head = (pos + 1 >= prompt) | all_heads
+        gains = load_gains(0, lane, p, S)
         x = load_embedding(token, p, S, Q.chunks, Q.tile_words)
         base = base0
         for layer in range(S.num_layers):
@@ -430,15 +513,15 @@ def decode_kernel(p, S: tl.constexpr):
             next_base = tl.where(last, after.to(tl.int64), (base + S.layer_words).to(tl.int64)).to(
                 base0.dtype
             )
-            x, ring, alive = run_layer(
-                layer, it, pos, block, lane, place, base, next_base, x, ring, alive, p, S
+            x, gains, ring, alive = run_layer(
+                layer, it, pos, block, lane, place, base, next_base, x, gains, ring, alive, p, S
             )
             base = base + S.layer_words
             it += 1
         pos += 1
         if needs_head:
             token, control, ring, alive = run_head(
-                x, pos - 1, heads_done, block, lane, place, head, base0, ring, alive, p, S
+                x, gains, pos - 1, heads_done, block, lane, place, head, base0, ring, alive, p, S
             )
             heads_done += 1
             made += 1

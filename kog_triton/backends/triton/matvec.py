@@ -13,6 +13,8 @@ import math
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.words import LINE
+
 
 @triton.constexpr_function
 def at(S, position):
@@ -38,13 +40,19 @@ def turns(tiles, chunks, depth):
 
 @triton.jit
 def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
-    """Words [tile_rows, tile_words] of one tile; `base` is the layer's (or the head's) first word."""
+    """Words [tile_rows, tile_words / LINE, LINE] of one tile; `base` is the layer's (or the head's) first word.
+
+    Triton gives the warps to the first dimension of this shape: a warp has rows of its own, and a row's
+    sum needs few shuffles and no shared memory.
+    """
     T: tl.constexpr = S.stages[STAGE]
     ROWS: tl.constexpr = T.tile_rows
     WORDS: tl.constexpr = T.tile_words
-    r, k = tl.arange(0, ROWS), tl.arange(0, WORDS)
+    WIDE: tl.constexpr = min(WORDS, LINE)
+    r, k, c = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WORDS // WIDE)
+    offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
     ptr = base + T.offset + (tile * S.num_blocks + block) * T.words
-    return tl.load(ptr + r[:, None] * WORDS + k[None, :], eviction_policy="evict_first")
+    return tl.load(ptr + offset, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -70,17 +78,14 @@ def fill(base, block, S: tl.constexpr):
 
 @triton.jit
 def multiply(w, even, odd, S: tl.constexpr, T: tl.constexpr):
-    """Partial products of a tile, summed four words at a time within a thread: [tile_rows, tile_words / 4]."""
+    """Partial products of a tile, summed within a thread over its lines: [tile_rows, LINE]."""
     if S.f16:
         first = (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         second = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         first = (w << 16).to(tl.float32, bitcast=True)
         second = (w & -65536).to(tl.float32, bitcast=True)
-    y = first * even[None, :] + second * odd[None, :]
-    ROWS: tl.constexpr = T.tile_rows
-    QUADS: tl.constexpr = T.tile_words // 4
-    return tl.sum(tl.reshape(y, (ROWS, QUADS, 4)), axis=2)
+    return tl.sum(first * even[None, :, :] + second * odd[None, :, :], axis=1)
 
 
 @triton.jit
@@ -99,11 +104,11 @@ def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     ROWS: tl.constexpr = T.tile_rows
-    QUADS: tl.constexpr = T.tile_words // 4
+    WIDE: tl.constexpr = min(T.tile_words, LINE)
     TILES: tl.constexpr = T.tiles
     sums = ()
     for u in tl.static_range(UNITS):
-        sums = sums + (tl.zeros((ROWS, QUADS), tl.float32),)
+        sums = sums + (tl.zeros((ROWS, WIDE), tl.float32),)
     for i in tl.static_range(TILES):
         part = multiply(ring[0], xs[2 * (i // UNITS)], xs[2 * (i // UNITS) + 1], S, T)
         # The row tile whose turn it is comes first; it goes last.
@@ -141,10 +146,10 @@ def rowwise(
     TILES: tl.constexpr = T.tiles
     CHUNKS: tl.constexpr = T.chunks
     ROWS: tl.constexpr = T.tile_rows
-    QUADS: tl.constexpr = T.tile_words // 4
+    WIDE: tl.constexpr = min(T.tile_words, LINE)
     TURN: tl.constexpr = turn_tiles(T.chunks, S.depth)
     TURNS: tl.constexpr = turns(T.tiles, T.chunks, S.depth)
-    total = tl.zeros((ROWS, QUADS), tl.float32)
+    total = tl.zeros((ROWS, WIDE), tl.float32)
     for turn in range(TURNS):
         for i in tl.static_range(TURN):
             total = add_chunk(total, ring[0], xs, S, T, i % CHUNKS)

@@ -1,8 +1,8 @@
 """What the megakernel reads and writes: weights packed in tiles, tables, caches and words."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
@@ -15,6 +15,7 @@ from kog_triton.schedule.tile_packing import pack_tiles
 from kog_triton.schedule.tiles import LAYER, Tiles
 
 Tensor = torch.Tensor
+Get = Callable[[str], Tensor]  # a canonical weight, on the device
 HALF = {False: torch.bfloat16, True: torch.float16}
 MAILBOX_HEAD = 8  # words before the tokens: the host's word, the outcome
 
@@ -45,8 +46,6 @@ def allocate(
         for name in ("attention_norm", "mlp_norm")
     ]
     gains.append(_planes(get("norm")))
-    words = torch.zeros(tiles.total_words, dtype=torch.int32, device=device)
-    offset, size = tiles.regions["winner"]
     kv = torch.zeros(
         (
             num_slots,
@@ -63,7 +62,12 @@ def allocate(
     pinned = device.type == "cuda"
     mailbox = torch.zeros(MAILBOX_HEAD + tiles.max_context, dtype=torch.int64, pin_memory=pinned)
     table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, tiles.max_context))
-    ints = {"dtype": torch.int32, "device": device}
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    words = ints(tiles.total_words)
+    offset, size = tiles.regions["winner"]
     pointers = Pointers(
         weights=arena,
         embed=embed.view(torch.int32),
@@ -71,23 +75,35 @@ def allocate(
         biases=_biases(schedule, get, device),
         qk_gains=_qk_gains(spec, get, device),
         rope=table.to(device),
-        windows=torch.tensor(spec.windows, **ints),
-        reduces=torch.tensor([list(spec.reduce_attention), list(spec.reduce_mlp)], **ints),
+        windows=torch.tensor(spec.windows, dtype=torch.int32, device=device),
+        reduces=torch.tensor(
+            [list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device
+        ),
         kv=kv[0],
         words=words,
         winners=words[offset : offset + size].view(torch.int64),
         logits=torch.zeros(spec.vocab_size, dtype=torch.float32, device=device),
-        tokens=torch.zeros(tiles.max_context + 1, **ints),
-        request=torch.zeros(64, **ints),
+        tokens=ints(tiles.max_context + 1),
+        request=ints(64),
         mailbox=mailbox,
-        fences=torch.zeros(tiles.num_blocks * 32, **ints),
-        error=torch.zeros(1, **ints),
+        fences=ints(tiles.num_blocks * 32),
+        error=ints(1),
+        profile=torch.zeros(
+            max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
+        ),
         limit=1 << 22,
     )
     return Memory(pointers, kv, mailbox, arena.nbytes + embed.nbytes)
 
 
-def _pack(schedule, tiles: Tiles, get, embed: Tensor, dtype, device) -> Tensor:
+def _pack(
+    schedule: Schedule,
+    tiles: Tiles,
+    get: Get,
+    embed: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """The weight arena, int32: every layer's stages in order, then the head."""
     head = tiles.stages[4]
     size = tiles.layer_words * tiles.num_layers + head.tiles * head.words * tiles.num_blocks
@@ -121,7 +137,7 @@ def _planes(gain: Tensor) -> Tensor:
     return torch.stack([gain[:, 0::2], gain[:, 1::2]], 1)
 
 
-def _biases(schedule: Schedule, get, device) -> Tensor:
+def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
     """A layer's bias rows, stage after stage, every lane's; zeros where a stage has none."""
     parts: list[Tensor] = []
     for layer in range(schedule.spec.num_layers):
@@ -143,7 +159,7 @@ def _biases(schedule: Schedule, get, device) -> Tensor:
     return torch.cat(parts)
 
 
-def _qk_gains(spec: ModelSpec, get, device) -> Tensor:
+def _qk_gains(spec: ModelSpec, get: Get, device: torch.device) -> Tensor:
     if not spec.qk_norm:
         return torch.zeros(1, device=device)
     return torch.stack(
@@ -152,8 +168,3 @@ def _qk_gains(spec: ModelSpec, get, device) -> Tensor:
             for i in range(spec.num_layers)
         ]
     )
-
-
-def host_words(memory: Memory) -> np.ndarray:
-    """The mailbox as the host reads it while the kernel runs."""
-    return memory.mailbox.numpy()

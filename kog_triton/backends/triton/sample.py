@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.sync import load_shared
-from kog_triton.backends.triton.words import report
+from kog_triton.backends.triton.words import POLLED, report
 
 NOISE_SCALE: tl.constexpr = tl.constexpr(-726817 * 2.0**-44)
 LOG2_LOG2E: tl.constexpr = tl.constexpr(8871228)
@@ -134,7 +134,7 @@ def store_word(ptr, value):
 @triton.jit
 def winner(epoch, alive, where, p, S: tl.constexpr):
     """The token of the best candidate, the host's word, and alive."""
-    NB: tl.constexpr = triton.next_power_of_2(S.num_blocks)
+    NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 4)
     j = tl.arange(0, 4)[:, None] * S.num_blocks + tl.arange(0, NB)[None, :]
     mask = (tl.arange(0, NB) < S.num_blocks)[None, :] & (tl.arange(0, 4) >= 0)[:, None]
     tag = epoch.to(tl.int64)

@@ -9,6 +9,16 @@ import triton.language as tl
 
 from kog_triton.backends.triton.sync import load_shared, store_shared
 
+LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
+POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
+
+
+@triton.jit
+def index(WORDS: tl.constexpr):
+    """0 .. WORDS - 1 as [WORDS / LINE, LINE]: the shape in which vectors meet tiles."""
+    WIDE: tl.constexpr = min(WORDS, LINE)
+    return tl.arange(0, WORDS // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+
 
 @triton.jit
 def low(w, S: tl.constexpr):
@@ -64,69 +74,87 @@ def unpack_f32(w):
 
 
 @triton.jit
+def load_polled(ptr, mask, phase, S: tl.constexpr):
+    """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; `settle` takes one.
+
+    Triton may repeat a load of fewer elements than threads in a second layout, volatile or not, and then use
+    words that no poll has tested. So there are always at least POLLED of them.
+    """
+    if ptr.numel >= POLLED:
+        return load_shared(ptr, mask, phase, S)
+    else:
+        copies = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
+        return load_shared(ptr[None, :, :] + copies, mask[None, :, :] & (copies == 0), phase, S)
+
+
+@triton.jit
+def settle(w):
+    """The words [m, n] of a poll that has seen them all fresh."""
+    if len(w.shape) == 3:
+        return tl.max(w, axis=0)
+    else:
+        return w
+
+
+@triton.jit
 def wait(ptr, mask, phase, alive, where, p, S: tl.constexpr):
-    """Words at `ptr` once all carry `phase`; masked ones are zero but for the phase."""
-    w = load_shared(ptr, mask, phase, S)
+    """Words at `ptr` [n] once all carry `phase`; masked ones are zero but for the phase."""
+    w = load_polled(ptr[:, None], mask[:, None], phase, S)
     bad = tl.max((w ^ phase) & 1)
     tries = 0
     while (bad != 0) & (tries < p.limit * alive):
-        w = load_shared(ptr, mask, phase, S)
+        w = load_polled(ptr[:, None], mask[:, None], phase, S)
         bad = tl.max((w ^ phase) & 1)
         tries += 1
-    return w, report(bad, alive, where, p)
+    return tl.max(settle(w), axis=1), report(bad, alive, where, p)
 
 
 @triton.jit
 def wait_planes(
     base, half, phase, alive, where, p, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors [WORDS] of words."""
+    """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
     w = load_planes(base, half, phase, S, WORDS, CHUNKS)
-    bad = stale(w, phase, CHUNKS)
+    bad = stale(w, phase, 2 * CHUNKS)
     tries = 0
     while (bad != 0) & (tries < p.limit * alive):
         w = load_planes(base, half, phase, S, WORDS, CHUNKS)
-        bad = stale(w, phase, CHUNKS)
+        bad = stale(w, phase, 2 * CHUNKS)
         tries += 1
-    return w, report(bad, alive, where, p)
+    out = ()
+    for i in tl.static_range(2 * CHUNKS):
+        out = out + (settle(w[i]),)
+    return out, report(bad, alive, where, p)
 
 
 @triton.jit
 def load_planes(base, half, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr):
     w = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
+        j = c * WORDS + index(WORDS)
         w = w + (
-            load_shared(base + j, j < half, phase, S),
-            load_shared(base + half + j, j < half, phase, S),
+            load_polled(base + j, j < half, phase, S),
+            load_polled(base + half + j, j < half, phase, S),
         )
     return w
-
-
-@triton.jit
-def stale(w, phase, CHUNKS: tl.constexpr):
-    any_bad = (w[0] ^ phase) | (w[1] ^ phase)
-    for c in tl.static_range(1, CHUNKS):
-        any_bad = any_bad | (w[2 * c] ^ phase) | (w[2 * c + 1] ^ phase)
-    return tl.max(any_bad & 1)
 
 
 @triton.jit
 def wait_pairs(
     base, count, phase, alive, where, p, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors [WORDS], float32."""
+    """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors of WORDS float32."""
     w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
-    bad = stale_pairs(w, phase, CHUNKS)
+    bad = stale(w, phase, CHUNKS)
     tries = 0
     while (bad != 0) & (tries < p.limit * alive):
         w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
-        bad = stale_pairs(w, phase, CHUNKS)
+        bad = stale(w, phase, CHUNKS)
         tries += 1
     xs = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
-        word = tl.where(j < count, w[c], 0)
+        j = c * WORDS + index(WORDS)
+        word = tl.where(j < count, settle(w[c]), 0)
         xs = xs + (unpack_first(word, S), high(word, S))
     return xs, report(bad, alive, where, p)
 
@@ -135,16 +163,17 @@ def wait_pairs(
 def load_pairs(base, count, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr):
     w = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + tl.arange(0, WORDS)
-        w = w + (load_shared(base + j, j < count, phase, S),)
+        j = c * WORDS + index(WORDS)
+        w = w + (load_polled(base + j, j < count, phase, S),)
     return w
 
 
 @triton.jit
-def stale_pairs(w, phase, CHUNKS: tl.constexpr):
+def stale(w, phase, COUNT: tl.constexpr):
+    """1 if any word of COUNT tensors lacks the phase."""
     any_bad = w[0] ^ phase
-    for c in tl.static_range(1, CHUNKS):
-        any_bad = any_bad | (w[c] ^ phase)
+    for i in tl.static_range(1, COUNT):
+        any_bad = any_bad | (w[i] ^ phase)
     return tl.max(any_bad & 1)
 
 

@@ -1,0 +1,361 @@
+"""Planted faults: each must turn its test file red. Run by hand: `python tests/faults.py [--quick]`.
+
+A gate that nobody has seen red is not known to work. Faults are planted in copies of the tree, one
+at a time; first every named test file must be green in a copy without a fault. Exit code 0 if all
+faults are caught; --quick plants one in each floor of the house.
+"""
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`before` becomes `after` in a file of the package; `tests` must notice."""
+
+    path: str
+    before: str
+    after: str
+    tests: str
+    what: str
+    quick: bool = False
+
+
+FAULTS = (
+    # ---- model ----
+    Fault(
+        "model/rope_config.py",
+        "return Rope(theta, scaling, _factor(parameters))",
+        "return Rope(theta)",
+        "test_families.py",
+        "linear RoPE scaling is read and forgotten",
+    ),
+    Fault(
+        "model/families/laneformer.py",
+        "early if layer < delay else late",
+        "early if layer <= delay else late",
+        "test_families.py",
+        "the delayed reduction starts a layer late",
+    ),
+    Fault(
+        "model/families/decoder.py",
+        "windows=windows or (0,) * layers,",
+        "windows=(0,) * layers,",
+        "test_families.py",
+        "sliding windows are ignored",
+    ),
+    Fault(
+        "model/families/decoder.py",
+        "default=1e-6),\n        rope=rope",
+        "default=1e-5),\n        rope=rope",
+        "test_families.py",
+        "a norm epsilon that is left out takes another family's value",
+    ),
+    Fault(
+        "model/spec.py",
+        "min(position + 1, window or position + 1)",
+        "min(position, window or position)",
+        "test_metrics.py",
+        "the step's own position is not counted in the KV bytes",
+    ),
+    # ---- checkpoint ----
+    Fault(
+        "checkpoint.py",
+        "pairs.transpose(2, 3).reshape",
+        "pairs.reshape",
+        "test_families.py",
+        "interleaved RoPE rows are not reordered",
+    ),
+    Fault(
+        "checkpoint.py",
+        "    if stored.shape != wanted:",
+        "    if len(stored.shape) != len(wanted):",
+        "test_checkpoint.py",
+        "a tensor of another shape is accepted",
+    ),
+    Fault(
+        "tensor_files.py",
+        "if expected is not None and names != expected:",
+        "if expected is not None and names < expected:",
+        "test_checkpoint.py",
+        "a shard may hold tensors that the index does not name",
+    ),
+    # ---- schedule ----
+    Fault(
+        "schedule/rope.py",
+        "blend + (1 - blend) / rope.factor",
+        "blend / rope.factor + (1 - blend)",
+        "test_rope.py",
+        "llama3 scaling slows the short waves",
+    ),
+    Fault(
+        "schedule/rope.py",
+        "* rope.attention_factor",
+        "",
+        "test_rope.py",
+        "YaRN forgets its attention factor",
+    ),
+    Fault(
+        "schedule/schedule.py",
+        "3 * spec.delay,\n",
+        "spec.delay,\n",
+        "test_schedule.py",
+        "too few buffers rotate for delayed outputs",
+    ),
+    Fault(
+        "schedule/schedule.py",
+        "return rank * v // n, (rank + 1) * v // n",
+        "return rank * (v // n), (rank + 1) * (v // n)",
+        "test_schedule.py",
+        "the vocabulary's last rows belong to no rank",
+    ),
+    Fault(
+        "schedule/check.py",
+        "if is_read and last_read(last_read(n)) < lost:",
+        "if is_read and last_read(n) < lost:",
+        "test_schedule.py",
+        "check takes too few buffers for delayed outputs",
+    ),
+    Fault(
+        "schedule/check.py",
+        "if sorted(owned) != list(range(partition.num_rows(stage, rank))):",
+        "if not set(owned) <= set(range(partition.num_rows(stage, rank))):",
+        "test_lowering.py",
+        "check takes rows without an owner",
+    ),
+    Fault(
+        "schedule/shards.py",
+        "    out[1:] = 0\n",
+        "",
+        "test_walks.py",
+        "every shard adds the bias of a matrix that is cut along K",
+    ),
+    # ---- lowering, packing, wire ----
+    Fault(
+        "schedule/lowering.py",
+        "return range(place * units // size, (place + 1) * units // size)",
+        "return range(place * (units // size), (place + 1) * (units // size))",
+        "test_walks.py",
+        "a partition drops the units that do not divide",
+        quick=True,
+    ),
+    Fault(
+        "schedule/lowering.py",
+        "return rows.reshape(2, -1).T.reshape(-1)",
+        "return rows",
+        "test_lowering.py",
+        "gate and up are not woven",
+    ),
+    Fault(
+        "schedule/packing.py",
+        "(0, 4, 1, 3, 2, 5)",
+        "(0, 4, 3, 1, 2, 5)",
+        "test_lowering.py",
+        "warps of row groups and of K parts change places",
+        quick=True,
+    ),
+    Fault(
+        "schedule/packing.py",
+        ": stage.cols] = w[_index(w, rows[real])]",
+        ": stage.cols] = w[: len(real)]",
+        "test_lowering.py",
+        "every block packs the first rows",
+    ),
+    Fault(
+        "schedule/cuda.py",
+        "return rank * self.schedule.shards_per_rank + block // self.group_size(stage)",
+        "return block // self.group_size(stage)",
+        "test_lowering.py",
+        "every rank packs the first rank's lanes",
+    ),
+    Fault(
+        "schedule/wire.py",
+        "first + ((first >> 1) & 1) & np.uint32(0xFFFE)",
+        "first & np.uint32(0xFFFE)",
+        "test_wire.py",
+        "the first of a pair is truncated",
+    ),
+    Fault(
+        "schedule/wire.py",
+        "bits = np.where(np.isnan(values), np.uint32(LEAST_NAN_PAYLOAD), bits)\n",
+        "pass\n",
+        "test_wire.py",
+        "a NaN whose payload is the phase bit becomes an infinity",
+    ),
+    # ---- reference ----
+    Fault(
+        "backends/reference.py",
+        "torch.cat([a * cos - b * sin, b * cos + a * sin], -1)",
+        "torch.cat([a * cos + b * sin, b * cos - a * sin], -1)",
+        "test_families.py",
+        "RoPE turns the other way",
+        quick=True,
+    ),
+    Fault(
+        "backends/reference.py",
+        "hidden |= key <= position[:, None] - window",
+        "hidden |= key < position[:, None] - window",
+        "test_families.py",
+        "a window is one key too wide",
+    ),
+    Fault(
+        "backends/reference.py",
+        "return x + o + (old.sum(0, keepdim=True) - old)",
+        "return x + o + old.sum(0, keepdim=True)",
+        "test_families.py",
+        "a lane adds its own late output twice",
+    ),
+    Fault(
+        "backends/reference.py",
+        "return x + math.sqrt(self.spec.num_lanes) * o",
+        "return x + self.spec.num_lanes * o",
+        "test_families.py",
+        "lanes that do not exchange scale by their number",
+    ),
+    Fault(
+        "backends/block_walk.py",
+        "for k in range(0, x.shape[2], step):",
+        "for k in range(0, x.shape[2] - step + 1, step):",
+        "test_walks.py",
+        "the last part of K is left out where it is padded",
+    ),
+    Fault(
+        "backends/kv_cache.py",
+        "new[..., : self._size, :] = old",
+        "pass",
+        "test_families.py",
+        "a cache that grows forgets",
+    ),
+    # ---- sampling, text, engine ----
+    Fault(
+        "sampling/definition.py",
+        "return head[np.searchsorted(sums, target)]",
+        "return head[np.searchsorted(sums, target) - 1]",
+        "test_sampling_definition.py",
+        "top-p keeps one token too few",
+    ),
+    Fault(
+        "sampling/philox.py",
+        "odd ^ round_key)[::-1]",
+        "odd ^ round_key)",
+        "test_sampling_fixed.py",
+        "Philox does not swap its halves",
+    ),
+    Fault(
+        "sampling/definition.py",
+        "np.where(wide > 0, wide / factor, wide * factor)",
+        "wide / factor",
+        "test_sampling_definition.py",
+        "a repetition penalty rewards negative logits",
+        quick=True,
+    ),
+    Fault(
+        "text/stop.py",
+        "hold = max(_overlap(text, stop) for stop in self._stops)",
+        "hold = 0",
+        "test_text_stop.py",
+        "the beginning of a stop string is shown",
+    ),
+    Fault(
+        "text/detokenize.py",
+        'return self._utf8.decode(self._bytes_of(token) or b"")',
+        'return (self._bytes_of(token) or b"").decode(errors="replace")',
+        "test_text_detokenize.py",
+        "a character of several tokens is split",
+    ),
+    Fault(
+        "engine.py",
+        "if slot.salt == job.cache_salt else 0",
+        "",
+        "test_kv_reuse.py",
+        "callers with different salts share keys and values",
+    ),
+    Fault(
+        "engine.py",
+        "ids = job.prompt_token_ids[:-1]",
+        "ids = job.prompt_token_ids",
+        "test_kv_reuse.py",
+        "nothing is left to compute of a prompt that was seen before",
+    ),
+    Fault(
+        "backends/mailbox.py",
+        "            self._cancelled.discard(request.slot)\n",
+        "",
+        "test_engine.py",
+        "a slot's next request is cancelled with the last one",
+    ),
+)
+
+
+def plant(fault: Fault, tree: Path) -> bool:
+    """Whether the fault's tests went red in this copy of the tree, which is left as it was."""
+    file = tree / "kog_triton" / fault.path
+    source = file.read_text()
+    file.write_text(source.replace(fault.before, fault.after, 1))
+    try:
+        return not green([fault.tests], tree)
+    finally:
+        file.write_text(source)
+
+
+def green(tests: list[str], tree: Path) -> bool:
+    """Whether test files pass in a copy of the tree. A run that hangs is red."""
+    argv = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    # Bytecode is off: a fault and its repair may fall into the same second.
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
+    env |= {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*argv, *(f"tests/{t}" for t in tests)],
+            cwd=tree,
+            env=env,
+            capture_output=True,
+            timeout=300,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode not in (0, 1):  # not even collected: the fault would be caught for nothing
+        raise SystemExit(f"pytest ended with {done.returncode}: {done.stdout.decode()[-2000:]}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    faults = [f for f in FAULTS if f.quick or "--quick" not in sys.argv[1:]]
+    for fault in faults:
+        count = (ROOT / "kog_triton" / fault.path).read_text().count(fault.before)
+        if count != 1:
+            sys.exit(f"{fault.path} has {count} places for {fault.what!r}: plant it anew")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
+        trees: queue.Queue[Path] = queue.Queue()
+        for i in range(WORKERS):
+            tree = Path(folder) / f"tree{i}"
+            skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+            shutil.copytree(ROOT, tree, ignore=skip)
+            trees.put(tree)
+        if not green(sorted({f.tests for f in faults}), Path(folder) / "tree0"):
+            sys.exit("the tests are red without a fault")
+
+        def run(fault: Fault) -> bool:
+            tree = trees.get()
+            red = plant(fault, tree)
+            trees.put(tree)
+            print(f"{'caught' if red else 'MISSED':8}{fault.what}", flush=True)
+            return red
+
+        caught = sum(pool.map(run, faults))
+    print(f"{caught} of {len(faults)} faults caught")
+    return caught < len(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

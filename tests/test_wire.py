@@ -1,0 +1,101 @@
+"""Words that carry their own readiness: what a value loses, and what it never loses.
+
+Every 16-bit value is tried; rounding is judged by torch's conversions and by distances.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.model.spec import DType
+from kog_triton.schedule import wire
+
+HALVES = [DType.BF16, DType.F16]
+TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+ALL = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+
+
+def floats(seed=0):
+    """float32 of all magnitudes, with ties of both 16-bit types among them."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 32, 40_000, dtype=np.uint32)
+    ties = np.arange(0, 1 << 32, 0x8000, dtype=np.uint64).astype(np.uint32)
+    f16_ties = (np.arange(-65600, 65600, dtype=np.float32) / 2048).view(np.uint32)
+    # NaNs whose payload lies in the bits that a word does not keep
+    nans = np.array([0x7F800001, 0xFF800001, 0x7F80FFFF, 0xFFFFFFFF], np.uint32)
+    return np.concatenate([bits, ties, f16_ties, nans]).view(np.float32)
+
+
+def halves(values, dtype):
+    """The oracle's 16-bit rounding, as bits."""
+    return torch.from_numpy(values).to(TORCH[dtype]).view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_sixteen_bits_are_rounded_to_nearest_even(dtype):
+    values = floats()
+    ours, theirs = wire.to_half(values, dtype), halves(values, dtype)
+    nan = np.isnan(values)
+    np.testing.assert_array_equal(ours[~nan], theirs[~nan])
+    assert np.isnan(wire.from_half(ours, dtype)[nan]).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_sixteen_bits_come_back(dtype):
+    values = wire.from_half(ALL, dtype)
+    theirs = torch.from_numpy(ALL.view(np.int16)).view(TORCH[dtype]).float().numpy()
+    np.testing.assert_array_equal(values, theirs)
+    kept = ~np.isnan(values)
+    np.testing.assert_array_equal(wire.to_half(values, dtype)[kept], ALL[kept])
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_float_loses_its_lowest_bit_alone(phase):
+    values = floats()
+    words = wire.pack_f32(values, phase)
+    assert (wire.phases(words) == phase).all()
+    back, finite = wire.unpack_f32(words), np.isfinite(values)
+    assert (np.isnan(back) == np.isnan(values)).all()
+    assert (back[np.isinf(values)] == values[np.isinf(values)]).all()
+    x, y = values[finite].astype(np.float64), back[finite].astype(np.float64)
+    assert (np.abs(y) <= np.abs(x)).all() and (np.signbit(x) == np.signbit(y)).all()
+    normal = np.abs(x) >= np.finfo(np.float32).tiny
+    assert (np.abs(x - y)[normal] <= np.abs(x)[normal] * 2.0**-23).all()
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_second_of_a_pair_is_whole(dtype, phase):
+    values = wire.from_half(ALL, dtype)
+    words = wire.pack_pair(np.stack([np.ones_like(values), values], 1).ravel(), phase, dtype)
+    assert (wire.phases(words) == phase).all()
+    back = wire.unpack_pair(words, dtype)
+    np.testing.assert_array_equal(back[1::2], values)
+    assert (back[0::2] == 1).all()
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_first_of_a_pair_is_rounded_to_fifteen_bits(dtype, phase):
+    values = wire.from_half(ALL, dtype)
+    pairs = np.stack([values, np.zeros_like(values)], 1).ravel()
+    back = wire.unpack_pair(wire.pack_pair(pairs, phase, dtype), dtype)[0::2]
+    assert (np.isnan(back) == np.isnan(values)).all()
+    even = ALL % 2 == 0
+    kept = even & ~np.isnan(values)
+    np.testing.assert_array_equal(back[kept], values[kept])
+    # An odd pattern lies in the middle of two even ones: the one that is a multiple of four is taken.
+    odd = ~even & ~np.isnan(values)
+    target = np.where(ALL % 4 == 1, ALL - 1, ALL + 1).astype(np.uint16)
+    np.testing.assert_array_equal(back[odd], wire.from_half(target, dtype)[odd])
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(DType.F16, 65504.0), (DType.BF16, 3.3895314e38)])
+def test_overflow_is_an_infinity_that_shows(dtype, most):
+    values = np.array([most, most, -most, -most], np.float32)
+    back = wire.unpack_pair(wire.pack_pair(values, 1, dtype), dtype)
+    # The largest value's lowest bit is one: as the first of a pair it is rounded up.
+    np.testing.assert_array_equal(back, np.array([np.inf, most, -np.inf, -most], np.float32))
+    beyond = np.array([3.4028235e38, -3.4028235e38], np.float32)
+    np.testing.assert_array_equal(
+        wire.unpack_pair(wire.pack_pair(beyond, 0, dtype), dtype), np.sign(beyond) * np.inf
+    )
