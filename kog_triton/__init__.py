@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from kog_triton.llm import LLM
     from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
     from kog_triton.sampling.params import SamplingParams
+    from kog_triton.sampling.structured import StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Delta",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 _HOMES = {
     "LLM": "kog_triton.llm",
@@ -21,6 +30,7 @@ _HOMES = {
     "Logprob": "kog_triton.outputs",
     "RequestOutput": "kog_triton.outputs",
     "SamplingParams": "kog_triton.sampling.params",
+    "StructuredOutputs": "kog_triton.sampling.structured",
 }
 
 

@@ -10,16 +10,19 @@ from kog_triton.backends import Backend, backend_names, find_backend
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.schedule.topology import GPUS, find_gpu
 
-AUTO_ORDER = ("cuda", "triton", "hip", "reference")
+KNOWN = ("cuda", "triton", "hip", "reference")
+# What "auto" tries, best first. Triton has to be asked for by name: it does not yet sample with all that a
+# request may ask, and a default that refuses default settings would be none.
+AUTO_ORDER = ("cuda", "hip", "reference")
 OTHER_DEVICES = {  # what a backend does not serve
     "cuda": ("cpu", "amd"),
     "triton": ("cpu",),
     "hip": ("cpu", "nvidia"),
 }
 INSTALL = {
-    "cuda": 'pip install "kog-triton[cuda]", then the package in backends/cuda',
+    "cuda": "it is not part of this version",
     "triton": 'pip install "kog-triton[cuda]" (NVIDIA) or "kog-triton[rocm]" (AMD)',
-    "hip": 'pip install "kog-triton[rocm]", then the package in backends/hip',
+    "hip": "it is not part of this version",
     "reference": "pip install kog-triton again: its entry points are missing",
 }
 
@@ -45,8 +48,8 @@ class Choice:
 
 
 def known_names() -> list[str]:
-    """Every name a user may ask for: the known backends in order of preference, then the others."""
-    return [*AUTO_ORDER, *(name for name in backend_names() if name not in AUTO_ORDER)]
+    """Every name a user may ask for: the known backends, then the others."""
+    return [*KNOWN, *(name for name in backend_names() if name not in KNOWN)]
 
 
 def look_at(name: str) -> Candidate:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from kog_triton.errors import KogError
+from kog_triton.errors import DeviceError, KogError
 
 INTERRUPTED = 130
 
@@ -29,6 +29,8 @@ def run(body: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None)
         return _say("interrupted", INTERRUPTED)
     except KogError as error:
         return _say(f"error: {error}", error.exit_code)
+    except MemoryError as error:
+        return _say(f"error: out of memory: {error}", DeviceError.exit_code)
     except Exception as error:
         return _say(f"error: {type(error).__name__}: {error} (KOG_DEBUG=1 shows where)", 1)
 

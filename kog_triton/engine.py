@@ -1,7 +1,7 @@
 """The slots of one backend, and the thread that runs it: where requests start and end.
 
     prepare -> Job        a prompt and its parameters, checked and resolved
-    start -> Generation   one sample in a slot: the longest cached prefix, else the oldest
+    start -> Generation   one sample in a slot: one that holds its beginning, else the oldest
 
 The backend's `generate` runs in a thread of the engine's own, which lives while requests do. Every
 method may be called from any thread. A slot remembers the ids whose keys and values it holds, so
@@ -24,6 +24,7 @@ from kog_triton.generation import Generation
 from kog_triton.metrics import Peak
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
+from kog_triton.text.grammar import Grammar, Grammars
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Job:
     prompt: str | None = None
     mask: MaskHook | None = None
     cache_salt: str = ""
+    grammar: Grammar | None = None  # gives each sample a mask of its own
 
     @property
     def seed(self) -> int:
@@ -79,6 +81,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.peak = peak
+        self._grammars = Grammars(tokenizer, backend.spec.vocab_size, self.eos_token_ids)
         self.max_context = backend.options.max_context or backend.spec.max_context
         self.closed = False
         self._slots = [Slot(i) for i in range(backend.options.num_slots)]
@@ -90,6 +93,12 @@ class Engine:
         self._num_posted = 0
         self._num_uses = 0
         _open_engines.add(self)
+
+    @property
+    def kv_cache_bound_bytes(self) -> int:
+        """The most that keys and values of all slots take: slots x positions x bytes of one."""
+        per_position = self.backend.spec.kv_bytes_per_position
+        return len(self._slots) * self.max_context * per_position
 
     @property
     def num_free_slots(self) -> int:
@@ -124,6 +133,7 @@ class Engine:
 
         The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` None means
         the rest of the context. Only prompts with the same `cache_salt` share keys and values.
+        `params.structured_outputs` takes the place of `mask`.
         """
         ids = self.check_ids(prompt_token_ids)
         room = self.max_context - len(ids)
@@ -137,13 +147,16 @@ class Engine:
                 f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
                 f"{self.max_context} tokens: max_tokens may be at most {room}"
             )
-        if params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs is not supported: LLM.forward_logits gives logits")
+        grammar = None
+        if params.structured_outputs is not None:
+            if mask is not None:
+                raise RequestError("a request has a mask or structured_outputs: leave out one")
+            grammar = self._grammars.compile(*params.structured_outputs.constraint)
         if params.seed is None:
             params = replace(params, seed=draw_seed() if seed is None else seed)
         params = params.resolve(self.backend.spec.vocab_size, self.eos_token_ids, self._encode)
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        return Job(ids, params, max_tokens, prompt, mask, cache_salt)
+        return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar)
 
     def start(self, job: Job, sample_idx: int = 0) -> Generation:
         """Start one sample of a job in a free slot; RequestError if there is none."""
@@ -153,7 +166,9 @@ class Engine:
         with self._lock:
             if self.closed:
                 raise RunError("the engine is closed: open a new LLM")
-            slot, cached = self._choose_slot(job)
+            # of several samples the first one looks at the prompt, and computes all of it
+            prompt_logprobs = None if sample_idx else job.params.prompt_logprobs
+            slot, cached = self._choose_slot(job, reuse=prompt_logprobs is None)
             request = Request(
                 slot=slot.index,
                 prompt=job.prompt_token_ids,
@@ -163,7 +178,8 @@ class Engine:
                 stop_token_ids=stops,
                 cached=cached,
                 sample_idx=sample_idx,
-                mask=job.mask,
+                prompt_logprobs=prompt_logprobs,
+                mask=job.grammar.mask() if job.grammar else job.mask,
             )
             mailbox = self._mailbox = self._mailbox or self.backend.new_mailbox()
             generation = Generation(self, slot, mailbox, request, job.prompt)
@@ -178,21 +194,30 @@ class Engine:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _choose_slot(self, job: Job) -> tuple[Slot, int]:
-        """A free slot and how many leading ids it holds; the last id is always left to compute."""
-        ids = job.prompt_token_ids[:-1]
-        held = {
-            slot.index: common_prefix(slot.tokens, ids) if slot.salt == job.cache_salt else 0
-            for slot in self._slots
-            if not slot.busy
-        }
-        if not held:
+    def _choose_slot(self, job: Job, reuse: bool) -> tuple[Slot, int]:
+        """A free slot and how many leading ids it holds; the last id is always left to compute.
+
+        Reusing a slot saves the tokens kept, and costs the others once their conversation comes
+        back: of the slots that would keep at least half of what they hold, the one that keeps most
+        is taken. Where there is none an empty slot is, and else the least recently used.
+        """
+        ids = job.prompt_token_ids[:-1] if reuse else ()
+        free = [slot for slot in self._slots if not slot.busy]
+        if not free:
             raise RequestError(
                 f"all {len(self._slots)} slots are busy: finish or close a running request, "
                 "or open the LLM with a larger num_slots"
             )
-        best = max(held, key=lambda i: (held[i], -self._slots[i].last_used))
-        return self._slots[best], held[best]
+        kept = {
+            slot.index: common_prefix(slot.tokens, ids) if slot.salt == job.cache_salt else 0
+            for slot in free
+        }
+        worth = [s for s in free if 0 < len(s.tokens) <= 2 * kept[s.index]]
+        if worth:
+            slot = max(worth, key=lambda s: (kept[s.index], -len(s.tokens), -s.last_used))
+        else:
+            slot = min(free, key=lambda s: (len(s.tokens) > 0, s.last_used))
+        return slot, kept[slot.index]
 
     def release(self, slot: Slot, tokens: list[int]) -> None:
         """Free a slot that now holds the keys and values of `tokens`."""

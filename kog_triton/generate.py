@@ -18,6 +18,7 @@ from kog_triton.errors import RequestError
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
     from kog_triton.sampling.params import SamplingParams
+    from kog_triton.sampling.structured import StructuredOutputs
 
 # flag -> field of SamplingParams; a flag that is not given leaves the checkpoint's default
 SAMPLING_FLAGS = (
@@ -73,6 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--frequency-penalty", type=float)
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
     sampling.add_argument("--logprobs", type=int, metavar="K", help="keep the K best in --json")
+    shape = parser.add_argument_group("shape of the answer, one of").add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", metavar="FILE|TEXT", help="JSON that fits this schema")
+    shape.add_argument("--regex", help="a regular expression for the whole answer")
+    shape.add_argument("--choice", action="append", metavar="TEXT", help="give it repeatedly")
+    shape.add_argument("--grammar", metavar="FILE", help="a Lark grammar with a rule start")
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--backend", default="auto", help=f"auto, {', '.join(known_names())} (default: auto)"
@@ -112,20 +118,46 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read_prompt(said: str) -> str:
     """The text behind -p."""
+    if said.startswith("@@"):
+        return said[1:]
+    if said.startswith("@"):
+        return read_file("--prompt", said, Path(said[1:]))
     try:
-        if said == "-":
-            return sys.stdin.read()
-        if said.startswith("@"):
-            return Path(said[1:]).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"--prompt {said}: {error.strerror}") from error
+        return sys.stdin.read() if said == "-" else said
     except UnicodeDecodeError as error:
         raise RequestError(f"--prompt {said}: not UTF-8 at byte {error.start}") from error
-    return said
+
+
+def read_file(flag: str, said: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{flag} {said}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{flag} {said}: not UTF-8 at byte {error.start}") from error
+
+
+def structured_outputs(args: argparse.Namespace) -> "StructuredOutputs | None":
+    """What --json-schema, --regex, --choice or --grammar asks for."""
+    from kog_triton.sampling.structured import StructuredOutputs
+
+    if (schema := args.json_schema) is not None:
+        if not schema.lstrip().startswith("{"):
+            schema = read_file("--json-schema", schema, Path(schema))
+        return StructuredOutputs(json=schema)
+    if args.regex is not None:
+        return StructuredOutputs(regex=args.regex)
+    if args.choice is not None:
+        return StructuredOutputs(choice=args.choice)
+    if args.grammar is not None:
+        text = read_file("--grammar", args.grammar, Path(args.grammar))
+        return StructuredOutputs(grammar=text)
+    return None
 
 
 def sampling_params(args: argparse.Namespace, llm: "LLM") -> "SamplingParams":
     explicit = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    explicit["structured_outputs"] = structured_outputs(args)
     return llm.default_params(**{k: v for k, v in explicit.items() if v is not None})
 
 
@@ -136,8 +168,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
     llm = LLM(
         args.model,
         backend=args.backend,
-        device=args.device,
-        num_gpus=args.gpus,
+        devices=f"{args.device or ''}:{args.gpus}",
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         prefill=args.prefill,

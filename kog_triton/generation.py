@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.errors import KogError, RunError
 from kog_triton.metrics import RequestMetrics, measure
 from kog_triton.outputs import FINISH_REASONS, CompletionOutput, Delta, Logprob, RequestOutput
@@ -36,6 +36,7 @@ class Generation:
         self._text = TextStream(engine.tokenizer, request.params)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._cumulative = 0.0
         self._submitted = time.perf_counter()
         self._arrivals: list[float] = []
@@ -94,8 +95,15 @@ class Generation:
     def output(self) -> RequestOutput:
         """What there is so far, as a request of one sample."""
         prompt_ids = list(self.request.prompt)
+        whole = len(self._prompt_logprobs) == len(prompt_ids)  # not if cancelled on the way
+        asked = self.request.prompt_logprobs is not None
         return RequestOutput(
-            self.prompt, prompt_ids, [self.completion()], self.metrics(), self.finished
+            self.prompt,
+            prompt_ids,
+            [self.completion()],
+            self.metrics(),
+            self.finished,
+            list(self._prompt_logprobs) if asked and whole else None,
         )
 
     def completion(self) -> CompletionOutput:
@@ -140,6 +148,9 @@ class Generation:
                 if step.token >= 0:
                     self._made.append(step.token)
                 ended |= step.finish is not None
+        if self.request.prompt_logprobs is not None:  # before the slot is another's
+            read = self._mailbox.read_prompt(self._slot.index)
+            self._prompt_logprobs += [self._candidates(p) for p in read]
         self._known = known
         if ended:
             self._ended = True
@@ -206,8 +217,8 @@ class Generation:
                 self.stop_reason = step.token
         return text
 
-    def _candidates(self, step: Step) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest; its rank is known if it is one of them."""
+    def _candidates(self, step: Step | PromptLogprob) -> dict[int, Logprob]:
+        """The token itself first, then the likeliest; its rank is known if it is one of them."""
         ranks = {token: rank for rank, (token, _) in enumerate(step.top, 1)}
         values = {step.token: step.logprob or 0.0} | dict(step.top)
         decode = self._engine.tokenizer.decode

@@ -82,8 +82,8 @@ def _ask() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() edits lines once it is imported
         try:
-            return input("> ").strip()
+            return input("> ").rstrip()
         except EOFError:
             return None
     line = sys.stdin.readline()
-    return line.strip() if line else None
+    return line.rstrip() if line else None

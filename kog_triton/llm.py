@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -25,13 +26,14 @@ from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import Choice, choose
 from kog_triton.demo import checkpoint_path
 from kog_triton.engine import Engine, Job, draw_seed
-from kog_triton.errors import RequestError
+from kog_triton.errors import DeviceError, RequestError
 from kog_triton.generation import Generation
 from kog_triton.metrics import Peak
-from kog_triton.outputs import RequestOutput
+from kog_triton.outputs import CompletionOutput, RequestOutput
 from kog_triton.progress import Progress
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
+from kog_triton.text.tool_calls import ToolCallParser
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -54,10 +56,13 @@ class LLM:
 
     model          a folder, a Hugging Face id, or None for the demo that ships
     backend        "auto", a name, or a class that implements `kog_triton.backends.Backend`
-    device         "" (the backend's choice), "cpu", "nvidia", "amd" or a row of schedule.topology
-    dtype          of the weights in memory: "auto" (as stored), "fp32", "bf16" or "fp16"
+    devices        None (the backend's choice), "cpu", "nvidia", "amd" or a row of schedule.topology,
+                   and how many: "h200", "h200:4", or 4
+    dtype          of the weights in memory: "fp32", "bf16", "fp16", or "auto": as stored (the
+                   reference backend: fp32)
     max_model_len  positions a slot holds, None for all that the model allows
-    num_slots      requests that may run at once; each slot remembers its last conversation
+    num_slots      requests that may run at once; each slot remembers its last conversation, and
+                   the least recently used one makes room: see `kv_cache_bound_bytes`
     seed           makes a whole session repeatable; a request's own seed comes first
     prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
 
@@ -69,8 +74,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         backend: str | type[Backend] = "auto",
-        device: str | None = None,
-        num_gpus: int = 1,
+        devices: str | int | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
         num_slots: int = 1,
@@ -81,11 +85,12 @@ class LLM:
         started = time.perf_counter()
         if dtype not in DTYPES:
             raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-        for name, value in (("num_gpus", num_gpus), ("num_slots", num_slots)):
+        device, num_gpus = _devices(devices)
+        for name, value in (("devices", num_gpus), ("num_slots", num_slots)):
             if value < 1:
                 raise RequestError(f"{name} is {value}: it must be at least 1")
         if isinstance(backend, str):
-            self.choice = choose(backend, device or "")
+            self.choice = choose(backend, device)
         else:
             self.choice = Choice(backend, backend.name, "given by the caller")
         self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
@@ -99,19 +104,19 @@ class LLM:
             num_slots=num_slots,
             max_context=max_model_len or limit,
             num_gpus=num_gpus,
-            device=device or "",
+            device=device,
             dtype=DTYPES[dtype],
             prefill=prefill,
             walk=walk,
         )
-        running = self.choice.backend(self.checkpoint, options)
+        running = _start(self.choice.backend, self.checkpoint, options)
         own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
         gpu = running.gpu  # a GPU backend says which row of topology it runs on
         self.engine = Engine(
             running,
             self.tokenizer,
             {*self.checkpoint.eos_token_ids, *own_end},
-            Peak.of(gpu, num_gpus) if gpu else None,
+            Peak.of(gpu, running.num_devices) if gpu else None,
         )
         self._seeds = None if seed is None else Random(seed)
         self.load_s = time.perf_counter() - started
@@ -131,7 +136,7 @@ class LLM:
         checked before the first one starts. The progress bar is on if stderr is a terminal.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = _one_each(params or self.default_params(), len(many))
+        each = _one_each(self.default_params() if params is None else params, len(many))
         jobs = [self._job(prompt, p) for prompt, p in zip(many, each, strict=True)]
         if use_progress_bar is None:
             use_progress_bar = sys.stderr.isatty()
@@ -143,21 +148,38 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_call_parser: str | None = None,
         add_generation_prompt: bool = True,
         use_progress_bar: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list of them, through the model's chat template."""
+        """Answer one conversation, or each of a list of them, through the model's chat template.
+
+        `tool_call_parser` names how the model writes tool calls (see text/tool_calls.py). They come
+        as `tool_calls`, the text is what remains, and an answer that ended with calls has the
+        finish reason "tool_calls". Special tokens, which mark calls, then stay in the text.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Iterable[Any] = [messages] if one else messages
         prompts = [self.chat_prompt(c, tools, add_generation_prompt) for c in conversations]
-        return self.generate(prompts, params, use_progress_bar=use_progress_bar)
+        if tool_call_parser is None:
+            return self.generate(prompts, params, use_progress_bar=use_progress_bar)
+        ToolCallParser(tool_call_parser)  # an unknown name is refused before anything runs
+        each = _one_each(self.default_params() if params is None else params, len(prompts))
+        if not all(p.detokenize for p in each):
+            raise RequestError("detokenize is False: tool_call_parser needs text")
+        each = [replace(p, skip_special_tokens=False) for p in each]
+        outputs = self.generate(prompts, each, use_progress_bar=use_progress_bar)
+        return [
+            replace(o, outputs=[_with_tool_calls(c, tool_call_parser) for c in o.outputs])
+            for o in outputs
+        ]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Start one prompt; iterate over the result for `Delta`s, the last with the output.
 
         Leaving the loop, `cancel()` or `close()` ends the request and frees its slot.
         """
-        job = self._job(prompt, params or self.default_params())
+        job = self._job(prompt, self.default_params() if params is None else params)
         if job.params.n != 1:
             raise RequestError(f"n is {job.params.n}: a stream has one sample, use generate")
         return self.engine.start(job)
@@ -192,6 +214,15 @@ class LLM:
             )
         with self.engine.paused():
             return self.engine.backend.forward_logits(ids)
+
+    def kv_cache_bound_bytes(self) -> int:
+        """The most bytes that the conversations' keys and values take, however long it runs.
+
+        num_slots x max_model_len x 2 x layers x key/value heads x head_dim x bytes a number. What
+        is held now is `engine.backend.memory_bytes()["kv_cache"]`. `forward_logits` works beside
+        the slots, in memory of its own that it gives back.
+        """
+        return self.engine.kv_cache_bound_bytes
 
     # ---- closing ----
 
@@ -270,4 +301,42 @@ def _join(samples: list[Generation]) -> RequestOutput:
     """One output of the samples of one prompt."""
     first = samples[0].output()
     completions = [sample.completion() for sample in samples]
-    return RequestOutput(first.prompt, first.prompt_token_ids, completions, first.metrics)
+    return replace(first, outputs=completions)
+
+
+def _with_tool_calls(completion: CompletionOutput, parser_name: str) -> CompletionOutput:
+    """The completion with its calls taken out of the text."""
+    parser = ToolCallParser(parser_name)
+    deltas = (parser.feed(completion.text), parser.finish())
+    calls = [call for delta in deltas for call in delta.calls]
+    reason = completion.finish_reason
+    return replace(
+        completion,
+        text="".join(delta.content for delta in deltas),
+        tool_calls=calls,
+        finish_reason="tool_calls" if calls and reason == "stop" else reason,
+    )
+
+
+def _devices(said: str | int | None) -> tuple[str, int]:
+    """(device, count) of what the caller calls `devices`."""
+    if said is None or isinstance(said, int):
+        return "", 1 if said is None else said
+    name, _, count = said.partition(":")
+    if count and not count.isdecimal():
+        raise RequestError(f"devices is {said!r}: behind the colon belongs a number, as in h200:4")
+    return name, int(count or 1)
+
+
+def _start(backend: type[Backend], checkpoint: Checkpoint, options: BackendOptions) -> Backend:
+    """The backend on its device; DeviceError if the model does not fit there."""
+    try:
+        return backend(checkpoint, options)
+    except (MemoryError, RuntimeError) as error:
+        # torch's own errors, known by name: this module does not import torch
+        if not isinstance(error, MemoryError) and "OutOfMemory" not in type(error).__name__:
+            raise
+        raise DeviceError(
+            f"the model does not fit the device's memory ({error}): a shorter max_model_len, fewer "
+            "slots or a smaller model may"
+        ) from error

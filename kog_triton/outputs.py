@@ -7,6 +7,7 @@ the last delta carries.
 from dataclasses import dataclass
 
 from kog_triton.metrics import RequestMetrics
+from kog_triton.text.tool_calls import ToolCall
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancel": "abort"}  # a step's word -> vLLM's
 
@@ -27,12 +28,13 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length" or "abort"; None while it runs
+    finish_reason: str | None  # "stop", "length", "abort" or "tool_calls"; None while it runs
     stop_reason: int | str | None = None  # the stop string or stop token id; None for end of text
     logprobs: list[dict[int, Logprob]] | None = (
         None  # one a token: the chosen id, then the likeliest
     )
     cumulative_logprob: float | None = None
+    tool_calls: list[ToolCall] | None = None  # None if no parser was asked for
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     finished: bool = True
+    # one a prompt token, its own id first; the first token has none, as nothing comes before it
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)

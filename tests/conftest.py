@@ -1,11 +1,21 @@
-"""Markers and the path to the tests' own modules."""
+"""Markers, the path to the tests' own modules, and how Triton runs where there is no GPU.
 
+Triton decides when it is imported whether its kernels are compiled or interpreted, and every test of a
+process shares that import. Without a GPU they are interpreted; tests of the compiler compile in a process
+of their own (test_triton_compile.py).
+"""
+
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+if not any(Path(driver).exists() for driver in GPU_DRIVERS):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config, items):

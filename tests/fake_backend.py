@@ -20,7 +20,7 @@ import numpy as np
 from fake_checkpoint import END, VOCAB_SIZE
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step, now_ns
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step, now_ns
 from kog_triton.errors import RunError
 
 PRINTABLE = np.arange(32, 127)
@@ -37,6 +37,7 @@ class Running:
 class FakeBackend:
     name = "fake"
     gpu = None
+    num_devices = 1
 
     @classmethod
     def availability(cls) -> Availability:
@@ -100,14 +101,30 @@ class FakeBackend:
         mailbox.prefilled[r.slot] = len(kv)
         if state.pending:
             return False
+        if r.prompt_logprobs is not None and not state.made:
+            self._judge_prompt(mailbox, r)
         step = self._draw(r, state.made + 1)
         state.made, state.pending = state.made + 1, [step.token]
         mailbox.push(r.slot, step)
         return step.finish is not None
 
+    def _judge_prompt(self, mailbox: Mailbox, r: Request) -> None:
+        assert r.cached == 0, "nothing is known about tokens that are not run"
+        for i in range(1, len(r.prompt)):
+            logits = next_logits(list(r.prompt[:i]), i)
+            logprobs = logits - np.log(np.exp(logits).sum())
+            best = np.argsort(-logprobs)[: r.prompt_logprobs]
+            top = tuple((int(t), float(logprobs[t])) for t in best)
+            token = r.prompt[i]
+            mailbox.push_prompt(r.slot, [PromptLogprob(token, float(logprobs[token]), top)])
+
     def _draw(self, r: Request, count: int) -> Step:
         held = self.kv[r.slot]
         logits = next_logits(held, len(r.prompt))
+        if r.mask is not None:
+            words = r.mask(held[len(r.prompt) :])
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+            logits[allowed == 0] = -1e9
         logprobs = logits - np.log(np.exp(logits).sum())
         token = int(np.argmax(logits))
         if r.params.temperature > 0:

@@ -214,19 +214,17 @@ class RingWalker:
         padded = np.zeros(lo.padded_k(stage))
         padded[: len(inputs)] = inputs
         units = len(rows) // tiling.unit_rows
-        partial = np.zeros((len(rows), parts))
-        fragments = []  # of each warp, in the order it consumes them
-        while len(fragments) < units * steps:
+        taken = []  # [fragments, warps, 8, frag_k] of each chunk, in the order in which warps consume them
+        while len(taken) * lo.fragments < units * steps:
             chunk = self.streams[key].take().reshape(WARPS, lo.fragments, 8, frag_k)
-            fragments += [chunk[:, i] for i in range(lo.fragments)]
-        for n in range(units * steps):
-            unit, step = divmod(n, steps)
-            for warp in range(WARPS):
-                group, part = divmod(warp, parts)
-                k = (part * steps + step) * frag_k
-                row = unit * tiling.unit_rows + group * 8
-                partial[row : row + 8, part] += fragments[n][warp] @ padded[k : k + frag_k]
-        return partial.sum(1)
+            taken.append(chunk.swapaxes(0, 1))
+        if not units:
+            return np.zeros(0)
+        fragments = np.concatenate(taken)[: units * steps]
+        fragments = fragments.reshape(units, steps, WARPS // parts, parts, 8, frag_k)
+        slices = padded.reshape(parts, steps, frag_k)
+        partial = np.einsum("usgprk,psk->ugrp", fragments, slices, optimize=True)
+        return sum(partial[..., part] for part in range(parts)).reshape(-1)
 
     def _attention(self, layer, it, position) -> None:
         spec, d = self.spec, self.spec.head_dim

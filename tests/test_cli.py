@@ -22,7 +22,7 @@ from fake_checkpoint import END, make_checkpoint
 import kog_triton
 from kog_triton import __main__ as kog
 from kog_triton import doctor, generate
-from kog_triton.choose import AUTO_ORDER, Candidate, choose, look_at
+from kog_triton.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.command import run
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
 
@@ -97,6 +97,46 @@ def test_flags_reach_the_sampling(cli):
     assert cli("-p", "abc", "-m", "9", "--temp", "0", "--quiet") == cli(
         "-p", "abc", "-m", "9", "--temperature", "0", "--quiet"
     )
+
+
+def test_flags_shape_the_answer(cli, tmp_path):
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "two.lark"
+    schema.write_text('{"enum": [[12, "é"]]}', encoding="utf-8")
+    grammar.write_text('start: "a" "b"', encoding="utf-8")
+    for flags, want in (
+        (["--json-schema", str(schema)], [12, "é"]),
+        (["--json-schema", ' {"const": [3]}'], [3]),
+        (["--regex", "12{3}"], 1222),
+        (["--grammar", str(grammar)], "ab"),
+    ):
+        code, out, err = cli("-p", "abcde", "--temp", "0", "--quiet", *flags)
+        assert (code, err) == (0, "")
+        assert (out if want == "ab" else json.loads(out)) == want
+    picked = cli("-p", "abcde", "--choice", "no", "--choice", "perhaps", "--quiet")[1]
+    assert picked in ("no", "perhaps")
+    file = tmp_path / "run.json"
+    cli("-p", "abc", "--regex", "[ab]{2}", "--json", str(file))
+    record = json.loads(file.read_text())
+    jsonschema.validate(record, SCHEMA)
+    assert record["params"]["structured_outputs"]["regex"] == "[ab]{2}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--regex", "a", "--choice", "b"], "not allowed with"),
+        (["--json-schema", "gone.json"], "--json-schema gone.json: No such file"),
+        (["--grammar", "gone.lark"], "--grammar gone.lark: No such file"),
+        (["--json-schema", "{1}"], "structured_outputs.json '{1}' is invalid: not JSON"),
+        (["--regex", "(a"], "structured_outputs.regex '(a' is invalid"),
+        (["--regex", "a", "--ignore-eos"], "ignore_eos is True"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_a_usage_error(cli, flags, says):
+    pytest.importorskip("llguidance")
+    code, out, err = cli("-p", "abc", "--quiet", *flags)
+    assert (code, out) == (2, "") and says in err.splitlines()[-1]
 
 
 def test_the_prompt_may_be_a_file_or_stdin(cli, tmp_path, monkeypatch):
@@ -242,12 +282,14 @@ def test_auto_serves_the_kind_of_device_that_is_asked_for(monkeypatch):
     monkeypatch.setattr("kog_triton.choose.find_backend", lambda name: name)
     asked = ("", "cpu", "nvidia", "amd", "h200", "mi300x")
     names = [choose("auto", device).name for device in asked]
-    assert names == ["cuda", "reference", "cuda", "triton", "cuda", "triton"]
+    assert names == ["cuda", "reference", "cuda", "hip", "cuda", "hip"]
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr("kog_triton.choose.backend_names", list)
-    with pytest.raises(DeviceError, match="hip cannot run here: not installed; pip install"):
+    with pytest.raises(
+        DeviceError, match="hip cannot run here: not installed; it is not part of this version"
+    ):
         choose("hip")
     with pytest.raises(DeviceError, match="no backend can run here"):
         choose("auto")
@@ -271,7 +313,7 @@ def test_doctor_lists_every_backend(cli, capsys):
     assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     backends = {b["name"]: b for b in found["backends"]}
-    assert list(backends)[:4] == list(AUTO_ORDER) and backends["fake"]["available"]
+    assert list(backends)[:4] == list(KNOWN) and backends["fake"]["available"]
     assert found["kog_triton"] == kog_triton.__version__ and found["packages"]["torch"]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kog_triton.errors import RequestError
-from kog_triton.sampling import SamplingParams
+from kog_triton.sampling import SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ from kog_triton.sampling import SamplingParams
         ("logprobs", -2),
         ("prompt_logprobs", 1.0),
         ("detokenize", None),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
 def test_a_value_out_of_range_is_one_line_with_the_field(field, value):
@@ -64,6 +65,31 @@ def test_greedy_samples_cannot_differ():
 def test_stop_strings_need_text():
     with pytest.raises(RequestError, match="detokenize is False"):
         SamplingParams(stop="x", detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "has nothing: give one of json, regex, choice, grammar, json_object"),
+        ({"regex": "a", "json": "{}"}, "has json and regex: give one"),
+        ({"json": 3}, "structured_outputs.json is 3: it must be"),
+        ({"regex": b"a"}, "structured_outputs.regex is b'a': it must be text"),
+        ({"grammar": ["a"]}, "structured_outputs.grammar is "),
+        ({"choice": []}, "structured_outputs.choice is "),
+        ({"choice": "yes"}, "structured_outputs.choice is 'yes': it must be a list"),
+        ({"choice": ["a", 1]}, "structured_outputs.choice is "),
+        ({"json_object": False}, "structured_outputs.json_object is False"),
+    ],
+)
+def test_structured_outputs_have_one_field_of_the_right_type(fields, says):
+    with pytest.raises(RequestError) as error:
+        StructuredOutputs(**fields)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_structured_outputs_need_the_end_of_text():
+    with pytest.raises(RequestError, match="ignore_eos is True: it must be false with structured"):
+        SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))
 
 
 def test_values_are_normalized():

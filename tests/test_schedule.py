@@ -3,12 +3,14 @@
 Sizes are counted by hand from the model, not taken from the schedule.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from ring_walker import spec_of
 
 from kog_triton.errors import DeviceError, ModelError
+from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.check import check_partition, check_schedule
 from kog_triton.schedule.lowering import Partition, Tiling, default_partition, matrix_stages
@@ -166,7 +168,7 @@ def test_what_build_makes_is_accepted():
         (lambda s: change_stage(s, "down_proj", weights=()), "down_proj: a matrix stage without"),
         (lambda s: change_exchange(s, "mlp", name="qkv"), "share the name qkv"),
         (lambda s: change_exchange(s, "attention_out_past", slots=2), "attention_out_past: 2"),
-        (lambda s: change_exchange(s, "mlp_out", readers=()), "rewrite one before"),
+        (lambda s: change_exchange(s, "mlp_out", readers=()), "mlp_out: nothing reads it"),
         # With attention read only by the next layer's o_proj, its one buffer is overtaken.
         (lambda s: change_exchange(s, "attention", readers=("qkv_proj",)), "attention: 1 buffers"),
     ],
@@ -224,3 +226,41 @@ def test_every_gpu_row_is_possible():
 def test_stages_are_of_known_kinds():
     ops = [stage.op for _, stage in build(lanes_of(LATE, delay=2)).walk()]
     assert ops.count(Op.MATVEC) == 5 and {Op.EMBED, Op.ATTENTION, Op.MIX, Op.SAMPLE} < set(ops)
+
+
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "laneformer-2b"])
+def test_check_accepts_one_order_of_a_layer(shape):
+    """Of the 120 orders of a layer's five stages, only the one that reads what was written passes."""
+    schedule = build(named_shape(shape))
+    head, layers, tail = schedule.segments
+    accepted = []
+    for stages in itertools.permutations(layers.stages):
+        try:
+            check_schedule(replace(schedule, segments=(head, replace(layers, stages=stages), tail)))
+        except ModelError:
+            continue
+        accepted.append([s.name for s in stages])
+    assert accepted == [["qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]]
+
+
+@pytest.mark.parametrize("name", ["qkv", "attention", "mlp", "logits", "mlp_out"])
+def test_check_refuses_an_exchange_without_readers(name):
+    schedule = build(named_shape("llama-3.2-1b"))
+    silent = tuple(replace(e, readers=()) if e.name == name else e for e in schedule.exchanges)
+    with pytest.raises(ModelError, match=f"{name}: nothing reads it"):
+        check_schedule(replace(schedule, exchanges=silent))
+
+
+def test_check_looks_at_every_layer():
+    """A partition that forgets its rows from the fourth layer on is refused."""
+
+    class Forgetful(Partition):
+        def block_units(self, stage, layer, block, rank=0):
+            units = super().block_units(stage, layer, block, rank)
+            return units if layer < 3 else range(0)
+
+    schedule = build(named_shape("llama-3.2-1b"))
+    tilings = {s.name: Tiling(8) for s in matrix_stages(schedule)}
+    check_partition(Partition(schedule, 8, tilings))
+    with pytest.raises(ModelError, match="without exactly one owner in layer 3"):
+        check_partition(Forgetful(schedule, 8, tilings))

@@ -37,7 +37,9 @@ class BackendOptions:
     max_context: int = 0  # positions a slot holds; 0 = as many as the model allows
     num_gpus: int = 1
     device: str = ""  # "", "cpu", a vendor ("nvidia", "amd") or a row of schedule.topology
-    dtype: str = "auto"  # weights in memory: "auto" as in the checkpoint, or "fp32", "bf16", "fp16"
+    # Weights in memory: "fp32", "bf16", "fp16", or "auto": as in the checkpoint, but float32 on the
+    # reference backend, whose arithmetic is.
+    dtype: str = "auto"
     prefill: str = "auto"  # "kernel", "library" or "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
 
@@ -60,6 +62,7 @@ class Backend(Protocol):
     name: str
     spec: ModelSpec
     options: BackendOptions
+    num_devices: int  # GPUs in use, 1 for a CPU
     gpu: Gpu | None
 
     @classmethod
@@ -74,7 +77,7 @@ class Backend(Protocol):
         ...
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one stage on logical tensors (see schedule.logical): what it reads in, what it wrote out."""
+        """Run one stage alone on logical tensors, which ReferenceBackend.run_stage names."""
         ...
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -1,16 +1,24 @@
-"""Keys and values of every slot, float32, for the reference backend. Grows by doubling, never shrinks."""
+"""Keys and values of every slot, float32, for the reference backend.
+
+Grows by doubling up to `limit` positions a slot and never shrinks. While it grows, one layer at a
+time is held twice.
+"""
 
 import torch
 
+from kog_triton.errors import RequestError
 from kog_triton.model.spec import ModelSpec
 
 Tensor = torch.Tensor
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, shards: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, shards: int, num_slots: int, limit: int, device: torch.device
+    ) -> None:
         self._shape = (shards, spec.num_kv_heads // shards, spec.head_dim)
-        self._layers, self._slots, self._device = spec.num_layers, num_slots, device
+        self._slots, self._limit, self._device = num_slots, limit, device
+        self._num_layers = spec.num_layers
         self._size = 0
         self._data: list[Tensor] = []  # a layer: [slots, 2, S, K, positions, d]
 
@@ -19,18 +27,20 @@ class KVCache:
         return sum(t.nbytes for t in self._data)
 
     def reserve(self, positions: int) -> None:
-        """Make room for positions 0 .. positions - 1 in every slot."""
+        """Make room for positions 0 .. positions - 1 in every slot; RequestError beyond `limit`."""
         if positions <= self._size:
             return
-        size = max(positions, 2 * self._size, 256)
+        if positions > self._limit:
+            raise RequestError(f"{positions} positions do not fit a slot of {self._limit}")
+        size = min(max(positions, 2 * self._size, 256), self._limit)
         shards, kv, d = self._shape
-        data = [
-            torch.zeros(self._slots, 2, shards, kv, size, d, device=self._device)
-            for _ in range(self._layers)
-        ]
-        for new, old in zip(data, self._data, strict=False):
-            new[..., : self._size, :] = old
-        self._data = data
+        if not self._data:
+            empty = torch.empty(self._slots, 2, shards, kv, 0, d, device=self._device)
+            self._data = [empty] * self._num_layers
+        for layer, old in enumerate(self._data):
+            new = torch.zeros(self._slots, 2, shards, kv, size, d, device=self._device)
+            new[..., : self._size, :] = old[..., : self._size, :]
+            self._data[layer] = new
         self._size = size
 
     def append(

@@ -2,6 +2,7 @@
 
     host     post(request) ...... cancel(slot) ... yield_now() ... resume() ... close()
     backend  take() -> requests      push(slot, step) for every token      cancelled(slot), yielding
+                                     push_prompt(slot, logprobs) before, if the request asks
 
 The host posts requests and reads steps; the backend takes requests and pushes steps. Either side may
 run in its own thread. This class is the plain one, in host memory, for backends whose loop runs on
@@ -34,6 +35,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence and the caller's, if not ignored
     cached: int = 0  # leading prompt tokens whose keys and values the slot already holds
     sample_idx: int = 0  # which of `n` samples: part of the random counter
+    prompt_logprobs: int | None = None  # how many candidates a prompt token; then cached is 0
     mask: MaskHook | None = None  # output ids so far -> uint32[ceil(vocab / 32)] of allowed ids
 
 
@@ -46,6 +48,15 @@ class Step:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     device_ns: int = 0  # when the backend had the token, on the backend's own clock
+
+
+@dataclass(frozen=True)
+class PromptLogprob:
+    """What the model thought of one token of the prompt, given those before it; as in a Step."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Mailbox:
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _posted: deque[Request] = field(default_factory=deque)
     _steps: dict[int, deque[Step | Failure]] = field(default_factory=dict)
+    _prompt: dict[int, list[PromptLogprob]] = field(default_factory=dict)
     _cancelled: set[int] = field(default_factory=set)
     yielding: bool = False
     closed: bool = False
@@ -75,6 +87,7 @@ class Mailbox:
         with self._lock:
             self._cancelled.discard(request.slot)
             self._steps[request.slot] = deque()
+            self._prompt[request.slot] = []
             self.prefilled[request.slot] = request.cached
             self._posted.append(request)
             self._lock.notify_all()
@@ -107,6 +120,12 @@ class Mailbox:
             steps.clear()
             return out
 
+    def read_prompt(self, slot: int) -> list[PromptLogprob]:
+        """What `push_prompt` brought that was not read before."""
+        with self._lock:
+            out, self._prompt[slot] = self._prompt[slot], []
+            return out
+
     # ---- backend side ----
 
     def take(self) -> list[Request]:
@@ -120,6 +139,11 @@ class Mailbox:
         with self._lock:
             self._steps[slot].append(step)
             self._lock.notify_all()
+
+    def push_prompt(self, slot: int, logprobs: Sequence[PromptLogprob]) -> None:
+        """Prompt tokens in order, from the second on; all of them before the first step."""
+        with self._lock:
+            self._prompt[slot] += logprobs
 
     def cancelled(self, slot: int) -> bool:
         return slot in self._cancelled

@@ -1,6 +1,6 @@
 """The reference backend: torch walks the schedule and says what every kernel must compute.
 
-One function for each stage, in the order of the schedule. All ranks and lanes live in this process:
+It runs the stages in the schedule's order, one function for each. All ranks and lanes live in this process:
 tensors carry a leading shard dimension. Arithmetic is float32 whatever the weights are stored in.
 
     walk="stage"  every stage is one batched matrix product: fast enough for people on a CPU
@@ -11,7 +11,7 @@ Shapes: S shards, T tokens, H query heads and K key/value heads of a shard, d he
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import Op, Prologue, Schedule, build
+from kog_triton.schedule.schedule import Epilogue, Op, Prologue, Schedule, Stage, build
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import GPUS, VENDORS, Gpu, find_gpu
 
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
@@ -38,8 +38,24 @@ DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
+Values = dict[str, Tensor]  # exchanges and x, by name
+Past = dict[str, list[Tensor]]  # outputs of o_proj and down_proj, layer by layer
+Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new k and v to all
+WRITTEN = {  # what run_stage gives back
+    "embed": ("x",),
+    "qkv_proj": ("q", "k", "v"),
+    "attention": ("attention", "keys", "values"),
+    "o_proj": ("attention_out", "x"),
+    "gate_up_proj": ("mlp",),
+    "down_proj": ("mlp_out", "x"),
+    "mix": ("y",),
+    "lm_head": ("logits",),
+}
+
+
 class ReferenceBackend:
     name = "reference"
+    num_devices = 1  # ranks and lanes share one process and one device
 
     @classmethod
     def availability(cls) -> Availability:
@@ -62,7 +78,7 @@ class ReferenceBackend:
             raise DeviceError(f"walk {options.walk!r}: the reference backend walks stage or block")
         self._load(weights)
         self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
-        self.kv = KVCache(self.spec, self.schedule.num_shards, options.num_slots, self.device)
+        self.kv = self._new_kv(options.num_slots, self.max_context)
 
     # ---- weights ----
 
@@ -107,6 +123,9 @@ class ReferenceBackend:
             "other": self._rope.nbytes,
         }
 
+    def _new_kv(self, num_slots: int, limit: int) -> KVCache:
+        return KVCache(self.spec, self.schedule.num_shards, num_slots, limit, self.device)
+
     def close(self) -> None:
         self._weights.clear()
         self.kv.clear()
@@ -131,21 +150,20 @@ class ReferenceBackend:
         self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
     ) -> np.ndarray:
         """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
-        position = torch.arange(start, start + len(token_ids), device=self.device)
-        x = self.embed(torch.tensor(list(token_ids), device=self.device))
-        past: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
         self.kv.reserve(start + len(token_ids))
-        for layer in range(self.spec.num_layers):
-            q, k, v = self.qkv_proj(layer, x)
-            keys, values, q = self.append(layer, slot, start, q, k, v)
-            a = self.attention(layer, q, keys, values, position)
-            x = self.residual("o_proj", layer, x, self.matvec("o_proj", layer, a), past["o_proj"])
-            m = self.gate_up_proj(layer, x)
-            o = self.matvec("down_proj", layer, m)
-            x = self.residual("down_proj", layer, x, o, past["down_proj"])
-        if last_only:
-            x = x[:, -1:]
-        return self.lm_head(x).cpu().numpy()
+
+        def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return self.kv.append(layer, slot, start, k, v)
+
+        values = {"token": torch.tensor(list(token_ids), device=self.device)}
+        past: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
+        for segment in self.schedule.segments:
+            if segment.name == "tail" and last_only:
+                values["x"] = values["x"][:, -1:]
+            for layer in range(segment.repeat):
+                for stage in segment.stages:
+                    self.run(stage, layer, values, past, start, append)
+        return values["logits"].cpu().numpy()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab], computed beside the slots."""
@@ -153,7 +171,7 @@ class ReferenceBackend:
             raise RequestError(
                 f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
             )
-        ours, self.kv = self.kv, KVCache(self.spec, self.schedule.num_shards, 1, self.device)
+        ours, self.kv = self.kv, self._new_kv(1, len(token_ids))
         try:
             chunks = range(0, len(token_ids), CHUNK)
             parts = [self.forward(0, token_ids[i : i + CHUNK], i, False) for i in chunks]
@@ -172,38 +190,54 @@ class ReferenceBackend:
         o_proj        attention, x, past [S, T, hidden] if DELAYED        -> attention_out, x
         gate_up_proj  x                                                   -> mlp [S, T, F]
         down_proj     mlp, x, past                                        -> mlp_out, x
-        lm_head       x                                                   -> logits [T, vocab]
+        mix           x (lanes whose streams are mixed for the head)      -> y [1, T, cols]
+        lm_head       y if there is a mix, else x                         -> logits [T, vocab]
+
+        Sampling is kog_triton.sampling's. RequestError if the model has no such stage.
         """
+        values = dict(state)
+        start, past = 0, {stage: [state["past"]] * (layer + 1)} if "past" in state else {stage: []}
         if stage == "embed":
-            return {"x": self.embed(state["token_ids"])}
+            values["token"] = state["token_ids"]
+        elif stage == "attention":
+            values["qkv"] = torch.cat([state[name].flatten(2) for name in "qkv"], 2)
+            start = state["keys"].shape[2]
+
+        def append(_: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            values["keys"] = torch.cat([state["keys"], k], 2)
+            values["values"] = torch.cat([state["values"], v], 2)
+            return values["keys"], values["values"]
+
+        known = [s for _, s in self.schedule.walk() if s.name == stage and s.op is not Op.SAMPLE]
+        if not known:
+            raise RequestError(f"the reference backend has no stage named {stage!r} in this model")
+        self.run(known[0], layer, values, past, start, append)
         if stage == "qkv_proj":
-            q, k, v = self.qkv_proj(layer, state["x"])
-            return {"q": q, "k": k, "v": v}
-        if stage == "attention":
-            start, count = state["keys"].shape[2], state["q"].shape[1]
-            position = torch.arange(start, start + count, device=self.device)
-            q, k = (
-                self.rotate(layer, state["q"], "q_norm", start),
-                self.rotate(layer, state["k"], "k_norm", start),
-            )
-            keys = torch.cat([state["keys"], k.transpose(1, 2)], 2)
-            values = torch.cat([state["values"], state["v"].transpose(1, 2)], 2)
-            out = self.attention(layer, q, keys, values, position)
-            return {"attention": out, "keys": keys, "values": values}
-        if stage in ("o_proj", "down_proj"):
-            source, target = (
-                ("attention", "attention_out") if stage == "o_proj" else ("mlp", "mlp_out")
-            )
-            o = self.matvec(stage, layer, state[source])
-            past = [state["past"]] * (layer + 1) if "past" in state else []
-            return {target: o, "x": self.residual(stage, layer, state["x"], o, past)}
-        if stage == "gate_up_proj":
-            return {"mlp": self.gate_up_proj(layer, state["x"])}
-        if stage == "lm_head":
-            return {"logits": self.lm_head(state["x"])}
-        raise RequestError(f"no stage named {stage!r}")
+            values["q"], values["k"], values["v"] = self.split_heads(values["qkv"])
+        return {name: values[name] for name in WRITTEN[stage]}
 
     # ---- stages ----
+
+    def run(
+        self, stage: Stage, layer: int, v: Values, past: Past, start: int, append: Append
+    ) -> None:
+        """One stage of the schedule: its source read from `v`, its target (and x) written there."""
+        if stage.op is Op.EMBED:
+            v["x"] = self.embed(v["token"])
+        elif stage.op is Op.ATTENTION:
+            v["attention"] = self.attention(layer, v["qkv"], start, append)
+        elif stage.op is Op.MIX:
+            v["y"] = self.mix(v["x"])
+        elif stage.op is Op.MATVEC:
+            out = self.matvec(stage.name, layer, v[stage.source])
+            if stage.epilogue is Epilogue.SILU_MUL:
+                out = self.silu_mul(out)
+            elif stage.epilogue is Epilogue.RESIDUAL:
+                v["x"] = self.residual(stage.name, layer, v["x"], out, past[stage.name])
+            elif stage.epilogue is Epilogue.LOGITS:  # the lanes' own rows, or one for all
+                own = self.spec.head is Head.VOCAB_PARALLEL
+                out = out.transpose(0, 1).flatten(1) if own else out[0]
+            v[stage.target] = out
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [S, T, hidden]
         rows = self._weights["embed", 0][0][token_ids].float()
@@ -226,12 +260,11 @@ class ReferenceBackend:
         """x / rms(x) * gain over the last dimension (arXiv 1910.07467)."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.norm_eps) * gain
 
-    def qkv_proj(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, T, H, d], k and v [S, T, K, d], before norm and rotation."""
-        y = self.matvec("qkv_proj", layer, x).unflatten(-1, (-1, self.spec.head_dim))
-        heads, kv = (
-            n // self.schedule.num_shards for n in (self.spec.num_heads, self.spec.num_kv_heads)
-        )
+        y = qkv.unflatten(-1, (-1, self.spec.head_dim))
+        shards = self.schedule.num_shards
+        heads, kv = self.spec.num_heads // shards, self.spec.num_kv_heads // shards
         return y[:, :, :heads], y[:, :, heads : heads + kv], y[:, :, heads + kv :]
 
     def rotate(self, layer: int, x: Tensor, norm: str, start: int) -> Tensor:
@@ -243,18 +276,12 @@ class ReferenceBackend:
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def append(
-        self, layer: int, slot: int, start: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the rotated k and v into the slot; keys and values so far [S, K, n, d], and q rotated."""
-        q, k = self.rotate(layer, q, "q_norm", start), self.rotate(layer, k, "k_norm", start)
-        keys, values = self.kv.append(layer, slot, start, k.transpose(1, 2), v.transpose(1, 2))
-        return keys, values, q
-
-    def attention(
-        self, layer: int, q: Tensor, keys: Tensor, values: Tensor, position: Tensor
-    ) -> Tensor:
+    def attention(self, layer: int, qkv: Tensor, start: int, append: Append) -> Tensor:
         """softmax(q k / sqrt(d)) v over the keys that each position sees; [S, T, H * d]."""
+        q, k, v = self.split_heads(qkv)
+        q, k = self.rotate(layer, q, "q_norm", start), self.rotate(layer, k, "k_norm", start)
+        keys, values = append(layer, k.transpose(1, 2), v.transpose(1, 2))  # [S, K, n, d]
+        position = torch.arange(start, start + q.shape[1], device=self.device)
         shards, count, heads, d = q.shape
         kv, length = keys.shape[1], keys.shape[2]
         window = self.spec.windows[layer]
@@ -284,25 +311,19 @@ class ReferenceBackend:
         old = past[layer - self.spec.delay]
         return x + o + (old.sum(0, keepdim=True) - old)
 
-    def gate_up_proj(self, layer: int, x: Tensor) -> Tensor:  # [S, T, F]
-        gate, up = self.matvec("gate_up_proj", layer, x).chunk(2, -1)
+    def silu_mul(self, y: Tensor) -> Tensor:  # [S, T, 2 F] to [S, T, F]
+        gate, up = y.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
-    def lm_head(self, x: Tensor) -> Tensor:
-        """Logits [T, vocab] of the residual streams [S, T, hidden]."""
-        spec = self.spec
-        if spec.head is Head.VOCAB_PARALLEL:
-            return self.matvec("lm_head", 0, x).transpose(0, 1).flatten(1)
-        if spec.num_lanes == 1:
-            return self.matvec("lm_head", 0, x[:1])[0]
+    def mix(self, x: Tensor) -> Tensor:
+        """The one vector that the head scores, of the lanes' residual streams: [1, T, cols]."""
         gain = self._gains["mix", 0]
-        if spec.head is Head.SUM_THEN_NORM:
-            y = self.rms_norm(x.sum(0, keepdim=True), gain)
-        elif spec.head is Head.CONCAT:
-            y = self.rms_norm(x, gain).transpose(0, 1).flatten(1)[None]
-        else:
-            y = self.rms_norm(x, gain).mean(0, keepdim=True)
-        return self.matvec("lm_head", 0, y)[0]
+        if self.spec.head is Head.SUM_THEN_NORM:
+            return self.rms_norm(x.sum(0, keepdim=True), gain)
+        normed = self.rms_norm(x, gain)
+        if self.spec.head is Head.CONCAT:
+            return normed.transpose(0, 1).flatten(1)[None]
+        return normed.mean(0, keepdim=True)
 
     def _rope_rows(self, count: int) -> Tensor:
         """cos and sin of positions 0 .. count - 1, [count, 2, d / 2]; the table grows by doubling."""
@@ -317,10 +338,18 @@ def _device(name: str) -> torch.device:
     """The torch device behind `--device`: a CPU unless the caller names a GPU, which must be there."""
     if name in ("", "cpu"):
         return torch.device("cpu")
+    if name not in (*VENDORS, *GPUS):
+        raise DeviceError(f"no device {name!r}: have cpu, {', '.join((*VENDORS, *GPUS))}")
     if not torch.cuda.is_available():
         raise DeviceError(
             f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"
         )
+    here = torch.cuda.get_device_name()
+    vendor = "amd" if torch.version.hip else "nvidia"
+    if (name in VENDORS and name != vendor) or (
+        name in GPUS and GPUS[name] is not _gpu_named(here)
+    ):
+        raise DeviceError(f"device {name!r} was asked for, and this machine has {here}")
     return torch.device("cuda")
 
 
@@ -328,7 +357,11 @@ def _gpu(device: torch.device) -> Gpu | None:
     """The row of the GPU in use, to compare rates with; None on a CPU and on a GPU without a row."""
     if device.type != "cuda":
         return None
+    return _gpu_named(torch.cuda.get_device_name(device))
+
+
+def _gpu_named(driver_name: str) -> Gpu | None:
     try:
-        return find_gpu(torch.cuda.get_device_name(device))
+        return find_gpu(driver_name)
     except DeviceError:
         return None

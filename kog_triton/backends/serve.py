@@ -1,13 +1,15 @@
 """The serving loop of a backend whose token loop runs on the host."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step, now_ns
-from kog_triton.sampling import History, sample
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
+from kog_triton.errors import RunError
+from kog_triton.sampling import History, raw_logprobs, sample
 
 
 class Forward(Protocol):
@@ -48,23 +50,38 @@ def _advance(backend: Forward, mailbox: Mailbox, state: _Running, chunk: int) ->
     """One pass for one slot; True when its request has ended."""
     r = state.request
     if mailbox.cancelled(r.slot):
-        mailbox.push(r.slot, Step(-1, "cancel", device_ns=now_ns()))
+        mailbox.push(r.slot, Step(-1, "cancel"))
         return True
     tokens, state.pending = state.pending[:chunk], state.pending[chunk:]
-    logits = backend.forward(r.slot, tokens, state.position, last_only=True)[-1]
+    every = r.prompt_logprobs is not None
+    rows = backend.forward(r.slot, tokens, state.position, last_only=not every)
+    if every:
+        mailbox.push_prompt(r.slot, _prompt_logprobs(r, rows, state.position + 1))
     state.position += len(tokens)
     mailbox.prefilled[r.slot] = state.position
     if state.pending:
         return False
     mask = r.mask(state.history.output) if r.mask else None
-    drawn = sample(logits, r.params, state.history, state.position, r.sample_idx, mask)
+    drawn = sample(rows[-1], r.params, state.history, state.position, r.sample_idx, mask)
     state.made += 1
     finish = None
     if drawn.token in r.stop_token_ids:
         finish = "stop"
     elif state.made == r.max_tokens:
         finish = "length"
-    mailbox.push(r.slot, Step(drawn.token, finish, drawn.logprob, tuple(drawn.top), now_ns()))
+    mailbox.push(r.slot, Step(drawn.token, finish, drawn.logprob, tuple(drawn.top)))
     state.history.append(drawn.token)
     state.pending = [drawn.token]
     return finish is not None
+
+
+def _prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogprob]:
+    """The prompt's tokens from position `first` on, each by the logits of the position before."""
+    out = []
+    # the last row of the last chunk is that of the first output token
+    for position, (row, token) in enumerate(zip(rows, r.prompt[first:], strict=False), first):
+        logprob, top = raw_logprobs(row, token, r.prompt_logprobs or 0)
+        if math.isnan(logprob):
+            raise RunError(f"the logits of position {position} hold NaN or +inf: the run is void")
+        out.append(PromptLogprob(token, logprob, top))
+    return out

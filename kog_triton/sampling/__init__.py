@@ -1,6 +1,7 @@
 """How the next token is chosen: parameters, random numbers and the definition every backend obeys.
 
 params       what a caller may ask for, validated
+structured   what an answer must look like
 philox       counter-based random words
 fixed        integer logarithms and exponentials, equal bit for bit everywhere
 history      what the penalties and bad words look back on
@@ -10,5 +11,6 @@ definition   logits, parameters and history in; one token out
 from kog_triton.sampling.definition import Sampled, raw_logprobs, sample
 from kog_triton.sampling.history import History
 from kog_triton.sampling.params import SamplingParams
+from kog_triton.sampling.structured import StructuredOutputs
 
-__all__ = ["History", "Sampled", "SamplingParams", "raw_logprobs", "sample"]
+__all__ = ["History", "Sampled", "SamplingParams", "StructuredOutputs", "raw_logprobs", "sample"]

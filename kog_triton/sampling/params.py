@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kog_triton.errors import RequestError
+from kog_triton.sampling.structured import StructuredOutputs
 
 MIN_TEMPERATURE = 1e-5  # below it 1 / temperature only loses range: use 0, which is greedy
 MAX_TEMPERATURE = 1e5
@@ -54,8 +55,9 @@ class SamplingParams:
     logprobs: int | None = (
         None  # None: none; k: the token's and the k best; -1: the whole vocabulary
     )
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # as logprobs, for every token of the prompt
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
     end_token_ids: tuple[int, ...] = ()  # from `resolve`: masked until min_tokens are out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # from `resolve`
 
@@ -103,6 +105,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise _wrong("allowed_token_ids", [], "null or at least one token id")
         self._set_bias()
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise _wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        if self.structured_outputs and self.ignore_eos:
+            raise _wrong("ignore_eos", True, "false with structured_outputs, which end the answer")
 
     def _set_strings(self, name: str) -> None:
         value = getattr(self, name)

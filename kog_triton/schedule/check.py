@@ -9,36 +9,72 @@ shared memory suffices and all blocks are resident
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Reduce
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.lowering import PADDING, Partition, matrix_stages
+from kog_triton.schedule.lowering import PADDING, Partition
 from kog_triton.schedule.schedule import Exchange, Op, Schedule, Stage, Timing
 
-RESIDUALS = {
-    "attention_out",
-    "mlp_out",
-}  # what the residual stream x is rebuilt from, by every block
+# What every block rebuilds the residual stream x from.
+RESIDUALS = {"attention_out", "mlp_out"}
 
 
 def check_schedule(schedule: Schedule) -> None:
     """ModelError naming the first stage or exchange that breaks a rule."""
     stages = [stage for _, stage in schedule.walk()]
-    names = [s.name for s in stages] + [e.name for e in schedule.exchanges]
-    repeated = {n for n in names if names.count(n) > 1} - {"attention"}
-    if repeated:
-        raise ModelError(f"two stages or exchanges share the name {sorted(repeated)[0]}")
-    by_name = {s.name: s for s in stages}
+    for kind, names in (
+        ("stages", [s.name for s in stages]),
+        ("exchanges", [e.name for e in schedule.exchanges]),
+    ):
+        if len(set(names)) < len(names):
+            raise ModelError(f"two {kind} share the name {max(names, key=names.count)}")
+    known = {s.name for s in stages}
     for exchange in schedule.exchanges:
-        if exchange.producer not in by_name:
+        if exchange.producer not in known:
             raise ModelError(f"{exchange.name}: nothing named {exchange.producer} writes it")
-        for reader in exchange.readers:
-            if reader not in by_name:
-                raise ModelError(f"{exchange.name}: nothing named {reader} reads it")
-        _check_rotation(schedule, exchange)
-    written = {"token", "x"} | {e.name for e in schedule.exchanges}
+        if not exchange.readers or not known.issuperset(exchange.readers):
+            missing = [f" named {r}" for r in exchange.readers if r not in known] or [""]
+            raise ModelError(f"{exchange.name}: nothing{missing[0]} reads it")
+    for exchange in schedule.exchanges:
+        if exchange.timing is Timing.DELAYED:
+            _check_late_rotation(schedule, exchange)
+        else:
+            _check_rotation(schedule, exchange)
+    _check_order(schedule, stages)
+
+
+def _check_order(schedule: Schedule, stages: list[Stage]) -> None:
+    """Every stage reads what an earlier one of the same token wrote, and x only once it is complete."""
+    exchanges = {e.name: e for e in schedule.exchanges}
+    written = {"token"}
     for stage in stages:
-        if stage.source not in written:
-            raise ModelError(f"{stage.name}: reads {stage.source}, which nothing writes")
         if stage.op is Op.MATVEC and not stage.weights:
             raise ModelError(f"{stage.name}: a matrix stage without weights")
+        if stage.source not in written:
+            raise ModelError(f"{stage.name}: reads {stage.source}, which nothing has written yet")
+        source = exchanges.get(stage.source)
+        if source and stage.op is not Op.EMBED and stage.name not in source.readers:
+            raise ModelError(
+                f"{stage.name}: reads {stage.source}, which does not list it as a reader"
+            )
+        # x is joined from module outputs by the stages that list themselves as readers of them.
+        owed = sorted(RESIDUALS & written)
+        if (
+            stage.source == "x"
+            and owed
+            and not any(stage.name in exchanges[n].readers for n in owed)
+        ):
+            raise ModelError(f"{stage.name}: reads x, but joins none of {', '.join(owed)} into it")
+        written.add(stage.target)
+        if stage.target in exchanges and exchanges[stage.target].producer != stage.name:
+            raise ModelError(
+                f"{stage.name}: writes {stage.target}, whose producer is another stage"
+            )
+    # The attention's output joins x within its layer; the MLP's may join it in the next one.
+    place = {s.name: i for i, s in enumerate(stages)}
+    for name in {"attention_out"} & set(exchanges):
+        early = [r for r in exchanges[name].readers if place[r] < place[exchanges[name].producer]]
+        if early:
+            raise ModelError(
+                f"{early[0]}: runs before {exchanges[name].producer} has written {name}"
+            )
 
 
 def _program(schedule: Schedule, layers: int) -> list[tuple[Stage, int]]:
@@ -68,9 +104,6 @@ def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
     after its read. The module outputs are such exchanges: each block owns rows of them (check_partition
     refuses a block that does not) and gathers all of them into its copy of the residual stream.
     """
-    if exchange.timing is Timing.DELAYED:
-        _check_late_rotation(schedule, exchange)
-        return
     program = _program(schedule, 2 * exchange.slots + 1)
     for at, (writer, iteration) in enumerate(program):
         if writer.name != exchange.producer or iteration < exchange.slots:
@@ -144,7 +177,7 @@ def check_partition(partition: Partition) -> None:
                 f"{stage.name}: {partition.num_units(stage)} units for {partition.group_size(stage)} blocks; "
                 "a block without rows of the residual stream could be overtaken by the others"
             )
-        for layer in range(min(segment.repeat, 3)):
+        for layer in range(segment.repeat):
             for rank in range(schedule.num_ranks):
                 owned: list[int] = []
                 for block in range(partition.group_size(stage)):
@@ -164,17 +197,14 @@ def check_lowering(lowering: CudaLowering) -> None:
     gpu = lowering.gpu
     if lowering.num_blocks > gpu.num_sms:
         raise ModelError(f"{lowering.num_blocks} blocks are not resident on {gpu.num_sms} SMs")
-    check_schedule(lowering.schedule)
-    check_partition(lowering)
     if lowering.num_blocks < lowering.schedule.shards_per_rank:
         raise ModelError(
             f"{lowering.num_blocks} blocks cannot hold {lowering.schedule.shards_per_rank} lanes"
         )
+    check_schedule(lowering.schedule)
+    check_partition(lowering)
     if lowering.ring_chunks < 2 * lowering.window_chunks:
         raise ModelError(
             f"shared memory of {gpu.name}: {lowering.fixed_shared_bytes} bytes beside the ring leave "
             f"{lowering.ring_chunks} chunks, {2 * lowering.window_chunks} are needed"
         )
-    for stage in matrix_stages(lowering.schedule):
-        if lowering.padded_k(stage) < stage.cols:
-            raise ModelError(f"{stage.name}: K parts do not cover {stage.cols} columns")

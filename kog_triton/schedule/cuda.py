@@ -2,7 +2,7 @@
 
 Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
 chunks; a chunk holds FRAGMENTS fragments for each of the 16 warps; a fragment is 8 rows by `frag_k` values
-of K, row by row, which is what one lane of mma.m16n8k16 reads as one 8- or 16-byte load (lane = 4 * row +
+of K, row by row, which is what one lane of mma.m16n8k16 reads as one 8- or 16-byte load (thread = 4 * row +
 quarter of frag_k). A warp owns one part of K and one group of 8 rows of a unit:
 
     unit    = warps_rows x 8 rows, by all of K       (warps_k x warps_rows = 16 warps)

@@ -44,11 +44,6 @@ def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     return out
 
 
-def canonical_names(stage: Stage, layer: int) -> tuple[str, ...]:
-    """The stage's weight tensors in this layer, by canonical name."""
-    return tuple(canonical(stage, name, layer) for name in stage.weights)
-
-
 def canonical(stage: Stage, name: str, layer: int) -> str:
     """The canonical name of a stage's operand; those of layers carry the layer's number."""
     outside = stage.op is Op.EMBED or name in ("norm", "embed", "lm_head")

@@ -11,7 +11,6 @@ with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
 Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
 """
 
-import math
 from dataclasses import dataclass
 
 from kog_triton.errors import ModelError
@@ -19,8 +18,8 @@ from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 
 TILE_BYTES = (
-    32 * 1024
-)  # 8 x 2048: 4-row tiles of 16 KB are slower (benchmarks/README.md, "Triton probe")
+    64 * 1024
+)  # one tile on its way; 32 KB tiles are 5 % slower (H200, benchmarks/README.md)
 UNROLLED = 32  # tiles of one stage that are laid out without a loop
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -176,9 +175,13 @@ def lower_tiles(
                 f"the triton backend needs {name} {getattr(spec, name)} in steps of four"
             )
     lanes = schedule.shards_per_rank
-    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
     reduces = set(spec.reduce_attention + spec.reduce_mlp)
     delayed = Reduce.DELAYED in reduces
+    if lanes > 1 and Reduce.OWN in reduces and not delayed:
+        raise ModelError(
+            "the triton backend has no lanes that never hear of each other (use_comm false)"
+        )
+    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
     return Tiles(
         vendor=vendor,
         num_layers=spec.num_layers,
@@ -214,9 +217,8 @@ def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[St
     """Blocks of a lane, and the cut of every stage that reads least."""
     spec = schedule.spec
     # Every block owns rows of the residual stream (schedule/check.py says why).
-    group = max(1, min(group, spec.hidden_size // 4))
-    while -(-spec.hidden_size // -(-spec.hidden_size // group)) < group:
-        group -= 1
+    share = 2 * -(-spec.hidden_size // (2 * group))  # rows of a block, whole words
+    group = -(-spec.hidden_size // share)
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
     options = []
@@ -281,4 +283,4 @@ def _stage_cuts(
                 StageTiles(stage.name, index, rows, stage.cols, tile_rows, words, chunks, units, 0)
             )
         tile_rows *= 2
-    return [c for c in out if math.log2(c.tile_rows).is_integer()]
+    return out

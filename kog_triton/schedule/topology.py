@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kog_triton.errors import DeviceError
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+VENDORS = ("nvidia", "amd")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import jinja2.utils
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.text.sandbox import BoundedEnvironment, Limits
 
+MAX_TEMPLATE_CHARS = 1 << 18  # the longest in use have a tenth of it
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one thing, three names in use
 
 
@@ -42,15 +43,28 @@ def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             f"{folder / 'tokenizer_config.json'}: chat_template must be text or a list of "
             '{"name": ..., "template": ...}'
         ) from error
+    for name, text in templates.items():
+        _check_template(folder / "tokenizer_config.json", name, text)
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     for name, path in files.items():
         try:
-            templates[name] = path.read_text(encoding="utf-8")
+            with path.open(encoding="utf-8") as file:
+                templates[name] = file.read(MAX_TEMPLATE_CHARS + 1)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{path} is not readable text: {error}") from error
+            raise ModelError(f"{path} is not readable text: {first_line(error)}") from error
+        _check_template(path, name, templates[name])
     return templates
+
+
+def _check_template(path: Path, name: str, text: str) -> None:
+    if not name.isprintable() or len(name) > 80:
+        raise ModelError(f"{path}: {name[:60]!r} is no name for a chat template")
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise ModelError(
+            f"{path}: the chat template {name!r} is longer than {MAX_TEMPLATE_CHARS} characters"
+        )
 
 
 def choose_template(templates: Mapping[str, str], name: str | None, has_tools: bool) -> str:
@@ -73,7 +87,7 @@ def prepare(
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What the template may see, as plain JSON types; RequestError naming what is not."""
-    if isinstance(messages, (str, Mapping)) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("messages must be a non-empty list")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -114,19 +128,22 @@ def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) 
     try:
         with Limits():
             return _compile(source).render(given)
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template, line {error.lineno}: {_first_line(error)}") from error
+    except (jinja2.TemplateSyntaxError, SyntaxError) as error:
+        # SyntaxError: jinja2 wrote Python that Python does not take, as for a stray `continue`
+        raise ModelError(f"the chat template, line {error.lineno}: {first_line(error)}") from error
     except RecursionError as error:
         raise RequestError("the chat template recurses too deep") from error
     except jinja2.TemplateError as error:
-        raise RequestError(f"the chat template refused: {_first_line(error)}") from error
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise RequestError(f"the chat template refused: {first_line(error)}") from error
+    except Exception as error:  # a foreign program may fail in any way that Python has
         kind = type(error).__name__
-        raise RequestError(f"the chat template failed: {kind}: {_first_line(error)}") from error
+        raise RequestError(f"the chat template failed: {kind}: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What an error says, as part of a message of one line."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 @lru_cache(maxsize=16)
@@ -155,7 +172,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without underscore names."""
+    """jinja's namespace without underscore names, and with nothing of what it holds in its text."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -180,6 +200,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > 100:
+        raise jinja2.TemplateError("strftime_now takes a pattern of at most 100 characters")
     return datetime.now().strftime(pattern)
 
 

@@ -11,8 +11,11 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 
 MAX_CHARS = 16 << 20  # of one value, and of everything printed
+MAX_SLOW_CHARS = 1 << 16  # that SLOW_FILTERS take
 MAX_WIDTH = 10_000  # padding, indentation, digits
+MAX_SHARED_ITEMS = 1 << 17  # of a value made of several containers, each way to an item counted
 MAX_INTEGER_BITS = 4096
+ITEM_WEIGHT = 32  # characters that an item of a list, with its own object, weighs as
 
 # these pass a list on or look at its items, so a nested one costs nothing
 STRUCTURAL_FILTERS = frozenset(
@@ -44,6 +47,8 @@ STRUCTURAL_FILTERS = frozenset(
         "unique",
     )
 )
+# what these take grows with the square of a word or a list: no clock is looked at meanwhile
+SLOW_FILTERS = frozenset(("pprint", "striptags", "title", "urlize", "wordwrap"))
 # numbers given to these are values or can only shorten the result
 NUMBER_FILTERS = frozenset(("attr", "d", "default", "float", "int", "map", "sum", "truncate"))
 PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
@@ -72,6 +77,37 @@ def size(value: Any) -> int:
         else:
             total += 30
     return total
+
+
+def weight(value: Any) -> int:
+    """About how much memory making this value took, in characters; its items were there before."""
+    if isinstance(value, str):
+        return len(value)
+    if _is_container(value):
+        return ITEM_WEIGHT * len(value)
+    return 1
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, tuple, Mapping))
+
+
+def check_sharing(values: Iterable[Any]) -> None:
+    """For values that one new value will hold.
+
+    Lists that hold the same list twice, again and again, take no memory, but exponential time to
+    print, compare or hash. One container among them cannot make a new one twice as large.
+    """
+    stack, num_items = [value for value in values if _is_container(value)], 0
+    if len(stack) < 2:
+        return
+    while stack:
+        item = stack.pop()
+        num_items += len(item)
+        if num_items > MAX_SHARED_ITEMS:
+            raise SecurityError(f"a value would hold more than {MAX_SHARED_ITEMS} items")
+        children = item.values() if isinstance(item, Mapping) else item
+        stack += [child for child in children if _is_container(child)]
 
 
 def bound(num_chars: int) -> None:
@@ -123,8 +159,12 @@ def check_filter(name: str, value: Any, args: Sequence[Any]) -> Any:
         _check_widths(args)
     if name == "join":
         return _check_join(value, args[0] if args else "")
+    if name in ("batch", "slice", "sum") and any(map(_is_container, args)):
+        raise SecurityError(f"the filter {name} takes no list: it would be copied again and again")
     if name not in STRUCTURAL_FILTERS:
         bound(size(value))
+    if name in SLOW_FILTERS and size(value) > MAX_SLOW_CHARS:
+        raise SecurityError(f"the filter {name} takes at most {MAX_SLOW_CHARS} characters")
     if name == "replace" and len(args) >= 2:
         _check_replace(str(value), args[0], args[1])
     elif name in ("indent", "tojson", "wordwrap"):

@@ -2,8 +2,10 @@
 
 jinja2's immutable sandbox keeps templates from Python's internals and from changing their data.
 This one also counts. Loop bodies and macros count steps and look at the clock; whatever is printed,
-to the output or into a variable, counts its characters; operations that can make much out of little
-(repetition, powers, padding, replace, join) are refused if their result would be too large.
+to the output or into a variable, counts its characters; what operators, filters, calls, slices and
+displays make counts too, kept or not, so that no sum of values floods memory; operations that can
+make much out of little (repetition, powers, padding, replace, join) are refused if their result
+would be too large.
 """
 
 import time
@@ -24,11 +26,14 @@ from kog_triton.text.growth import (
     check_filter,
     check_method,
     check_operator,
+    check_sharing,
     size,
+    weight,
 )
 
 MAX_STEPS = 300_000
 MAX_SECONDS = 5.0
+MAX_MADE = 512 << 20  # characters made in one rendering, see `growth.weight`
 
 _active: ContextVar["Limits | None"] = ContextVar("limits", default=None)
 
@@ -39,6 +44,7 @@ class Limits:
     def __init__(self) -> None:
         self.steps_left = MAX_STEPS
         self.chars_left = MAX_CHARS
+        self.made_left = MAX_MADE
         self.deadline = time.monotonic() + MAX_SECONDS
         self._outer: Token[Limits | None] | None = None
 
@@ -57,8 +63,22 @@ def _step() -> None:
         limits.steps_left -= 1
         if limits.steps_left < 0:
             raise SecurityError(f"it took more than {MAX_STEPS} steps")
-        if time.monotonic() > limits.deadline:
-            raise SecurityError(f"it took more than {MAX_SECONDS:g} s")
+        _look_at_the_clock(limits)
+
+
+def _look_at_the_clock(limits: Limits) -> None:
+    if time.monotonic() > limits.deadline:
+        raise SecurityError(f"it took more than {MAX_SECONDS:g} s")
+
+
+def _made(value: Any) -> Any:
+    """Counts the result of an operation; a template may drop it or keep it in a list."""
+    if limits := _active.get():
+        limits.made_left -= weight(value)
+        if limits.made_left < 0:
+            raise SecurityError(f"its values have more than {MAX_MADE} characters in all")
+        _look_at_the_clock(limits)
+    return value
 
 
 def _printed(value: Any) -> Any:
@@ -73,7 +93,16 @@ def _printed(value: Any) -> Any:
 def _joined(*values: Any) -> str:
     """The operator ~."""
     bound(sum(map(size, values)))
-    return "".join(map(str, values))
+    return _made("".join(map(str, values)))
+
+
+def _display(value: Any) -> Any:
+    """A new list, tuple or dict of a template."""
+    check_sharing(value.values() if isinstance(value, dict) else value)
+    return _made(value)
+
+
+_OWN = (_step, _printed, _made, _joined, _display)  # calls that `_Counting` puts in
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -82,10 +111,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
     step = staticmethod(_step)
     printed = staticmethod(_printed)
+    made = staticmethod(_made)
+    display = staticmethod(_display)
     joined = staticmethod(_joined)
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        # folding constants would run filters while a template is compiled, outside of all limits
+        super().__init__(optimized=False, **options)
         for name, function in list(self.filters.items()):
             self.add_filter(name, function)
 
@@ -98,11 +130,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Counting().visit(template).set_environment(self)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return super().call(context, function, *check_method(function, args, kwargs), **kwargs)
+        if function in _OWN:
+            return function(*args)
+        check_sharing([*args, *kwargs.values()])
+        args = tuple(check_method(function, args, kwargs))
+        return _made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         check_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return _made(super().call_binop(context, operator, left, right))
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +151,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         result = function(*args[:first], value, *args[first + 1 :], **kwargs)
         if isinstance(result, str):
             bound(len(result))
-        return result
+        return _made(result)
 
     return guarded
 
@@ -147,6 +183,22 @@ class _Counting(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("joined", node.nodes, node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("made", [node], node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("display", [node], node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("display", [node], node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("display", [node], node) if node.ctx == "load" else node
 
 
 def _call(method: str, args: list[nodes.Expr], near: nodes.Node) -> nodes.Call:

@@ -5,16 +5,17 @@ templates where they exist, with the same result as transformers. A file that is
 is a ModelError with its path. Sentencepiece-only checkpoints are refused with advice.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from kog_triton.errors import ModelError, RequestError
+from kog_triton.errors import KogError, ModelError, RequestError
 from kog_triton.text import chat
 from kog_triton.text.detokenize import Detokenizer
 from kog_triton.text.injection import Guard
@@ -28,7 +29,9 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
+TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json")
+MAX_JSON_BYTES = 64 << 20
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -68,10 +71,8 @@ class Tokenizer:
                 f"{path} does not exist and {other} is not read: convert it once with "
                 "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
-        try:
+        with library_errors(f"{path} is not a readable tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path} is not a readable tokenizer: {one_line(error)}") from error
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
@@ -96,7 +97,8 @@ class Tokenizer:
         return _encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with library_errors("tokenizer.json cannot decode"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one sequence."""
@@ -178,10 +180,27 @@ class Tokenizer:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    with library_errors("tokenizer.json cannot encode this text"):
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(
+                "the text is not valid Unicode: it holds a lone surrogate"
+            ) from error
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Whatever the tokenizers library raises inside, as a ModelError that begins with `what`."""
     try:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    except (TypeError, UnicodeEncodeError) as error:
-        raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from error
+        yield
+    except KogError:
+        raise
+    except BaseException as error:
+        # It raises bare Exception, and where it panics a BaseException that cannot be imported.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelError(f"{what}: {chat.first_line(error)}") from error
+        raise
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
@@ -202,15 +221,20 @@ def _add_configured(
     have = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     try:
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda e: int(e[0]))
-        tokens = [tokenizers.AddedToken(**fields) for _, fields in listed]
+        tokens = [
+            tokenizers.AddedToken(**{k: v for k, v in fields.items() if k in TOKEN_FIELDS})
+            for _, fields in listed
+        ]
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: added_tokens_decoder is not a table of tokens by id") from error
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    texts = [*named.values(), *(text_of(t) for t in extra if isinstance(extra, list))]
-    backend.add_tokens([token for token in tokens if repr(token) not in have])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [t for t in dict.fromkeys(texts) if t not in known]
-    backend.add_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in missing])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    texts = [*named.values(), *(map(text_of, extra) if isinstance(extra, list) else ())]
+    with library_errors(f"{path} has a token that cannot be added"):
+        backend.add_tokens([token for token in tokens if repr(token) not in have])
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        missing = [t for t in dict.fromkeys(texts) if t not in known]
+        special = [tokenizers.AddedToken(t, special=True, normalized=False) for t in missing]
+        backend.add_tokens(special)
 
 
 def text_of(token: Any) -> str:
@@ -225,16 +249,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {one_line(error)}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not readable JSON: {chat.first_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}: it must be an object")
     return value
-
-
-def one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _byte_characters() -> dict[str, int]:

@@ -22,11 +22,17 @@ from kog_triton.schedule.topology import Gpu, find_gpu
 STOP, LENGTH, CANCEL, FAILED = 1, 2, 3, 4  # outcomes; the host's word is CANCEL
 MOST_STOPS = 16
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
+# What a wait is for: the kernel reports index * num_layers + layer; anything above is the head's.
+WAITS = (
+    "", "", "qkv words", "attention splits", "attention_out", "mlp_out", "late outputs",
+    "attention words", "mlp words",
+)  # fmt: skip
 POLL_S = 50e-6  # how often the host looks for tokens
 
 
 class TritonBackend:
     name = "triton"
+    num_devices = 1
 
     @classmethod
     def availability(cls) -> Availability:
@@ -126,15 +132,18 @@ class TritonBackend:
     def _check_outcome(self, request: Request, outcome: int, made: int) -> None:
         error = int(self.memory.pointers.error[0])
         if error:
-            kind, layer = divmod(error - 1, self.spec.num_layers)
-            raise RunError(
-                f"a wait of the triton kernel expired (wait {kind}, layer {layer}, after {made} tokens)"
-            )
+            raise RunError(f"{self._where(error)} after {made} tokens: the run is void")
         words = self.memory.mailbox.numpy()
         if made and int(words[8 + made - 1]) & 0xFFFFFFFF == 0xFFFFFFFF:
             raise RunError(f"the logits hold NaN or +inf after {made - 1} tokens: the run is void")
         if outcome == 0 or outcome == FAILED:
             raise RunError("the triton kernel ended without an outcome")
+
+    def _where(self, error: int) -> str:
+        kind, layer = divmod(error - 1, self.spec.num_layers)
+        if kind >= len(WAITS):
+            return "a wait of the triton kernel for the words of lm_head expired"
+        return f"a wait of the triton kernel for {WAITS[kind]} of layer {layer} expired"
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
@@ -150,7 +159,7 @@ class TritonBackend:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if int(m.pointers.error[0]):
-            raise RunError(f"a wait of the triton kernel expired ({int(m.pointers.error[0]) - 1})")
+            raise RunError(f"{self._where(int(m.pointers.error[0]))}: the run is void")
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,6 +182,8 @@ class TritonBackend:
                 raise RequestError(f"the triton backend does not sample with {name} yet")
         if p.has_penalties or p.logit_bias or p.allowed_token_ids is not None or request.mask:
             raise RequestError("the triton backend does not apply penalties, bias or masks yet")
+        if p.prompt_logprobs is not None:
+            raise RequestError("the triton backend has no prompt_logprobs yet")
         if p.min_tokens or p.bad_words_token_ids or p.logprobs is not None:
             raise RequestError("the triton backend has no min_tokens, bad_words or logprobs yet")
         stops = sorted(request.stop_token_ids)

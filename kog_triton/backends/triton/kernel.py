@@ -17,7 +17,7 @@ import triton.language as tl
 from kog_triton.backends.triton.attention import ask_constants, attention
 from kog_triton.backends.triton.matvec import fill, rowwise, skip_phantoms, wired
 from kog_triton.backends.triton.sample import publish_candidate, start_candidate, winner
-from kog_triton.backends.triton.sync import fence, stamp, store_shared
+from kog_triton.backends.triton.sync import fence, meet, stamp, store_shared
 from kog_triton.backends.triton.words import (
     high,
     index,
@@ -247,7 +247,7 @@ def publish_module(
             publish_planes(
                 p.words + S.region(name) + lane * S.hidden_size, HALF, row, y, T.rows, phase
             )
-            if S.delay > 0:  # nobody waits for this one: it comes second
+            if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
                 slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
                 sent = (
                     p.words
@@ -266,6 +266,7 @@ def join(
     name: tl.constexpr,
     which,
     layer,
+    it,
     lane,
     phase,
     alive,
@@ -281,6 +282,12 @@ def join(
     if S.mixed_reduce:
         how = tl.load(p.reduces + which * S.num_layers + layer)
         first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
+        if S.delay > 0:
+            # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
+            slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
+            sent = S.region("past") + (which * S.past_slots + slot) * S.lanes * S.hidden_size
+            base = p.words + tl.where(how == NOW, sent, S.region(name))
+            phase = tl.where(how == NOW, turn, phase)
         for j in range(first, last):
             w, alive = wait_planes(
                 base + j * S.hidden_size, HALF, phase, alive, where, p, S, WORDS, CHUNKS
@@ -352,7 +359,9 @@ def run_layer(
         ys, past, "attention_out", 0, layer, it, lane, place, phase, alive, p, S, 1
     )
     gains = load_gains(2 * layer + 1, lane, p, S)
-    x, alive = join(x, "attention_out", 0, layer, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
+    x, alive = join(
+        x, "attention_out", 0, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+    )
 
     stamp(p, it, 7, S)
 
@@ -380,7 +389,7 @@ def run_layer(
         fence(p.fences + block * 32, S)
     alive = publish_module(ys, past, "mlp_out", 1, layer, it, lane, place, phase, alive, p, S, 3)
     gains = load_gains(2 * layer + 2, lane, p, S)
-    x, alive = join(x, "mlp_out", 1, layer, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
+    x, alive = join(x, "mlp_out", 1, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
     stamp(p, it, 11, S)
     return x, gains, ring, alive
 
@@ -475,7 +484,7 @@ def run_head(
     logits = p.logits + row * S.vocab_size
     out = (logits, first, scale, vocab_first)
     out, ring = rowwise(base, next_base, block, ring, xs, out, S, 4, store_logits)
-    tl.debug_barrier()  # the block's own logits, read again below by other threads
+    meet(S)  # the block's own logits are read again by other threads
     count = tl.maximum(tl.minimum(T.block_rows, T.rows - first), 0)
     best, best_id = start_candidate(logits, vocab_first + first, count, pos + 1, p, S)
     publish_candidate(best, best_id, heads_done + 1, block, p, S)
@@ -528,11 +537,11 @@ def decode_kernel(p, S: tl.constexpr):
             stops = tl.load(p.request + 16 + tl.arange(0, 16))
             hit = tl.max(((stops == token) & (tl.arange(0, 16) < num_stops)).to(tl.int32))
             outcome = tl.where(hit != 0, 1, tl.where(made >= most, 2, control))
-            outcome = tl.where(alive == 0, 4, outcome)
+            outcome = tl.where((alive == 0) | (token < 0), 4, outcome)  # a token of -1: no numbers
             if pos < prompt:
                 token = tl.load(p.tokens + pos)
             if block == 0:
-                word = (made.to(tl.int64) << 32) | token.to(tl.int64)
+                word = (made.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
                 tl.store(p.mailbox + 8 + made - 1, word, cache_modifier=".wt")
         else:
             token = tl.load(p.tokens + pos)

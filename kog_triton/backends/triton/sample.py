@@ -33,9 +33,10 @@ def start_candidate(logits, first, count, position, p, S: tl.constexpr):
         noise = gumbel(r).to(tl.float64) * NOISE_SCALE
         key = tl.where(i < count, key * scale + noise, -float("inf"))
     best = tl.max(key, axis=0)
-    nan = tl.max(((logit != logit) & (i < count)).to(tl.int32), axis=0)
+    void = (logit != logit) | (logit == float("inf"))
+    nan = tl.max((void & (i < count)).to(tl.int32), axis=0)
     best_id = tl.min(tl.where((key == best) & (i < count), first + i, 0x7FFFFFFF), axis=0)
-    # A NaN must win: +inf carries it to every block, and id -1 says what it was.
+    # NaN and +inf must win: +inf carries them to every block, and id -1 says what it was.
     best = tl.where(nan != 0, float("inf"), best)
     return best, tl.where(nan != 0, -1, best_id)
 

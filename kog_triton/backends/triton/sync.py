@@ -25,14 +25,20 @@ def store_shared(ptr, value, mask):
 
 
 @triton.jit
-def fence(word, S: tl.constexpr):
-    """Everything this block wrote is visible to whoever fences after seeing a later word of it."""
+def meet(S: tl.constexpr):
+    """All threads of the block are here, and see what any of them stored."""
     if S.vendor == "amd":
         # s_barrier does not wait for other waves' stores on gfx942: each wave drains its own.
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v", [tl.arange(0, 1)], tl.int32, False, 1
         )
     tl.debug_barrier()
+
+
+@triton.jit
+def fence(word, S: tl.constexpr):
+    """Everything this block wrote is visible to whoever fences after seeing a later word of it."""
+    meet(S)
     tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
 

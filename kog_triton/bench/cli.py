@@ -1,0 +1,244 @@
+"""`kog bench` and `python -m kog_triton.bench`: tokens/s of one request beside floor and peers.
+
+    decode    tg128 @ d32: tokens behind a prompt of --depth ids
+    prefill   pp512: the prompt, as the time to its first token
+    compare   decode over every backend and peer that can run here, round by round
+    startup   from nothing to a token, in fresh processes
+    table     the results that were kept, as the README's table
+
+Each stage alone (`stages`) is left out until kernels offer `run_stage`. The table for people is on
+stdout, progress on stderr. Exit codes: command.py; 5 also if a text is wrong or a target not met.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kog_triton.bench.peers import MODULES, find_peer
+from kog_triton.bench.record import RESULTS, kept_file, make_record, target_of, write
+from kog_triton.choose import Choice, choose, known_names, look_at
+from kog_triton.command import run
+from kog_triton.errors import RequestError, RunError
+
+DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kog bench",
+        description="Measure one request at batch 1: text first, then time, beside the floor.",
+        epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 wrong text, failed "
+        "run or missed target, 130 Ctrl-C.",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    common = _common()
+    timed = _timed()
+    decoding = argparse.ArgumentParser(add_help=False)
+    decoding.add_argument(
+        "--depth",
+        type=_positive,
+        default=DEPTH,
+        metavar="N",
+        help="ids of the prompt (%(default)s)",
+    )
+    decoding.add_argument(
+        "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
+    )
+    decoding.add_argument(
+        "--target-tps", type=float, metavar="X", help="fail unless a backend reaches X tokens/s"
+    )
+    both = [common, timed, decoding]
+    kinds.add_parser("decode", parents=both, help="tokens/s behind a prompt: tg128 @ d32")
+    kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
+    prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
+    prefill.add_argument(
+        "--prompt-tokens", type=_positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
+    )
+    startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
+    startup.add_argument(
+        "--rounds", type=_positive, default=2, metavar="N", help="processes (%(default)s)"
+    )
+    table = kinds.add_parser("table", help="the results kept so far, in Markdown")
+    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    table.add_argument(
+        "--readme", type=Path, metavar="FILE", help="write it between the markers of this file"
+    )
+    return parser
+
+
+def _common() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(add_help=False)
+    what = out.add_mutually_exclusive_group()
+    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
+    out.add_argument(
+        "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
+    )
+    out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
+    out.add_argument("--gpus", type=_positive, default=1, metavar="N")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
+    out.add_argument(
+        "--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json"
+    )
+    out.add_argument("--quiet", action="store_true", help="no table and no progress")
+    return out
+
+
+def _timed() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(add_help=False)
+    out.add_argument(
+        "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
+    )
+    out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
+    out.add_argument("--rounds", type=_positive, default=5, metavar="N", help="(%(default)s)")
+    out.add_argument("--warmup", type=_positive, default=2, metavar="N", help="(%(default)s)")
+    out.add_argument(
+        "--no-kernel-switches",
+        action="store_true",
+        help="fail unless a profiler sees one kernel a GPU for a whole request of each backend",
+    )
+    return out
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[tuple[str, str]]]:
+    """Those to time, and (name, reason) of those that cannot run here; only compare takes all."""
+    if args.backend or args.kind != "compare":
+        return [choose(name, word) for name in dict.fromkeys(args.backend or ["auto"])], []
+    seen = [look_at(name) for name in known_names()]
+    chosen = [choose(one.name, word) for one in seen if one.available]
+    return chosen, [(one.name, one.reason) for one in seen if not one.available]
+
+
+def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of decode, prefill or compare."""
+    from kog_triton.bench import machine
+    from kog_triton.bench.measure import Task, measure
+    from kog_triton.bench.model import SEED, find_device, open_model
+
+    device, word = find_device(args.device)
+    if args.no_kernel_switches and device.type == "cpu":
+        raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
+    backends, absent = _backends(args, word)
+    peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
+    model = open_model(args.model, args.shape, device)
+    if args.kind == "prefill":
+        prompt, tokens = args.prompt_tokens, 1
+        test = f"pp{prompt}"
+    else:
+        prompt, tokens = args.depth, args.max_tokens
+        if tokens < 2:
+            raise RequestError(
+                "--max-tokens 1 leaves no time between tokens: use kog bench prefill"
+            )
+        test = f"tg{tokens} @ d{prompt}"
+    model.check_room(prompt + tokens)
+    task = Task(
+        model=model,
+        device=device,
+        device_word=word,
+        num_gpus=args.gpus,
+        test=test,
+        prompt_tokens=prompt,
+        tokens=tokens,
+        rounds=args.rounds,
+        warmup=args.warmup,
+        backends=backends,
+        peers=[find_peer(name) for name in dict.fromkeys(peers)],
+        absent=absent,
+        gguf=args.gguf,
+        count_kernels=args.no_kernel_switches,
+    )
+    say = (lambda line: None) if args.quiet else _progress
+    measured = measure(task, say)
+    described = {
+        "name": test,
+        "prompt_tokens": prompt,
+        "prompt": f"random ids, seed {SEED}",
+        "tokens": tokens,
+        "sampling": "greedy",
+        "batch": 1,
+        "rounds": args.rounds,
+        "warmup": args.warmup,
+        "num_gpus": args.gpus,
+    }
+    target = target_of(measured["rows"], getattr(args, "target_tps", None))
+    return make_record(
+        args.kind, list(argv), model.describe(), machine.describe(), described, measured, target
+    )
+
+
+def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of startup."""
+    from kog_triton.bench import machine
+    from kog_triton.bench.model import find_device, open_model
+    from kog_triton.bench.startup import PROMPT_TOKENS as STARTUP_PROMPT
+    from kog_triton.bench.startup import start_rounds
+
+    device, word = find_device(args.device)
+    choices, _ = _backends(args, word)
+    model = open_model(args.model, args.shape, device)
+    passed = ["--gpus", str(args.gpus), "--device", args.device]
+    for flag in ("model", "shape"):
+        if getattr(args, flag):
+            passed += [f"--{flag}", getattr(args, flag)]
+    rows = [start_rounds(choice.name, passed, args.rounds) for choice in choices]
+    measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}
+    described = {
+        "name": "startup",
+        "prompt_tokens": STARTUP_PROMPT,
+        "tokens": 1,
+        "rounds": args.rounds,
+        "num_gpus": args.gpus,
+    }
+    return make_record(
+        "startup", list(argv), model.describe(), machine.describe(), described, measured, None
+    )
+
+
+def _progress(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def _body(argv: Sequence[str] | None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    if args.kind == "table":
+        from kog_triton.bench.table import read_results, table, write_between
+
+        text = table(read_results(args.results))
+        if args.readme:
+            write_between(args.readme, text)
+        else:
+            print(text)
+        return 0
+    record = (_started if args.kind == "startup" else _measured)(args, argv)
+    if args.json:
+        write(record, args.json)
+    if args.save:
+        write(record, kept_file(record, args.save))
+    if not args.quiet:
+        from kog_triton.bench.show import show
+
+        show(record)
+    failures, target = list(record["failures"]), record["target"]
+    if target and not target["met"]:
+        failures.append(
+            f"target of {target['tokens_per_s']:g} tokens/s not met: "
+            f"{target['by'] or 'no backend'} reached {target['reached']:,.1f}"
+        )
+    if failures:
+        raise RunError("; ".join(failures))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(_body, argv)

@@ -1,0 +1,141 @@
+"""Where a run took place: GPU, driver, versions, commit; and its clocks before and after.
+
+What cannot be found is null, never guessed. `source` is a digest of the package's Python and CUDA
+files, so that a run names its code also where there is no git.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kog_triton
+from kog_triton.doctor import driver, installed_version
+from kog_triton.errors import DeviceError
+from kog_triton.schedule.topology import Gpu, find_gpu
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
+QUERY = {  # field of a sample -> nvidia-smi's name
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "temperature_c": "temperature.gpu",
+    "power_w": "power.draw",
+    "reasons": "clocks_event_reasons.active",
+}
+# Bits of nvidia-smi's clock event reasons (NVML nvmlClocksEventReason*) that mean a slower GPU.
+SLOWDOWNS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+CLOCK_DROP = 0.97  # of the SM clock: less than this at the end is a drop
+TIMEOUT_S = 20
+
+
+def describe() -> dict[str, Any]:
+    """The `machine` part of a record."""
+    root = Path(kog_triton.__file__).parents[1]
+    in_git = (root / ".git").exists()  # an installed package may lie in somebody else's repository
+    has_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "num_gpus": torch.cuda.device_count() if has_gpu else 0,
+        "cpu": _cpu(),
+        "platform": platform.platform(),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+        "kog_triton": kog_triton.__version__,
+        "packages": {name: installed_version(name) for name in PACKAGES},
+        "commit": _say(["git", "-C", str(root), "rev-parse", "HEAD"]) if in_git else None,
+        "dirty": _dirty(root) if in_git else None,
+        "source": source_digest(),
+    }
+
+
+def gpu_row() -> Gpu | None:
+    """The row of topology for the GPU that torch sees; None without a GPU or a row."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return find_gpu(torch.cuda.get_device_name())
+    except DeviceError:
+        return None
+
+
+def source_digest() -> str:
+    """SHA-256 of the names and contents of the package's .py and .cu files."""
+    digest, root = hashlib.sha256(), Path(kog_triton.__file__).parent
+    for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu")):
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+        digest.update(file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def sample() -> dict[str, Any] | None:
+    """Clocks, temperature, power and clock event reasons now; None without nvidia-smi or a GPU."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(QUERY.values())}"]
+    said = _say([*query, "--format=csv,noheader,nounits"])
+    return None if said is None else parse_sample(said)
+
+
+def parse_sample(line: str) -> dict[str, Any] | None:
+    """One line of nvidia-smi's CSV; a field that it does not support is null."""
+    cells = [cell.strip() for cell in line.splitlines()[0].split(",")]
+    if len(cells) != len(QUERY):
+        return None
+    return {name: _number(cell) for name, cell in zip(QUERY, cells, strict=True)}
+
+
+def throttling(samples: list[dict[str, Any]]) -> list[str] | None:
+    """Why the GPU was slower than it can be, by samples taken under load; None if nothing is known."""
+    if not samples:
+        return None
+    found = []
+    for bit, why in SLOWDOWNS.items():
+        if any(int(s["reasons"] or 0) & bit for s in samples):
+            found.append(why)
+    first, last = samples[0]["sm_mhz"], samples[-1]["sm_mhz"]
+    if first and last and last < CLOCK_DROP * first:
+        found.append(f"SM clock fell from {first:.0f} to {last:.0f} MHz")
+    return found
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(int(cell, 16)) if cell.startswith("0x") else float(cell)
+    except ValueError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
+
+
+def _dirty(root: Path) -> bool | None:
+    said = _say(["git", "-C", str(root), "status", "--porcelain"])
+    return None if said is None else bool(said)
+
+
+def _say(argv: list[str]) -> str | None:
+    """What a program prints; None if it is not there or fails."""
+    if shutil.which(argv[0]) is None:
+        return None
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

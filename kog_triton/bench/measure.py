@@ -1,0 +1,233 @@
+"""One measurement: open every subject, check its text, warm up, time round by round, write it down.
+
+Subjects stay open together and take turns within a round, so that whatever drifts (clocks, heat,
+neighbors) meets all of them alike. A subject that is wrong is not timed; one that fails is told with
+its reason, and the others go on.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kog_triton.backends import BackendOptions, find_backend
+from kog_triton.bench import machine
+from kog_triton.bench.bandwidth import measure_bandwidth
+from kog_triton.bench.check import Judge
+from kog_triton.bench.model import Model
+from kog_triton.bench.peers import Peer, Setting
+from kog_triton.bench.record import make_row
+from kog_triton.bench.subjects import BackendSubject, Run, Subject
+from kog_triton.bench.timing import decode_bytes, floor, summarize
+from kog_triton.bench.trace import trace_kernels
+from kog_triton.choose import Choice
+from kog_triton.errors import KogError
+
+Say = Callable[[str], None]
+TRACED_TOKENS = 16  # of the request whose kernels are counted
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure. `absent` are (backend, reason) that could have run elsewhere."""
+
+    model: Model
+    device: torch.device
+    device_word: str  # as backends take it
+    num_gpus: int
+    test: str  # "tg128 @ d32", "pp512"
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    warmup: int
+    backends: Sequence[Choice]
+    peers: Sequence[Peer]
+    absent: Sequence[tuple[str, str]] = ()
+    gguf: Path | None = None
+    count_kernels: bool = False
+
+    @property
+    def max_context(self) -> int:
+        return self.prompt_tokens + self.tokens
+
+    def options(self) -> BackendOptions:
+        return BackendOptions(
+            max_context=self.max_context, num_gpus=self.num_gpus, device=self.device_word
+        )
+
+
+@dataclass
+class _Entry:
+    """A row in the making."""
+
+    row: dict[str, Any]
+    subject: Subject | None = None
+    runs: list[Run] = field(default_factory=list)
+
+
+def measure(task: Task, say: Say) -> dict[str, Any]:
+    """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures."""
+    say("read bandwidth")
+    gpu = machine.gpu_row() if task.device.type == "cuda" else None
+    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    entries = [_open_backend(task, choice, say) for choice in task.backends]
+    entries += [_Entry(make_row(n, "backend", "absent", why)) for n, why in task.absent]
+    entries += [_open_peer(task, peer, say) for peer in task.peers]
+    try:
+        prompt = task.model.prompt(task.prompt_tokens)
+        _check(task, entries, prompt, say)
+        _warm_up(task, entries, prompt, say)
+        samples = _time(task, entries, prompt, say)
+        for entry in entries:
+            _fill(task, entry, bandwidth)
+            if task.count_kernels and entry.row["kind"] == "backend":
+                _trace(entry, prompt)
+    finally:
+        for entry in entries:
+            _close(entry)
+    return {
+        "bandwidth": bandwidth,
+        "conditions": {"samples": samples, "throttled": machine.throttling(samples)},
+        "rows": [entry.row for entry in entries],
+        "failures": _failures(task, entries),
+    }
+
+
+# ---- steps ----
+
+
+def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
+    say(f"open {choice.name}")
+    entry = _Entry(make_row(choice.name, "backend", "timed", choice.reason))
+    return _opened(
+        entry, lambda: BackendSubject(choice.backend, task.model.weights, task.options())
+    )
+
+
+def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
+    setting = Setting(task.model.weights, task.device, task.max_context, task.gguf)
+    why = peer.absent(setting)
+    if why:
+        return _Entry(make_row(peer.name, "peer", "absent", f"{why}; {peer.ran}"))
+    say(f"open {peer.name}")
+    return _opened(
+        _Entry(make_row(peer.name, "peer", "timed", "")), lambda: peer.open_peer(setting)
+    )
+
+
+def _opened(entry: _Entry, make: Callable[[], Subject]) -> _Entry:
+    started = time.perf_counter()
+    with _Guard(entry):
+        entry.subject = make()
+        entry.row["load_s"] = time.perf_counter() - started
+        entry.row["version"] = entry.subject.version
+        entry.row["dtype"] = entry.subject.spec.dtype.name.lower()
+        entry.row["memory_bytes"] = entry.subject.memory_bytes()
+    return entry
+
+
+def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> None:
+    """Compare every subject with the fp32 reference; whoever is wrong is closed."""
+    if not any(entry.subject for entry in entries):
+        return
+    say("the reference's logits")
+    reference = find_backend("reference")(task.model.weights, task.options())
+    judge = Judge(reference, prompt, task.tokens)
+    try:
+        for entry in entries:
+            if entry.subject is None:
+                continue
+            if not entry.subject.checks_text:
+                entry.row["note"] = "it shows no tokens: text not checked"
+                continue
+            say(f"check {entry.row['name']}")
+            with _Guard(entry):
+                entry.row["check"] = asdict(judge.examine(entry.subject))
+            if entry.subject and not entry.row["check"]["passed"]:
+                entry.row |= {"status": "wrong", "note": "its text is wrong: not timed"}
+                _close(entry)
+    finally:
+        judge.close()
+        del judge, reference
+        if task.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> None:
+    for entry in entries:
+        for _ in range(task.warmup):
+            if entry.subject:
+                say(f"warm up {entry.row['name']}")
+                with _Guard(entry):
+                    entry.subject.generate(prompt, task.tokens)
+
+
+def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> list[dict[str, Any]]:
+    """The rounds; samples of the clocks right behind the warm-up and behind the last round."""
+    samples = [machine.sample()]
+    for index in range(task.rounds):
+        say(f"round {index + 1} of {task.rounds}")
+        for entry in entries:
+            if entry.subject:
+                with _Guard(entry):
+                    entry.runs.append(entry.subject.generate(prompt, task.tokens))
+    samples.append(machine.sample())
+    return [sample for sample in samples if sample]
+
+
+def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
+    if entry.subject is None:
+        return
+    row = entry.row
+    row |= summarize(entry.runs, task.prompt_tokens)
+    row["version"] = entry.subject.version
+    if task.tokens > 1:
+        size = decode_bytes(entry.subject.spec, task.prompt_tokens, task.tokens)
+        rate = row["host"]["tokens_per_s"]
+        row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
+
+
+def _trace(entry: _Entry, prompt: list[int]) -> None:
+    subject = entry.subject
+    if subject is not None:
+        with _Guard(entry):
+            entry.row["kernels"] = trace_kernels(lambda: subject.generate(prompt, TRACED_TOKENS))
+
+
+def _failures(task: Task, entries: list[_Entry]) -> list[str]:
+    """What makes the command fail: our own backends that are wrong, broken or switch kernels."""
+    out = []
+    for row in (entry.row for entry in entries if entry.row["kind"] == "backend"):
+        if row["status"] in ("wrong", "failed"):
+            out.append(f"{row['name']}: {row['note']}")
+        launches = (row["kernels"] or {}).get("launches", task.num_gpus)
+        if launches != task.num_gpus:
+            out.append(f"{row['name']}: {launches} kernels for one request, not {task.num_gpus}")
+    return out
+
+
+class _Guard:
+    """Around what a subject does: an error becomes its row's note, and the subject leaves."""
+
+    def __init__(self, entry: _Entry) -> None:
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
+        self._entry.row |= {"status": "failed", "note": " ".join(what.split())[:300]}
+        _close(self._entry)
+        return True
+
+
+def _close(entry: _Entry) -> None:
+    if entry.subject is not None:
+        entry.subject.close()
+        entry.subject = None

@@ -1,0 +1,78 @@
+"""The model to measure: a checkpoint, or a published shape with random weights made on the device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.bench.machine import gpu_row
+from kog_triton.checkpoint import Checkpoint
+from kog_triton.demo import checkpoint_path
+from kog_triton.errors import DeviceError, RequestError
+from kog_triton.model.shapes import named_shape
+from kog_triton.random_weights import RandomWeights
+from kog_triton.schedule.topology import find_gpu
+
+SEED = 0  # of weights and of prompts
+
+
+@dataclass(frozen=True)
+class Model:
+    """`weights` may be read any number of times: every subject makes its own copy from it."""
+
+    name: str
+    weights: WeightSource
+    origin: str  # in words: where the weights come from
+
+    def describe(self) -> dict[str, Any]:
+        """The `model` part of a record."""
+        spec = self.weights.spec
+        return {
+            "name": self.name,
+            "family": spec.family,
+            "num_parameters": spec.num_parameters,
+            "num_lanes": spec.num_lanes,
+            "dtype": spec.dtype.name.lower(),
+            "weights": self.origin,
+        }
+
+    def prompt(self, count: int) -> list[int]:
+        """Random ids, the same for the same vocabulary; speed does not depend on which they are."""
+        ids = np.random.default_rng(SEED).integers(0, self.weights.spec.vocab_size, count)
+        return [int(i) for i in ids]
+
+    def check_room(self, positions: int) -> None:
+        limit = self.weights.spec.max_context
+        if positions > limit:
+            raise RequestError(
+                f"{positions} positions do not fit the {limit} of {self.name}: "
+                "choose a smaller depth, prompt or number of tokens"
+            )
+
+
+def open_model(model: str | None, shape: str | None, device: torch.device) -> Model:
+    """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened."""
+    if shape:
+        weights = RandomWeights(named_shape(shape), SEED, device)
+        return Model(shape.lower(), weights, f"random, seed {SEED}, made on {device.type}")
+    checkpoint = Checkpoint.open(model or checkpoint_path())
+    return Model(Path(model).name if model else "demo", checkpoint, "checkpoint")
+
+
+def find_device(name: str) -> tuple[torch.device, str]:
+    """Where peers and weights live, and the word for it that backends take.
+
+    `name` is what was asked for, as --device says; DeviceError if this machine has no such GPU.
+    """
+    if name == "cpu" or (not name and not torch.cuda.is_available()):
+        return torch.device("cpu"), name
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device {name!r}: torch sees no GPU here; leave --device out")
+    vendor = "amd" if torch.version.hip else "nvidia"
+    if name not in ("", vendor) and find_gpu(name) != gpu_row():
+        seen = torch.cuda.get_device_name()
+        raise DeviceError(f"device {name!r}: torch sees {seen}; leave --device out")
+    return torch.device("cuda"), name or vendor

@@ -1,0 +1,92 @@
+"""The JSON of one run, as result.schema.json describes it, and where results are kept.
+
+benchmarks/results/<gpu>/<date>-<name>.json
+"""
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kog_triton.errors import RequestError
+
+SCHEMA = "kog_triton.bench/1"
+RESULTS = Path("benchmarks") / "results"
+
+
+def make_row(name: str, kind: str, status: str, note: str) -> dict[str, Any]:
+    """A row about one subject with nothing measured yet; status: timed, wrong, absent or failed."""
+    return {
+        "name": name,
+        "kind": kind,
+        "status": status,
+        "note": note,
+        "version": None,
+        "dtype": None,
+        "load_s": None,
+        "memory_bytes": None,
+        "check": None,
+        "host": None,
+        "device": None,
+        "ttft_us": None,
+        "ttft_us_rounds": None,
+        "prompt_tokens_per_s": None,
+        "repeatable": None,
+        "floor": None,
+        "kernels": None,
+        "startup": None,
+    }
+
+
+def make_record(
+    kind: str,
+    argv: list[str],
+    model: dict[str, Any],
+    machine: dict[str, Any],
+    test: dict[str, Any],
+    measured: dict[str, Any],
+    target: dict[str, Any] | None,
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": argv,
+        "model": model,
+        "machine": machine,
+        "test": test,
+        **measured,
+        "target": target,
+    }
+
+
+def target_of(rows: list[dict[str, Any]], tps: float | None) -> dict[str, Any] | None:
+    """Whether the fastest of our backends reached `tps` tokens/s, as they arrive at the host."""
+    if tps is None:
+        return None
+    ours = [r for r in rows if r["kind"] == "backend" and r["host"]]
+    best = max(ours, key=lambda r: r["host"]["tokens_per_s"], default=None)
+    reached = best["host"]["tokens_per_s"] if best else 0.0
+    by = best["name"] if best else None
+    return {"tokens_per_s": tps, "reached": reached, "by": by, "met": reached >= tps}
+
+
+def write(record: dict[str, Any], file: Path) -> None:
+    """One line a leaf list, so that raw samples do not bury the rest."""
+    text = json.dumps(record, indent=2, allow_nan=False)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda m: " ".join(m[0].split()), text)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Path:
+    """Where `--save NAME` puts a record: by GPU and date. RequestError for a name that is a path."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise RequestError(f"--save {name}: a name of a-z, 0-9, '.', '_' and '-' is needed")
+    gpu = (record["machine"]["gpu"] or "cpu").lower()
+    gpu = re.sub(r"[^a-z0-9]+", "-", gpu.removeprefix("nvidia ").removeprefix("amd "))
+    return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.json"

@@ -1,0 +1,139 @@
+"""A record as a table for people, with the terms that it holds under."""
+
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kog_triton.bench.bandwidth import TARGET_READ
+from kog_triton.bench.startup import PHASES
+
+WIDTH = 132  # where stdout is no terminal
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print it on stdout."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    model, test = record["model"], record["test"]
+    where = record["machine"]["gpu"] or record["machine"]["cpu"]
+    title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
+    table = startup_table(record) if record["kind"] == "startup" else speed_table(record)
+    table.title, table.title_justify = title, "left"
+    console.print(table)
+    for line in notes(record):
+        console.print(line, soft_wrap=True)
+
+
+def speed_table(record: dict[str, Any]) -> Table:
+    """A row a subject; a subject that was not timed says why below the table."""
+    decoding = record["test"]["tokens"] > 1
+    names = ["", "dtype", "top-1", "KL mean", "text"]
+    if decoding:
+        names += ["tokens/s", "device t/s", "p50 us", "p99 us", "floor us", "MBU"]
+    names += ["TTFT ms"] if decoding else ["tokens/s", "TTFT ms"]
+    table = _table(names)
+    for row in record["rows"]:
+        if row["status"] == "absent":
+            continue
+        check, host, floor = row["check"], row["host"], row["floor"] or {}
+        cells = [row["name"], row["dtype"] or "-"]
+        cells += [_n(check and check["top1"], ".3f"), _n(check and check["kl_mean"], ".1e")]
+        cells.append("-" if not check else "right" if check["passed"] else "WRONG")
+        if decoding:
+            device = row["device"]
+            cells += [
+                _n(host and host["tokens_per_s"], ",.1f"),
+                _n(device and device["tokens_per_s"], ",.1f"),
+                _n(host and host["itl_p50_us"], ",.1f"),
+                _n(host and host["itl_p99_us"], ",.1f"),
+                _n(floor.get("measured_us"), ",.1f"),
+                _n(floor.get("measured_mbu"), ".1%"),
+            ]
+        else:
+            cells.append(_n(row["prompt_tokens_per_s"], ",.1f"))
+        cells.append(_n(row["ttft_us"] and row["ttft_us"] / 1e3, ",.2f"))
+        table.add_row(*cells)
+    return table
+
+
+def startup_table(record: dict[str, Any]) -> Table:
+    """A row a round: seconds of each phase."""
+    table = _table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
+    for row in record["rows"]:
+        for index in range(record["test"]["rounds"]):
+            seconds = (f"{row['startup'][phase][index]:.2f}" for phase in PHASES)
+            table.add_row(row["name"], str(index + 1), *seconds)
+    return table
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    """What has to be known to read the table."""
+    test, machine = record["test"], record["machine"]
+    lines = [f"{row['name']}: {row['status']}: {row['note']}" for row in _untimed(record)]
+    lines += [
+        f"{row['name']}: rounds did not give the same tokens"
+        for row in record["rows"]
+        if row["repeatable"] is False
+    ]
+    if record["kind"] != "startup":
+        lines.append(
+            f"batch 1, greedy, {test['prompt']}; {test['warmup']} warm-up and {test['rounds']} "
+            f"timed rounds, interleaved; medians; tokens/s without the first token; weights: "
+            f"{record['model']['weights']}"
+        )
+        lines.append(_bandwidth(record["bandwidth"]))
+        lines.append(_conditions(record["conditions"]))
+    for row in record["rows"]:
+        if row["kernels"]:
+            k = row["kernels"]
+            lines.append(
+                f"{row['name']}: {k['launches']} kernel launches for one request, "
+                f"{k['copies']} copies, {k['fills']} fills"
+            )
+    packages = ", ".join(f"{n} {v}" for n, v in machine["packages"].items() if v)
+    commit = (machine["commit"] or "unknown")[:12] + ("+changes" if machine["dirty"] else "")
+    lines.append(
+        f"python {machine['python']}, {packages}; {machine['driver'] or 'no GPU driver'}; "
+        f"commit {commit}, source {machine['source'][:12]}"
+    )
+    return lines
+
+
+def _untimed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in record["rows"] if row["status"] != "timed"]
+
+
+def _bandwidth(bandwidth: dict[str, Any]) -> str:
+    methods = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in bandwidth["methods"].items())
+    line = f"read bandwidth measured: {methods or 'nothing'} TB/s"
+    if bandwidth["datasheet"]:
+        line += f" (datasheet {bandwidth['datasheet'] / 1e12:.2f})"
+    if bandwidth["scale"]:
+        line += f"; {bandwidth['scale']:.3f} of the {TARGET_READ / 1e12} TB/s that targets assume"
+    absent = "; ".join(f"{name} absent: {why}" for name, why in bandwidth["absent"].items())
+    return f"{line}; {absent}" if absent else line
+
+
+def _conditions(conditions: dict[str, Any]) -> str:
+    samples = conditions["samples"]
+    if not samples:
+        return "clocks, temperature and power: not known here"
+    ends = " -> ".join(
+        f"SM {_n(s['sm_mhz'], '.0f')} MHz, memory {_n(s['memory_mhz'], '.0f')} MHz, "
+        f"{_n(s['temperature_c'], '.0f')} C, {_n(s['power_w'], '.0f')} W"
+        for s in samples
+    )
+    return f"{ends}; throttling: {', '.join(conditions['throttled']) or 'none seen'}"
+
+
+def _table(names: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    return table
+
+
+def _n(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)

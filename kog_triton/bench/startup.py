@@ -1,0 +1,84 @@
+"""`kog bench startup`: how long from nothing to a token, each time in a process of its own.
+
+    import    Python starts, torch and this package are imported
+    load      weights are read or made, packed, the backend is open
+    first     the first token of the first request: compiles whatever was not compiled before
+    second    the first token of the next request
+
+The first round may compile and read files for the first time; the ones behind it find caches.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from kog_triton.backends import BackendOptions
+from kog_triton.bench.model import find_device, open_model
+from kog_triton.bench.record import make_row
+from kog_triton.bench.subjects import BackendSubject
+from kog_triton.choose import choose
+from kog_triton.errors import RunError
+
+PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s")
+PROMPT_TOKENS, MAX_CONTEXT = 16, 64
+TIMEOUT_S = 900
+
+
+def start_rounds(name: str, argv: list[str], rounds: int) -> dict[str, Any]:
+    """A row of `rounds` starts of one backend; `argv` names the model and the device."""
+    starts = [_start(["--backend", name, *argv]) for _ in range(rounds)]
+    row = make_row(name, "backend", "timed", "")
+    row["load_s"] = median(s["load_s"] for s in starts)
+    row["startup"] = {phase: [s[phase] for s in starts] for phase in PHASES}
+    return row
+
+
+def _start(argv: list[str]) -> dict[str, float]:
+    started = time.time()
+    program = [sys.executable, "-m", "kog_triton.bench.startup", "--started", repr(started)]
+    done = subprocess.run([*program, *argv], capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no message"]
+        raise RunError(f"a start failed: {said[-1]}")
+    phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return phases
+
+
+def one_start(args: argparse.Namespace) -> dict[str, float]:
+    """The child's part. Wall clock, since it began in another process."""
+    imported = time.time()
+    device, word = find_device(args.device)
+    model = open_model(args.model, args.shape, device)
+    options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
+    subject = BackendSubject(choose(args.backend, word).backend, model.weights, options)
+    loaded = time.time()
+    prompt = model.prompt(PROMPT_TOKENS)
+    first, second = (subject.generate(prompt, 1) for _ in range(2))
+    times = [run.arrivals[0] - run.submitted for run in (first, second)]
+    subject.close()
+    return {
+        "import_s": imported - args.started,
+        "load_s": loaded - imported,
+        "first_token_s": times[0],
+        "second_token_s": times[1],
+        "total_s": loaded - args.started + times[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--started", type=float, required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--shape")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--gpus", type=int, default=1)
+    print(json.dumps(one_start(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

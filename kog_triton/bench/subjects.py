@@ -1,0 +1,121 @@
+"""What can be timed: one greedy request at batch 1, token ids in, token ids out, each one stamped.
+
+Our backends are driven through their own door, the mailbox, without a tokenizer: the time of a token
+is the time until its id is in the caller's thread. Peers (peers/) keep the same contract.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kog_triton import __version__
+from kog_triton.backends import Backend, BackendOptions, WeightSource
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.errors import KogError, RunError
+from kog_triton.model.spec import ModelSpec
+from kog_triton.sampling.params import SamplingParams
+
+POLL_S = 0.05  # how soon a backend that ended without a last token is noticed
+
+
+@dataclass
+class Run:
+    """One request: stamps in seconds of one host clock, `device_ns` of the backend's own or empty."""
+
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    device_ns: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.arrivals.append(time.perf_counter())
+
+
+class Subject(Protocol):
+    """`spec` is the model as it runs: its dtypes are what a step reads."""
+
+    name: str
+    version: str
+    spec: ModelSpec
+    checks_text: bool  # False: it shows neither logits nor tokens, so that nothing can be compared
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position, float32 [tokens, vocab]."""
+        ...
+
+    def generate(self, prompt: Sequence[int], count: int) -> Run:
+        """Exactly `count` greedy tokens after the prompt, computed from nothing."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class BackendSubject:
+    """One of our backends, by the class that `choose` found."""
+
+    checks_text = True
+
+    def __init__(
+        self, backend: type[Backend], weights: WeightSource, options: BackendOptions
+    ) -> None:
+        self.name, self.version = backend.name, f"kog_triton {__version__}"
+        self._backend = backend(weights, options)
+        self.spec = self._backend.spec
+        self._mailbox = self._backend.new_mailbox()
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        return self._backend.forward_logits(token_ids)
+
+    def generate(self, prompt: Sequence[int], count: int) -> Run:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
+        params = params.resolve(self.spec.vocab_size, (), lambda text: [])
+        request = Request(0, tuple(prompt), params, seed=0, max_tokens=count)
+        errors: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                self._backend.generate(self._mailbox)
+            except BaseException as error:
+                errors.append(error)
+
+        server = threading.Thread(target=serve, name="bench-backend", daemon=True)
+        run = Run(time.perf_counter())
+        self._mailbox.post(request)
+        server.start()
+        try:
+            while len(run.tokens) < count:
+                alive = server.is_alive()  # before reading: it pushes nothing after it has ended
+                steps = self._mailbox.read(0, POLL_S if alive else 0)
+                for step in steps:
+                    if isinstance(step, Failure):
+                        raise _as_error(step.error)
+                    run.add(step.token)
+                    run.device_ns.append(step.device_ns)
+                if not steps and not alive:
+                    raise _as_error(errors[0] if errors else RunError("it made too few tokens"))
+        finally:
+            if len(run.tokens) < count:
+                self._mailbox.cancel(0)  # Ctrl-C: no thread may stay inside a backend that closes
+            server.join()
+            if errors:  # what a crash left behind is not trusted
+                self._mailbox = self._backend.new_mailbox()
+        return run
+
+    def memory_bytes(self) -> dict[str, int]:
+        return self._backend.memory_bytes()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def _as_error(error: BaseException) -> KogError:
+    if isinstance(error, KogError):
+        return error
+    return RunError(f"the backend failed: {type(error).__name__}: {error}")

@@ -1,0 +1,68 @@
+"""Rounds of requests to figures. The first token is TTFT's; tokens/s and gaps start behind it.
+
+tokens/s of a round = (tokens - 1) / (t_last - t_first)
+figure              = median over rounds; p50 and p99 of the gaps between tokens pool all rounds
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from kog_triton.bench.subjects import Run
+from kog_triton.metrics import percentile
+from kog_triton.model.spec import ModelSpec
+
+
+def figures(stamps_us: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """The decode figures of rounds of stamps (one a token, us); None with fewer than two tokens."""
+    if len(stamps_us[0]) < 2:
+        return None
+    gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for stamps in stamps_us]
+    rates = [(len(s) - 1) / max(s[-1] - s[0], 1e-3) * 1e6 for s in stamps_us]
+    pooled = [gap for round_gaps in gaps for gap in round_gaps]
+    return {
+        "tokens_per_s": median(rates),
+        "tokens_per_s_rounds": rates,
+        "itl_p50_us": percentile(pooled, 50),
+        "itl_p99_us": percentile(pooled, 99),
+        "itl_max_us": max(pooled),
+        "itl_us": gaps,
+    }
+
+
+def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
+    """Decode by both clocks, and the prompt: what a row of the record says about time."""
+    ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
+    on_device = all(run.device_ns and all(run.device_ns) for run in runs)
+    return {
+        "host": figures([[t * 1e6 for t in run.arrivals] for run in runs]),
+        "device": figures([[ns / 1e3 for ns in run.device_ns] for run in runs])
+        if on_device
+        else None,
+        "ttft_us": median(ttft),
+        "ttft_us_rounds": ttft,
+        "prompt_tokens_per_s": prompt_tokens / median(ttft) * 1e6,
+        "repeatable": all(run.tokens == runs[0].tokens for run in runs),
+    }
+
+
+def decode_bytes(spec: ModelSpec, prompt_tokens: int, tokens: int) -> int:
+    """Weight and KV bytes of one decode step at the mean depth of the steps that are timed.
+
+    The steps behind the first token stand at positions prompt .. prompt + tokens - 2.
+    """
+    mean = prompt_tokens + max(tokens - 2, 0) / 2
+    return spec.bytes_per_token + spec.kv_bytes_read(int(mean))
+
+
+def floor(
+    num_bytes: int, tokens_per_s: float | None, datasheet: float | None, measured: float | None
+) -> dict[str, Any]:
+    """The time that bandwidth (bytes / s) alone asks for, and how much of it a rate uses (MBU)."""
+    rate = num_bytes * tokens_per_s if tokens_per_s else None
+    out: dict[str, Any] = {"bytes": num_bytes}
+    for name, bandwidth in (("datasheet", datasheet), ("measured", measured)):
+        out[f"{name}_us"] = num_bytes / bandwidth * 1e6 if bandwidth else None
+        out[f"{name}_mbu"] = rate / bandwidth if rate and bandwidth else None
+    return out

@@ -1,0 +1,171 @@
+"""Grammars as token masks: llguidance decides which tokens may come next.
+
+    Grammars(tokenizer, vocab_size, eos ids)    one a model; llguidance is imported on first use
+      .compile("regex", "[0-9]+") -> Grammar    checked, or a RequestError that names it
+        .mask() -> Mask                         the state of one sample, fed token by token
+
+A token counts as the bytes of `Tokenizer.token_bytes`, a special token as no text at all. An end
+token is allowed exactly where the grammar is complete, and nothing else once it cannot go on.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_triton.errors import RequestError, RunError
+from kog_triton.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+SILENT = 0  # llguidance's log level: what is wrong comes back as an error
+# between two tokens of JSON: enough to indent by, too little to stay there until the context is full
+JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+
+
+class Grammars:
+    """Compiles constraints for one model's vocabulary of `vocab_size` ids."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
+
+    def compile(self, name: str, value: Any) -> "Grammar":
+        """The grammar of one field of StructuredOutputs.
+
+        RequestError if llguidance is not installed, the model has no end token, or the constraint
+        is invalid or admits no answer.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs needs llguidance: pip install 'kog-triton[grammar]'"
+            ) from error
+        if not self._eos:
+            raise RequestError(
+                "structured_outputs needs a model with an end token: this one could not stop"
+            )
+        try:
+            source = _source(name, value)
+        except UnicodeEncodeError as error:
+            raise _invalid(name, value, "it holds a lone surrogate") from error
+        matcher = LLMatcher(self._vocabulary, source, log_level=SILENT)
+        if matcher.is_error():
+            raise _invalid(name, value, matcher.get_error())
+        grammar = Grammar(matcher, self._vocab_size)
+        try:
+            grammar.mask()([])
+        except RunError as error:
+            raise _invalid(name, value, f"it admits no answer: {error}") from error
+        return grammar
+
+    @cached_property
+    def _vocabulary(self) -> "llguidance.LLTokenizer":
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
+        return LLTokenizer(TokenizerWrapper(table), n_vocab=self._vocab_size, eos_token=self._eos)
+
+
+class Grammar:
+    """A compiled constraint. Samples share it, each with a state of its own."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+
+    def mask(self) -> "Mask":
+        """A mask hook for one sample, at its first token."""
+        return Mask(self._matcher.deep_copy(), self._num_words)
+
+
+class Mask:
+    """The mask hook of one sample: only the ids that are new since the last call are fed."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._num_fed = 0
+
+    def __call__(self, output_ids: Sequence[int]) -> np.ndarray:
+        """Allowed ids after `output_ids`: uint32 [ceil(vocab / 32)].
+
+        RunError if an id was not allowed where it stands, or the grammar grew beyond
+        llguidance's limits.
+        """
+        for token in output_ids[self._num_fed :]:
+            if not self._matcher.consume_token(token):
+                raise RunError(f"the grammar refused token {token}: {self._error()}")
+        self._num_fed = len(output_ids)
+        words = np.zeros(self._num_words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            raise RunError(f"the grammar failed after {self._num_fed} tokens: {self._error()}")
+        return words
+
+    def _error(self) -> str:
+        return _first_line(self._matcher.get_error())
+
+
+class _TokenTable:
+    """The vocabulary as llguidance reads one: bytes by id, empty for an id that is not in use."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        ids = range(min(vocab_size, tokenizer.vocab_size))
+        used = [tokenizer.token_bytes(i) or b"" for i in ids]
+        self.tokens = used + [b""] * (vocab_size - len(used))
+        special = tokenizer.special_ids | set(eos)
+        self.special_token_ids = sorted(i for i in special if i < vocab_size)
+        self.eos_token_id = eos[0]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:  # with bytes it fails, and gets text from then on
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _source(name: str, value: Any) -> str:
+    """A constraint in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if name == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    if name == "grammar":
+        return LLMatcher.grammar_from_lark(value)
+    if name == "choice":  # a Lark string is written as a JSON string
+        texts = (json.dumps(text) for text in value)
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    schema = {"type": "object"} if name == "json_object" else value
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise _invalid(name, value, f"not JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise _invalid(name, value, "a JSON schema is an object")
+    try:
+        text = json.dumps(schema)
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_SPACE})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(name, value, str(error)) from error
+
+
+def _invalid(name: str, value: Any, why: str) -> RequestError:
+    shown = value if isinstance(value, str) else repr(value)
+    shown = " ".join(shown[:80].split())
+    return RequestError(f"structured_outputs.{name} {shown!r} is invalid: {_first_line(why)}")
+
+
+def _first_line(message: str) -> str:
+    """The message on one line, without the drawing of the place below it."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    reason = next((line for line in lines if line.startswith("error: ")), "")
+    return f"{lines[0]} {reason}".strip() if lines else "no reason was given"

@@ -1,0 +1,317 @@
+"""`kog bench`: every subcommand on a CPU, exit codes, records by the schema, results to README."""
+
+import importlib
+import json
+import os
+import stat
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from fake_backend import FakeBackend, install
+from fake_checkpoint import make_checkpoint
+
+from kog_triton import __main__ as kog
+from kog_triton.backends import BackendOptions
+from kog_triton.bench import cli as bench
+from kog_triton.bench import machine
+from kog_triton.bench.peers import MODULES
+from kog_triton.bench.record import kept_file, make_row
+from kog_triton.bench.show import notes
+from kog_triton.bench.subjects import BackendSubject
+from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
+from kog_triton.checkpoint import Checkpoint
+from kog_triton.errors import RequestError, RunError
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "kog_triton" / "bench"
+SCHEMA = json.loads((PACKAGE / "result.schema.json").read_text())
+FEW = ("--rounds", "2", "--warmup", "1", "--max-tokens", "4", "--depth", "5")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def cli(tmp_path, capsys):
+    """`kog bench`: (exit code, the record, stdout, stderr)."""
+
+    def call(*argv):
+        file = tmp_path / "record.json"
+        try:
+            code = bench.main([*argv, "--json", str(file)] if argv[0] != "table" else argv)
+        except SystemExit as exit:
+            code = exit.code
+        record = json.loads(file.read_text()) if file.is_file() else None
+        if record:
+            jsonschema.Draft202012Validator(SCHEMA).validate(record)
+            file.unlink()
+        return code, record, *capsys.readouterr()
+
+    return call
+
+
+def rows_of(record):
+    return {row["name"]: row for row in record["rows"]}
+
+
+# ---- subcommands ----
+
+
+def test_decode_on_the_demo(cli):
+    code, record, out, err = cli("decode", *FEW)
+    assert code == 0 and "round 2 of 2" in err
+    (row,) = record["rows"]
+    assert (row["name"], row["status"], row["repeatable"]) == ("reference", "timed", True)
+    assert row["check"]["passed"] and row["check"]["top1"] == 1
+    assert [len(gaps) for gaps in row["host"]["itl_us"]] == [3, 3]
+    assert row["device"] is None  # the reference has no clock of its own
+    assert row["ttft_us"] > 0 and row["floor"]["bytes"] > 30e6
+    assert 0 < row["floor"]["measured_mbu"] < 2 and row["floor"]["datasheet_us"] is None
+    assert record["test"]["name"] == "tg4 @ d5" and record["machine"]["python"]
+    assert "tg4 @ d5" in out and "right" in out and "read bandwidth measured" in out
+
+
+def test_prefill_times_the_prompt_alone(cli):
+    code, record, out, _ = cli(
+        "prefill", "--prompt-tokens", "40", "--rounds", "3", "--warmup", "1", "--backend=reference"
+    )
+    (row,) = record["rows"]
+    assert code == 0 and "pp40" in out and row["host"] is None and row["floor"] is None
+    times = sorted(row["ttft_us_rounds"])
+    assert len(times) == 3 and row["ttft_us"] == times[1]
+    assert row["prompt_tokens_per_s"] == pytest.approx(40e6 / times[1])
+
+
+def test_compare_takes_all_and_says_who_is_absent(cli, llama):
+    code, record, out, _ = cli("compare", "--model", str(llama), *FEW)
+    rows = rows_of(record)
+    assert code == 0 and set(rows) == {"cuda", "triton", "hip", "reference", *MODULES}
+    for name in ("reference", "transformers"):
+        assert rows[name]["status"] == "timed" and rows[name]["check"]["passed"]
+        assert len(rows[name]["host"]["tokens_per_s_rounds"]) == 2
+    assert rows["transformers"]["version"].startswith("transformers 5")
+    for name in ("cuda", "llama-bench", "torch-graph"):
+        assert rows[name]["status"] == "absent" and f"{name}: absent: {rows[name]['note']}" in out
+    assert "never ran anywhere" in rows["llama-bench"]["note"]
+    assert "CPU only" in rows["torch-graph"]["note"]
+
+
+def test_a_laneformer_has_no_transformers(cli):
+    code, record, _, _ = cli("compare", "--backend=reference", "--peer=transformers", *FEW)
+    row = rows_of(record)["transformers"]
+    assert code == 0 and row["status"] == "absent" and "no laneformer" in row["note"]
+
+
+def test_startup_is_timed_in_its_own_process(cli):
+    code, record, out, _ = cli("startup", "--rounds", "1")
+    (row,) = record["rows"]
+    phases = {name: values[0] for name, values in row["startup"].items()}
+    assert code == 0 and "first_token" in out and all(s > 0 for s in phases.values())
+    parts = phases["import_s"] + phases["load_s"] + phases["first_token_s"]
+    assert phases["total_s"] == pytest.approx(parts)
+
+
+def test_kog_knows_the_command(capsys):
+    assert "bench" in kog.commands()
+    with pytest.raises(SystemExit) as end:
+        kog.main(["bench", "--help"])
+    assert end.value.code == 0 and "compare" in capsys.readouterr().out
+
+
+def test_quiet_prints_nothing(cli):
+    assert cli("decode", "--quiet", *FEW)[2:] == ("", "")
+
+
+# ---- exit codes ----
+
+
+@pytest.mark.parametrize(("target", "code"), [("0.001", 0), ("1e9", 5)])
+def test_the_target_decides_the_exit_code(cli, target, code):
+    got, record, _, err = cli("decode", "--target-tps", target, *FEW)
+    assert got == code and record["target"]["met"] == (code == 0)
+    assert record["target"]["by"] == "reference"
+    assert ("not met: reference reached" in err) == (code == 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["decode", "--shape", "gpt-9"], 3, "no shape is named 'gpt-9'"),
+        (["decode", "--model", "/nowhere/model"], 3, "/nowhere/model"),
+        (["decode", "--backend", "magic"], 2, "no backend named 'magic'"),
+        (["decode", "--peer", "magic"], 2, "invalid choice"),
+        (["decode", "--rounds", "0"], 2, "below 1"),
+        (["decode", "--max-tokens", "1"], 2, "use kog bench prefill"),
+        (["decode", "--depth", "2000"], 2, "do not fit the 1024 of demo"),
+        (["decode", "--no-kernel-switches"], 2, "there is none in use"),
+        (["decode", "--device", "h200"], 4, "torch sees no GPU"),
+        (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
+        (["decode", "--save", "../up", *FEW], 2, "a name of a-z"),
+        (["stages"], 2, "invalid choice"),
+        (["table", "--readme", "/nowhere/README.md"], 2, "cannot be read"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
+def test_mistakes_are_told_in_one_line(cli, argv, code, said):
+    got, _, _, err = cli(*argv)
+    assert got == code and said in err.splitlines()[-1]
+
+
+def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
+    """The fake backend computes some other function: a model that is wrong, but answers."""
+    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
+    importlib.invalidate_caches()
+    code, record, _, err = cli("decode", "--model", str(llama), "--backend", "fake", *FEW)
+    (row,) = record["rows"]
+    assert code == 5 and "fake: its text is wrong" in err
+    assert row["status"] == "wrong" and row["host"] is None and row["check"]["kl_mean"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("fail", "NaN in layer 3"), ("crash", "gone"), ("leave", "few")]
+)
+def test_a_backend_that_breaks_ends_with_its_reason(llama, word, said):
+    """The fake backend obeys words in its prompt; the request after a crash is served again."""
+    subject = BackendSubject(FakeBackend, Checkpoint.open(llama), BackendOptions(max_context=64))
+    with pytest.raises(RunError, match=said):
+        subject.generate(list(word.encode()), 5)
+    assert len(subject.generate(list(b"abc"), 5).tokens) == 5
+
+
+def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch):
+    program = tmp_path / "llama-bench"
+    program.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gguf = ("--gguf", "model.gguf", "--peer=llama-bench", "--backend=reference")
+    code, record, out, _ = cli("compare", "--model", str(llama), *gguf, *FEW)
+    rows = rows_of(record)
+    assert code == 0 and rows["reference"]["status"] == "timed"
+    assert rows["llama-bench"]["status"] == "failed" and "no such model" in out
+
+
+@pytest.mark.gpu
+def test_compare_on_a_gpu(cli):
+    """Every backend and peer that can run there, on a real shape: each one's text is right."""
+    argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--no-kernel-switches")
+    _, record, _, _ = cli("compare", "--shape", "qwen3-0.6b", *argv)
+    rows = rows_of(record)
+    for name in ("reference", "transformers", "transformers-compiled", "torch-graph"):
+        assert rows[name]["status"] == "timed", rows[name]["note"]
+    if machine.gpu_row() and torch.version.cuda:
+        assert rows["triton"]["kernels"]["launches"] == 1
+
+
+# ---- results ----
+
+
+def test_a_result_is_kept_and_read_back(cli, llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ("decode", "--model", str(llama), "--backend=reference", "--peer=transformers", *FEW)
+    _, record, _, _ = cli(*argv, "--save", "llama", "--quiet")
+    (file,) = (tmp_path / "benchmarks" / "results" / "cpu").iterdir()
+    assert file.name == f"{record['created'][:10]}-llama.json"
+    text = table(read_results(tmp_path / "benchmarks" / "results"))
+    names = [line.split("|")[4].strip() for line in text.splitlines()[2:]]
+    assert sorted(names) == sorted(
+        ["**reference**, f32", f"{rows_of(record)['transformers']['version']}, f32"]
+    )
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+    assert cli("table", "--readme", str(readme))[0] == 0
+    assert readme.read_text() == f"before\n{MARKERS[0]}\n{text}\n{MARKERS[1]}\nafter\n"
+
+
+def test_the_newest_of_equal_measurements_counts(tmp_path):
+    base = json.loads(json.dumps(a_record()))
+    for day, rate in (("02", 200.0), ("01", 100.0), ("03", 300.0)):
+        base["created"] = f"2026-01-{day}T00:00:00+00:00"
+        base["rows"][0]["host"]["tokens_per_s"] = rate
+        base["test"]["name"] = "tg8 @ d4" if day != "03" else "tg8 @ d9"
+        (tmp_path / f"{day}.json").write_text(json.dumps(base))
+    lines = table(read_results(tmp_path)).splitlines()
+    assert [line.split("|")[5].strip() for line in lines[2:4]] == ["200", "300"]
+
+
+def a_record():
+    row = make_row("triton", "backend", "timed", "")
+    row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}
+    row["host"] = {"tokens_per_s": 1.0, "itl_p50_us": 1.0, "itl_p99_us": 2.0}
+    gone = make_row("llama-bench", "peer", "absent", "not on the PATH")
+    return {
+        "schema": "kog_triton.bench/1",
+        "kind": "compare",
+        "created": "2026-01-01T00:00:00+00:00",
+        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
+        "machine": {"gpu": "NVIDIA H200"},
+        "test": {"name": "tg8 @ d4", "num_gpus": 1},
+        "rows": [row, gone],
+    }
+
+
+def test_the_table_tells_who_was_not_timed():
+    text = table([a_record()])
+    assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
+    assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
+    assert table([]) == "No results are kept yet."
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "other/2"}'])
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(RequestError, match=r"x\.json"):
+        read_results(tmp_path)
+
+
+def test_markers():
+    assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
+    assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("nothing")
+    with pytest.raises(RequestError, match="are missing"):
+        write_between(file, "x")
+    assert file.read_text() == "nothing"
+
+
+def test_where_results_are_kept():
+    record = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "created": "2026-01-02T03:04:05+00:00"}
+    assert kept_file(record, "a-b", Path("r")) == Path("r/h100-80gb-hbm3/2026-01-02-a-b.json")
+
+
+def test_rounds_that_differ_are_told():
+    record = a_record() | {"bandwidth": None, "kind": "startup"}
+    record["machine"] |= {"packages": {}, "commit": None, "dirty": None, "source": "0" * 64}
+    record["machine"] |= {"python": "3", "driver": None}
+    record["rows"][0]["repeatable"] = False
+    assert any("did not give the same tokens" in line for line in notes(record))
+
+
+def test_kept_results_are_records():
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
+        validator.validate(json.loads(file.read_text()))
+
+
+def test_the_readme_s_table_is_the_results():
+    inside = between((ROOT / "README.md").read_text(encoding="utf-8"))
+    records = read_results(ROOT / "benchmarks" / "results")
+    if inside is None or not records:
+        pytest.skip("README.md has no results markers" if records else "no results are kept yet")
+    assert inside == table(records), "python -m kog_triton.bench table --readme README.md"

@@ -1,0 +1,89 @@
+"""The Triton megakernel compiled for every target, without its GPU: bounds on what the compilers made of it.
+
+The polls matter most. Triton repeats a load of fewer elements than threads in a second layout, volatile or
+not (backends/triton/words.py), and the copy may read words that no poll has tested.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kog_triton.backends.triton.report import TARGETS, CompileReport
+
+CHILD = Path(__file__).with_name("compile_child.py")
+
+
+def report_of(target: str, shape: str, folder: Path) -> CompileReport:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(CHILD.parents[1])}
+    child = subprocess.run(
+        [sys.executable, CHILD, target, shape], capture_output=True, text=True, env=env
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    fields = json.loads(child.stdout)
+    return CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
+
+
+def polls(report: CompileReport) -> list[int]:
+    """Elements of each load that Triton was told to repeat from memory."""
+    marked = r"isVolatile = true" if report.target.startswith("sm") else r"cacheModifier = cv"
+    lines = [x for x in report.ttgir.splitlines() if " tt.load " in x and re.search(marked, x)]
+    shapes = [re.search(r": tensor<([\dx]+)x!tt.ptr", line) for line in lines]
+    return [math.prod(map(int, s[1].split("x"))) if s else 1 for s in shapes]
+
+
+def check_polls(report: CompileReport) -> None:
+    """Many polls, none narrower than the block; the one scalar is the host's word, which nobody tests."""
+    sizes = polls(report)
+    assert len(sizes) > 15
+    scalars = [size for size in sizes if size == 1]
+    assert len(scalars) <= 1
+    assert min(size for size in sizes if size > 1) >= report.num_threads
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_tiny_model_compiles_for_every_target(target, tmp_path):
+    report = report_of(target, "tiny", tmp_path)
+    assert report.num_threads == 256
+    check_polls(report)
+    assert report.spilled_bytes == 0
+    assert report.registers <= (512 if target.startswith("gfx") else 255)
+    assert report.shared_bytes <= 48 * 1024
+    if target.startswith("gfx"):
+        coherent = r".*_load_dword(x[234])? (sc0 sc1|glc|sc1)"
+        assert report.count(coherent) >= 15
+        assert report.count(r"s_waitcnt") > 0
+    else:
+        assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 15
+
+
+def test_llama_on_hopper(tmp_path):
+    """No stack, weights in 128-bit loads that are evicted first, polls past the L1."""
+    report = report_of("sm_90", "llama-3.2-1b", tmp_path)
+    check_polls(report)
+    assert report.spilled_bytes == 0
+    assert report.registers <= 255
+    assert report.shared_bytes <= 16 * 1024  # the L1 keeps the rest
+    weights = report.count(r"LDG\.E\.EF\.128")
+    assert weights >= 100
+    assert report.count(r"LDG\.E\.EF(\.64)?") <= weights // 4
+    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 40
+    assert sum(report.instructions.values()) <= 16000
+
+
+def test_llama_on_mi300(tmp_path):
+    report = report_of("gfx942", "llama-3.2-1b", tmp_path)
+    check_polls(report)
+    assert report.registers <= 512
+    assert report.spilled_bytes <= 1024  # 864 today: the ring and the residual stream of one wave
+    assert report.shared_bytes <= 16 * 1024
+    assert report.count(r"(buffer|global)_load_dwordx4") >= 100
+    assert report.count(r".*_load_dword(x[24])? sc0 sc1") >= 40
+    assert sum(report.instructions.values()) <= 20000
