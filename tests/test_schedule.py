@@ -11,7 +11,7 @@ from ring_walker import spec_of
 
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.spec import DType, Head, Reduce, ScaleGranularity
 from kog_triton.schedule.check import check_partition, check_schedule
 from kog_triton.schedule.lowering import Partition, Tiling, default_partition, matrix_stages
 from kog_triton.schedule.schedule import Op, Scope, Segment, Timing, Wire, build
@@ -167,6 +167,8 @@ def test_what_build_makes_is_accepted():
         (lambda s: change_stage(s, "o_proj", name="qkv_proj"), "share the name qkv_proj"),
         (lambda s: change_stage(s, "down_proj", weights=()), "down_proj: a matrix stage without"),
         (lambda s: change_exchange(s, "mlp", name="qkv"), "share the name qkv"),
+        (lambda s: change_stage(s, "down_proj", scales=ScaleGranularity.BLOCK), "scales by BLOCK"),
+        (lambda s: change_stage(s, "down_proj", experts=8), "weights with 8 experts cannot be"),
         (lambda s: change_exchange(s, "attention_out_past", slots=2), "attention_out_past: 2"),
         (lambda s: change_exchange(s, "mlp_out", readers=()), "mlp_out: nothing reads it"),
         # With attention read only by the next layer's o_proj, its one buffer is overtaken.

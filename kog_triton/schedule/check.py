@@ -7,7 +7,7 @@ shared memory suffices and all blocks are resident
 """
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import Reduce
+from kog_triton.model.spec import Reduce, ScaleGranularity
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import PADDING, Partition
 from kog_triton.schedule.schedule import Exchange, Op, Schedule, Stage, Timing
@@ -47,6 +47,9 @@ def _check_order(schedule: Schedule, stages: list[Stage]) -> None:
     for stage in stages:
         if stage.op is Op.MATVEC and not stage.weights:
             raise ModelError(f"{stage.name}: a matrix stage without weights")
+        if stage.scales is not ScaleGranularity.NONE or stage.experts:
+            what = f"{stage.experts} experts" if stage.experts else f"scales by {stage.scales.name}"
+            raise ModelError(f"{stage.name}: weights with {what} cannot be packed yet")
         if stage.source not in written:
             raise ModelError(f"{stage.name}: reads {stage.source}, which nothing has written yet")
         source = exchanges.get(stage.source)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
+from kog_triton.model.spec import DType, Head, ModelSpec, Reduce, ScaleGranularity
 
 
 class Op(IntEnum):
@@ -90,6 +90,9 @@ class Stage:
     prologue: Prologue = Prologue.NONE
     epilogue: Epilogue = Epilogue.STORE
     cut: Axis = Axis.ROWS
+    dtype: DType = DType.F32  # of the weights
+    scales: ScaleGranularity = ScaleGranularity.NONE
+    experts: int = 0
 
     @property
     def outputs(self) -> int:
@@ -181,7 +184,7 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     wire = Wire.F32 if spec.dtype is DType.F32 else Wire.PAIR
 
     def matvec(name: str, rows: int, cols: int, source: str, target: str, **kw: object) -> Stage:
-        kw = {"scope": Scope.SHARD} | kw
+        kw = {"scope": Scope.SHARD, "dtype": spec.dtype, "scales": spec.scale_granularity} | kw
         return Stage(name, Op.MATVEC, rows=rows, cols=cols, source=source, target=target, **kw)  # type: ignore[arg-type]
 
     def biases(present: bool, *names: str) -> tuple[str, ...]:
