@@ -342,7 +342,7 @@ def test_remainders_rotate_over_layers(blocks):
                     replace(e, readers=()) if e.name.endswith("_out") else e for e in s.exchanges
                 ),
             ),
-            "rewrite",
+            "nothing reads it",
         ),
         (lambda s: replace(s, exchanges=(replace(s.exchanges[0], producer="nobody"),)), "nobody"),
         (lambda s: replace(s, exchanges=(replace(s.exchanges[0], readers=("nobody",)),)), "nobody"),
