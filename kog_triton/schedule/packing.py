@@ -38,6 +38,28 @@ def pack_stage(
     return _permute(out, (0, 2, 1, 3, 4))
 
 
+def pack_blocks(
+    lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
+) -> Any:
+    """`pack_stage` of several blocks with equally many units: [blocks, chunks, warps, fragments, 8, frag_k]."""
+    tiling, frag_k = lowering.tilings[stage.name], lowering.frag_k
+    steps, parts = lowering.steps(stage), tiling.k_parts
+    rows = np.stack(
+        [lowering.block_rows(stage, layer, lowering.place(stage, b), rank) for b in blocks]
+    )
+    count, units = len(blocks), rows.shape[1] // tiling.unit_rows
+    flat = _new(w, (rows.size, lowering.padded_k(stage)))
+    real = np.flatnonzero(rows.reshape(-1) != PADDING)
+    flat[_index(w, real), : stage.cols] = w[_index(w, rows.reshape(-1)[real])]
+    shape = (count, units, WARPS // parts, MMA_ROWS, parts, steps, frag_k)
+    ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
+    chunks = -(-units * steps // lowering.fragments)
+    out = _new(w, (count, chunks * lowering.fragments, WARPS, MMA_ROWS, frag_k))
+    out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, MMA_ROWS, frag_k)
+    out = out.reshape(count, chunks, lowering.fragments, WARPS, MMA_ROWS, frag_k)
+    return _permute(out, (0, 1, 3, 2, 4, 5))
+
+
 def _permute(array: Any, axes: tuple[int, ...]) -> Any:
     return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
 
@@ -49,4 +71,5 @@ def _new(like: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _index(like: Any, rows: np.ndarray) -> Any:
-    return rows if isinstance(like, np.ndarray) else like.new_tensor(rows.tolist()).long()
+    # Not in the type of the weights: 16 bits would not hold the rows of a vocabulary.
+    return rows if isinstance(like, np.ndarray) else like.new_empty(0).long().new_tensor(rows)

@@ -1,0 +1,59 @@
+"""The few calls of the CUDA driver that a cooperative launch takes, through ctypes.
+
+Works in torch's context, which is the device's primary one and current once torch has touched the GPU.
+"""
+
+import ctypes
+from typing import Any
+
+from kog_triton.errors import DeviceError
+
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+NUM_REGISTERS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, _LOCAL_SIZE_BYTES
+
+
+class Kernel:
+    """One function of a cubin, with its dynamic shared memory set."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        self._cuda = _library()
+        self._shared = shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self._call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED, shared_bytes)
+
+    def launch(self, blocks: int, threads: int, argument: ctypes.Structure, stream: int) -> None:
+        """Start all blocks at once; DeviceError if they cannot all be resident."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self._call(
+            "cuLaunchCooperativeKernel", self._function, blocks, 1, 1, threads, 1, 1,
+            self._shared, ctypes.c_void_p(stream), pointers,
+        )  # fmt: skip
+
+    def resources(self) -> dict[str, int]:
+        """Registers and bytes of local memory of one thread."""
+        out = {}
+        for name, attribute in (("registers", NUM_REGISTERS), ("local_bytes", LOCAL_BYTES)):
+            value = ctypes.c_int()
+            self._call("cuFuncGetAttribute", ctypes.byref(value), attribute, self._function)
+            out[name] = value.value
+        return out
+
+    def close(self) -> None:
+        self._call("cuModuleUnload", self._module)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._cuda, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(status, ctypes.byref(text))
+            reason = text.value.decode() if text.value else "unknown"
+            raise DeviceError(f"{name}: CUDA error {status} ({reason})")
+
+
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceError("no CUDA driver: libcuda.so.1 is not there") from error

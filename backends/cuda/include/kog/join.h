@@ -1,0 +1,104 @@
+// The splits of a head joined in their order, each block of the head for some of its query heads.
+#pragma once
+#include <kog/attention.h>
+
+namespace kog {
+
+// One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a lane in
+// out[i].
+KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u32 phase,
+                          float2 (&out)[kPairs]) {
+  constexpr int kTops = (kSplits + 31) / 32, kCount = 2 * kTops + 2 * kPairs * kJoined;
+  const u32* base = b.p.words + SplitsWords::kOffset +
+                    (b.lane * kKvHeads + head) * kSplits * SplitsWords::kStride;
+  // Maxima and sums of all splits, then outputs of kJoined of them.
+  auto at = [&](int n) -> const u32* {
+    if (n < 2 * kTops) {
+      int split = n / 2 * 32 + b.in_warp;
+      const u32* top = base + split * SplitsWords::kStride + (kHeadDim + n % 2) * kQueries + query;
+      return split < used ? top : nullptr;
+    }
+    int i = (n - 2 * kTops) / 2, split = first + i / kPairs, pair = i % kPairs * 32 + b.in_warp;
+    const u32* out = base + split * SplitsWords::kStride + query * kHeadDim + 2 * pair + n % 2;
+    return split < used && pair < kHeadDim / 2 ? out : nullptr;
+  };
+  u32 w[kCount];
+  poll_words(b, Step::kAttentionJoin, at, phase, w);
+  float top = -1e30f, total = 0, share[kTops], mine = 0;
+#pragma unroll
+  for (int n = 0; n < kTops; n++)
+    if (at(2 * n) != nullptr) top = unpack_f32(w[2 * n]) > top ? unpack_f32(w[2 * n]) : top;
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) {
+    float other = shuffle_xor(top, mask);
+    top = other > top ? other : top;
+  }
+#pragma unroll
+  for (int n = 0; n < kTops; n++) {
+    share[n] = at(2 * n) != nullptr ? exp2_fast(unpack_f32(w[2 * n]) - top) : 0;
+    if (at(2 * n) != nullptr) total += share[n] * unpack_f32(w[2 * n + 1]);
+    if (n == first / 32) mine = share[n];
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) total += shuffle_xor(total, mask);
+#pragma unroll
+  for (int n = 0; n < kPairs; n++) out[n] = float2{0, 0};
+#pragma unroll
+  for (int i = 0; i < kJoined * kPairs; i++) {
+    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total);
+    if (at(2 * kTops + 2 * i) == nullptr) continue;
+    out[i % kPairs].x += weight * unpack_f32(w[2 * kTops + 2 * i]);
+    out[i % kPairs].y += weight * unpack_f32(w[2 * kTops + 2 * i + 1]);
+  }
+}
+
+KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v, u32 phase) {
+  u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
+  if (pair < kHeadDim / 2)
+    store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
+}
+
+// Join the splits of a head for query heads split, split + used, ... and publish them.
+KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
+  Span span = span_of(unit, position, window);
+  if (span.split >= span.used) return;
+  int queries = (kQueries - span.split + span.used - 1) / span.used;
+  int parts = (span.used + kJoined - 1) / kJoined;
+  float* sums = AttentionScratch(b).results;
+  for (int item = b.warp; item < queries * parts; item += kWarps) {
+    int query = span.split + item / parts * span.used;
+    float2 out[kPairs];
+    join_part(b, span.head, query, span.used, item % parts * kJoined, phase, out);
+#pragma unroll
+    for (int n = 0; n < kPairs; n++) {
+      int pair = n * 32 + b.in_warp;
+      if (parts == 1)
+        publish_output(b, span.head * kQueries + query, pair, out[n], phase);
+      else if (pair < kHeadDim / 2)
+        *reinterpret_cast<float2*>(sums + item * kHeadDim + 2 * pair) = out[n];
+    }
+  }
+  if (kSplits <= kJoined || parts == 1) return;
+  sync_consumers();
+  for (int i = b.thread; i < queries * kHeadDim / 2; i += 32 * kWarps) {
+    int item = i / (kHeadDim / 2) * parts, pair = i % (kHeadDim / 2);
+    float2 v = {0, 0};
+    for (int n = 0; n < parts; n++) {
+      v.x += sums[(item + n) * kHeadDim + 2 * pair];
+      v.y += sums[(item + n) * kHeadDim + 2 * pair + 1];
+    }
+    int query = span.split + i / (kHeadDim / 2) * span.used;
+    publish_output(b, span.head * kQueries + query, pair, v, phase);
+  }
+  sync_consumers();  // the scratch is free again
+}
+
+KOG_DEVICE void attention(Block& b, int position, u32 phase) {
+  int window = kWindows[b.layer];
+  for (int unit = b.place; unit < kUnits; unit += kGroup)
+    walk_split(b, unit, position, window, phase);
+  for (int unit = b.place; unit < kUnits; unit += kGroup)
+    join_splits(b, unit, position, window, phase);
+}
+
+}  // namespace kog

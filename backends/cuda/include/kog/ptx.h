@@ -1,0 +1,231 @@
+// One wrapper per instruction. The rest of the kernel is plain C++ over these, so that a host build
+// can bring its own versions (tests/cuda_host) and run the same stages on a CPU.
+#pragma once
+
+#define KOG_DEVICE __device__ __forceinline__
+#define KOG_KERNEL extern "C" __global__
+#define KOG_CONSTANT __constant__
+
+namespace kog {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr u32 kWholeWarp = 0xffffffffu;
+
+// ---- where am I, what time is it ----
+
+// Volatile: asked again, they are read again (Block::begin_stage says why).
+KOG_DEVICE int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+KOG_DEVICE int block_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
+  return i;
+}
+KOG_DEVICE i64 clock_ticks() { return clock64(); }
+KOG_DEVICE u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+KOG_DEVICE u8* shared_memory() {
+  extern __shared__ __align__(1024) u8 memory[];
+  return memory;
+}
+KOG_DEVICE u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// ---- words that other blocks (gpu) or the host (sys) write and read: relaxed, past the L1 ----
+
+KOG_DEVICE uint4 load_relaxed4(const u32* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+KOG_DEVICE uint2 load_relaxed2(const u32* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+KOG_DEVICE u32 load_relaxed(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+KOG_DEVICE ulonglong2 load_relaxed_pair(const u64* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(v.x), "=l"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+KOG_DEVICE void store_relaxed(u32* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+KOG_DEVICE void store_relaxed_pair(u64* p, u64 a, u64 b) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+KOG_DEVICE u64 load_system(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
+KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// ---- the cache of keys and values: read once a token, ordered by fence_gpu ----
+
+KOG_DEVICE uint4 load_cache(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+KOG_DEVICE uint2 load_cache(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+KOG_DEVICE u32 load_cache(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// ---- a warp ----
+
+KOG_DEVICE void sync_warp() { __syncwarp(); }
+KOG_DEVICE bool any_lane(bool p) { return __any_sync(kWholeWarp, p); }
+KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
+KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
+KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
+KOG_DEVICE float shuffle(float v, int lane) { return __shfl_sync(kWholeWarp, v, lane); }
+
+// ---- the consumer warps of a block ----
+
+KOG_DEVICE void sync_consumers() { asm volatile("barrier.cta.sync 1, 512;" ::: "memory"); }
+// A barrier that also says whether any thread brought `p`.
+KOG_DEVICE bool any_consumer(bool p) {
+  u32 out;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, 1, 512, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(out)
+      : "r"(static_cast<u32>(p))
+      : "memory");
+  return out != 0;
+}
+
+// ---- arithmetic ----
+
+KOG_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Quotients to 2 units in the last place, without a subroutine.
+KOG_DEVICE float divide(float a, float b) {
+  float y;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+KOG_DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
+KOG_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+KOG_DEVICE float float_of(u32 x) { return __uint_as_float(x); }
+KOG_DEVICE u64 bits_of(double x) { return static_cast<u64>(__double_as_longlong(x)); }
+KOG_DEVICE double double_of(u64 x) { return __longlong_as_double(static_cast<i64>(x)); }
+KOG_DEVICE int bit_length(u64 x) { return 64 - __clzll(static_cast<i64>(x)); }
+
+// Two float32 rounded to 16-bit values, to nearest, ties to even; `low` in the low half.
+template <bool kF16>
+KOG_DEVICE u32 round_pair(float low, float high) {
+  u32 w;
+  if constexpr (kF16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+}
+KOG_DEVICE float widen_f16(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+// c += a * b for rows 0-7 of A; rows 8-15 are zero. A holds activations, B eight rows of weights.
+template <bool kF16>
+KOG_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+  if constexpr (kF16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+}
+
+// ---- mbarriers and bulk copies ----
+
+KOG_DEVICE void barrier_init(u64* b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals));
+}
+KOG_DEVICE void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+KOG_DEVICE void barrier_expect(u64* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+               "r"(bytes)
+               : "memory");
+}
+KOG_DEVICE void barrier_arrive(u64* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+KOG_DEVICE bool barrier_try(u64* b, u32 parity) {
+  u32 ok;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
+      "p;\n}"
+      : "=r"(ok)
+      : "r"(shared_address(b)), "r"(parity)
+      : "memory");
+  return ok != 0;
+}
+KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+KOG_DEVICE u32 load_volatile(const u32* p) { return *static_cast<const volatile u32*>(p); }
+KOG_DEVICE void store_volatile(u32* p, u32 v) { *static_cast<volatile u32*>(p) = v; }
+
+}  // namespace kog

@@ -1,0 +1,135 @@
+// The residual stream: embedded, sent as module outputs, gathered by every block into its own copy.
+#pragma once
+#include <kog/matvec.h>
+
+namespace kog {
+
+KOG_DEVICE void embed(const Block& b, int token, float (&x)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int e = element(b, i);
+    uint2 w = {0, 0};
+    if (e < kHidden)
+      w = *reinterpret_cast<const uint2*>(b.p.embed + static_cast<u64>(token) * kHiddenStride + e);
+    x[4 * i] = low_of(w.x);
+    x[4 * i + 1] = second_of(w.x);
+    x[4 * i + 2] = low_of(w.y);
+    x[4 * i + 3] = second_of(w.y);
+  }
+}
+
+// Gains of one norm (two a layer, then the last); asked for before a wait, used after it.
+KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
+  const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int e = element(b, i);
+    float4 g = {0, 0, 0, 0};
+    if (e < kHidden) g = *reinterpret_cast<const float4*>(from + e);
+    gain[4 * i] = g.x;
+    gain[4 * i + 1] = g.y;
+    gain[4 * i + 2] = g.z;
+    gain[4 * i + 3] = g.w;
+  }
+}
+
+// x += the words of one vector, once all of this warp's carry the phase.
+KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld]) {
+  int at[kGroups];
+  uint4 q[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) at[i] = element(b, i);
+  poll(b, step, base, at, kHidden, phase, q);
+#pragma unroll
+  for (int i = 0; i < kGroups; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (at[i] + j < kHidden) x[4 * i + j] += unpack_f32(word_of(q[i], j));
+}
+
+// How often a module's outputs went each way: it says slot and phase of the next.
+struct Turns {
+  int own = 0, now = 0;
+};
+
+// The words of o_proj or down_proj: own for the lane, now for all lanes at once, past for later
+// layers.
+template <class Own, class Now, class Past>
+struct Module {
+  // Words of the other lanes' outputs of kDelay layers ago, in lane order: asked for before the
+  // multiplication.
+  struct Old {
+    u32 word[kHasPast ? kLanes : 1];
+  };
+
+  KOG_DEVICE static u32* past(const Block& b, int iteration, int lane, int row) {
+    int slot = iteration % kPastSlots;
+    return b.p.words + Past::kOffset + (slot * kLanes + lane) * Past::kStride + row;
+  }
+  KOG_DEVICE static u32 past_phase(int iteration) { return phase_of(iteration / kPastSlots); }
+
+  // Where lane j's output is; nullptr where it is not needed.
+  KOG_DEVICE static const u32* old_word(const Block& b, int how, int iteration, int row, bool owner,
+                                        int j) {
+    return how == kDelayed && owner && j != b.lane ? past(b, iteration - kDelay, j, row) : nullptr;
+  }
+  KOG_DEVICE static Old ask(const Block& b, int how, int iteration, int row, bool owner) {
+    Old old{};
+    if constexpr (kHasPast)
+#pragma unroll
+      for (int j = 0; j < kLanes; j++) {
+        const u32* at = old_word(b, how, iteration, row, owner, j);
+        if (at != nullptr) old.word[j] = load_relaxed(at);
+      }
+    return old;
+  }
+
+  // Send one row's output as the layer's reduction asks; by whole warps.
+  KOG_DEVICE static void publish(Block& b, int how, int iteration, const Turns& turns, int row,
+                                 bool owner, float y, Old& old) {
+    if constexpr (kHasPast) {
+      if (owner) store_relaxed(past(b, iteration, b.lane, row), pack_f32(y, past_phase(iteration)));
+      if (how == kDelayed) y += others(b, how, iteration, row, owner, old);
+    }
+    if (kLanes > 1 && how == kOwn) y *= kRootLanes;
+    u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
+    u32 phase = phase_of(turns.own);
+    if (kHasNow && how == kNow) {
+      to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;
+      phase = phase_of(turns.now >> 1);
+    }
+    if (owner) store_relaxed(to + row, pack_f32(y, phase));
+  }
+
+  KOG_DEVICE static float others(Block& b, int how, int iteration, int row, bool owner, Old& old) {
+    auto at = [&](int j) { return old_word(b, how, iteration, row, owner, j); };
+    u32 phase = past_phase(iteration - kDelay), bad = 0;
+#pragma unroll
+    for (int j = 0; j < kLanes; j++)
+      if (at(j) != nullptr) bad |= (old.word[j] ^ phase) & 1;
+    if (any_lane(bad != 0)) poll_words(b, Step::kPast, at, phase, old.word);
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kLanes; j++)
+      if (at(j) != nullptr) sum += unpack_f32(old.word[j]);
+    return sum;
+  }
+
+  // x joined with the module's outputs of the lane, or of all lanes.
+  KOG_DEVICE static void join(Block& b, Step step, int how, Turns& turns, float (&x)[kHeld]) {
+    if (kHasNow && how == kNow) {
+      const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;
+      for (int j = 0; j < kLanes; j++)
+        gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);
+      turns.now++;
+    } else {
+      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride, phase_of(turns.own), x);
+      turns.own++;
+    }
+  }
+};
+
+using AttentionOut = Module<AttentionOutWords, AttentionOutNowWords, AttentionOutPastWords>;
+using MlpOut = Module<MlpOutWords, MlpOutNowWords, MlpOutPastWords>;
+
+}  // namespace kog

@@ -1,0 +1,82 @@
+// Words that carry their own readiness (kog_triton/schedule/wire.py defines them) and the polls
+// that wait for them.
+#pragma once
+#include <kog/block.h>
+
+namespace kog {
+
+constexpr u32 kNanF32 = 0x7fc00000u;
+constexpr u32 kNanPair = kF16 ? 0x7e00u : 0x7fc0u;
+
+KOG_DEVICE u32 phase_of(int iteration) { return static_cast<u32>(iteration + 1) & 1; }
+
+KOG_DEVICE u32 pack_f32(float v, u32 phase) {
+  return ((v != v ? kNanF32 : bits_of(v)) & ~1u) | phase;
+}
+KOG_DEVICE float unpack_f32(u32 w) { return float_of(w & ~1u); }
+
+// The first value is rounded once more, to the 15 bits that remain.
+KOG_DEVICE u32 pack_pair(float first, float second, u32 phase) {
+  u32 both = round_pair<kF16>(first, second);
+  u32 low = both & 0xffffu;
+  low = first != first ? kNanPair : (low + ((low >> 1) & 1)) & 0xfffeu;
+  return (both & 0xffff0000u) | low | phase;
+}
+// 16 bits of the model's type.
+KOG_DEVICE float widen(u32 bits) {
+  if constexpr (kF16) return widen_f16(static_cast<u16>(bits));
+  return float_of(bits << 16);
+}
+KOG_DEVICE float first_of(u32 w) { return widen(w & 0xfffeu); }
+KOG_DEVICE float second_of(u32 w) { return widen(w >> 16); }
+KOG_DEVICE float low_of(u32 w) { return widen(w & 0xffffu); }
+
+KOG_DEVICE u32 word_of(const uint4& q, int i) {
+  return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+}
+
+// Words of q that are below `count` and lack the phase; `at` is the index of the first.
+KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
+  u32 bad = q.x ^ phase;
+  if (at + 1 < count) bad |= q.y ^ phase;
+  if (at + 2 < count) bad |= q.z ^ phase;
+  if (at + 3 < count) bad |= q.w ^ phase;
+  return at < count ? bad & 1 : 0;
+}
+
+// N vectors of 4 words a lane: at[i] is the index of the first, `count` of them are waited for.
+template <int N>
+KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], int count, u32 phase,
+                     uint4 (&q)[N]) {
+  Patience patience;
+  u32 bad;
+  do {
+    bad = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      q[i] = uint4{phase, phase, phase, phase};
+      if (at[i] < count) q[i] = load_relaxed4(base + at[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
+  } while (any_lane(bad != 0) && !patience.expired(b, step, phase ^ bad, phase));
+}
+
+// N single words a lane: address(i) says where, or nullptr where a lane asks for none.
+template <int N, class Address>
+KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 (&w)[N]) {
+  Patience patience;
+  u32 bad;
+  do {
+    bad = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u32* at = address(i);
+      w[i] = at != nullptr ? load_relaxed(at) : phase;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
+  } while (any_lane(bad != 0) && !patience.expired(b, step, phase ^ bad, phase));
+}
+
+}  // namespace kog

@@ -1,0 +1,95 @@
+"""Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content.
+
+The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin is
+written beside its place and renamed into it, so that a reader never sees half of one.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kog_triton.errors import DeviceError
+
+FOLDER = Path(__file__).parent
+INCLUDE = FOLDER / "include"
+FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "kog_triton" / "cuda"
+
+
+def compiler_name() -> str:
+    """What would compile here, with its version; DeviceError if there is neither NVRTC nor nvcc."""
+    if nvrtc := _nvrtc():
+        return "nvrtc {}.{}".format(*nvrtc.getVersion())
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")
+    return (
+        "nvcc "
+        + subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+        .stdout.strip()
+        .rpartition("\n")[2]
+    )
+
+
+def compile_cubin(header: str, compiler: str = "") -> bytes:
+    """The kernel for one generated header; DeviceError with the compiler's words if it refuses."""
+    compiler = compiler or compiler_name()
+    text = header + (FOLDER / "decode.cu").read_text()
+    place = cache_folder() / f"{_key(text, compiler)}.cubin"
+    if place.exists():
+        return place.read_bytes()
+    cubin = _by_nvrtc(text) if compiler.startswith("nvrtc") else _by_nvcc(text)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        file.write(cubin)
+    os.replace(file.name, place)
+    return cubin
+
+
+def _key(text: str, compiler: str) -> str:
+    digest = hashlib.sha256("\0".join([text, compiler, *FLAGS]).encode())
+    for path in sorted(INCLUDE.rglob("*.h")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _nvrtc() -> Any:
+    """cupy's NVRTC, or None where cupy is not installed."""
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError:
+        return None
+    return nvrtc
+
+
+def _by_nvrtc(text: str) -> bytes:
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(text, "decode.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*FLAGS, f"-I{INCLUDE}"))
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise DeviceError(f"NVRTC refuses the kernel: {error}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _by_nvcc(text: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "decode.cu"), Path(folder, "decode.cubin")
+        source.write_text(text)
+        command = ["nvcc", "-cubin", *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise DeviceError(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")
+        return cubin.read_bytes()

@@ -1,0 +1,178 @@
+"""The CUDA monokernel on a Hopper GPU: against the reference, against itself, and through the mailbox."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cuda_walk import ROOT
+from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.header import THREADS
+from ring_walker import spec_of
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint import Checkpoint
+from kog_triton.errors import RunError
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.random_weights import RandomWeights
+from kog_triton.sampling import History, SamplingParams, sample
+
+pytestmark = pytest.mark.gpu
+NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+
+
+def lanes_spec(head):
+    return spec_of(
+        num_layers=5,
+        hidden_size=96,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=176,
+        vocab_size=336,
+        num_lanes=4,
+        delay=2,
+        dtype=DType.F16,
+        head=head,
+        reduce_attention=(OWN, OWN, DELAYED, DELAYED, NOW),
+        reduce_mlp=(NOW, OWN, DELAYED, OWN, DELAYED),
+        max_context=512,
+    )
+
+
+# name -> spec, positions compared, root mean square error allowed on logits that deviate by 4 or more
+SPECS = {
+    "bf16": (spec_of(max_context=512), 200, 0.15),
+    "fp16": (spec_of(dtype=DType.F16, max_context=512), 200, 0.03),
+    "biases, norms, tied": (
+        spec_of(
+            dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+            tied_embeddings=True, max_context=512,
+        ),
+        100,
+        0.03,
+    ),
+    "windows": (spec_of(dtype=DType.F16, windows=(5, 0, 90), max_context=512), 300, 0.03),
+    "one key head, head_dim 24": (
+        spec_of(
+            dtype=DType.F16, hidden_size=200, num_heads=10, num_kv_heads=1, head_dim=24,
+            max_context=2048,
+        ),
+        1200,
+        0.03,
+    ),
+    "mean": (lanes_spec(Head.MEAN), 200, 0.04),
+    "sum": (lanes_spec(Head.SUM_THEN_NORM), 200, 0.04),
+    "vocab parallel": (lanes_spec(Head.VOCAB_PARALLEL), 200, 0.04),
+    "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.3),
+}  # fmt: skip
+
+
+def options(max_context=0):
+    return BackendOptions(device="nvidia", max_context=max_context)
+
+
+def tokens_of(spec, count, seed=0):
+    return np.random.default_rng(seed).integers(0, spec.vocab_size, count).tolist()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_agree_with_the_reference_and_repeat(name):
+    spec, count, limit = SPECS[name]
+    weights = RandomWeights(spec, device="cuda")
+    tokens = tokens_of(spec, count)
+    ours = CudaBackend(weights, options(min(spec.max_context, 2048)))
+    got = ours.forward_logits(tokens)
+    assert np.array_equal(got, ours.forward_logits(tokens))
+    expected = ReferenceBackend(weights, options()).forward_logits(tokens)
+    assert expected.std() > 4
+    assert np.sqrt(((got - expected) ** 2).mean()) < limit
+    ours.close()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    weights = Checkpoint.open(ROOT / "kog_triton/demo/checkpoint")
+    return CudaBackend(weights, options()), ReferenceBackend(weights, options())
+
+
+def generate(backend, prompt, count, params, stops=(), cancel_after=None):
+    """Steps of one request, cancelled after some tokens if asked."""
+    mailbox = backend.new_mailbox()
+    mailbox.post(Request(0, tuple(prompt), params, params.seed or 0, count, frozenset(stops)))
+    server = threading.Thread(target=backend.generate, args=(mailbox,))
+    server.start()
+    steps = []
+    while not steps or not (isinstance(steps[-1], Failure) or steps[-1].finish):
+        steps += mailbox.read(0, 30)
+        if cancel_after and len(steps) >= cancel_after:
+            mailbox.cancel(0)
+    server.join()
+    if isinstance(steps[-1], Failure):
+        raise steps[-1].error
+    return steps
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_the_definitions_on_the_kernels_logits(demo, temperature):
+    ours, _ = demo
+    prompt = tokens_of(ours.spec, 8)
+    params = SamplingParams(temperature=temperature, seed=(5 << 33) + 77)
+    steps = generate(ours, prompt, 40, params)
+    out = prompt + [s.token for s in steps]
+    logits = ours.forward_logits(out[:-1])
+    for n in range(len(prompt), len(out)):
+        assert sample(logits[n - 1], params, History(tuple(prompt)), n).token == out[n]
+    assert steps[-1].finish == "length" and len(steps) == 40
+
+
+def test_greedy_tokens_agree_with_the_reference(demo):
+    ours, reference = demo
+    prompt, params = tokens_of(ours.spec, 8), SamplingParams(temperature=0)
+    steps = generate(ours, prompt, 100, params)
+    expected = generate(reference, prompt, 100, params)
+    logits = reference.forward_logits(prompt + [s.token for s in expected])
+    for n, (a, b) in enumerate(zip(steps, expected, strict=True)):
+        if a.token != b.token:  # the first may differ only where the reference is nearly tied
+            top = np.sort(logits[len(prompt) + n - 1])[-2:]
+            assert top[1] - top[0] < 0.05
+            break
+
+
+def test_stop_ids_and_cancellation_end_requests(demo):
+    ours, _ = demo
+    prompt, params = tokens_of(ours.spec, 8), SamplingParams(temperature=0)
+    plain = [s.token for s in generate(ours, prompt, 20, params)]
+    stopped = generate(ours, prompt, 20, params, stops=(plain[4],))
+    assert [s.token for s in stopped] == plain[: plain.index(plain[4]) + 1]
+    assert stopped[-1].finish == "stop"
+    cancelled = generate(ours, prompt, 900, params, cancel_after=3)
+    assert cancelled[-1].finish == "cancel" and len(cancelled) < 900
+    assert [s.token for s in cancelled[:3]] == plain[:3]
+
+
+def test_a_nan_is_an_error_of_its_request_alone(demo):
+    ours, _ = demo
+    row = ours.memory.embed[7].clone()
+    ours.memory.embed[7] = torch.nan
+    with pytest.raises(RunError, match="NaN"):
+        generate(ours, [3, 7], 5, SamplingParams(temperature=0))
+    ours.memory.embed[7] = row
+    assert len(generate(ours, [3, 7], 5, SamplingParams(temperature=0))) == 5
+
+
+def test_a_stream_that_stops_is_an_error_and_the_gpu_goes_on(demo, monkeypatch):
+    """Without the warp that fills the ring every block waits for weights, in vain but not for long."""
+    ours, _ = demo
+    real = type(ours.memory).pointers
+    monkeypatch.setattr(
+        type(ours.memory), "pointers", lambda m, slot, limit, **o: real(m, slot, 10**7, **o)
+    )
+    monkeypatch.setattr(ours, "layout", replace(ours.layout, threads=THREADS))
+    with pytest.raises(RunError, match=r"expired.*ring"):
+        generate(ours, [3, 4], 5, SamplingParams(temperature=0))
+    monkeypatch.undo()
+    assert len(generate(ours, [3, 7], 5, SamplingParams(temperature=0))) == 5

@@ -1,0 +1,327 @@
+"""The CUDA monokernel without a GPU: its layout, its packing, its source run on a CPU, its machine code.
+
+The kernel's own C++ runs as fibers (cuda_walk.py), whose blocks drift apart as a seed says; what it computes is
+compared with the reference backend, what it samples with the definition.
+"""
+
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cuda_walk import ROOT, Walk, header, layout_of, memory
+from kog_triton.backends.cuda.backend import describe
+from ring_walker import pack_model, spec_of
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.random_weights import RandomWeights
+from kog_triton.sampling import History, SamplingParams, sample
+from kog_triton.sampling.definition import inverse_temperature
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.packing import pack_blocks, pack_stage
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+
+NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+LANES = {
+    "num_layers": 5,
+    "hidden_size": 96,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 176,
+    "vocab_size": 336,
+    "num_lanes": 4,
+    "delay": 2,
+    "reduce_attention": (OWN, OWN, DELAYED, DELAYED, NOW),
+    "reduce_mlp": (NOW, OWN, DELAYED, OWN, DELAYED),
+}
+SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
+
+
+def f16_spec(**changes):
+    return spec_of(dtype=DType.F16, **changes)
+
+
+# ---- layout and packing ----
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_regions_do_not_overlap_and_shared_memory_fits(name):
+    layout = layout_of(named_shape(name), max_context=4096)
+    regions = sorted(layout.regions.values(), key=lambda r: r.offset)
+    for left, right in pairwise(regions):
+        assert left.end <= right.offset
+    assert all(r.offset % 32 == 0 and r.stride % 4 == 0 for r in regions)
+    assert layout.shared_bytes <= GPUS["h200"].shared_bytes
+    assert layout.ring_chunks >= 2 * layout.lowering.window_chunks
+
+
+def test_header_carries_the_lowering():
+    layout = layout_of(named_shape("llama-3.2-1b"), max_context=1000)
+    text = header.render(layout)
+    assert "constexpr int kMaxContext = 1000;" in text
+    down = re.search(r"struct DownProj \{ static constexpr int (.*?);", text).group(1)
+    fields = dict(re.findall(r"k(\w+) = (\d+)", down))
+    assert (fields["Rows"], fields["Cols"], fields["Parts"]) == ("2048", "8192", "16")
+    assert fields["Units"] == "256" and fields["Steps"] == "16"
+
+
+def test_concatenated_heads_are_refused():
+    with pytest.raises(ModelError, match="CONCAT"):
+        layout_of(spec_of(**LANES, head=Head.CONCAT))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_blocks_pack_together_as_they_do_alone(lanes):
+    lowering = lower(build(spec_of(**LANES) if lanes else spec_of()), GPUS["h200"], 12)
+    for stage in matrix_stages(lowering.schedule):
+        rows = lowering.num_rows(stage)
+        w = np.arange(rows * stage.cols, dtype=np.uint16).reshape(rows, stage.cols) + 1
+        for layer in range(3):
+            units = {}
+            for b in range(lowering.group_size(stage)):
+                units.setdefault(len(lowering.block_units(stage, layer, b)), []).append(b)
+            for blocks in units.values():
+                packed = pack_blocks(lowering, stage, layer, blocks, 0, w)
+                for block, chunks in zip(blocks, packed, strict=True):
+                    assert np.array_equal(chunks, pack_stage(lowering, stage, layer, block, 0, w))
+
+
+def test_rows_beyond_sixteen_bits_pack():
+    spec = spec_of(vocab_size=40_000, hidden_size=16, num_heads=1, num_kv_heads=1)
+    lowering = lower(build(spec), GPUS["h200"], 2)
+    stage = lowering.schedule.stage("lm_head")
+    w = torch.arange(40_000).to(torch.int16)[:, None].expand(-1, 16).contiguous()
+    packed = pack_stage(lowering, stage, 0, 1, 0, w)
+    assert np.array_equal(packed, pack_stage(lowering, stage, 0, 1, 0, w.numpy()))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_the_arena_is_the_walkers(lanes):
+    spec = spec_of(**LANES) if lanes else spec_of(tied_embeddings=True)
+    layout, weights = layout_of(spec, 12), RandomWeights(spec)
+    arena = memory.allocate(layout, weights, 1, torch.device("cpu")).weights.numpy()
+    names = {
+        n.format(i): weights.load(n.format(i)).float().numpy()
+        for n in spec.shapes
+        for i in range(spec.num_layers)
+    }
+    expected = pack_model(layout.lowering, names)[0][0]
+    assert np.array_equal(arena, expected)
+
+
+# ---- the kernel on a CPU ----
+
+
+def tokens_of(spec, count):
+    return np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
+
+
+def assert_close(walk, weights, count, limit):
+    """Every position's logits, under two orders of the blocks: equal bits, near the reference."""
+    tokens = tokens_of(walk.spec, count)
+    ours = walk.forward_logits(tokens)
+    assert np.array_equal(ours, walk.forward_logits(tokens, seed=1))
+    expected = ReferenceBackend(weights, BackendOptions()).forward_logits(tokens)
+    assert expected.std() > 4
+    assert np.sqrt(((ours - expected) ** 2).mean()) < limit
+
+
+PLAIN = {
+    "bf16": (spec_of(), {}, 0.12),
+    "fp16": (f16_spec(), {}, 0.015),
+    "biases, norms, tied": (
+        f16_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True),
+        {},
+        0.015,
+    ),
+    "sizes that divide by nothing": (
+        f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=6, qkv_bias=True),
+        {},
+        0.015,
+    ),
+    "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
+    "joins of many splits": (
+        f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24),
+        {"split_least": 1},
+        0.02,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_models_agree_with_the_reference(name):
+    spec, options, limit = PLAIN[name]
+    weights = RandomWeights(spec)
+    assert_close(Walk(spec, weights, **options), weights, 11 if options else 5, limit)
+
+
+@pytest.mark.parametrize("head", [Head.MEAN, Head.SUM_THEN_NORM, Head.VOCAB_PARALLEL])
+def test_lanes_agree_with_the_reference(head):
+    spec = f16_spec(**LANES, head=head, lane_norms=head is Head.MEAN)
+    weights = RandomWeights(spec)
+    assert_close(Walk(spec, weights, 8), weights, 4, 0.02)
+
+
+@pytest.fixture(scope="module")
+def walk():
+    spec = f16_spec()
+    return Walk(spec, RandomWeights(spec))
+
+
+def expected_tokens(walk, prompt, count, params):
+    """Sampling by the definition on the kernel's own logits."""
+    history, out = History(tuple(prompt)), list(prompt)
+    for _ in range(count):
+        logits = walk.forward_logits(out)[-1]
+        out.append(sample(logits, params, history, len(out)).token)
+    return out[len(prompt) :]
+
+
+def test_greedy_tokens_are_the_largest_logits(walk):
+    prompt = tokens_of(walk.spec, 3)
+    tokens, outcome = walk.generate(prompt, 4, seed=1)
+    assert tokens == expected_tokens(walk, prompt, 4, SamplingParams(temperature=0))
+    assert outcome == 2
+
+
+def test_sampled_tokens_are_the_definitions(walk):
+    prompt, seed = tokens_of(walk.spec, 3), (7 << 40) + 12345
+    params = SamplingParams(temperature=3.0, seed=seed)
+    bits = int(np.float32(inverse_temperature(params)).view(np.uint32))
+    tokens, _ = walk.generate(prompt, 4, (0, seed & 0xFFFFFFFF, seed >> 32, 0, bits))
+    assert tokens == expected_tokens(walk, prompt, 4, params)
+    assert tokens != walk.generate(prompt, 4)[0]
+
+
+def test_a_stop_id_ends_the_request(walk):
+    prompt = tokens_of(walk.spec, 3)
+    plain, _ = walk.generate(prompt, 4)
+    tokens, outcome = walk.generate(prompt, 4, stops=(500, plain[1]))
+    assert (tokens, outcome) == (plain[: plain.index(plain[1]) + 1], 1)
+
+
+def test_the_hosts_word_ends_the_request(walk):
+    tokens, outcome = walk.generate(tokens_of(walk.spec, 2), 4, control=3)
+    assert (len(tokens), outcome) == (1, 3)
+
+
+def test_a_nan_ends_the_request():
+    spec = f16_spec()
+    walk = Walk(spec, RandomWeights(spec))
+    walk.memory.embed[5, 3] = torch.nan
+    walk.run([0, 2, 4, 0, 1], [1, 5])
+    assert walk.memory.mailbox[2:4].tolist() == [5, 1]
+    assert not walk.memory.error.any()
+
+
+def test_a_block_that_hangs_ends_the_launch(walk):
+    """Every other block gives up in bounded time, the first one says where, and no token comes out."""
+    absent = walk.layout.lowering.num_blocks - 1
+    assert walk.run([0, 2, 40, 0, 1], [1, 2], seed=3, limit=2000, absent=absent) > 0
+    flag, block, step, layer, seen, wanted = walk.memory.error.tolist()[:6]
+    assert flag == 1 and block != absent and layer == 0
+    assert header.STEPS[step] in ("attention_qkv", "attention_join", "o_proj_input")
+    assert (seen, wanted) == (0, 1)  # a word that nobody wrote
+    assert walk.memory.mailbox[2:4].tolist() == [4, 0]
+    assert walk.generate(tokens_of(walk.spec, 3), 2)[1] == 2  # and the next request runs
+
+
+# ---- requests ----
+
+
+def request_of(**params):
+    params = {"temperature": 0.5, "seed": 1} | params
+    return Request(0, (1, 2), SamplingParams(**params), 1, 4, frozenset({9}))
+
+
+def test_a_request_becomes_words():
+    words = describe(request_of())
+    assert words[:8] == [0, 2, 4, 1, 0, 1, 0, 0]
+    assert np.uint32(words[8]).view(np.float32) == 2.0 and words[16:] == [9]
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [({"top_k": 5}, "top_k"), ({"min_p": 0.1}, "min_p"), ({"logprobs": 1}, "logprobs")],
+)
+def test_what_is_not_there_yet_is_refused_by_name(params, name):
+    with pytest.raises(RequestError, match=name):
+        describe(request_of(**params))
+
+
+# ---- machine code ----
+
+
+def tool(name):
+    """A disassembler of the CUDA toolkit, or the one that Triton's package brings."""
+    found = shutil.which(name)
+    if found is None:
+        triton = pytest.importorskip("triton")
+        path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+        found = str(path) if path.exists() else None
+    return found or pytest.skip(f"{name} is not there")
+
+
+def machine_code(layout, folder):
+    """(address, instruction) of the kernel, compiled by nvcc."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not there")
+    source = folder / "decode.cu"
+    source.write_text(header.render(layout) + (ROOT / "backends/cuda/decode.cu").read_text())
+    command = ["nvcc", "-cubin", "-std=c++20", "--gpu-architecture=sm_90a", str(source)]
+    command += [f"-I{ROOT}/backends/cuda/include", "-o", str(folder / "decode.cubin")]
+    subprocess.run(command, check=True, capture_output=True)
+    dump = [tool("cuobjdump"), "-sass", str(folder / "decode.cubin")]
+    text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+    return [
+        (int(at, 16), what)
+        for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)
+    ]
+
+
+LONGEST_LOOP = 1000  # instructions
+
+
+def innermost(code, has):
+    """Bodies of the smallest loops that contain an instruction matching `has`.
+
+    Loops of thousands are left out: code that a far jump shares with a loop seems to be one.
+    """
+    loops = []
+    for at, what in code:
+        to = re.search(r"\bBRA(?:\.\S+)? .*?(0x[0-9a-f]+)", what)
+        if to and 0 < at - int(to.group(1), 16) < 16 * LONGEST_LOOP:
+            loops.append((int(to.group(1), 16), at))
+    bodies = {r: [w for a, w in code if r[0] <= a <= r[1]] for r in loops}
+    held = [r for r in loops if any(re.search(has, w) for w in bodies[r])]
+    return [
+        bodies[r] for r in held if not any(o != r and r[0] <= o[0] and o[1] <= r[1] for o in held)
+    ]
+
+
+def is_local(what):
+    return re.search(r"\b(LDL|STL)\b", what)
+
+
+@pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b", "odd"])
+def test_no_loop_that_streams_or_waits_spills(name, tmp_path):
+    spec = spec_of(hidden_size=54, num_heads=4, head_dim=6) if name == "odd" else named_shape(name)
+    code = machine_code(layout_of(spec, max_context=1024), tmp_path)
+    weights = innermost(code, r"\bHMMA")
+    polls = innermost(code, r"\bLDG.*STRONG\.GPU")
+    walks = [body for body in innermost(code, r"\bLDG") if any("MUFU.EX2" in w for w in body)]
+    assert len(weights) == 5  # the matrix stages
+    assert len(polls) >= 8 and len(walks) == 1
+    for body in weights + polls + walks:
+        assert not [what for what in body if is_local(what)]
