@@ -34,8 +34,11 @@ def report_of(target: str, shape: str, folder: Path) -> CompileReport:
 def polls(report: CompileReport) -> list[int]:
     """Elements of each load that Triton was told to repeat from memory."""
     marked = r"isVolatile = true" if report.target.startswith("sm") else r"cacheModifier = cv"
-    lines = [x for x in report.ttgir.splitlines() if " tt.load " in x and re.search(marked, x)]
-    shapes = [re.search(r": tensor<([\dx]+)x!tt.ptr", line) for line in lines]
+    loads = [
+        x for x in report.ttgir.splitlines() if re.search(r" (tt\.load|amdg\.buffer_load) ", x)
+    ]
+    lines = [x for x in loads if re.search(marked, x)]
+    shapes = [re.search(r": tensor<([\dx]+)x(!tt\.ptr|i32|i64)", line) for line in lines]
     return [math.prod(map(int, s[1].split("x"))) if s else 1 for s in shapes]
 
 
