@@ -30,7 +30,8 @@ def wheel(tmp_path_factory):
     """Built from a copy, so that the checkout stays clean."""
     tree = tmp_path_factory.mktemp("tree")
     skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "kog_triton", tree / "kog_triton", ignore=skip)
+    for folder in ("kog_triton", "backends"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "tests").mkdir()
