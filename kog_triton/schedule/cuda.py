@@ -9,7 +9,7 @@ quarter of frag_k). A warp owns one part of K and one group of 8 rows of a unit:
     warp    = rows_group * warps_k + k_part
     stream  = stages in order > units > steps along the warp's K > fragment
 
-Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (probes, H200).
+Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (prototypes on H200: benchmarks/README.md).
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from kog_triton.schedule.topology import KB, Gpu
 WARPS = 16  # consumer warps; one more warp fills the ring
 MMA_ROWS = 8  # weight rows of one mma.m16n8k16
 # (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
-# larger ones let blocks drift apart (probes on H200: 24 KB 2,878 tokens/s, 12 KB 3,054).
+# larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
 CHUNKS = ((32, 2), (16, 3), (16, 4))
-WINDOW_BYTES = 48 * KB  # in flight a block: more makes polls queue behind weights (probes, H200)
+WINDOW_BYTES = 48 * KB  # in flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md)
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 
 
