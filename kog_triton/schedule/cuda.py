@@ -25,7 +25,8 @@ MMA_ROWS = 8  # weight rows of one mma.m16n8k16
 # (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
 # larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
 CHUNKS = ((32, 2), (16, 3), (16, 4))
-WINDOW_BYTES = 48 * KB  # in flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md)
+# In flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md).
+WINDOW_BYTES = 48 * KB
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 
 
