@@ -31,8 +31,8 @@ from kog_triton.schedule.topology import GPUS, VENDORS, Gpu, find_gpu
 
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
-# Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 225 tokens/s with
-# one thread and 148 with two on a two-core CPU.
+# Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 1.5 times as
+# fast with one thread as with two on a two-core CPU (benchmarks/README.md).
 ONE_THREAD_BYTES = 128 << 20
 DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
