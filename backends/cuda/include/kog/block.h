@@ -55,6 +55,7 @@ static_assert(sizeof(Small) <= 1024, "Small outgrew its room in header.py");
 
 struct Block {
   const Pointers& p;
+  const u32* request;  // the words of the request in hand
   int block, lane, place;  // of the grid; the lane it works for; its place in that lane's group
   int thread, warp, in_warp;
   u8* ring;
@@ -67,7 +68,8 @@ struct Block {
   bool dead;  // a wait expired: no wait of this warp waits again, and the block leaves after this
               // token
 
-  KOG_DEVICE explicit Block(const Pointers& pointers) : p(pointers), layer(0), dead(false) {
+  KOG_DEVICE explicit Block(const Pointers& pointers)
+      : p(pointers), request(pointers.request), layer(0), dead(false) {
     begin_stage();
     ring = shared_memory();
     full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);

@@ -77,10 +77,10 @@ KOG_DEVICE void produce(Block& b) {
     layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
               chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
   int head = chunks_of<LmHead>(stage_place<LmHead>(b), 0);
-  int prompt = b.p.request[Request::kPrompt];
-  bool all_logits = b.p.request[Request::kAllLogits] != 0;
+  int prompt = b.request[Request::kPrompt];
+  bool all_logits = b.request[Request::kAllLogits] != 0;
   Producer producer;
-  for (int position = b.p.request[Request::kFirst];; position++) {
+  for (int position = b.request[Request::kFirst];; position++) {
     const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
     int chunks = layers + (position + 1 >= prompt || all_logits ? head : 0);
     for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)

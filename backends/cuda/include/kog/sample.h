@@ -73,7 +73,7 @@ KOG_DEVICE Candidate nobody() { return {-infinity(), 0x7fffffff}; }
 // What a logit competes with. One that is not finite must win: id -1 says what it was.
 KOG_DEVICE Candidate candidate(const Block& b, float logit, int id, int position) {
   if (!(logit < float_of(0x7f800000u))) return {infinity(), -1};
-  const u32* r = b.p.request;
+  const u32* r = b.request;
   if (r[Request::kGreedy] != 0) return {static_cast<double>(logit), id};
   u32 word = random_word(static_cast<u32>(id), static_cast<u32>(position), r[Request::kSample],
                          r[Request::kSeedLow], r[Request::kSeedHigh]);

@@ -1,0 +1,117 @@
+// One layer, as one block walks it.
+//
+//   x --norm--> qkv_proj ==> attention ==> o_proj ==> x --norm--> gate_up_proj ==> down_proj ==> x
+//                       words         words     words                         words         words
+//
+// The 1 / rms of a norm is applied to the result: the multiplication starts before it is known.
+#pragma once
+#include <kog/join.h>
+#include <kog/residual.h>
+
+namespace kog {
+
+// Of one consumer thread, from the first token to the last.
+struct Walk {
+  Ring ring;
+  int turn = 0;       // which partial sums are free
+  int iteration = 0;  // layers run: the phase of every layer exchange
+  int heads = 0;      // heads run: the phase of the head's
+  Turns attention_out, mlp_out;
+  float x[kHeld], gain[kHeld];
+};
+
+template <class Stage>
+KOG_DEVICE const float* bias_of(const Block& b) {
+  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt +
+         b.lane * Stage::kRows;
+}
+template <class Stage>
+KOG_DEVICE Units layer_units(const Block& b) {
+  return units_of<Stage>(b.place, b.layer);
+}
+
+KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  stage_x<QkvProj>(b, k.x, k.gain);
+  u32* to = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride;
+  u32 phase = phase_of(k.iteration);
+  const float* bias = bias_of<QkvProj>(b);
+  float scale = 0;
+  run_rows<QkvProj>(
+      b, k.ring, k.turn, layer_units<QkvProj>(b),
+      [&](int row, bool owner) { return kQkvBias && owner ? bias[row] : 0.f; },
+      [&](int row, bool owner, float sum, float asked) {
+        if (scale == 0) scale = inverse_rms(b);
+        float v = sum * scale + asked, next = shuffle_down(v, 1);
+        if (owner && row % 2 == 0)
+          store_relaxed(to + row / 2, pack_pair(v, row + 1 < QkvProj::kRows ? next : 0, phase));
+      });
+}
+
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  stage_x<GateUpProj>(b, k.x, k.gain);
+  u32* to = b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride;
+  u32 phase = phase_of(k.iteration);
+  const float* bias = bias_of<GateUpProj>(b);
+  float scale = 0;
+  run_rows<GateUpProj>(
+      b, k.ring, k.turn, layer_units<GateUpProj>(b),
+      [&](int row, bool owner) { return kMlpBias && owner ? bias[row] : 0.f; },
+      [&](int row, bool owner, float sum, float asked) {
+        if (scale == 0) scale = inverse_rms(b);
+        float v = sum * scale + asked, up = shuffle_down(v, 1);
+        float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
+              next = shuffle_down(h, 2);
+        if (owner && row % 4 == 0)
+          store_relaxed(to + row / 4, pack_pair(h, row + 2 < GateUpProj::kRows ? next : 0, phase));
+      });
+}
+
+// o_proj or down_proj, whose inputs are staged: rows to the residual streams. `last`: this token's
+// rows of the cache become visible with them.
+template <class Stage, class Out, bool kBias>
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Turns& turns, int how, bool last) {
+  b.begin_stage();
+  const float* bias = bias_of<Stage>(b);
+  struct Asked {
+    float bias;
+    typename Out::Old old;
+  };
+  run_rows<Stage>(
+      b, k.ring, k.turn, layer_units<Stage>(b),
+      [&](int row, bool owner) {
+        return Asked{kBias && owner ? bias[row] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
+      },
+      [&](int row, bool owner, float sum, Asked& asked) {
+        if (last) fence_gpu();  // pairs with the one after the gather
+        Out::publish(b, how, k.iteration, turns, row, owner, sum + asked.bias, asked.old);
+      });
+}
+
+KOG_DEVICE void run_layer(Block& b, Walk& k, int position) {
+  u32 phase = phase_of(k.iteration);
+  bool last = b.layer == kLayers - 1;
+  qkv_proj(b, k);
+  b.begin_stage();
+  attention(b, position, phase);
+  b.begin_stage();
+  stage_words<OProj>(b, Step::kOProjInput,
+                     b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride, phase);
+  load_gains(b, 2 * b.layer + 1, k.gain);
+  int how = kReduceAttention[b.layer];
+  module_rows<OProj, AttentionOut, kOBias>(b, k, k.attention_out, how, false);
+  AttentionOut::join(b, Step::kAttentionOut, how, k.attention_out, k.x);
+  gate_up_proj(b, k);
+  b.begin_stage();
+  stage_words<DownProj>(b, Step::kDownProjInput,
+                        b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride, phase);
+  load_gains(b, 2 * b.layer + 2, k.gain);
+  how = kReduceMlp[b.layer];
+  module_rows<DownProj, MlpOut, kMlpBias>(b, k, k.mlp_out, how, last);
+  MlpOut::join(b, Step::kMlpOut, how, k.mlp_out, k.x);
+  if (last) fence_gpu();
+  k.iteration++;
+}
+
+}  // namespace kog
