@@ -20,7 +20,7 @@ OTHER_DEVICES = {  # what a backend does not serve
     "hip": ("cpu", "nvidia"),
 }
 INSTALL = {
-    "cuda": "it is not part of this version",
+    "cuda": 'pip install "kog-triton[cuda]"',
     "triton": 'pip install "kog-triton[cuda]" (NVIDIA) or "kog-triton[rocm]" (AMD)',
     "hip": "it is not part of this version",
     "reference": "pip install kog-triton again: its entry points are missing",

@@ -17,6 +17,10 @@ INTERRUPTED = 130
 
 def run(body: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
     """Call a command's body and turn whatever it raises into an exit code."""
+    if sys.stderr is None:  # closed: what belongs there must not go to stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for the life of the process
+    if sys.stdout is None:
+        return _say("error: standard output is closed", 2)
     try:
         code = body(argv)
         sys.stdout.flush()
@@ -38,5 +42,7 @@ def run(body: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None)
 def _say(line: str, code: int) -> int:
     if os.environ.get("KOG_DEBUG") == "1":
         traceback.print_exc()
-    print(" ".join(line.split()), file=sys.stderr)
+    # what a checkpoint or a prompt put into the line does not drive the terminal
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(line.split()))
+    print(line, file=sys.stderr)
     return code

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from kog_triton.backends import Backend
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request, Step
-from kog_triton.errors import RequestError, RunError
+from kog_triton.errors import RequestError, RunError, shown
 from kog_triton.generation import Generation
 from kog_triton.metrics import Peak
 from kog_triton.sampling.params import SamplingParams
@@ -112,7 +112,7 @@ class Engine:
             value = operator.index(token) if hasattr(token, "__index__") else -1
             if not 0 <= value < vocab_size:
                 raise RequestError(
-                    f"prompt token {position} is {token!r}: ids run from 0 to {vocab_size - 1}"
+                    f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
                 )
             ids.append(value)
         if not ids:

@@ -28,3 +28,18 @@ class RunError(KogError):
 
 class RequestError(KogError, ValueError):
     exit_code = 2
+
+
+def wrong(name: str, value: object, allowed: str) -> RequestError:
+    """The error for a field of a request: "NAME is VALUE: it must be ALLOWED"."""
+    return RequestError(f"{name} is {shown(value)}: it must be {allowed}")
+
+
+def shown(value: object) -> str:
+    """A value as an error can carry it: one line of at most 80 characters."""
+    try:
+        return " ".join(repr(value).split())[:80]
+    except ValueError:  # an integer of thousands of digits has no decimal form
+        return "a huge number"
+    except RecursionError:
+        return "a deeply nested value"

@@ -9,9 +9,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kog_triton.choose import known_names
 from kog_triton.command import INTERRUPTED, run
 from kog_triton.errors import RequestError
 
@@ -37,8 +36,17 @@ SAMPLING_FLAGS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """A wrong usage is one line too, not the whole synopsis."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    from kog_triton.choose import known_names  # imported inside `run`, where Ctrl-C is one line
+
+    parser = Parser(
         prog="kog generate",
         description="Continue a text or hold a conversation: text on stdout, all else on stderr.",
         epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 run, 130 Ctrl-C.",
@@ -113,6 +121,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--system needs a conversation: --chat or --interactive")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json and args.json.is_dir():
+        parser.error(f"--json {args.json}: Is a directory")
     return args
 
 
@@ -122,6 +132,8 @@ def read_prompt(said: str) -> str:
         return said[1:]
     if said.startswith("@"):
         return read_file("--prompt", said, Path(said[1:]))
+    if said == "-" and sys.stdin is None:
+        raise RequestError("--prompt -: standard input is closed")
     try:
         return sys.stdin.read() if said == "-" else said
     except UnicodeDecodeError as error:
@@ -155,10 +167,15 @@ def structured_outputs(args: argparse.Namespace) -> "StructuredOutputs | None":
     return None
 
 
-def sampling_params(args: argparse.Namespace, llm: "LLM") -> "SamplingParams":
+def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of SamplingParams that were given, checked before a model is opened for them."""
+    from kog_triton.sampling.params import SamplingParams
+
     explicit = {name: getattr(args, name) for name in SAMPLING_FLAGS}
     explicit["structured_outputs"] = structured_outputs(args)
-    return llm.default_params(**{k: v for k, v in explicit.items() if v is not None})
+    explicit = {name: value for name, value in explicit.items() if value is not None}
+    SamplingParams(**explicit)
+    return explicit
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
@@ -195,6 +212,7 @@ def _body(argv: Sequence[str] | None) -> int:
     args = parse(argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign shows "?"
+    flags = sampling_flags(args)
     if args.interactive:
         from kog_triton.interactive import converse
 
@@ -204,18 +222,17 @@ def _body(argv: Sequence[str] | None) -> int:
                 raise RequestError("--system needs a chat template, and this model has none")
             if not chat and not args.raw and not args.quiet:
                 say("no chat template: every line is a text to continue")
-            return converse(llm, sampling_params(args, llm), args.system, chat, args.quiet)
+            return converse(llm, llm.default_params(**flags), args.system, chat, args.quiet)
     text = read_prompt(args.prompt)
     with open_llm(args) as llm:
-        return _generate(args, llm, text)
+        return _generate(args, llm, llm.default_params(**flags), text)
 
 
-def _generate(args: argparse.Namespace, llm: "LLM", text: str) -> int:
+def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", text: str) -> int:
     """One prompt: stream its text, then show and record the figures."""
     from kog_triton.interactive import show
     from kog_triton.report import record, stats
 
-    params = sampling_params(args, llm)
     prompt: Any = text
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []

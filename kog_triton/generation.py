@@ -213,7 +213,9 @@ class Generation:
             self.finish_reason, self.stop_reason = "stop", self._text.stop
         elif step.finish:
             self.finish_reason = FINISH_REASONS[step.finish]
-            if by_token and step.token not in self._engine.eos_token_ids:
+            # an end token that is ignored as such ends the text as a stop token of the caller
+            ends_text = step.token in self._engine.eos_token_ids and not params.ignore_eos
+            if by_token and not ends_text:
                 self.stop_reason = step.token
         return text
 
@@ -231,7 +233,8 @@ class Generation:
 class TextStream:
     """Token ids in, text out, up to the first stop string.
 
-    Stop strings count from the end of `min_tokens` on; text that may still become one is held back.
+    Stop strings that end within `min_tokens` do not count; text that may still become one is held
+    back.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -257,7 +260,7 @@ class TextStream:
 
     def _match(self, text: str) -> str:
         if self._num_tokens <= self._min_tokens:
-            return text
+            return self._matcher.skip(text)
         text = self._matcher.feed(text)
         self.stop = self._matcher.matched
         return text

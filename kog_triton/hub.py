@@ -7,7 +7,7 @@ huggingface_hub's own.
 import re
 from pathlib import Path
 
-from kog_triton.errors import ModelError
+from kog_triton.errors import ModelError, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILES = [
@@ -29,8 +29,12 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
 
     ModelError if it is neither, or if the download fails.
     """
+    if not isinstance(path_or_hub_id, str | Path):
+        raise ModelError(f"the model is {shown(path_or_hub_id)}: pass a folder or a hub id")
     path = Path(path_or_hub_id).expanduser()
     text = str(path_or_hub_id)
+    if not text:
+        raise ModelError("the model has no name: pass a folder or a hub id")
     if path.is_dir():
         if revision is not None:
             raise ModelError(f"{text} is a local folder: it has no revision {revision!r}")

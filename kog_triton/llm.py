@@ -26,7 +26,7 @@ from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import Choice, choose
 from kog_triton.demo import checkpoint_path
 from kog_triton.engine import Engine, Job, draw_seed
-from kog_triton.errors import DeviceError, RequestError
+from kog_triton.errors import DeviceError, RequestError, shown, wrong
 from kog_triton.generation import Generation
 from kog_triton.metrics import Peak
 from kog_triton.outputs import CompletionOutput, RequestOutput
@@ -48,6 +48,8 @@ DTYPES = {
     "float16": "fp16",
     "half": "fp16",
 }
+PREFILLS = ("auto", "kernel", "library")
+MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
 BUSY_POLL_S = 0.005  # how long one of several running samples may keep the others unread
 
 
@@ -86,19 +88,22 @@ class LLM:
         if dtype not in DTYPES:
             raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
         device, num_gpus = _devices(devices)
-        for name, value in (("devices", num_gpus), ("num_slots", num_slots)):
-            if value < 1:
-                raise RequestError(f"{name} is {value}: it must be at least 1")
+        _check_integer("devices", num_gpus, 1, MAX_DEVICES)
+        _check_integer("num_slots", num_slots, 1, MAX_SLOTS)
+        if seed is not None:
+            _check_integer("seed", seed, 0, (1 << 64) - 1)
+        if prefill not in PREFILLS:
+            raise wrong("prefill", prefill, f"one of {', '.join(PREFILLS)}")
         if isinstance(backend, str):
             self.choice = choose(backend, device)
-        else:
+        elif isinstance(backend, type):
             self.choice = Choice(backend, backend.name, "given by the caller")
+        else:
+            raise wrong("backend", backend, "a name or a class")
         self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
         limit = self.checkpoint.spec.max_context
-        if max_model_len is not None and not 1 < max_model_len <= limit:
-            raise RequestError(
-                f"max_model_len is {max_model_len}: this model holds from 2 to {limit} positions"
-            )
+        if max_model_len is not None:
+            _check_integer("max_model_len", max_model_len, 2, limit)
         self.tokenizer = Tokenizer.load(self.checkpoint.folder)
         options = BackendOptions(
             num_slots=num_slots,
@@ -135,6 +140,10 @@ class LLM:
         `params` is one for all, one for each, or None for `default_params()`. All prompts are
         checked before the first one starts. The progress bar is on if stderr is a terminal.
         """
+        if not isinstance(prompts, Iterable):
+            raise RequestError(
+                f"prompts is {shown(prompts)}: it must be a prompt or a list of them"
+            )
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = _one_each(self.default_params() if params is None else params, len(many))
         jobs = [self._job(prompt, p) for prompt, p in zip(many, each, strict=True)]
@@ -158,6 +167,8 @@ class LLM:
         as `tool_calls`, the text is what remains, and an answer that ended with calls has the
         finish reason "tool_calls". Special tokens, which mark calls, then stay in the text.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError("messages must be a list: of messages, or of conversations")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Iterable[Any] = [messages] if one else messages
         prompts = [self.chat_prompt(c, tools, add_generation_prompt) for c in conversations]
@@ -287,14 +298,23 @@ class LLM:
         return [_join([done[j, s] for s in range(job.params.n)]) for j, job in enumerate(jobs)]
 
 
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not low <= value <= high:
+        raise wrong(name, value, f"an integer from {low} to {high}")
+
+
 def _one_each(
     params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> Sequence[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts: give one for each")
-    return params
+    each: list[Any] = list(params) if isinstance(params, Iterable) else [params]
+    if not all(isinstance(p, SamplingParams) for p in each):
+        raise RequestError("params must be a SamplingParams, or a list with one for each prompt")
+    if len(each) != count:
+        raise RequestError(f"{len(each)} sampling params for {count} prompts: give one for each")
+    return each
 
 
 def _join(samples: list[Generation]) -> RequestOutput:
@@ -320,10 +340,10 @@ def _with_tool_calls(completion: CompletionOutput, parser_name: str) -> Completi
 
 def _devices(said: str | int | None) -> tuple[str, int]:
     """(device, count) of what the caller calls `devices`."""
-    if said is None or isinstance(said, int):
+    if not isinstance(said, str):
         return "", 1 if said is None else said
     name, _, count = said.partition(":")
-    if count and not count.isdecimal():
+    if count and not (count.isdecimal() and len(count) < 9):
         raise RequestError(f"devices is {said!r}: behind the colon belongs a number, as in h200:4")
     return name, int(count or 1)
 

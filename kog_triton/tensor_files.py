@@ -21,6 +21,7 @@ from kog_triton.model.config import read_json, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_TENSORS = 1 << 17  # of a file and of an index; no supported model has a hundredth of it
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -48,8 +49,9 @@ class TensorFiles:
         try:
             return self._handles[file].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise ModelError(f"{file}: tensor {show(name)} cannot be read: {reason}") from error
+            raise ModelError(
+                f"{file}: tensor {show(name)} cannot be read: {_reason(error)}"
+            ) from error
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Some rows of a matrix, without touching the others."""
@@ -63,11 +65,12 @@ class TensorFiles:
         try:
             handle = safe_open(file, framework="pt", device="cpu")
             names = set(handle.keys())
+            if len(names) > MAX_TENSORS:
+                raise ModelError(f"{file}: {len(names)} tensors: at most {MAX_TENSORS} are read")
             found = {name: _describe(file, handle, name) for name in names}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:160]
             raise ModelError(
-                f"{file}: not a whole safetensors file ({reason}): download it again"
+                f"{file}: not a whole safetensors file ({_reason(error)}): download it again"
             ) from error
         if expected is not None and names != expected:
             name = min(names ^ expected)
@@ -75,6 +78,12 @@ class TensorFiles:
             raise ModelError(f"{file}: tensor {show(name)} is {where} {INDEX}")
         self._handles[file] = handle
         self.stored |= found
+
+
+def _reason(error: Exception) -> str:
+    """What the library says, as part of a message of one line; it repeats names from the file."""
+    line = " ".join(str(error).split())[:160]
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def _describe(file: Path, handle: Any, name: str) -> StoredTensor:
@@ -104,6 +113,8 @@ def _index(index: Path) -> dict[str, set[str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is {show(weight_map)}: it must be a filled object")
+    if len(weight_map) > MAX_TENSORS:
+        raise ModelError(f"{index}: {len(weight_map)} tensors: at most {MAX_TENSORS} are read")
     out: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):

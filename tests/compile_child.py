@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for `python compile_child.py TARGET SHAPE` and print the report as JSON.
+"""Compile the Triton kernel for `python compile_child.py TARGET SHAPE [rules | STAGE ..]`; print reports as JSON.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
@@ -7,14 +7,24 @@ import json
 import sys
 
 from ring_walker import spec_of
+from test_lowering import lanes
 
 from kog_triton.backends.triton.report import compile_report
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import Head
 
 if __name__ == "__main__":
-    target, shape = sys.argv[1:]
-    if shape == "tiny":
-        report = compile_report(spec_of(), target, num_blocks=4, max_context=64)
-    else:
-        report = compile_report(named_shape(shape), target)
-    print(json.dumps(vars(report)))
+    target, shape, *variants = sys.argv[1:]
+    small = {"num_blocks": 4, "max_context": 64}
+    options = {
+        "tiny": (spec_of(), small),
+        "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), small),
+    }
+    spec, sizes = options[shape] if shape in options else (named_shape(shape), {})
+    reports = []
+    for variant in variants or [""]:
+        rules = variant == "rules"
+        reports.append(
+            compile_report(spec, target, **sizes, rules=rules, stage="" if rules else variant)
+        )
+    print(json.dumps([vars(report) for report in reports]))

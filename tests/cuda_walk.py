@@ -1,10 +1,13 @@
 """The CUDA kernel's own source on a CPU: compiled by g++ over tests/cuda_host, run as fibers, one GPU thread each."""
 
 import ctypes
+import functools
 import hashlib
 import os
 import subprocess
 import tempfile
+from dataclasses import replace
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +23,19 @@ if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
 from kog_triton.backends.cuda import header, memory  # noqa: E402
+from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
+from kog_triton.backends.cuda.serving import UNLIMITED  # noqa: E402
+
+from kog_triton.backends import Availability  # noqa: E402
+from kog_triton.backends.mailbox import Request  # noqa: E402
+from kog_triton.backends.request_words import OFFSETS, encode, encode_logits  # noqa: E402
+from kog_triton.sampling import SamplingParams  # noqa: E402
 
 HERE = Path(__file__).parent / "cuda_host"
+INCLUDE = ROOT / "backends/cuda/include"
 CACHE = Path(tempfile.gettempdir()) / "kog-cuda-walk"
 MOST = 4_000_000  # rounds
+GREEDY = SamplingParams(temperature=0)
 
 
 def layout_of(spec, num_blocks=0, max_context=64):
@@ -31,13 +43,13 @@ def layout_of(spec, num_blocks=0, max_context=64):
     return header.lay_out(lowering, max_context)
 
 
-def compile_walk(layout, flags=("-O1",), split_least=None):
+def compile_walk(layout, flags=("-O1",), split_least=None, include=INCLUDE):
     """The shared library of one model, kept by content."""
     text = header.render(layout)
     if split_least:
         text = text.replace(f"kSplitLeast = {header.SPLIT_LEAST}", f"kSplitLeast = {split_least}")
     sources = [HERE / "run.cpp", HERE / "kog/ptx.h"]
-    sources += sorted((ROOT / "backends/cuda/include/kog").glob("*.h"))
+    sources += sorted((include / "kog").glob("*.h"))
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -49,12 +61,14 @@ def compile_walk(layout, flags=("-O1",), split_least=None):
         draft.with_suffix(".h").write_text(text)
         subprocess.run(
             ["g++", "-std=c++20", "-shared", "-fPIC", "-Wno-unknown-pragmas", *flags,
-             f'-DGENERATED="{draft.with_suffix(".h")}"', f"-I{HERE}", f"-I{ROOT}/backends/cuda/include",
+             f'-DGENERATED="{draft.with_suffix(".h")}"', f"-I{HERE}", f"-I{include}",
              str(HERE / "run.cpp"), "-o", str(draft)],
             check=True,
         )  # fmt: skip
         os.replace(draft, library)
-    return ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.kog_run.restype = ctypes.c_long
+    return loaded
 
 
 class Walk:
@@ -66,36 +80,110 @@ class Walk:
         self.spec = spec
         self.layout = layout_of(spec, num_blocks, max_context)
         self.library = compile_walk(self.layout, flags, split_least)
-        self.library.kog_run.restype = ctypes.c_long
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 
     def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=-1, control=0):
+        """Rounds that one request's words in slot 0 took, or -1."""
         m = self.memory
         for tensor in (m.words, m.error, m.mailbox):
             tensor.zero_()
         m.mailbox[0] = control
-        words = np.zeros(memory.REQUEST_WORDS, np.int64)
-        words[: len(request)] = request
-        m.request.copy_(torch.from_numpy((words & 0xFFFFFFFF).astype(np.uint32).view(np.int32)))
-        m.tokens[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+        m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
         others = {} if logits is None else {"logits": logits}
-        pointers = m.pointers(0, limit, **others)
+        pointers = m.pointers([0], limit, UNLIMITED, **others)
         return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
+
+    @property
+    def outcome(self):
+        return int(self.memory.mailbox[2])
 
     def forward_logits(self, tokens, seed=0):
         """Logits [tokens, vocab], every position."""
         count = len(tokens)
         out = torch.full((count, self.spec.vocab_size), torch.nan)
-        assert self.run([0, count, count, 0, 1, 0, 0, 0, 0, 1], tokens, seed, logits=out) > 0
-        assert int(self.memory.mailbox[2]) == 2, (self.memory.mailbox[:4], self.memory.error)
+        assert self.run(encode_logits(count), tokens, seed, logits=out) > 0
+        assert self.outcome == 2, (self.memory.mailbox, self.memory.error)
         return out.numpy()
 
-    def generate(self, prompt, count, sampling=(1, 0, 0, 0, 0), stops=(), seed=0, control=0):
-        """Tokens and outcome; sampling = greedy, seed low, seed high, sample, scale bits."""
-        request = [0, len(prompt), count, len(stops), *sampling, 0] + [0] * 6 + list(stops)
-        assert self.run(request, prompt, seed, control=control) > 0
-        box = self.memory.mailbox.numpy()
-        made = int(box[3])
-        words = box[8 : 8 + 2 * made : 2]
-        assert [int(w) >> 32 for w in words] == list(range(1, made + 1))
-        return [int(w) & 0xFFFFFFFF for w in words], int(box[2])
+    def words(self, prompt, count, params=GREEDY, stops=(), **fields):
+        request = Request(
+            0, tuple(prompt), params, params.seed or 0, count, frozenset(stops), **fields
+        )
+        return encode(request, self.spec.vocab_size)
+
+    def generate(self, prompt, count, params=GREEDY, stops=(), seed=0, control=0):
+        """Tokens and outcome."""
+        assert self.run(self.words(prompt, count, params, stops), prompt, seed, control=control) > 0
+        return self.tokens(), self.outcome
+
+    def tokens(self):
+        """What slot 0 said; -1 for logits that are not finite."""
+        words = self.memory.outbox[0, :, 0].tolist()
+        made = words.index(0)
+        assert [w >> 32 for w in words[:made]] == list(range(1, made + 1))
+        return [int(np.int32(np.uint32(w & 0xFFFFFFFF))) for w in words[:made]]
+
+
+class FiberKernel:
+    """The kernel on the emulated GPU behind the methods of driver.Kernel: a launch is a thread."""
+
+    def __init__(self, layout, flags, seed):
+        self.layout, self.flags, self.seed = layout, flags, seed
+        self.launches, self.absent = 0, -1
+
+    @functools.cached_property
+    def library(self):
+        return compile_walk(self.layout, self.flags)
+
+    def launch(self, blocks, threads, argument):
+        self.launches += 1
+        return FiberLaunch(self.library, argument, self.seed + self.launches, self.absent)
+
+    def close(self):
+        pass
+
+
+class FiberLaunch(threading.Thread):
+    """A launch in flight; what it cannot say as an error of its request fails the test."""
+
+    def __init__(self, library, argument, seed, absent):
+        super().__init__(daemon=True)
+        self._run = lambda: library.kog_run(
+            ctypes.byref(argument), seed, absent, ctypes.c_long(MOST)
+        )
+        self.start()
+
+    def run(self):
+        self.rounds = self._run()
+
+    def query(self):
+        if self.is_alive():
+            return False
+        assert self.rounds > 0, "blocks of the emulated GPU wait for ever"
+        return True
+
+    def synchronize(self):
+        self.join()
+        assert self.query()
+
+
+class FiberBackend(CudaBackend):
+    """The CUDA backend with the emulated GPU in the place of a real one."""
+
+    @classmethod
+    def availability(cls):
+        return Availability(True)
+
+    def __init__(self, weights, options, num_blocks=2, seed=0):
+        self._seed = seed
+        # The kernel's own prefill is what is on trial, unless the library's is asked for.
+        prefill = "library" if options.prefill == "library" else "kernel"
+        super().__init__(weights, replace(options, prefill=prefill), num_blocks)
+        self.wait_ticks = 1 << 20  # rounds
+
+    def _open_device(self):
+        return torch.device("cpu"), GPUS["h200"]
+
+    def _load(self, source, entry):
+        flags = ("-O1", "-DSTAGE") if entry == "kog_stage" else ("-O1",)
+        return FiberKernel(self.layout, flags, self._seed)

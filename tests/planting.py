@@ -10,11 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.triton import attention, kernel, matvec, sample, sync, words
+from kog_triton.backends.triton import (
+    attention,
+    edits,
+    head,
+    kernel,
+    layer,
+    logprobs,
+    matvec,
+    noise,
+    residual,
+    sample,
+    slots,
+    sync,
+    votes,
+    words,
+)
 
-MODULES = {
-    m.__name__.rpartition(".")[2]: m for m in (sync, words, matvec, attention, sample, kernel)
-}
+DEVICE_MODULES = (
+    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, edits, logprobs, head, kernel,
+)  # fmt: skip
+MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}
 
 
 def plant(patch: pytest.MonkeyPatch, folder: Path, module: str, before: str, after: str) -> None:

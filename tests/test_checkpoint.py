@@ -320,12 +320,16 @@ def test_config_that_is_a_folder(folder):
 # ---- the hub ----
 
 
-@pytest.mark.parametrize("path", ["no-such-folder", "a/b/c", "/nowhere/at/all", "../up", ""])
+def test_no_name_is_not_the_current_folder():
+    with pytest.raises(ModelError, match="the model has no name"):
+        model_folder("")
+    with pytest.raises(ModelError, match="the model is None: pass a folder"):
+        model_folder(None)
+
+
+@pytest.mark.parametrize("path", ["no-such-folder", "a/b/c", "/nowhere/at/all", "../up"])
 def test_what_is_no_folder_and_no_hub_id(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if path == "":
-        assert model_folder(path) == model_folder(".")
-        return
     with pytest.raises(ModelError, match="no such folder"):
         model_folder(path)
 

@@ -81,8 +81,8 @@ def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken(llm):
 @pytest.mark.parametrize("limit", [100, 300, 511])
 def test_the_stated_bound_holds_and_is_reached(folder, limit):
     with LLM(folder, backend="reference", num_slots=3, max_model_len=limit) as llm:
-        # slots x positions x keys and values x 1 layer x 1 head x 4 numbers x float32
-        assert llm.kv_cache_bound_bytes() == 3 * limit * 2 * 1 * 1 * 4 * 4
+        # slots x positions x keys and values x 1 layer x 1 head x 8 numbers x float32
+        assert llm.kv_cache_bound_bytes() == 3 * limit * 2 * 1 * 1 * 8 * 4
         held = []
         for length in (1, limit // 2, limit - 8, limit - 1):
             for start in "abcd":

@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 import torch
 from cuda_walk import ROOT, Walk, header, layout_of, memory
-from kog_triton.backends.cuda.backend import describe
 from ring_walker import pack_model, spec_of
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Request
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import History, SamplingParams, sample
-from kog_triton.sampling.definition import inverse_temperature
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.packing import pack_blocks, pack_stage
@@ -74,11 +70,6 @@ def test_header_carries_the_lowering():
     fields = dict(re.findall(r"k(\w+) = (\d+)", down))
     assert (fields["Rows"], fields["Cols"], fields["Parts"]) == ("2048", "8192", "16")
     assert fields["Units"] == "256" and fields["Steps"] == "16"
-
-
-def test_concatenated_heads_are_refused():
-    with pytest.raises(ModelError, match="CONCAT"):
-        layout_of(spec_of(**LANES, head=Head.CONCAT))
 
 
 @pytest.mark.parametrize("lanes", [False, True])
@@ -146,7 +137,7 @@ PLAIN = {
         0.015,
     ),
     "sizes that divide by nothing": (
-        f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=6, qkv_bias=True),
+        f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=8, qkv_bias=True),
         {},
         0.015,
     ),
@@ -166,7 +157,7 @@ def test_plain_models_agree_with_the_reference(name):
     assert_close(Walk(spec, weights, **options), weights, 11 if options else 5, limit)
 
 
-@pytest.mark.parametrize("head", [Head.MEAN, Head.SUM_THEN_NORM, Head.VOCAB_PARALLEL])
+@pytest.mark.parametrize("head", [Head.MEAN, Head.SUM_THEN_NORM, Head.VOCAB_PARALLEL, Head.CONCAT])
 def test_lanes_agree_with_the_reference(head):
     spec = f16_spec(**LANES, head=head, lane_norms=head is Head.MEAN)
     weights = RandomWeights(spec)
@@ -198,8 +189,7 @@ def test_greedy_tokens_are_the_largest_logits(walk):
 def test_sampled_tokens_are_the_definitions(walk):
     prompt, seed = tokens_of(walk.spec, 3), (7 << 40) + 12345
     params = SamplingParams(temperature=3.0, seed=seed)
-    bits = int(np.float32(inverse_temperature(params)).view(np.uint32))
-    tokens, _ = walk.generate(prompt, 4, (0, seed & 0xFFFFFFFF, seed >> 32, 0, bits))
+    tokens, _ = walk.generate(prompt, 4, params)
     assert tokens == expected_tokens(walk, prompt, 4, params)
     assert tokens != walk.generate(prompt, 4)[0]
 
@@ -220,44 +210,25 @@ def test_a_nan_ends_the_request():
     spec = f16_spec()
     walk = Walk(spec, RandomWeights(spec))
     walk.memory.embed[5, 3] = torch.nan
-    walk.run([0, 2, 4, 0, 1], [1, 5])
-    assert walk.memory.mailbox[2:4].tolist() == [5, 1]
+    walk.run(walk.words([1, 5], 4), [1, 5])
+    assert (walk.outcome, walk.tokens()) == (5, [-1])
     assert not walk.memory.error.any()
 
 
 def test_a_block_that_hangs_ends_the_launch(walk):
     """Every other block gives up in bounded time, the first one says where, and no token comes out."""
     absent = walk.layout.lowering.num_blocks - 1
-    assert walk.run([0, 2, 40, 0, 1], [1, 2], seed=3, limit=2000, absent=absent) > 0
-    flag, block, step, layer, seen, wanted = walk.memory.error.tolist()[:6]
+    assert walk.run(walk.words([1, 2], 40), [1, 2], seed=3, limit=2000, absent=absent) > 0
+    flag, block, step, layer, word, seen, wanted = walk.memory.error.tolist()[:7]
     assert flag == 1 and block != absent and layer == 0
-    assert header.STEPS[step] in ("attention_qkv", "attention_join", "o_proj_input")
+    place = walk.layout.place_of(header.STEPS[step], word)
+    assert re.fullmatch(
+        r"attention_qkv, word \d+ of qkv|attention_join.*|o_proj_input, word \d+ of splits",
+        place,
+    )
     assert (seen, wanted) == (0, 1)  # a word that nobody wrote
-    assert walk.memory.mailbox[2:4].tolist() == [4, 0]
+    assert (walk.outcome, walk.tokens()) == (4, [])
     assert walk.generate(tokens_of(walk.spec, 3), 2)[1] == 2  # and the next request runs
-
-
-# ---- requests ----
-
-
-def request_of(**params):
-    params = {"temperature": 0.5, "seed": 1} | params
-    return Request(0, (1, 2), SamplingParams(**params), 1, 4, frozenset({9}))
-
-
-def test_a_request_becomes_words():
-    words = describe(request_of())
-    assert words[:8] == [0, 2, 4, 1, 0, 1, 0, 0]
-    assert np.uint32(words[8]).view(np.float32) == 2.0 and words[16:] == [9]
-
-
-@pytest.mark.parametrize(
-    ("params", "name"),
-    [({"top_k": 5}, "top_k"), ({"min_p": 0.1}, "min_p"), ({"logprobs": 1}, "logprobs")],
-)
-def test_what_is_not_there_yet_is_refused_by_name(params, name):
-    with pytest.raises(RequestError, match=name):
-        describe(request_of(**params))
 
 
 # ---- machine code ----
@@ -291,6 +262,7 @@ def machine_code(layout, folder):
 
 
 LONGEST_LOOP = 1000  # instructions
+MOST_SPILLS = 48  # loads and stores, once a token's included
 
 
 def innermost(code, has):
@@ -316,12 +288,19 @@ def is_local(what):
 
 @pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b", "odd"])
 def test_no_loop_that_streams_or_waits_spills(name, tmp_path):
-    spec = spec_of(hidden_size=54, num_heads=4, head_dim=6) if name == "odd" else named_shape(name)
+    spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
     code = machine_code(layout_of(spec, max_context=1024), tmp_path)
     weights = innermost(code, r"\bHMMA")
     polls = innermost(code, r"\bLDG.*STRONG\.GPU")
-    walks = [body for body in innermost(code, r"\bLDG") if any("MUFU.EX2" in w for w in body)]
-    assert len(weights) == 5  # the matrix stages
+    walks = [body for body in innermost(code, r"\bHMMA") if any("MUFU.EX2" in w for w in body)]
+    assert len(weights) >= 5  # the matrix stages, but o_proj where it is unrolled, and attention
     assert len(polls) >= 8 and len(walks) == 1
     for body in weights + polls + walks:
         assert not [what for what in body if is_local(what)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_walk_hardly_spills(name, tmp_path):
+    """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
+    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
+    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS

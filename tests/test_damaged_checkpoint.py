@@ -130,3 +130,25 @@ def test_damaged_header(folder, data):
         layer = name.split(".")[1] if name.startswith("layers.") else ""
         pattern = name.replace(f"layers.{layer}.", "layers.{}.")
         assert tuple(checkpoint.load(name).shape) == checkpoint.spec.shapes[pattern]
+
+
+def test_more_tensors_than_a_model_has_are_refused_before_they_are_read(folder, monkeypatch):
+    monkeypatch.setattr("kog_triton.tensor_files.MAX_TENSORS", 9)
+    with pytest.raises(ModelError, match=r"model\.safetensors: \d+ tensors: at most 9 are read"):
+        Checkpoint.open(folder)
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {str(i): "x.safetensors" for i in range(10)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"index\.json: 10 tensors: at most 9 are read"):
+        Checkpoint.open(folder)
+
+
+def test_a_name_in_a_broken_header_does_not_drive_a_terminal(folder):
+    header = json.dumps(
+        {"\x1b[2Jx": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}
+    ).encode()
+    data = struct.pack("<Q", len(header)) + header
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=r"not a whole safetensors file .*\[2Jx") as error:
+        Checkpoint.open(folder)
+    assert str(error.value).isprintable()

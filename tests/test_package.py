@@ -63,7 +63,8 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
     for folder, pattern in (("", "*.py"), ("demo/checkpoint", "*"), ("demo", "*.json")):
         for file in (ROOT / "kog_triton" / folder).rglob(pattern):
             assert file.relative_to(ROOT).as_posix() in names
-    for needed in ("py.typed", "generate.schema.json", "demo/README.md"):
+    kernel = (f"backends/cuda/{name}" for name in ("decode.cu", "stage.cu", "include/kog/decode.h"))
+    for needed in ("py.typed", "generate.schema.json", "demo/README.md", *kernel):
         assert f"kog_triton/{needed}" in names
     assert any(name.endswith("/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"kog_triton"}

@@ -342,6 +342,14 @@ def test_repetition_penalty_equals_transformers(penalty):
     )
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_extreme_penalties_keep_every_logit_finite(penalty):
+    logits = np.float32([-3e4, -1.0, 0.0, 1.0, 3e4])
+    params = params_of(5, repetition_penalty=penalty, frequency_penalty=2, presence_penalty=2)
+    edited = adjust(logits, params, History(range(5)))
+    assert np.isfinite(edited).all() and (np.sign(edited) == np.sign(logits)).all()
+
+
 def test_penalties_and_bias_step_by_step_in_float32():
     f32 = np.float32
     fields = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": -0.7}

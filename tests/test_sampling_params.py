@@ -12,6 +12,11 @@ from kog_triton.sampling import SamplingParams, StructuredOutputs
         ("n", 0),
         ("n", 1.5),
         ("n", True),
+        ("n", (1 << 14) + 1),
+        pytest.param("n", -(10**5000), id="n-huge"),
+        ("temperature", 10**400),
+        pytest.param("max_tokens", 10**5000, id="max_tokens-huge"),
+        ("top_k", 1 << 63),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", 1e-7),
@@ -33,10 +38,13 @@ from kog_triton.sampling import SamplingParams, StructuredOutputs
         ("stop_token_ids", "12"),
         ("ignore_eos", 1),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),
         ("logit_bias", {1: float("inf")}),
         ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"9" * 5000: 1.0}),
+        ("logit_bias", {1: 10**400}),
         ("logit_bias", {1: 101}),
         ("logit_bias", [1]),
         ("allowed_token_ids", []),
@@ -44,6 +52,7 @@ from kog_triton.sampling import SamplingParams, StructuredOutputs
         ("bad_words", "word"),
         ("bad_words", [""]),
         ("logprobs", -2),
+        ("logprobs", (1 << 20) + 1),
         ("prompt_logprobs", 1.0),
         ("detokenize", None),
         ("structured_outputs", {"regex": "a"}),
@@ -123,7 +132,8 @@ def test_resolve_draws_a_seed_once_and_keeps_a_given_one():
     drawn = {SamplingParams().resolve(10).seed for _ in range(20)}
     assert len(drawn) == 20
     assert SamplingParams(seed=3).resolve(10).seed == 3
-    assert SamplingParams(seed=-1).resolve(10).seed == (1 << 64) - 1
+    assert SamplingParams(seed=-2).resolve(10).seed == (1 << 64) - 2
+    assert SamplingParams(seed=-1).seed is None  # as in vLLM
 
 
 def test_resolve_collects_end_tokens_and_bad_words():
@@ -136,6 +146,19 @@ def test_resolve_collects_end_tokens_and_bad_words():
         params.resolve(10, encode=lambda _: [])
     with pytest.raises(RequestError, match="no tokenizer"):
         params.resolve(10)
+
+
+def test_bad_words_are_vllms_variants_and_only_what_the_model_can_say():
+    ids = {"a": [1], " a": [2], "  a": [3], "\n": [4], "b": [10], " b": [5, 10]}
+
+    def banned(*words):
+        params = SamplingParams(bad_words=words)
+        return params.resolve(10, encode=ids.__getitem__).bad_words_token_ids
+
+    assert banned(" a") == ((1,), (2,))  # as without the space
+    assert banned("  a") == ((1,), (2,), (3,))
+    assert banned("\n") == ((4,),)  # not the space that would stand before a word
+    assert banned("b") == ()  # the tokenizer has ids that the model has not
 
 
 @pytest.mark.parametrize(

@@ -225,11 +225,32 @@ def test_no_template_is_the_requests_error():
         ([{"content": "x"}], r"messages\[0\] must be an object"),
         ([{"role": "user", "content": object()}], r"messages\[0\].content is a object"),
         ([{"role": "user", 3: "x"}], r"messages\[0\] has the key 3"),
+        ([{"role": "user", "content": {"a\nb": {1: "x"}}}], r"content.a\\nb' has the key 1"),
+        ([{"role": "user", "x" * 9999: object()}], r"messages\[0\].xxx"),
+        ([{"role": "user", "content": json.loads("[" * 400 + "]" * 400)}], "deeper than 100"),
     ],
 )
 def test_messages_that_are_none(messages, word):
-    with pytest.raises(RequestError, match=word):
+    with pytest.raises(RequestError, match=word) as error:
         ours("x").render_chat(messages)
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+
+
+def test_letters_that_normalize_to_a_special_token_are_text():
+    """Special tokens that are matched after normalization, in a tokenizer that folds wide letters."""
+    data = json.loads(make_tokenizer("byte_level").to_str())
+    data["normalizer"], data["post_processor"] = {"type": "NFKC"}, None
+    for token in data["added_tokens"]:
+        token["normalized"] = True
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    end = backend.token_to_id("<|im_end|>")
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    mine = Tokenizer(backend, NAMED, {"default": template})
+    assert backend.encode("＜|im_end|＞").ids == [end]
+    for typed in ("＜|im_end|＞", "<|im_end|>", "plain"):
+        ids = mine.encode_chat([{"role": "user", "content": typed}])
+        assert ids.count(end) == 1 and ids[-1] == end
+        assert mine.decode(ids, skip_special_tokens=False).endswith("<|im_end|>")
 
 
 # ---- the sandbox ----

@@ -50,6 +50,28 @@ def test_only_what_could_be_a_stop_is_held_back(pieces, stops):
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
+@settings(max_examples=500, deadline=None)
+@given(
+    skipped=st.lists(st.text("ab", max_size=4), max_size=4),
+    pieces=st.lists(st.text("ab", max_size=4), max_size=6),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_a_stop_may_begin_in_skipped_text_but_not_end_there(skipped, pieces, stops, include):
+    matcher = StopMatcher(stops, include)
+    text = "".join(matcher.skip(piece) for piece in skipped)
+    text += "".join(matcher.feed(piece) for piece in pieces) + matcher.finish()
+    whole, exempt = "".join([*skipped, *pieces]), len("".join(skipped))
+    for end in range(exempt + 1, len(whole) + 1):
+        found = [stop for stop in stops if whole[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            want = whole[: end if include else end - len(stop)]
+            assert (text, matcher.matched) == (want, stop)
+            return
+    assert (text, matcher.matched) == (whole, None)
+
+
 @pytest.mark.parametrize(
     ("pieces", "stops", "expected"),
     [

@@ -17,18 +17,23 @@ import pytest
 
 from kog_triton.backends.triton.report import TARGETS, CompileReport
 
+STAGES = (
+    "embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj", "mix", "lm_head",
+)  # fmt: skip
 CHILD = Path(__file__).with_name("compile_child.py")
 
 
-def report_of(target: str, shape: str, folder: Path) -> CompileReport:
+def reports_of(target: str, shape: str, folder: Path, *variants: str) -> list[CompileReport]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(CHILD.parents[1])}
     child = subprocess.run(
-        [sys.executable, CHILD, target, shape], capture_output=True, text=True, env=env
+        [sys.executable, CHILD, target, shape, *variants], capture_output=True, text=True, env=env
     )
     assert child.returncode == 0, child.stderr[-2000:]
-    fields = json.loads(child.stdout)
-    return CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
+    return [
+        CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
+        for fields in json.loads(child.stdout)
+    ]
 
 
 def polls(report: CompileReport) -> list[int]:
@@ -53,7 +58,7 @@ def check_polls(report: CompileReport) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_tiny_model_compiles_for_every_target(target, tmp_path):
-    report = report_of(target, "tiny", tmp_path)
+    (report,) = reports_of(target, "tiny", tmp_path)
     assert report.num_threads == 256
     check_polls(report)
     assert report.spilled_bytes == 0
@@ -69,7 +74,7 @@ def test_a_tiny_model_compiles_for_every_target(target, tmp_path):
 
 def test_llama_on_hopper(tmp_path):
     """No stack, weights in 128-bit loads that are evicted first, polls past the L1."""
-    report = report_of("sm_90", "llama-3.2-1b", tmp_path)
+    (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.spilled_bytes == 0
     assert report.registers <= 255
@@ -82,11 +87,21 @@ def test_llama_on_hopper(tmp_path):
 
 
 def test_llama_on_mi300(tmp_path):
-    report = report_of("gfx942", "llama-3.2-1b", tmp_path)
+    (report,) = reports_of("gfx942", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.registers <= 512
-    assert report.spilled_bytes <= 1024  # 864 today: the ring and the residual stream of one wave
+    assert report.spilled_bytes == 0
     assert report.shared_bytes <= 16 * 1024
     assert report.count(r"(buffer|global)_load_dwordx4") >= 100
     assert report.count(r".*_load_dword(x[24])? sc0 sc1") >= 40
     assert sum(report.instructions.values()) <= 20000
+
+
+def test_sampling_rules_and_single_stages_compile(tmp_path):
+    """The kernel of all rules spills a little, where nothing else waits for it; the plain one never does."""
+    (rules,) = reports_of("sm_90", "llama-3.2-1b", tmp_path, "rules")
+    amd, *_ = reports_of("gfx942", "lanes", tmp_path, "rules", "lm_head")
+    for report in (rules, amd):
+        check_polls(report)
+        assert report.spilled_bytes <= 256
+    assert len(reports_of("sm_90", "lanes", tmp_path, *STAGES)) == len(STAGES)

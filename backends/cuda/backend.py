@@ -1,41 +1,49 @@
-"""CudaBackend: one launch of the monokernel serves one request, prompt included, until it stops.
+"""CudaBackend: the monokernel of one model on one Hopper GPU.
 
-Requests run one after another; the host reads tokens from mapped memory as they are made. What the kernel
-cannot do is refused by name before anything runs.
+What the kernel cannot do is refused by name before anything runs. How requests share it, and how they come
+and go, is serving.py's.
 """
 
-import struct
-import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import MOST_STOPS, STEPS, lay_out, render
+from kog_triton.backends.cuda.header import lay_out, render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
-from kog_triton.backends.cuda.memory import MAILBOX_HEAD, REQUEST_WORDS, TENSORS, Pointers, allocate
+from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate
+from kog_triton.backends.cuda.serving import (
+    UNLIMITED,
+    Finished,
+    Launcher,
+    check_launch,
+    check_waits,
+    serve,
+)
+from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step, now_ns
-from kog_triton.errors import DeviceError, ModelError, RequestError, RunError
+from kog_triton.backends.library_prefill import LibraryPrefill, choose_prefill
+from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.request_words import encode, encode_logits
+from kog_triton.backends.serve import prompt_logprobs
+from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DType
-from kog_triton.sampling.definition import inverse_temperature
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-# How a launch ends (`kog::Outcome`); the host's word is CANCEL.
-STOP, LENGTH, CANCEL, FAILED, NOT_FINITE = 1, 2, 3, 4, 5
-CONTROL, OUTCOME, MADE = 0, 2, 3  # words of the mailbox
+SCORED = 256  # positions whose logits are kept at once: 150 MB of 150,000 float32
 WAIT_TICKS = 4 * 10**9  # that a wait of the kernel may take: two seconds
-POLL_S = 50e-6  # how often the host looks for tokens
 DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 
 
 class CudaBackend:
     name = "cuda"
+    num_devices = 1
 
     @classmethod
     def availability(cls) -> Availability:
@@ -55,10 +63,6 @@ class CudaBackend:
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
         if options.num_gpus != 1:
             raise DeviceError("the cuda backend runs on one GPU: choose --gpus 1")
-        if options.num_slots != 1:
-            raise DeviceError("the cuda backend serves one slot: leave the number of slots at 1")
-        if options.prefill == "library":
-            raise DeviceError("the cuda backend prefills in the kernel: choose --prefill kernel")
         available = self.availability()
         if not available.ok:
             raise DeviceError(
@@ -67,18 +71,53 @@ class CudaBackend:
         self.options, self.spec = options, weights.spec
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
+        if self.spec.dtype not in HALF:
+            raise ModelError(
+                "the cuda backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
+            )
         if self.spec.kv_dtype not in (None, self.spec.dtype):
             raise ModelError("the cuda backend keeps keys and values in the type of the weights")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.gpu: Gpu | None = find_gpu(torch.cuda.get_device_name())
+        self.device, self.gpu = self._open_device()
         self.max_context = options.max_context or self.spec.max_context
+        self.wait_ticks = WAIT_TICKS
+        self._stages: StageRunner | None = None  # compiled when it is asked for
+        self._kernels: list[Kernel] = []
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
-        torch.zeros(1, device=self.device)  # makes torch's context, which the driver calls need
-        cubin = compile_cubin(render(self.layout))
-        self.kernel = Kernel(cubin, "kog_decode", self.layout.shared_bytes)
-        self.memory = allocate(self.layout, weights, 1, self.device)
+        self.kernel = self._open_kernel("decode.cu", "kog_decode")
+        self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+        self.library = self._open_library(weights)
+
+    def _open_device(self) -> tuple[torch.device, Gpu]:
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=device)  # makes torch's context, which the driver calls need
+        return device, find_gpu(torch.cuda.get_device_name(device))
+
+    def _open_library(self, weights: WeightSource) -> LibraryPrefill | None:
+        """The prefill that holds the weights once more, unless the kernel alone is asked for."""
+        if self.options.prefill == "kernel":
+            return None
+        if self.options.prefill == "auto":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if self.memory.weights.nbytes > free // 2:
+                warnings.warn(
+                    "prompts run in the kernel, a token at a time: a second copy of the weights for "
+                    "library prefill would take more than half of the free memory",
+                    stacklevel=2,
+                )
+                return None
+        embed = self.memory.embed[:, : self.spec.hidden_size]
+        dtype = HALF[self.spec.dtype]
+        return LibraryPrefill(weights, self.spec, self.max_context, self.device, dtype, embed)
+
+    def _open_kernel(self, source: str, entry: str) -> Kernel:
+        self._kernels.append(self._load(source, entry))
+        return self._kernels[-1]
+
+    def _load(self, source: str, entry: str) -> Kernel:
+        cubin = compile_cubin(render(self.layout), source)
+        return Kernel(cubin, entry, self.layout.shared_bytes, self.device)
 
     # ---- doors ----
 
@@ -86,141 +125,97 @@ class CudaBackend:
         return Mailbox(self.options.num_slots)
 
     def generate(self, mailbox: Mailbox) -> None:
-        """Serve until the mailbox is idle, closed or yields; a request in flight ends first."""
-        while not (mailbox.closed or mailbox.yielding):
-            requests = mailbox.take()
-            if not requests:
-                return
-            for request in requests:
-                try:
-                    self._serve(request, mailbox)
-                except Exception as error:
-                    mailbox.push(request.slot, Failure(error))
+        """Serve until the mailbox is idle, closed or yields."""
+        memory = self.memory
 
-    def _serve(self, request: Request, mailbox: Mailbox) -> None:
-        self._write(request.prompt, describe(request))
-        finished = self._launch(self._pointers())
-        words, made, done = self.memory.mailbox.numpy(), 0, False
-        while not done:
-            done = finished.query()  # before the words: what it leaves behind is then complete
-            made = self._push_tokens(request, mailbox, words, made)
-            if mailbox.cancelled(request.slot):
-                words[CONTROL] = CANCEL
-            time.sleep(POLL_S)
-        self._check(words)
-        if words[OUTCOME] == CANCEL:
-            mailbox.push(request.slot, Step(-1, "cancel", device_ns=now_ns()))
+        def launch(slots: list[int], most_steps: int) -> Finished:
+            return self._launch(memory, slots, most_steps)
 
-    def _push_tokens(self, request: Request, mailbox: Mailbox, words: np.ndarray, made: int) -> int:
-        """Hand on the tokens that came since; how many there are now."""
-        while made < request.max_tokens:
-            word, device_ns = (int(w) for w in words[MAILBOX_HEAD + 2 * made :][:2])
-            token = word & 0xFFFFFFFF
-            if word >> 32 != made + 1 or token == 0xFFFFFFFF:
-                break
-            made += 1
-            finish = "length" if made == request.max_tokens else None
-            if token in request.stop_token_ids:
-                finish = "stop"
-            mailbox.push(request.slot, Step(token, finish, device_ns=device_ns))
-            mailbox.prefilled[request.slot] = len(request.prompt) + made - 1
-            if finish:
-                break
-        return made
+        def seat(request: Request) -> int:
+            return self._seat(request, mailbox)
+
+        serve(Launcher(self.layout, memory, seat, launch), mailbox)
+
+    def _seat(self, request: Request, mailbox: Mailbox) -> int:
+        words = encode(request, self.spec.vocab_size)
+        scored = request.prompt_logprobs is not None
+        start = self._score_prompt(request, mailbox) if scored else self._prefill(request)
+        self.memory.write_request(request.slot, words, request.prompt, start)
+        return start
+
+    def _prefill(self, request: Request) -> int:
+        """The position from which the kernel computes; the slot holds keys and values of those before."""
+        new, first = request.prompt[request.cached : -1], request.cached
+        wanted = self.options.prefill
+        if wanted == "auto":
+            wanted = choose_prefill(len(new), first)
+        if self.library is None or wanted == "kernel":
+            return first
+        cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
+        self.library.run(new, first, cache)
+        return len(request.prompt) - 1
+
+    def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
+        """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""
+        memory, prompt = self.memory, request.prompt
+        for first in range(0, len(prompt), SCORED):
+            end = min(first + SCORED, len(prompt))
+            logits = torch.zeros(end - first, self.spec.vocab_size, device=self.device)
+            memory.write_request(request.slot, encode_logits(end), prompt[:end], first)
+            self._launch(memory, [request.slot], UNLIMITED, logits=logits).synchronize()
+            check_launch(memory, self.layout)
+            rows = logits.cpu().numpy()
+            mailbox.push_prompt(request.slot, prompt_logprobs(request, rows, first + 1))
+        return len(prompt) - 1
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
         count = len(token_ids)
         if count > self.max_context:
             raise RequestError(f"{count} tokens do not fit the context of {self.max_context}")
+        memory = self.memory.apart()
         logits = torch.zeros(count, self.spec.vocab_size, device=self.device)
-        self._write(token_ids, [0, count, count, 0, 1, 0, 0, 0, 0, 1])
-        cache = torch.zeros_like(self.memory.cache[0])
-        self._launch(self._pointers(logits=logits, cache=cache)).synchronize()
-        self._check(self.memory.mailbox.numpy())
+        memory.write_request(0, encode_logits(count), token_ids, 0)
+        self._launch(memory, [0], UNLIMITED, logits=logits).synchronize()
+        check_launch(memory, self.layout)
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        raise RequestError("the cuda backend runs whole steps only: compare forward_logits")
+        if self._stages is None:
+            kernel, memory = self._open_kernel("stage.cu", "kog_stage"), self.memory.apart()
+
+            def launch(call: StageCall) -> None:
+                blocks, threads = self.layout.lowering.num_blocks, self.layout.threads
+                kernel.launch(blocks, threads, call).synchronize()
+                check_waits(memory, self.layout)
+
+            self._stages = StageRunner(self.layout, memory, launch, self.wait_ticks)
+        return self._stages.run(stage, layer, state)
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory
         weights = m.weights.nbytes + m.embed.nbytes
         total = sum(getattr(m, name).nbytes for name in TENSORS)
         other = total - weights - m.cache.nbytes
+        if self.library is not None:
+            held = self.library.memory_bytes()
+            weights, other = weights + held["weights"], other + held["other"]
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
-        self.kernel.close()
+        for kernel in self._kernels:
+            kernel.close()
+        self._kernels, self._stages = [], None
+        self.library = None
         del self.memory
 
     # ---- a launch ----
 
-    def _pointers(self, **others: torch.Tensor) -> Pointers:
-        return self.memory.pointers(0, WAIT_TICKS, **others)
-
-    def _write(self, prompt: Sequence[int], request: list[int]) -> None:
-        m = self.memory
-        words = np.zeros(REQUEST_WORDS, np.int64)
-        words[: len(request)] = request
-        m.request.copy_(torch.from_numpy((words & 0xFFFFFFFF).astype(np.uint32).view(np.int32)))
-        m.tokens[: len(prompt)] = torch.tensor(list(prompt), dtype=torch.int32)
-        m.mailbox.zero_()
-
-    def _launch(self, pointers: Pointers) -> torch.cuda.Event:
-        """Start the kernel; the event says when it has ended."""
-        self.memory.words.zero_()
-        self.memory.error.zero_()
-        stream = torch.cuda.current_stream()
-        torch.cuda.synchronize()
-        layout = self.layout
-        blocks = layout.lowering.num_blocks
-        self.kernel.launch(blocks, layout.threads, pointers, stream.cuda_stream)
-        finished = torch.cuda.Event()
-        finished.record(stream)
-        return finished
-
-    def _check(self, words: np.ndarray) -> None:
-        """RunError if the launch did not end well."""
-        torch.cuda.synchronize()
-        flag, block, step, layer, seen, wanted = self.memory.error.tolist()[:6]
-        made = int(words[MADE])
-        if flag:
-            raise RunError(
-                f"a wait of the cuda kernel expired: block {block}, {STEPS[step]}, layer {layer}, "
-                f"seen {seen}, wanted {wanted}, after {made} tokens"
-            )
-        if words[OUTCOME] == NOT_FINITE:
-            raise RunError(f"the logits hold NaN or +inf after {made - 1} tokens: the run is void")
-        if words[OUTCOME] not in (STOP, LENGTH, CANCEL):
-            raise RunError("the cuda kernel ended without an outcome")
-
-
-def describe(request: Request) -> list[int]:
-    """The request as words (`kog::Request`); RequestError names what the kernel cannot do."""
-    p = request.params
-    for name, plain in (("top_k", (0, -1)), ("top_p", (1,)), ("min_p", (0,))):
-        if not p.greedy and getattr(p, name) not in plain:
-            raise RequestError(f"the cuda backend does not sample with {name} yet")
-    refused = {
-        "penalties": p.has_penalties,
-        "logit_bias": p.logit_bias,
-        "allowed_token_ids": p.allowed_token_ids is not None,
-        "masks": request.mask,
-        "min_tokens": p.min_tokens,
-        "bad_words": p.bad_words_token_ids,
-        "logprobs": p.logprobs is not None,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise RequestError(f"the cuda backend has no {name} yet")
-    stops = sorted(request.stop_token_ids)
-    if len(stops) > MOST_STOPS:
-        raise RequestError(f"{len(stops)} stop ids: the cuda backend takes {MOST_STOPS}")
-    scale = 0.0 if p.greedy else inverse_temperature(p)
-    bits = struct.unpack("<I", struct.pack("<f", scale))[0]
-    head = [
-        request.cached, len(request.prompt), request.max_tokens, len(stops), int(p.greedy),
-        request.seed & 0xFFFFFFFF, request.seed >> 32, request.sample_idx, bits, 0,
-    ]  # fmt: skip
-    return head + [0] * 6 + stops
+    def _launch(
+        self, memory: Memory, slots: list[int], most_steps: int, **others: torch.Tensor
+    ) -> Finished:
+        """Start the kernel on slots of `memory`; what comes back says when it has ended."""
+        for tensor in (memory.words, memory.error, memory.mailbox):
+            tensor.zero_()
+        pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
+        return self.kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)

@@ -6,6 +6,8 @@ Works in torch's context, which is the device's primary one and current once tor
 import ctypes
 from typing import Any
 
+import torch
+
 from kog_triton.errors import DeviceError
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -15,21 +17,29 @@ NUM_REGISTERS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, _LOCAL_SIZE_BYT
 class Kernel:
     """One function of a cubin, with its dynamic shared memory set."""
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
         self._cuda = _library()
-        self._shared = shared_bytes
+        self._shared, self._device = shared_bytes, device
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
         self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         self._call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED, shared_bytes)
 
-    def launch(self, blocks: int, threads: int, argument: ctypes.Structure, stream: int) -> None:
-        """Start all blocks at once; DeviceError if they cannot all be resident."""
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        self._call(
-            "cuLaunchCooperativeKernel", self._function, blocks, 1, 1, threads, 1, 1,
-            self._shared, ctypes.c_void_p(stream), pointers,
-        )  # fmt: skip
+    def launch(self, blocks: int, threads: int, argument: ctypes.Structure) -> torch.cuda.Event:
+        """Start all blocks at once, after what the current stream still does; the end as an event.
+
+        DeviceError if they cannot all be resident.
+        """
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+            self._call(
+                "cuLaunchCooperativeKernel", self._function, blocks, 1, 1, threads, 1, 1,
+                self._shared, ctypes.c_void_p(stream.cuda_stream), pointers,
+            )  # fmt: skip
+            finished = torch.cuda.Event()
+            finished.record(stream)
+            return finished
 
     def resources(self) -> dict[str, int]:
         """Registers and bytes of local memory of one thread."""

@@ -10,18 +10,29 @@ Python needs as well: where each exchange lies in the words, and how shared memo
 import math
 from dataclasses import dataclass
 
+from kog_triton.backends.cuda import protocol
+
+from kog_triton.backends import request_words
+from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
-from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering
+from kog_triton.sampling import definition, fixed
+from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, unit_period
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Prologue, Stage
 
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-THREADS = WARPS * 32  # that consume; one more warp fills the ring
-MOST_STOPS = 16
-SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, flags
-SPLIT_LEAST = 64  # positions that make another split worth its while: one step of a block at d = 64
-HEADS_AT_ONCE = 4  # query heads of one warp: 8 values of q and of the output each, in registers
+THREADS = WARPS * 32  # that consume
+HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
+BINS = 256  # of a histogram of logits
+MOST_SEATS = 16  # requests that one launch serves
+SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
+SPLIT_LEAST = 64  # positions that make another split worth its while: one tile each for 4 warps
+MERGED = 4  # splits that are joined by those who read them
+MERGED_LENGTH = 2048  # positions up to which they are not more
+HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
+AHEAD_BYTES = 128 * 1024  # of a block's stream that wait in the L2 while its ring is full
+AHEAD_TICKS = 1600  # between two chunks on their way there
 JOINED = 8  # splits that one warp joins
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
@@ -48,11 +59,29 @@ class Layout:
     splits: int  # parts of the context, each with a block of its own
     scratch_bytes: int
     ring_chunks: int
-    threads: int = THREADS + 32
+    threads: int = THREADS + HELPERS
+    profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
 
     @property
     def total_words(self) -> int:
         return _up(max(r.end for r in self.regions.values()), 32)
+
+    def place_of(self, step: str, word: int) -> str:
+        """Where a wait stood: what its error record says, in names."""
+        if step == "ring":
+            return f"ring, chunk {word}"
+        for name, region in self.regions.items():
+            if region.offset <= word < region.end:
+                return f"{step}, word {word - region.offset} of {name}"
+        return step
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """A slot's keys and values: [layers, lanes, kv_heads, 2, positions, row_dim]."""
+        schedule, spec = self.lowering.schedule, self.lowering.schedule.spec
+        lanes = schedule.num_shards
+        heads = spec.num_kv_heads // lanes
+        return (spec.num_layers, lanes, heads, 2, self.max_context, row_dim(spec))
 
     @property
     def shared_bytes(self) -> int:
@@ -65,10 +94,10 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     schedule, spec = lowering.schedule, lowering.schedule.spec
     if schedule.num_ranks != 1:
         raise ModelError("the cuda backend runs on one GPU: choose --gpus 1")
-    if spec.head is Head.CONCAT:
-        raise ModelError("the cuda backend has no CONCAT head yet: choose --backend triton")
-    if spec.head_dim > 256:
-        raise ModelError(f"head_dim {spec.head_dim}: the cuda backend takes at most 256")
+    if spec.head_dim > 256 or spec.head_dim % 8:
+        raise ModelError(
+            f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
+        )
     if spec.group > HEADS_AT_ONCE * WARPS:
         raise ModelError(f"{spec.group} query heads a key/value head: the cuda backend takes 64")
     if spec.num_experts:
@@ -91,11 +120,16 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
         past = [e.slots for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add("splits", spec.group * (spec.head_dim + 2), lanes * spec.lane_kv_heads * splits)
+    add("splits", spec.group * (spec.head_dim // 2 + 1), lanes * spec.lane_kv_heads * splits)
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
-    add("y", spec.hidden_size if mixes else 0, 1)
-    add("winner", 4 * 2 * lowering.num_blocks, 1, 2)
+    add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
+    blocks = lowering.num_blocks
+    add("winner", 4 * 2 * blocks, 1, 2)
+    add("peak", 2 * 2 * blocks, 1)
+    add("bin_part", BINS * 4 * 2 * blocks, 1)
+    add("bin", BINS * 4 * 2, 1)
+    add("best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)
     scratch = max(_activation_bytes(lowering), _attention_bytes(lowering, splits))
     free = lowering.gpu.shared_bytes - _partial_bytes() - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
@@ -121,19 +155,28 @@ def _is_wide(stage: Stage) -> bool:
 
 
 def _activation_bytes(lowering: CudaLowering) -> int:
-    return max(
-        lowering.padded_k(s) * (4 if _is_wide(s) else 2) for s in matrix_stages(lowering.schedule)
-    )
+    return max(_staged_bytes(lowering, s) for s in matrix_stages(lowering.schedule))
+
+
+def _staged_bytes(lowering: CudaLowering, stage: Stage) -> int:
+    return lowering.padded_k(stage) * (4 if _is_wide(stage) else 2)
+
+
+def row_dim(spec: ModelSpec) -> int:
+    """Values of a row of the cache: a head, padded with zeros to steps of the tensor core."""
+    return _up(spec.head_dim, 16)
 
 
 def _attention_bytes(lowering: CudaLowering, splits: int) -> int:
-    """Rotated heads and, behind them, either the warps' results or the joined splits."""
+    """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
     spec = lowering.schedule.spec
-    d, group = spec.head_dim, spec.group
+    d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
-    merge = WARPS * -(-group // head_groups) * (d + 2)
+    merge = WARPS * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    return _up(4 * ((group + 1) * d + max(merge, joins)), 128)
+    rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
+    before = _staged_bytes(lowering, lowering.schedule.stage("o_proj"))
+    return _up(before + rows + 4 * max(merge, joins), 128)
 
 
 def _up(n: int, multiple: int) -> int:
@@ -161,19 +204,36 @@ def render(layout: Layout) -> str:
         "blocks": lo.num_blocks,
         "group": lo.group_size(schedule.stage("qkv_proj")),
         "warps": WARPS,
+        "threads": layout.threads,
         "frag_k": lo.frag_k,
         "fragments": lo.fragments,
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks,
+        "ahead_chunks": AHEAD_BYTES // lo.chunk_bytes,
+        "ahead_ticks": AHEAD_TICKS,
         "partial_bytes": _partial_bytes(),
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
         "split_least": SPLIT_LEAST,
-        "heads_at_once": head_group,
+        "merged": min(MERGED, layout.splits),
+        "merged_length": MERGED_LENGTH,
+        "group_heads": head_group,
+        "attention_scratch_at": _staged_bytes(lo, schedule.stage("o_proj")),
         "joined": JOINED,
+        "request_words": request_words.capacity(spec.vocab_size),
+        "mask_words": -(-spec.vocab_size // 32),
+        "bins": BINS,
+        "record_words": RECORD_WORDS,
+        "most_logprobs": request_words.MOST_LOGPROBS,
+        "distance_bits": fixed.DISTANCE_BITS,
+        "most_seats": MOST_SEATS,
+        "profile_tokens": max(1, layout.profile_tokens),
+        "points": len(POINTS),
     }
+    mixes = layout.regions["part"].stride > 0
     flags = {
+        "profile": layout.profile_tokens > 0,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,
@@ -182,18 +242,23 @@ def render(layout: Layout) -> str:
         "lane_norms": spec.lane_norms,
         "has_past": layout.regions["mlp_out_past"].stride > 0,
         "has_now": layout.regions["mlp_out_now"].stride > 0,
-        "mixes": layout.regions["y"].stride > 0,
-        "mean": spec.head is Head.MEAN,
+        "mixes": mixes,
+        "mean": mixes and spec.head is Head.MEAN,
+        "concat": mixes and spec.head is Head.CONCAT,
         "head_by_lane": schedule.num_shards > 1 and spec.head is Head.VOCAB_PARALLEL,
     }
     lines = ["#include <kog/ptx.h>", "", "namespace kog {"]
     lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in numbers.items()]
     lines += [f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in flags.items()]
+    lines.append(f"{KNOWN} long long kCacheStride = {math.prod(layout.cache_shape)};")
     lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
     lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
     lines += [f"{KNOWN} int {_camel('k_' + k.lower())} = {v};" for k, v in reduces.items()]
+    lines += protocol.declarations()
+    lines += _sampling()
     names = (*LAYER, "lm_head")
     lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
+    lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
     for name, region in layout.regions.items():
         lines.append(
             f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
@@ -213,6 +278,7 @@ def render(layout: Layout) -> str:
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
             "batch": _batch(lo, stage),
+            "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
         bias_at += stage.rows * schedule.num_shards if stage is not head else 0
@@ -233,6 +299,38 @@ def render(layout: Layout) -> str:
     return "\n".join([*lines, "}  // namespace kog", ""])
 
 
+def _sampling() -> list[str]:
+    """Places of a request's words, and the definition's numbers."""
+    places = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in request_words.OFFSETS.items())
+    flags = ", ".join(
+        f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag
+    )
+    return [
+        f"struct Request {{ static constexpr int {places}; }};",
+        f"enum Flag : unsigned {{ {flags} }};",
+        f"{KNOWN} double kNoiseScale = {definition.NOISE_SCALE!r};",
+        f"{KNOWN} double kLog2eScale = {definition.LOG2E_SCALE!r};",
+        f"{KNOWN} long long kLog2Log2E = {fixed.LOG2_LOG2E}, kMaxDistance = {fixed.MAX_DISTANCE};",
+        f"KOG_CONSTANT unsigned kExp2[] = {{{', '.join(f'{c}u' for c in fixed.EXP2)}}};",
+    ]
+
+
+# What a warp has just done when it leaves a stamp in the profile.
+POINTS = (
+    "start",
+    "qkv_proj",
+    "attention_qkv",
+    "attention_split",
+    "attention",
+    "o_proj_input",
+    "o_proj",
+    "attention_out",
+    "gate_up_proj",
+    "down_proj_input",
+    "down_proj",
+    "mlp_out",
+)
+
 # Where a wait stands, for its error record.
 STEPS = (
     "ring",
@@ -246,6 +344,11 @@ STEPS = (
     "mix_lanes",
     "mix_gather",
     "winner",
+    "mask",
+    "peaks",
+    "histogram",
+    "cut",
+    "best",
 )
 
 

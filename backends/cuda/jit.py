@@ -40,10 +40,11 @@ def compiler_name() -> str:
     )
 
 
-def compile_cubin(header: str, compiler: str = "") -> bytes:
-    """The kernel for one generated header; DeviceError with the compiler's words if it refuses."""
+def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") -> bytes:
+    """A source of this folder behind one generated header; DeviceError with the compiler's words
+    if it refuses."""
     compiler = compiler or compiler_name()
-    text = header + (FOLDER / "decode.cu").read_text()
+    text = header + (FOLDER / source).read_text()
     place = cache_folder() / f"{_key(text, compiler)}.cubin"
     if place.exists():
         return place.read_bytes()

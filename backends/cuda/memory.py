@@ -1,20 +1,24 @@
 """What the monokernel reads and writes: the weight arena, tables, caches, words, and the struct of pointers.
 
-Everything is a torch tensor on `device`; the mailbox is pinned host memory, which the GPU sees at the same
-address. Packing runs where the weights are, for all blocks of a stage at once.
+Everything is a torch tensor on `device`; mailbox and outbox are pinned host memory, which the GPU sees at
+the same address. What a request needs has one row a slot and outlives a launch. Packing runs where the
+weights are, for all blocks of a stage at once.
 """
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.header import LAYER, Layout
+from kog_triton.backends.cuda.header import LAYER, MOST_SEATS, POINTS, Layout
+from kog_triton.backends.cuda.protocol import MAILBOX_WORDS
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
-from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.packing import pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Stage
@@ -23,11 +27,7 @@ from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 Tensor = torch.Tensor
 Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-MAILBOX_HEAD = (
-    8  # 64-bit words before the tokens: [0] the host's word, [2] outcome, [3] tokens made
-)
 ERROR_WORDS = 8
-REQUEST_WORDS = 64
 
 
 TENSORS = (
@@ -42,20 +42,34 @@ TENSORS = (
     "logits",
     "tokens",
     "request",
+    "counts",
+    "scores",
+    "masks",
+    "logprobs",
+    "states",
     "mailbox",
+    "outbox",
     "error",
+    "profile",
 )
+BY_SLOT = ("cache", "tokens", "request", "states", "outbox")
 
 
 class Pointers(ctypes.Structure):
-    """`kog::Pointers` (include/kog/block.h), member by member: TENSORS, then the limit of a wait."""
+    """`kog::Pointers` (include/kog/block.h), member by member: TENSORS, then what a launch is told."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in TENSORS), ("limit", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        ("limit", ctypes.c_int64),
+        ("most_steps", ctypes.c_int64),
+        ("num_seats", ctypes.c_int32),
+        ("order", ctypes.c_int32 * MOST_SEATS),
+    )
 
 
 @dataclass
 class Memory:
-    """One model's tensors, by the names of `Pointers`; `cache` has one home a slot."""
+    """One model's tensors, by the names of `Pointers`; those of BY_SLOT have a row a slot."""
 
     weights: Tensor  # uint8
     embed: Tensor
@@ -63,24 +77,64 @@ class Memory:
     biases: Tensor
     qk_gains: Tensor
     rope: Tensor
-    cache: Tensor  # [slots, layers, lanes, kv_heads, 2, positions, head_dim]
+    cache: Tensor  # [slots, *Layout.cache_shape]
     words: Tensor
     logits: Tensor
-    tokens: Tensor
-    request: Tensor
+    tokens: Tensor  # int32 [slots, positions + 1]
+    request: Tensor  # int32 [slots, request_words.capacity]
+    counts: Tensor  # int32 [slots, vocab], the kernel's own
+    scores: Tensor  # float32 [2, vocab], the kernel's own
+    masks: Tensor  # int64 [slots, ceil(vocab / 32)], on the host: see request_words.mask_words
+    logprobs: Tensor  # int64 [slots, positions + 1, RECORD_WORDS], on the host: see logprob_words
+    states: Tensor  # int32 [slots, 2]: the next position and its token
     mailbox: Tensor  # int64, on the host
+    outbox: Tensor  # int64 [slots, positions + 1, 2], on the host
     error: Tensor
+    profile: Tensor  # int64 [tokens, blocks, warps, layers + 1, points, 2], if asked for
 
-    def pointers(self, slot: int, limit: int, **others: Tensor) -> Pointers:
-        """The kernel's argument for one slot; `others` stand in for tensors of the same name."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        tensors |= {"cache": self.cache[slot]} | others
-        return Pointers(*(t.data_ptr() for t in tensors.values()), limit)
+    def pointers(
+        self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
+    ) -> Pointers:
+        """The kernel's argument for a launch that serves `slots` in turn, for `most_steps` at most.
+
+        `others` stand in for tensors of the same name.
+        """
+        tensors = {name: getattr(self, name) for name in TENSORS} | others
+        order = (ctypes.c_int32 * MOST_SEATS)(*slots)
+        addresses = (t.data_ptr() for t in tensors.values())
+        return Pointers(*addresses, limit, most_steps, len(slots), order)
+
+    def write_request(
+        self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
+    ) -> None:
+        """Lay a request into a slot, to be computed from position `start` on.
+
+        words uint32, from `request_words.encode`.
+        """
+        self.request[slot, : words.size] = torch.from_numpy(words.view(np.int32))
+        fields, _ = decode(words)
+        flags = Flag(int(fields["flags"]))
+        if flags & Flag.MASKED:
+            self.masks[slot].zero_()
+        if flags & Flag.LOGPROBS:
+            self.logprobs[slot, : int(fields["most"])].zero_()
+        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+        self.states[slot] = torch.tensor([start, prompt[start]], dtype=torch.int32)
+        self.outbox[slot].zero_()
+
+    def apart(self) -> "Memory":
+        """The same model with one slot of its own, a mailbox and words: it leaves all slots alone."""
+        rows = {name: _zeros_like(getattr(self, name)[:1]) for name in BY_SLOT}
+        return replace(self, **rows, mailbox=_zeros_like(self.mailbox))
+
+
+def _zeros_like(t: Tensor) -> Tensor:
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device, pin_memory=t.is_pinned())
 
 
 def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torch.device) -> Memory:
     lo = layout.lowering
-    schedule, spec = lo.schedule, lo.schedule.spec
+    spec = lo.schedule.spec
     dtype = HALF[spec.dtype]
 
     def get(name: str) -> Tensor:
@@ -96,15 +150,17 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         for name in ("attention_norm", "mlp_norm")
     ]
     gains.append(get("norm").float())
-    lane_kv = spec.num_kv_heads // schedule.num_shards
-    shape = (spec.num_layers, schedule.num_shards, lane_kv, 2, layout.max_context, spec.head_dim)
 
-    def ints(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=device)
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
 
     table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, layout.max_context))
     pinned = device.type == "cuda"
-    mailbox = MAILBOX_HEAD + 2 * (layout.max_context + 1)
+
+    def mapped(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+
+    positions = layout.max_context + 1
     return Memory(
         weights=pack_arena(lo, get, embed),
         embed=padded(embed),
@@ -112,13 +168,24 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         biases=_biases(lo, get, device),
         qk_gains=_qk_gains(lo, get, device),
         rope=table.to(device),
-        cache=torch.zeros((num_slots, *shape), dtype=dtype, device=device),
+        cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
         words=ints(layout.total_words),
         logits=torch.zeros(1, device=device),
-        tokens=ints(layout.max_context + 1),
-        request=ints(REQUEST_WORDS),
-        mailbox=torch.zeros(mailbox, dtype=torch.int64, pin_memory=pinned),
+        tokens=ints(num_slots, positions),
+        request=ints(num_slots, capacity(spec.vocab_size)),
+        counts=ints(num_slots, spec.vocab_size),
+        scores=torch.zeros((2, spec.vocab_size), device=device),
+        masks=mapped(num_slots, -(-spec.vocab_size // 32)),
+        logprobs=mapped(num_slots, positions, RECORD_WORDS),
+        states=ints(num_slots, 2),
+        mailbox=mapped(MAILBOX_WORDS),
+        outbox=mapped(num_slots, positions, 2),
         error=ints(ERROR_WORDS),
+        profile=torch.zeros(
+            (layout.profile_tokens, lo.num_blocks, WARPS, spec.num_layers + 1, len(POINTS), 2),
+            dtype=torch.int64,
+            device=device,
+        ),
     )
 
 

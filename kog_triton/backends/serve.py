@@ -56,7 +56,7 @@ def _advance(backend: Forward, mailbox: Mailbox, state: _Running, chunk: int) ->
     every = r.prompt_logprobs is not None
     rows = backend.forward(r.slot, tokens, state.position, last_only=not every)
     if every:
-        mailbox.push_prompt(r.slot, _prompt_logprobs(r, rows, state.position + 1))
+        mailbox.push_prompt(r.slot, prompt_logprobs(r, rows, state.position + 1))
     state.position += len(tokens)
     mailbox.prefilled[r.slot] = state.position
     if state.pending:
@@ -75,8 +75,11 @@ def _advance(backend: Forward, mailbox: Mailbox, state: _Running, chunk: int) ->
     return finish is not None
 
 
-def _prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogprob]:
-    """The prompt's tokens from position `first` on, each by the logits of the position before."""
+def prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogprob]:
+    """The prompt's tokens from position `first` on, each by the logits of the position before.
+
+    rows float32 [positions, vocab], from `first - 1` on. RunError if one holds NaN or +inf.
+    """
     out = []
     # the last row of the last chunk is that of the first output token
     for position, (row, token) in enumerate(zip(rows, r.prompt[first:], strict=False), first):

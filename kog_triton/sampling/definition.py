@@ -85,10 +85,7 @@ def sample(
     if edited is not logits:
         best = int(edited.argmax())
     if edited[best] == -np.inf:
-        raise RequestError(
-            f"no token is allowed at position {position}: relax allowed_token_ids, bad_words, "
-            "min_tokens or the mask"
-        )
+        raise nothing_allowed(position)
     token = (
         best
         if params.greedy
@@ -97,6 +94,14 @@ def sample(
     if params.logprobs is None:
         return Sampled(token)
     return Sampled(token, *raw_logprobs(logits, token, params.logprobs))
+
+
+def nothing_allowed(position: int) -> RequestError:
+    """What a backend says when every id is banned."""
+    return RequestError(
+        f"no token is allowed at position {position}: relax allowed_token_ids, bad_words, "
+        "min_tokens or the mask"
+    )
 
 
 def raw_logprobs(

@@ -5,17 +5,18 @@ not the caller's to know, so `resolve` adds them once per request: a seed if non
 that end the sequence, and the bad words as token ids. `sample` wants resolved parameters.
 """
 
-import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import RequestError, wrong
 from kog_triton.sampling.structured import StructuredOutputs
 
 MIN_TEMPERATURE = 1e-5  # below it 1 / temperature only loses range: use 0, which is greedy
 MAX_TEMPERATURE = 1e5
+MAX_SAMPLES = 1 << 14  # of one prompt; vLLM's limit too
+MAX_INTEGER = (1 << 63) - 1  # of a count without a limit of its own
 MAX_VOCAB_SIZE = 1 << 20  # weights of at most 2^40 then add up to less than 2^63
 
 # generation_config.json key -> field; other keys there do not concern sampling
@@ -38,7 +39,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0
-    seed: int | None = None  # None: `resolve` draws one
+    seed: int | None = None  # None or -1: `resolve` draws one; kept as None
     max_tokens: int | None = 16  # None: until the context is full
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None  # kept as a tuple
@@ -62,32 +63,33 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # from `resolve`
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_SAMPLES)
         _real("temperature", self.temperature, 0, MAX_TEMPERATURE)
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise _wrong("temperature", self.temperature, f"0 (greedy) or >= {MIN_TEMPERATURE:g}")
+            raise wrong("temperature", self.temperature, f"0 (greedy) or >= {MIN_TEMPERATURE:g}")
         if self.n > 1 and self.greedy:
-            raise _wrong("n", self.n, "1 when temperature is 0: greedy samples are all the same")
+            raise wrong("n", self.n, "1 when temperature is 0: greedy samples are all the same")
         _real("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
-            raise _wrong("top_p", self.top_p, "above 0 and at most 1")
+            raise wrong("top_p", self.top_p, "above 0 and at most 1")
         _integer("top_k", self.top_k, -1)
         _real("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+            if self.seed == -1:
+                object.__setattr__(self, "seed", None)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
-        _real("repetition_penalty", self.repetition_penalty, 0, 1e6)
-        if self.repetition_penalty == 0:
-            raise _wrong("repetition_penalty", self.repetition_penalty, "above 0")
+            raise wrong("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        # a logit divided by less leaves float32's range
+        _real("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         _real("presence_penalty", self.presence_penalty, -2, 2)
         _real("frequency_penalty", self.frequency_penalty, -2, 2)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1)
+                _integer(name, getattr(self, name), -1, MAX_VOCAB_SIZE)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -95,20 +97,20 @@ class SamplingParams:
             "detokenize",
         ):
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true or false")
+                raise wrong(name, getattr(self, name), "true or false")
         self._set_strings("stop")
         self._set_strings("bad_words")
         if self.stop and not self.detokenize:
-            raise _wrong("detokenize", self.detokenize, "true when stop strings are given")
+            raise wrong("detokenize", self.detokenize, "true when stop strings are given")
         self._set_ids("stop_token_ids")
         self._set_ids("allowed_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise _wrong("allowed_token_ids", [], "null or at least one token id")
+            raise wrong("allowed_token_ids", [], "null or at least one token id")
         self._set_bias()
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise _wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+            raise wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs")
         if self.structured_outputs and self.ignore_eos:
-            raise _wrong("ignore_eos", True, "false with structured_outputs, which end the answer")
+            raise wrong("ignore_eos", True, "false with structured_outputs, which end the answer")
 
     def _set_strings(self, name: str) -> None:
         value = getattr(self, name)
@@ -117,9 +119,9 @@ class SamplingParams:
         if value is None:
             value = ()
         if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) for s in value):
-            raise _wrong(name, value, "a list of strings")
+            raise wrong(name, value, "a list of strings")
         if "" in value:
-            raise _wrong(name, list(value), "non-empty strings")
+            raise wrong(name, list(value), "non-empty strings")
         object.__setattr__(self, name, tuple(value))
 
     def _set_ids(self, name: str) -> None:
@@ -127,7 +129,7 @@ class SamplingParams:
         if value is None:
             return
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
-            raise _wrong(name, value, "a list of token ids")
+            raise wrong(name, value, "a list of token ids")
         for token in value:
             _integer(name, token, 0, MAX_VOCAB_SIZE - 1)
         object.__setattr__(self, name, tuple(sorted(set(value))))
@@ -136,11 +138,12 @@ class SamplingParams:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise _wrong("logit_bias", self.logit_bias, "an object of token id: bias")
+            raise wrong("logit_bias", self.logit_bias, "an object of token id: bias")
         bias: dict[int, float] = {}
         for key, value in self.logit_bias.items():
             # JSON has string keys only, so "15": 1.0 means token 15
-            token = int(key) if isinstance(key, str) and key.isdecimal() else key
+            is_id = isinstance(key, str) and key.isdecimal() and len(key) < 20
+            token = int(key) if is_id else key
             _integer("logit_bias", token, 0, MAX_VOCAB_SIZE - 1)
             _real("logit_bias", value, -100, 100)
             bias[token] = float(value)
@@ -199,40 +202,42 @@ class SamplingParams:
             self,
             seed=seed % (1 << 64),
             end_token_ids=tuple(sorted(eos | set(self.stop_token_ids or ()))),
-            bad_words_token_ids=_bad_words(self.bad_words or (), encode),
+            bad_words_token_ids=_bad_words(self.bad_words or (), encode, vocab_size),
         )
 
 
 def _bad_words(
-    words: Sequence[str], encode: Callable[[str], Sequence[int]] | None
+    words: Sequence[str], encode: Callable[[str], Sequence[int]] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the start of a text and, with a space before it, inside one."""
+    """Each word as it stands at the start of a text and, with a space before it, inside one.
+
+    As in vLLM a space that the caller put before a word makes no difference; a word of white space
+    is meant as it is.
+    """
     out: set[tuple[int, ...]] = set()
     for word in words:
         if encode is None:
-            raise _wrong("bad_words", list(words), "empty, as this model has no tokenizer")
-        # some tokenizers put the space before the first word themselves: then both are the same
-        ids = {tuple(encode(word)), tuple(encode(" " + word.lstrip()))} - {()}
+            raise wrong("bad_words", list(words), "empty, as this model has no tokenizer")
+        bare = word.lstrip()
+        # some tokenizers put the space before the first word themselves: then some are the same
+        texts = (word, bare, " " + bare) if bare else (word,)
+        ids = {tuple(encode(text)) for text in texts} - {()}
         if not ids:
-            raise _wrong("bad_words", word, "text that the tokenizer can encode")
-        out |= ids
+            raise wrong("bad_words", word, "text that the tokenizer can encode")
+        out |= {variant for variant in ids if max(variant) < vocab_size}  # others cannot come
     return tuple(sorted(out))
 
 
-def _wrong(name: str, value: object, allowed: str) -> RequestError:
-    shown = repr(value)
-    return RequestError(f"{name} is {shown[:80]}: it must be {allowed}")
-
-
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: object, low: int, high: int = MAX_INTEGER) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong(name, value, "an integer")
-    if value < low or (high is not None and value > high):
-        raise _wrong(name, value, f"at least {low}" if high is None else f"from {low} to {high}")
+        raise wrong(name, value, "an integer")
+    if not low <= value <= high:
+        allowed = f"at least {low}" if high == MAX_INTEGER else f"from {low} to {high}"
+        raise wrong(name, value, allowed)
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _wrong(name, value, "a finite number")
-    if not low <= value <= high:
-        raise _wrong(name, value, f"from {low:g} to {high:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong(name, value, "a number")
+    if not low <= value <= high:  # a NaN is not either
+        raise wrong(name, value, f"from {low:g} to {high:g}")

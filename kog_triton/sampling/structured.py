@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import RequestError, wrong
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ class StructuredOutputs:
 
 
 def _wrong(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"structured_outputs.{name} is {repr(value)[:80]}: it must be {allowed}")
+    return wrong(f"structured_outputs.{name}", value, allowed)

@@ -12,6 +12,7 @@ quarter of frag_k). A warp owns one part of K and one group of 8 rows of a unit:
 Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (prototypes on H200: benchmarks/README.md).
 """
 
+import math
 from dataclasses import dataclass
 
 from kog_triton.errors import ModelError
@@ -28,6 +29,10 @@ CHUNKS = ((32, 2), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md).
 WINDOW_BYTES = 48 * KB
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
+# Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
+UNROLLED = 16
+# Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones.
+NARROW_COST = 1.1
 
 
 @dataclass(frozen=True)
@@ -116,38 +121,58 @@ class CudaLowering(Partition):
 
 
 def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
-    """The lowering with the fewest padded bytes; ties go to the larger fragment and to more K parts."""
+    """The lowering whose busiest blocks read least; ties go to the larger fragment and to more K parts."""
     if schedule.spec.dtype is DType.F32:
         raise ModelError("float32 weights do not run on tensor cores: choose --dtype bf16 or fp16")
     # Every block must own a unit of the residual stream (check.py): a small model gets fewer blocks.
     group = (num_blocks or gpu.num_blocks) // schedule.shards_per_rank
     group = max(1, min(group, -(-schedule.spec.hidden_size // MMA_ROWS)))
     blocks = group * schedule.shards_per_rank
-    best = None
+    candidates = []
     for frag_k, fragments in CHUNKS:
         tilings = {
             s.name: _tiling(schedule, s, frag_k, fragments, blocks) for s in matrix_stages(schedule)
         }
-        candidate = CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments)
-        size = sum(candidate.stream_bytes(rank) for rank in range(schedule.num_ranks))
-        if best is None or size < best[0]:
-            best = size, candidate
-    assert best is not None
-    return best[1]
+        candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
+    return min(candidates, key=_cost)
+
+
+def _cost(lowering: CudaLowering) -> float:
+    """Bytes of one token, as if every block read as many as the busiest of its stage does."""
+    chunks = sum(
+        segment.repeat
+        * max(lowering.stage_chunks(stage, 0, lowering.place(stage, b), rank) for b in blocks)
+        for rank in range(lowering.schedule.num_ranks)
+        for blocks in [range(lowering.num_blocks)]
+        for segment in lowering.schedule.segments
+        for stage in segment.stages
+        if stage.name in lowering.tilings
+    )
+    return chunks * lowering.chunk_bytes * (NARROW_COST if lowering.frag_k == 16 else 1)
+
+
+def unit_period(steps: int, fragments: int) -> int:
+    """Units after which the last one ends with a chunk."""
+    return math.lcm(steps, fragments) // steps
 
 
 def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int) -> Tiling:
     """The K split of one stage that pads least."""
     options = []
     for warps_k in (16, 8, 4, 2):
-        tiling = Tiling(MMA_ROWS * WARPS // warps_k, warps_k, frag_k)
-        partition = Partition(schedule, blocks, {stage.name: tiling})
-        group = partition.group_size(stage)
-        steps = tiling.padded_k(stage.cols) // warps_k // frag_k
-        chunks = [
-            -(-len(partition.block_units(stage, 0, b)) * steps // fragments) for b in range(group)
-        ]
-        overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
-        # The slowest block sets the stage's time, the sum the bytes.
-        options.append((overtaken, max(chunks), sum(chunks), -warps_k, tiling))
+        for k_step in (frag_k, frag_k * fragments):
+            tiling = Tiling(MMA_ROWS * WARPS // warps_k, warps_k, k_step)
+            steps = tiling.padded_k(stage.cols) // warps_k // frag_k
+            period = unit_period(steps, fragments)
+            if period > 1 and period * steps > UNROLLED:
+                continue
+            partition = Partition(schedule, blocks, {stage.name: tiling})
+            group = partition.group_size(stage)
+            chunks = [
+                -(-len(partition.block_units(stage, 0, b)) * steps // fragments)
+                for b in range(group)
+            ]
+            overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
+            # The slowest block sets the stage's time, the sum the bytes.
+            options.append((overtaken, max(chunks), sum(chunks), -warps_k, tiling))
     return min(options, key=lambda option: option[:4])[4]

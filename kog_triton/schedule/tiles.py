@@ -11,15 +11,15 @@ with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
 Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 
-TILE_BYTES = (
-    64 * 1024
-)  # one tile on its way; 32 KB tiles are 5 % slower (H200, benchmarks/README.md)
+# One tile on its way. NVIDIA: 32 KB are 5 % slower (H200, benchmarks/README.md). AMD, where half as many warps hold
+# it: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036 bytes spilled, none with 32 KB).
+TILE_BYTES = {"nvidia": 64 * 1024, "amd": 32 * 1024, "cpu": 64 * 1024}
 UNROLLED = 32  # tiles of one stage that are laid out without a loop
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -108,6 +108,11 @@ class Tiles:
             position -= s.tiles
         raise AssertionError(position)
 
+    @property
+    def head_words(self) -> int:
+        """Of lm_head; a concatenated head is one of these a lane."""
+        return self.stages[4].tiles * self.stages[4].words * self.num_blocks
+
     # ---- the words arena ----
 
     @property
@@ -136,7 +141,8 @@ class Tiles:
             "past": 2 * self.past_slots * self.lanes * self.hidden_size,
             "part": self.lanes * self.hidden_size,
             "y": self.hidden_size,
-            "winner": 2 * 4 * self.num_blocks,  # int64: key high, key low, id, control
+            "votes": 2 * 2 * 8 * self.num_blocks,  # int64: two buffers of four values in halves
+            "winner": 2 * 2 * 4 * self.num_blocks,  # int64, two of: key high, key low, id, control
         }
         out, at = {}, 0
         for name, size in sizes.items():
@@ -159,16 +165,17 @@ def lower_tiles(
     max_context: int,
     vendor: str = "nvidia",
     depth: int = 1,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int = 0,
 ) -> Tiles:
-    """The tiles of a model on one GPU. ModelError names what the kernel cannot do."""
+    """The tiles of a model on one GPU, at most `tile_bytes` each (0: the vendor's best).
+
+    ModelError names what the kernel cannot do.
+    """
     spec = schedule.spec
     if schedule.num_ranks != 1:
         raise ModelError("the triton backend runs on one GPU: choose --gpus 1")
     if spec.dtype is DType.F32:
         raise ModelError("the triton backend reads 16-bit weights: choose --dtype bf16 or fp16")
-    if spec.head is Head.CONCAT:
-        raise ModelError("the triton backend has no concatenated head (lm_head_type 'lane')")
     for name in ("hidden_size", "lane_intermediate_size", "head_dim"):
         if getattr(spec, name) % 4:
             raise ModelError(
@@ -177,11 +184,13 @@ def lower_tiles(
     lanes = schedule.shards_per_rank
     reduces = set(spec.reduce_attention + spec.reduce_mlp)
     delayed = Reduce.DELAYED in reduces
-    if lanes > 1 and Reduce.OWN in reduces and not delayed:
+    if lanes > 1 and reduces == {Reduce.NOW, Reduce.OWN}:
+        # A lane that needs nobody's output in one module would rewrite what others still read of the last.
         raise ModelError(
-            "the triton backend has no lanes that never hear of each other (use_comm false)"
+            "the triton backend reduces lanes at once, late or never: "
+            "not at once in some modules and never in others"
         )
-    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
+    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes or TILE_BYTES[vendor])
     return Tiles(
         vendor=vendor,
         num_layers=spec.num_layers,
@@ -227,6 +236,8 @@ def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[St
         offset, cost = 0, 0.0
         for index, name in enumerate((*LAYER, "lm_head")):
             stage = schedule.stage(name)
+            if name == "lm_head" and spec.head is Head.CONCAT:
+                stage = replace(stage, cols=spec.hidden_size)  # lane by lane
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
             # Fewer words than threads cost conversions (backends/triton/words.py): only for tiny inputs.
             least = 256 if stage.cols > 256 else 32

@@ -17,10 +17,13 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
 
-from kog_triton.errors import ModelError, RequestError
+from kog_triton.errors import ModelError, RequestError, shown
+from kog_triton.text.growth import bound, size
 from kog_triton.text.sandbox import BoundedEnvironment, Limits
 
-MAX_TEMPLATE_CHARS = 1 << 18  # the longest in use have a tenth of it
+# the longest in use have a third of it; to compile the worst of this length takes two seconds
+MAX_TEMPLATE_CHARS = 1 << 16
+MAX_DEPTH = 100  # of lists and objects in a conversation; JSON schemas of tools have ten or so
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one thing, three names in use
 
 
@@ -76,7 +79,8 @@ def choose_template(templates: Mapping[str, str], name: str | None, has_tools: b
     if name is None:
         name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
-        raise RequestError(f"the model has no chat template {name!r}: have {', '.join(templates)}")
+        have = ", ".join(templates)[:200]
+        raise RequestError(f"the model has no chat template {shown(name)}: have {have}")
     return templates[name]
 
 
@@ -101,17 +105,27 @@ def prepare(
     }
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{_place(where)} is nested deeper than {MAX_DEPTH} levels")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RequestError(f"{where} has the key {key!r}: keys must be strings")
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+                raise RequestError(
+                    f"{_place(where)} has the key {shown(key)}: keys must be strings"
+                )
+        return {str(k): _plain(item, f"{where}.{k[:80]}", depth + 1) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise RequestError(f"{where} is a {type(value).__name__}: only JSON types go into a template")
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    kind = type(value).__name__
+    raise RequestError(f"{_place(where)} is a {kind}: only JSON types go into a template")
+
+
+def _place(where: str) -> str:
+    """A path into the messages as an error can carry it: its keys are the caller's."""
+    return where if where.isprintable() and len(where) <= 80 else shown(where)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +157,8 @@ def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) 
 def first_line(error: BaseException) -> str:
     """What an error says, as part of a message of one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    line = lines[0][:300] if lines else type(error).__name__
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 @lru_cache(maxsize=16)
@@ -195,7 +210,8 @@ def _tojson(
     )
 
 
-def _raise_exception(message: str) -> None:
+def _raise_exception(message: Any) -> None:
+    bound(size(message))
     raise jinja2.TemplateError(message)
 
 

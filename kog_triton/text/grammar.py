@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_triton.errors import RequestError, RunError
+from kog_triton.errors import RequestError, RunError, shown
 from kog_triton.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -159,9 +159,8 @@ def _source(name: str, value: Any) -> str:
 
 
 def _invalid(name: str, value: Any, why: str) -> RequestError:
-    shown = value if isinstance(value, str) else repr(value)
-    shown = " ".join(shown[:80].split())
-    return RequestError(f"structured_outputs.{name} {shown!r} is invalid: {_first_line(why)}")
+    said = " ".join(value[:80].split()) if isinstance(value, str) else shown(value)
+    return RequestError(f"structured_outputs.{name} {said!r} is invalid: {_first_line(why)}")
 
 
 def _first_line(message: str) -> str:

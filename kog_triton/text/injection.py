@@ -8,10 +8,12 @@
             marks go, and a twin of the tokenizer encodes, whose special tokens are spelled with the
             secret prefix and have the same ids. What a user typed is none of them any more.
 
-Without special text in the conversation nothing is marked and the plain tokenizer is used. Guarded
+Without special text in the conversation nothing is marked and the plain tokenizer is used, unless a
+special token is matched after normalization, where what was typed may look different. Guarded
 are the tokens that the tokenizer calls special; <think>, <tool_call> and others that many models
 add as ordinary tokens stay tokens, since clients send them back in past answers. A special token of
-a single character cannot be split by a mark and is not guarded.
+a single character cannot be split by a mark and is not guarded; nor is one that the template itself
+makes up, by cutting pieces out of what was typed or by changing its letter case.
 """
 
 import json
@@ -39,10 +41,9 @@ class Guard:
         self._texts = sorted({t.content for t in specials}, key=len, reverse=True)
         # the longest first, as the tokenizer matches; (?!) is what never matches
         any_special = "|".join(map(re.escape, self._texts)) or "(?!)"
-        # tokens matched after normalization may be found where only letter case differs
-        loose = backend.normalizer is not None and any(t.normalized for t in specials)
-        flags = re.DOTALL | re.IGNORECASE if loose else re.DOTALL
-        self._begins = re.compile(f"(?={any_special}).", flags)
+        # tokens that are matched after normalization can be typed in other letters: always the twin
+        self.loose = backend.normalizer is not None and any(t.normalized for t in specials)
+        self._begins = re.compile(f"(?={any_special}).", re.DOTALL)
         self._special = re.compile(any_special)
         self._heads = tuple({t[:i] for t in self._texts for i in range(1, len(t))})
         self._tails = tuple({t[i:] for t in self._texts for i in range(1, len(t))})

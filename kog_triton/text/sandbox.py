@@ -21,19 +21,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from kog_triton.text.growth import (
+    MAX_ARGUMENTS,
     MAX_CHARS,
     bound,
     check_filter,
+    check_made,
     check_method,
     check_operator,
-    check_sharing,
+    check_test,
     size,
     weight,
 )
 
 MAX_STEPS = 300_000
 MAX_SECONDS = 5.0
-MAX_MADE = 512 << 20  # characters made in one rendering, see `growth.weight`
+MAX_MADE = 512 << 20  # bytes made in one rendering, see `growth.weight`
 
 _active: ContextVar["Limits | None"] = ContextVar("limits", default=None)
 
@@ -57,28 +59,30 @@ class Limits:
             _active.reset(self._outer)
 
 
-def _step() -> None:
-    """Runs at the start of every loop body and macro."""
+def _step() -> bool:
+    """Runs at the start of every loop body and macro, and before the condition of a loop."""
     if limits := _active.get():
         limits.steps_left -= 1
         if limits.steps_left < 0:
             raise SecurityError(f"it took more than {MAX_STEPS} steps")
-        _look_at_the_clock(limits)
+    return bool(_in_time(True))
 
 
-def _look_at_the_clock(limits: Limits) -> None:
-    if time.monotonic() > limits.deadline:
+def _in_time(value: Any) -> Any:
+    """The value; refused once time is up. For what takes its time but makes nothing."""
+    if (limits := _active.get()) and time.monotonic() > limits.deadline:
         raise SecurityError(f"it took more than {MAX_SECONDS:g} s")
+    return value
 
 
 def _made(value: Any) -> Any:
     """Counts the result of an operation; a template may drop it or keep it in a list."""
+    check_made(value)
     if limits := _active.get():
         limits.made_left -= weight(value)
         if limits.made_left < 0:
-            raise SecurityError(f"its values have more than {MAX_MADE} characters in all")
-        _look_at_the_clock(limits)
-    return value
+            raise SecurityError(f"its values have more than {MAX_MADE} bytes in all")
+    return _in_time(value)
 
 
 def _printed(value: Any) -> Any:
@@ -96,13 +100,7 @@ def _joined(*values: Any) -> str:
     return _made("".join(map(str, values)))
 
 
-def _display(value: Any) -> Any:
-    """A new list, tuple or dict of a template."""
-    check_sharing(value.values() if isinstance(value, dict) else value)
-    return _made(value)
-
-
-_OWN = (_step, _printed, _made, _joined, _display)  # calls that `_Counting` puts in
+_OWN = (_step, _printed, _made, _joined, _in_time)  # calls that `_Counting` puts in
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -112,7 +110,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     step = staticmethod(_step)
     printed = staticmethod(_printed)
     made = staticmethod(_made)
-    display = staticmethod(_display)
+    in_time = staticmethod(_in_time)
     joined = staticmethod(_joined)
 
     def __init__(self, **options: Any) -> None:
@@ -120,6 +118,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(optimized=False, **options)
         for name, function in list(self.filters.items()):
             self.add_filter(name, function)
+        for name, function in list(self.tests.items()):
+            self.tests[name] = _guarded_test(name, function)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         self.filters[name] = _guarded(name, function)
@@ -132,13 +132,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if function in _OWN:
             return function(*args)
-        check_sharing([*args, *kwargs.values()])
+        if len(args) + len(kwargs) > MAX_ARGUMENTS:
+            raise SecurityError(f"a call has more than {MAX_ARGUMENTS} arguments")
         args = tuple(check_method(function, args, kwargs))
         return _made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         check_operator(operator, left, right)
         return _made(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """obj[argument], also each time that a filter looks up an attribute."""
+        if isinstance(argument, (list, tuple)):  # an error prints what was not found
+            raise SecurityError("a list is no key")
+        return _in_time(super().getitem(obj, argument))
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,9 +163,27 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _guarded_test(name: str, function: Any) -> Callable[..., Any]:
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        check_test(name, args[first])
+        return _in_time(function(*args, **kwargs))
+
+    return guarded
+
+
 class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._with_step(node)
+        self._with_step(node)
+        if node.test is not None:
+            node.test = nodes.And(_call("step", [], node), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("in_time", [node], node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         return self._with_step(node)
@@ -190,15 +215,15 @@ class _Counting(NodeTransformer):
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         self.generic_visit(node)
-        return _call("display", [node], node)
+        return _call("made", [node], node)
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return _call("display", [node], node)
+        return _call("made", [node], node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _call("display", [node], node) if node.ctx == "load" else node
+        return _call("made", [node], node) if node.ctx == "load" else node
 
 
 def _call(method: str, args: list[nodes.Expr], near: nodes.Node) -> nodes.Call:

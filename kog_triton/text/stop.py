@@ -16,6 +16,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include = include_in_output
         self._held = ""
+        self._exempt = 0  # so much of what is held came by `skip`: no match ends there
 
     def feed(self, text: str) -> str:
         """The text that may be shown now; nothing once a stop string has matched."""
@@ -25,14 +26,28 @@ class StopMatcher:
             return text
         text = self._held + text
         # first by where a match ends, then by where it starts: none can start in text already shown
-        ends = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        first = {s: max(0, self._exempt - len(s) + 1) for s in self._stops}
+        ends = [(at + len(s), at, s) for s in self._stops if (at := text.find(s, first[s])) >= 0]
         if ends:
             end, start, self.matched = min(ends)
             self._held = ""
             return text[: end if self._include else start]
-        hold = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        return self._hold(text)
+
+    def skip(self, text: str) -> str:
+        """As `feed`, for text in which no stop string ends: its end may still begin one."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        self._exempt = len(text)
+        return self._hold(text)
+
+    def _hold(self, text: str) -> str:
+        """The text up to where a stop string may have begun; the rest waits."""
+        shown = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        self._exempt = max(0, self._exempt - shown)
+        self._held = text[shown:]
+        return text[:shown]
 
     def finish(self) -> str:
         """What was held back, once no more text comes."""

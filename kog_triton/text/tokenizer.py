@@ -19,6 +19,7 @@ from kog_triton.errors import KogError, ModelError, RequestError
 from kog_triton.text import chat
 from kog_triton.text.detokenize import Detokenizer
 from kog_triton.text.injection import Guard
+from kog_triton.text.tokenizer_growth import check_growth
 
 NAMED_TOKENS = (
     "bos_token",
@@ -32,6 +33,7 @@ NAMED_TOKENS = (
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json")
 MAX_JSON_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 256 << 20  # of tokenizer.json; the largest in use have an eighth of it
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -71,8 +73,11 @@ class Tokenizer:
                 f"{path} does not exist and {other} is not read: convert it once with "
                 "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")
         with library_errors(f"{path} is not a readable tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
+            check_growth(backend, path)
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
@@ -170,7 +175,7 @@ class Tokenizer:
         given = chat.prepare(messages, tools, documents, kwargs)
         marked = self._guard.mark(given)
         text = chat.render(source, self.named_tokens | marked, add_generation_prompt)
-        if marked == given:
+        if marked == given and not self._guard.loose:
             return _encode(self._backend, text, False)
         return _encode(self._guard.twin, self._guard.reveal(text), False)
 

@@ -1,7 +1,12 @@
 // Runs every block of the kernel on one CPU thread, as fibers (kog/ptx.h). The generated header is
-// included first.
+// included first; STAGE makes it the kernel of one stage.
 #include GENERATED
+#ifdef STAGE
+#include <kog/stage.h>
+#else
 #include <kog/decode.h>
+#include <kog/watchdog.h>
+#endif
 #include <sys/mman.h>
 
 #include <random>
@@ -11,7 +16,12 @@ namespace kog::host {
 Fiber* current;
 i64 ticks;
 static void* scheduler_stack;
-static const Pointers* arguments;
+#ifdef STAGE
+using Argument = StageCall;
+#else
+using Argument = Pointers;
+#endif
+static const Argument* argument;
 constexpr int kPasses = 24;
 constexpr size_t kStackBytes = 128 << 10;
 
@@ -57,7 +67,7 @@ void land_copies(BlockState& block) {
 // The whole block meets once after the ring is set up.
 static void sync_all(BlockState& b) {
   u64 mine = b.turn;
-  if (++b.arrived == 544) {
+  if (++b.arrived == kThreads) {
     b.arrived = 0;
     b.turn++;
   }
@@ -66,13 +76,23 @@ static void sync_all(BlockState& b) {
 
 static void body() {
   {
-    Block b(*arguments);
+#ifdef STAGE
+    Block b(argument->p);
     init_ring(b);
+    sync_all(*current->block);
+    run_stage(b, *argument);
+#else
+    Block b(*argument);
+    init_ring(b);
+    take_seats(b);
     sync_all(*current->block);
     if (b.warp < kWarps)
       consume(b);
-    else if (b.in_warp == 0)
+    else if (b.warp == kWarps && b.in_warp == 0)
       produce(b);
+    else if (b.warp == kWarps + 1)
+      watch(b);
+#endif
   }
   current->done = true;
   yield();
@@ -108,11 +128,11 @@ static void start(Fiber& f, u8* stack) {
 // The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
 // order that `seed` sets; in every round some blocks, drawn anew, do not run at all. The block
 // `absent` (-1: none) never runs: the others must give up.
-extern "C" long kog_run(const kog::Pointers* pointers, int seed, int absent, long most) {
+extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, long most) {
   using namespace kog::host;
-  arguments = pointers;
+  argument = call;
   ticks = 0;
-  const int threads = 544, count = kog::kBlocks * threads;
+  const int threads = kog::kThreads, count = kog::kBlocks * threads, warps = threads / 32;
   const size_t size = kStackBytes * static_cast<size_t>(count);
   auto* stacks = static_cast<kog::u8*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -133,9 +153,9 @@ extern "C" long kog_run(const kog::Pointers* pointers, int seed, int absent, lon
     ticks++;
     for (int block = 0; block < kog::kBlocks; block++) {
       if (block == absent || (seed != 0 && random() % 4 == 0)) continue;
-      int first = seed != 0 ? static_cast<int>(random() % 17) : 0;
-      for (int w = 0; w < 17; w++) {
-        int warp = (w + first) % 17;
+      int first = seed != 0 ? static_cast<int>(random() % warps) : 0;
+      for (int w = 0; w < warps; w++) {
+        int warp = (w + first) % warps;
         left -= run_warp(&fibers[block * threads + warp * 32], blocks[block].warps[warp]);
       }
     }

@@ -39,6 +39,7 @@ def refused(error: KogError) -> None:
     text = str(error)
     assert text and len(text) < MAX_MESSAGE, f"a message of {len(text)} characters"
     assert len(text.splitlines()) == 1, "a message of several lines"
+    assert text.isprintable(), "a message that could drive a terminal"
 
 
 class Target:
@@ -222,6 +223,8 @@ class TokenizerFile(Target):
         kinds = [k for k in text_samples.KINDS if k != "metaspace"]
         texts = [_smaller(text_samples.make_tokenizer(kind).to_str()) for kind in kinds]
         self.take(*(json.loads(text) for text in texts))
+        double = {"type": "Replace", "pattern": {"String": "l"}, "content": "ll"}
+        self.donors.append({"normalizer": {"type": "Sequence", "normalizers": [double] * 40}})
 
     def load(self, data: bytes) -> None:
         (self.folder / "tokenizer.json").write_bytes(data)

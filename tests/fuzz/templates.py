@@ -31,6 +31,7 @@ NAMES += ["range", "namespace", "cycler", "joiner", "strftime_now", "raise_excep
 VALUES = ["0", "1", "-1", "3", "7.5", "10 ** 9", "100000", "''", "'a'", "'ab' * 9", "[]", "[1, 2]"]
 VALUES += ["{}", "{'a': 1}", "none", "true", "range(9)", "range(99999)", "messages[0].content"]
 VALUES += ["'%s'", "'{0.__class__}'", "'x' * 16000000", "'\\ud800'", "'\\n' * 1000", "'%*d'"]
+VALUES += ["'%(role)90000000d'", "'{0:a>90000000}'", "'f' * 200000", "[1] * 200000", "(1, 2) * 9"]
 FILTERS = "abs attr('role') batch(2) capitalize center(40) count d('x') default('y', true) dictsort"
 FILTERS += " e escape filesizeformat first float forceescape format(1, 2) groupby('role') indent(9)"
 FILTERS += " int int(0, 99) items join('xx') last length list lower map('upper')"
@@ -39,11 +40,15 @@ FILTERS += (
     " round(2) safe select slice(3) slice(0) sort sort(true) string striptags sum sum(start=[])"
 )
 FILTERS += " title tojson tojson(indent=9000) trim truncate(5) unique upper urlencode urlize"
+FILTERS += " int(0,16) trim('ab') replace(new='bb',old='a') join(attribute='role',d='xx')"
+FILTERS += " map(attribute='q',default=messages)|list select('in',messages) sort(attribute='a,a,a')"
 FILTERS += " wordcount wordwrap(1) xmlattr rejectattr('role', 'eq', 'x') batch(0) join(messages)"
 METHODS = "upper() split('') split() replace('', 'aaaa') join(messages) format(1) items() keys()"
 METHODS += " center(99999) ljust(9999) encode() __class__ mro() append(1) pop() get('role') role"
 METHODS += " content splitlines() zfill(99) expandtabs(9999) isdigit() count('') partition('a')"
 METHODS += " title() strip('ab') startswith(1) find(none) format_map(messages[0]) next() index0"
+METHODS += " rfind('ab') rsplit('a') rpartition('b') index(messages) fromkeys([1,2],messages)"
+METHODS += " from_bytes([255]*99999,'big') __add__"
 METHODS += " real as_integer_ratio() bit_length() copy() update({}) setdefault(1) update(a=1)"
 OPERATORS = ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or", "is not"]
 TESTS = (
@@ -61,6 +66,9 @@ PIECES = [
     "{% set ns.x = ns.x + ns.x %}",
     "{% set ns = namespace(x='ab', l=[]) %}",
     "{% set ns.l = ns.l + ['y' * 1000000 ~ loop.index] %}",
+    "{% set ns.l = [ns.l] + [ns.l] %}",
+    "{% set ns.l = [ns.l] * 2 %}",
+    "{% for x in range(99999) if x in ns.l %}",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "{% macro g() %}{{ caller() }}{{ varargs }}{{ kwargs }}{% endmacro %}",
     "{% call g() %}x{% endcall %}",

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from cuda_walk import ROOT
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda import CudaBackend, serving
 from kog_triton.backends.cuda.header import THREADS
 from ring_walker import spec_of
+from test_cuda_life import Server, held, request, run, tokens_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
@@ -37,8 +38,8 @@ def lanes_spec(head):
         delay=2,
         dtype=DType.F16,
         head=head,
-        reduce_attention=(OWN, OWN, DELAYED, DELAYED, NOW),
-        reduce_mlp=(NOW, OWN, DELAYED, OWN, DELAYED),
+        reduce_attention=(OWN, NOW, DELAYED, DELAYED, DELAYED),
+        reduce_mlp=(NOW, OWN, DELAYED, DELAYED, DELAYED),
         max_context=512,
     )
 
@@ -65,17 +66,18 @@ SPECS = {
         0.03,
     ),
     "mean": (lanes_spec(Head.MEAN), 200, 0.04),
+    "concat": (lanes_spec(Head.CONCAT), 200, 0.04),
     "sum": (lanes_spec(Head.SUM_THEN_NORM), 200, 0.04),
     "vocab parallel": (lanes_spec(Head.VOCAB_PARALLEL), 200, 0.04),
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.3),
 }  # fmt: skip
 
 
-def options(max_context=0):
-    return BackendOptions(device="nvidia", max_context=max_context)
+def options(max_context=0, num_slots=1):
+    return BackendOptions(device="nvidia", max_context=max_context, num_slots=num_slots)
 
 
-def tokens_of(spec, count, seed=0):
+def ids_of(spec, count, seed=0):
     return np.random.default_rng(seed).integers(0, spec.vocab_size, count).tolist()
 
 
@@ -83,7 +85,7 @@ def tokens_of(spec, count, seed=0):
 def test_logits_agree_with_the_reference_and_repeat(name):
     spec, count, limit = SPECS[name]
     weights = RandomWeights(spec, device="cuda")
-    tokens = tokens_of(spec, count)
+    tokens = ids_of(spec, count)
     ours = CudaBackend(weights, options(min(spec.max_context, 2048)))
     got = ours.forward_logits(tokens)
     assert np.array_equal(got, ours.forward_logits(tokens))
@@ -96,7 +98,7 @@ def test_logits_agree_with_the_reference_and_repeat(name):
 @pytest.fixture(scope="module")
 def demo():
     weights = Checkpoint.open(ROOT / "kog_triton/demo/checkpoint")
-    return CudaBackend(weights, options()), ReferenceBackend(weights, options())
+    return CudaBackend(weights, options(num_slots=3)), ReferenceBackend(weights, options())
 
 
 def generate(backend, prompt, count, params, stops=(), cancel_after=None):
@@ -119,7 +121,7 @@ def generate(backend, prompt, count, params, stops=(), cancel_after=None):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_the_definitions_on_the_kernels_logits(demo, temperature):
     ours, _ = demo
-    prompt = tokens_of(ours.spec, 8)
+    prompt = ids_of(ours.spec, 8)
     params = SamplingParams(temperature=temperature, seed=(5 << 33) + 77)
     steps = generate(ours, prompt, 40, params)
     out = prompt + [s.token for s in steps]
@@ -131,7 +133,7 @@ def test_tokens_are_the_definitions_on_the_kernels_logits(demo, temperature):
 
 def test_greedy_tokens_agree_with_the_reference(demo):
     ours, reference = demo
-    prompt, params = tokens_of(ours.spec, 8), SamplingParams(temperature=0)
+    prompt, params = ids_of(ours.spec, 8), SamplingParams(temperature=0)
     steps = generate(ours, prompt, 100, params)
     expected = generate(reference, prompt, 100, params)
     logits = reference.forward_logits(prompt + [s.token for s in expected])
@@ -144,7 +146,7 @@ def test_greedy_tokens_agree_with_the_reference(demo):
 
 def test_stop_ids_and_cancellation_end_requests(demo):
     ours, _ = demo
-    prompt, params = tokens_of(ours.spec, 8), SamplingParams(temperature=0)
+    prompt, params = ids_of(ours.spec, 8), SamplingParams(temperature=0)
     plain = [s.token for s in generate(ours, prompt, 20, params)]
     stopped = generate(ours, prompt, 20, params, stops=(plain[4],))
     assert [s.token for s in stopped] == plain[: plain.index(plain[4]) + 1]
@@ -167,12 +169,65 @@ def test_a_nan_is_an_error_of_its_request_alone(demo):
 def test_a_stream_that_stops_is_an_error_and_the_gpu_goes_on(demo, monkeypatch):
     """Without the warp that fills the ring every block waits for weights, in vain but not for long."""
     ours, _ = demo
-    real = type(ours.memory).pointers
-    monkeypatch.setattr(
-        type(ours.memory), "pointers", lambda m, slot, limit, **o: real(m, slot, 10**7, **o)
-    )
+    monkeypatch.setattr(ours, "wait_ticks", 10**7)
     monkeypatch.setattr(ours, "layout", replace(ours.layout, threads=THREADS))
-    with pytest.raises(RunError, match=r"expired.*ring"):
+    with pytest.raises(RunError, match=r"expired: rank 0, block \d+, layer 0, ring, chunk 0"):
         generate(ours, [3, 4], 5, SamplingParams(temperature=0))
     monkeypatch.undo()
     assert len(generate(ours, [3, 7], 5, SamplingParams(temperature=0))) == 5
+
+
+PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77))
+
+
+@pytest.fixture(scope="module")
+def alone(demo):
+    """What each prompt gives alone in one launch: tokens, and keys and values."""
+    ours, out = demo[0], {}
+    for prompt in PROMPTS:
+        tokens = run(ours, request(0, prompt, 60))[0]
+        out[prompt] = tokens, held(ours, 0, len(prompt) + 59)
+    return out
+
+
+@pytest.mark.parametrize("most_steps", [0, 1, 7])
+def test_slots_take_turns_and_launches_resume_bit_for_bit(demo, alone, monkeypatch, most_steps):
+    ours, _ = demo
+    if most_steps:
+        monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
+    got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(PROMPTS)))
+    for slot, prompt in enumerate(PROMPTS):
+        tokens, cache = alone[prompt]
+        assert got[slot] == tokens
+        assert torch.equal(held(ours, slot, len(prompt) + 59), cache)
+
+
+def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
+    ours, _ = demo
+    server = Server(ours, request(0, PROMPTS[0], 800))
+    server.read(0, 3)
+    server.post(request(1, PROMPTS[1], 60), request(2, PROMPTS[2], 60))
+    server.read(1, 5)
+    server.mailbox.cancel(0)
+    server.read(2, 10)
+    server.mailbox.yield_now()
+    server.finish()
+    ours.forward_logits([1, 2, 3])  # leaves all slots alone
+    server.mailbox.resume()
+    server.start()
+    steps = server.finish()
+    assert steps[0][-1].finish == "cancel" and len(steps[0]) < 800
+    count = min(60, len(steps[0]) - 1)
+    assert tokens_of(steps[0])[:count] == alone[PROMPTS[0]][0][:count]
+    for slot in (1, 2):
+        assert tokens_of(steps[slot]) == alone[PROMPTS[slot]][0]
+
+
+def test_a_prompt_longer_than_a_launch_is_computed_alike(demo, monkeypatch):
+    ours, _ = demo
+    prompt = ids_of(ours.spec, 3 * serving.MOST_SILENT + 5)
+    got = run(ours, request(1, prompt, 20))[1]
+    monkeypatch.setattr(serving, "MOST_SILENT", 10**6)
+    assert got == run(ours, request(0, prompt, 20))[0]
+    cached = run(ours, request(1, prompt, 20, cached=300))[1]  # the slot holds them
+    assert cached == got

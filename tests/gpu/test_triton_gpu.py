@@ -1,5 +1,7 @@
 """The Triton megakernel on a GPU: conformance with the reference, repeatability, requests, hangs, leaks."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,14 @@ from test_lowering import ArrayWeights, lanes
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights
+from kog_triton.sampling import History, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -23,14 +26,17 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {DType.BF16: 6e-2, DType.F16: 2e-2}
 CONTEXT = 512
 
+WIDE = {"intermediate_size": 96}  # in steps of four for each of four lanes
 TINY = {
     "llama": spec_of(),
     "qwen2": spec_of(qkv_bias=True, tied_embeddings=True, dtype=DType.F16),
     "qwen3": spec_of(qk_norm=True, windows=(4, 0, 3)),
     "biases": spec_of(qkv_bias=True, o_bias=True, mlp_bias=True),
-    "lanes, at once then late": lanes(1, early=Reduce.NOW),
-    "lanes, sum": lanes(2, Head.SUM_THEN_NORM, dtype=DType.F16, o_bias=True, mlp_bias=True),
-    "lanes, vocabulary cut": lanes(2, Head.VOCAB_PARALLEL, lane_norms=True),
+    "lanes, at once then late": lanes(1, early=Reduce.NOW, **WIDE),
+    "lanes, sum": lanes(2, Head.SUM_THEN_NORM, dtype=DType.F16, o_bias=True, mlp_bias=True, **WIDE),
+    "lanes, vocabulary cut": lanes(2, Head.VOCAB_PARALLEL, lane_norms=True, **WIDE),
+    "lanes, concatenated": lanes(1, Head.CONCAT, **WIDE),
+    "lanes that never meet": lanes(5, **WIDE),
 }
 
 
@@ -97,6 +103,78 @@ def test_stop_limit_and_cancel(llm):
     generation.close()
     again = llm.generate(["The cat"], params)[0].outputs[0]
     assert again.token_ids == whole.token_ids
+
+
+RULES = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
+    "bias and ids": {"logit_bias": {5: 3.0}, "allowed_token_ids": tuple(range(0, 90, 3))},
+    "bans": {"min_tokens": 6, "end_token_ids": (3, 9), "bad_words_token_ids": ((4,), (7, 8))},
+    "cuts": {"min_p": 0.01, "top_k": 30, "top_p": 0.9},
+    "all and log-probabilities": {"top_p": 0.8, "repetition_penalty": 1.2, "logprobs": 5},
+}
+
+
+def masked(output: list[int]) -> np.ndarray:
+    return np.full(4, 0x55555555 << len(output) % 2, np.uint32)
+
+
+def served(backend: TritonBackend, *requests: Request) -> list[list[Step]]:
+    mailbox = backend.new_mailbox()
+    for request in requests:
+        mailbox.post(request)
+    backend.generate(mailbox)
+    return [mailbox.read(request.slot, 0) for request in requests]
+
+
+@pytest.fixture(scope="module")
+def small() -> TritonBackend:
+    spec = TINY["llama"]
+    return TritonBackend(ArrayWeights(spec), BackendOptions(max_context=64, num_slots=3))
+
+
+@pytest.mark.parametrize("mask", [None, masked], ids=["free", "masked"])
+@pytest.mark.parametrize("name", RULES)
+def test_sampling_is_the_definitions(name, mask, small):
+    """From the kernel's own logits, bit for bit."""
+    prompt, params = (3, 7, 12, 7), SamplingParams(seed=2**63 + 5, **RULES[name])
+    (steps,) = served(small, Request(0, prompt, params, params.seed, 16, mask=mask))
+    made = [step.token for step in steps]
+    logits, history = small.forward_logits([*prompt, *made[:-1]]), History(prompt)
+    for i, step in enumerate(steps):
+        bits = mask(history.output) if mask else None
+        want = sample(logits[3 + i], params, history, 4 + i, 0, bits)
+        assert step.token == want.token
+        if params.logprobs is not None:
+            assert step.logprob == pytest.approx(want.logprob, abs=1e-6)
+            assert [t for t, _ in step.top] == [t for t, _ in want.top]
+        history.append(step.token)
+
+
+def test_requests_are_the_same_alone_together_and_interrupted(small):
+    """Also where the kernel of all rules serves a request that the plain one serves alone."""
+    plain = SamplingParams(temperature=1.1, seed=3)
+    edited = SamplingParams(temperature=1.1, seed=4, frequency_penalty=1.0, top_k=20)
+    requests = [
+        Request(0, (3, 7, 12), plain, 3, 40),
+        Request(1, (9,), edited, 4, 30),
+        Request(2, (8, 8, 8, 8, 8), plain, 3, 20),
+    ]
+    alone = [[s.token for s in served(small, request)[0]] for request in requests]
+    together = [[s.token for s in steps] for steps in served(small, *requests)]
+    assert together == alone
+    mailbox = small.new_mailbox()
+    for request in requests:
+        mailbox.post(request)
+    returns = 0
+    while not returns or mailbox.resumed:
+        mailbox.resume()
+        timer = threading.Timer(0.0005, mailbox.yield_now)
+        timer.start()
+        small.generate(mailbox)
+        timer.join()
+        returns += 1
+    assert [[s.token for s in mailbox.read(slot, 0)] for slot in range(3)] == alone
 
 
 def test_a_hang_is_an_error_and_the_next_request_runs():

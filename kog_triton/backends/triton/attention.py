@@ -12,10 +12,12 @@ import triton.language as tl
 from kog_triton.backends.triton.sync import dot, load_shared, stamp, store_shared
 from kog_triton.backends.triton.words import (
     POLLED,
+    complain,
+    complain_also,
+    in_range,
     low,
     pack_f32,
     publish_pairs,
-    report,
     unpack_f32,
 )
 
@@ -79,7 +81,7 @@ def ask_constants(layer, position, p, S: tl.constexpr):
 
 
 @triton.jit
-def attention(constants, layer, it, position, lane, place, phase, alive, p, S: tl.constexpr):
+def attention(constants, layer, it, position, slot, lane, place, phase, alive, p, S: tl.constexpr):
     """Publish the attention outputs of this block's heads; returns alive."""
     for turn in range(S.kv_heads * S.splits // S.group + (S.kv_heads * S.splits % S.group != 0)):
         unit = turn * S.group + place
@@ -89,6 +91,7 @@ def attention(constants, layer, it, position, lane, place, phase, alive, p, S: t
                 layer,
                 it,
                 position,
+                slot,
                 lane,
                 unit // S.splits,
                 unit % S.splits,
@@ -122,7 +125,9 @@ def num_splits(length, S: tl.constexpr):
 
 
 @triton.jit
-def one_head(constants, layer, it, position, lane, head, split, phase, alive, p, S: tl.constexpr):
+def one_head(
+    constants, layer, it, position, slot, lane, head, split, phase, alive, p, S: tl.constexpr
+):
     """One key/value head over one split of positions [first, position]."""
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
@@ -139,7 +144,7 @@ def one_head(constants, layer, it, position, lane, head, split, phase, alive, p,
     end = tl.minimum(first + (split + 1) * length // used, position)
     end = tl.where(split < used, end, start)
     # 64-bit: a cache may hold more than 2^31 elements.
-    home = (layer * S.lanes + lane) * S.kv_heads + head
+    home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     values_at = S.max_context * D
     spot = (start + n)[:, None] * D + i[None, :]
@@ -164,12 +169,20 @@ def one_head(constants, layer, it, position, lane, head, split, phase, alive, p,
             words, q_row, kv_row, col, other, mask, kv_mask, phase, S
         )
         tries += 1
-    alive = report(bad, alive, 2 * S.num_layers + layer, p)
+    if (bad != 0) & (alive != 0):
+        row: tl.constexpr = D // 2  # words
+        complain(words + head * GROUP * row, GROUP * row, phase, "attention qkv", layer, p)
+        if newest:
+            complain_also(words + (S.heads + head) * row, row, S.kv_heads * row, 2, p)
+    alive = tl.where(bad != 0, 0, alive)
     stamp(p, it, 2, S)
     q = rotate(a, b, q_gain, q_gain_other, cos, sin, S)
     q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
     # The new key and value as everybody will read them from the cache: rounded.
-    k16 = rotate(k, k_other, k_gain, k_gain_other, cos, sin, S).to(p.kv.dtype.element_ty)
+    k = rotate(k, k_other, k_gain, k_gain_other, cos, sin, S)
+    if S.f16:
+        k = in_range(k)
+    k16 = k.to(p.kv.dtype.element_ty)
     v16 = v.to(p.kv.dtype.element_ty)
     here = cache + position * D + col + g[:, None] * 0
     once = kv_mask & (g == 0)[:, None]
@@ -241,7 +254,9 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
             while (bad != 0) & (tries < p.limit * alive):
                 w, t, n, bad = load_splits(part, g, col, mine, phase, S)
                 tries += 1
-            alive = report(bad, alive, 3 * S.num_layers + layer, p)
+            if (bad != 0) & (alive != 0):
+                complain(base, used * S.split_words, phase, "attention splits", layer, p)
+            alive = tl.where(bad != 0, 0, alive)
             top = tl.where(mine, unpack_f32(t), -float("inf"))
             share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
             total = tl.sum(share * tl.where(mine, unpack_f32(n), 0.0), axis=0)

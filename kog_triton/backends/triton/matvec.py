@@ -68,11 +68,12 @@ def fetch(base, next_base, block, S: tl.constexpr, POSITION: tl.constexpr):
 
 
 @triton.jit
-def fill(base, block, S: tl.constexpr):
+def fill(base, block, S: tl.constexpr, STAGE: tl.constexpr):
+    """The ring as it stands before a stage of the layer at `base`; before lm_head it is qkv_proj's."""
     DEPTH: tl.constexpr = S.depth
     ring = ()
     for i in tl.static_range(DEPTH):
-        ring = ring + (fetch(base, base, block, S, i),)
+        ring = ring + (fetch(base, base, block, S, position(S, STAGE, i)),)
     return ring
 
 

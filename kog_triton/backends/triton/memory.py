@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.backends.triton.kernel import Pointers
+from kog_triton.backends.request_words import capacity
+from kog_triton.backends.triton.pointers import Pointers
+from kog_triton.backends.triton.slots import STATE_WORDS, mailbox_offsets
+from kog_triton.backends.triton.words import RECORD
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Schedule, Scope, Stage
@@ -17,16 +20,14 @@ from kog_triton.schedule.tiles import LAYER, Tiles
 Tensor = torch.Tensor
 Get = Callable[[str], Tensor]  # a canonical weight, on the device
 HALF = {False: torch.bfloat16, True: torch.float16}
-MAILBOX_HEAD = 8  # words before the tokens: the host's word, the outcome
+PATIENCE = 1 << 22  # tries of a wait: seconds
 
 
 @dataclass
 class Memory:
-    """Everything a launch points to. `kv` has one home a slot; `pointers` are those of slot 0."""
+    """Everything a launch points to."""
 
     pointers: Pointers
-    kv: Tensor  # [slots, layers, lanes, kv_heads, 2, positions, d]
-    mailbox: Tensor  # int64, on the host, mapped
     weight_bytes: int
 
 
@@ -46,28 +47,13 @@ def allocate(
         for name in ("attention_norm", "mlp_norm")
     ]
     gains.append(_planes(get("norm")))
-    kv = torch.zeros(
-        (
-            num_slots,
-            spec.num_layers,
-            tiles.lanes,
-            tiles.kv_heads,
-            2,
-            tiles.max_context,
-            tiles.head_dim,
-        ),
-        dtype=dtype,
-        device=device,
-    )
-    pinned = device.type == "cuda"
-    mailbox = torch.zeros(MAILBOX_HEAD + tiles.max_context, dtype=torch.int64, pin_memory=pinned)
     table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, tiles.max_context))
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
     words = ints(tiles.total_words)
-    offset, size = tiles.regions["winner"]
+    vocab = spec.vocab_size
     pointers = Pointers(
         weights=arena,
         embed=embed.view(torch.int32),
@@ -79,21 +65,38 @@ def allocate(
         reduces=torch.tensor(
             [list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device
         ),
-        kv=kv[0],
         words=words,
-        winners=words[offset : offset + size].view(torch.int64),
-        logits=torch.zeros(spec.vocab_size, dtype=torch.float32, device=device),
-        tokens=ints(tiles.max_context + 1),
-        request=ints(64),
-        mailbox=mailbox,
+        wide=words.view(torch.int64),
         fences=ints(tiles.num_blocks * 32),
-        error=ints(1),
+        error=ints(1 + tiles.num_blocks, RECORD.value),
         profile=torch.zeros(
             max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
         ),
-        limit=1 << 22,
+        turns=ints(1 + num_slots),
+        requests=ints(num_slots, capacity(vocab)),
+        states=ints(num_slots, tiles.num_blocks, STATE_WORDS.value),
+        tokens=ints(num_slots, tiles.max_context + 1),
+        marks=ints(num_slots, vocab),
+        bias=torch.zeros(num_slots, vocab, device=device),
+        bans=ints(num_slots, vocab),
+        kv=new_cache(tiles, num_slots, device),
+        logits=torch.zeros(1, vocab, device=device),
+        mailbox=new_mailbox(tiles, num_slots, device),
+        limit=PATIENCE,
     )
-    return Memory(pointers, kv, mailbox, arena.nbytes + embed.nbytes)
+    return Memory(pointers, arena.nbytes + embed.nbytes)
+
+
+def new_cache(tiles: Tiles, num_slots: int, device: torch.device) -> Tensor:
+    """Keys and values: [slots, layers, lanes, kv_heads, 2, positions, head_dim]."""
+    shape = (tiles.num_layers, tiles.lanes, tiles.kv_heads, 2, tiles.max_context, tiles.head_dim)
+    return torch.zeros(num_slots, *shape, dtype=HALF[tiles.f16], device=device)
+
+
+def new_mailbox(tiles: Tiles, num_slots: int, device: torch.device) -> Tensor:
+    """int64 [slots, words] in the host's memory, mapped: slots.py says what the words are."""
+    size = mailbox_offsets(tiles)["end"]
+    return torch.zeros(num_slots, size, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _pack(
@@ -105,8 +108,9 @@ def _pack(
     device: torch.device,
 ) -> Tensor:
     """The weight arena, int32: every layer's stages in order, then the head."""
-    head = tiles.stages[4]
-    size = tiles.layer_words * tiles.num_layers + head.tiles * head.words * tiles.num_blocks
+    head, lm_head = tiles.stages[4], schedule.stage("lm_head")
+    head_parts = lm_head.cols // head.cols  # lanes, of a concatenated head
+    size = tiles.layer_words * tiles.num_layers + head_parts * tiles.head_words
     arena = torch.empty(size, dtype=torch.int32, device=device)
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
@@ -118,11 +122,13 @@ def _pack(
             ]
             packed = pack_tiles(stage, cut, tiles.group, torch.cat(parts, 1).view(torch.int16))
             _place(arena, base + cut.offset, packed)
-    stage = schedule.stage("lm_head")
-    matrix = embed if stage.weights == ("embed",) else get("lm_head").to(dtype)
-    matrix = shard_matrix(schedule, stage, matrix).view(torch.int16)
-    group = tiles.num_blocks if stage.scope is Scope.ALL else tiles.group
-    _place(arena, tiles.num_layers * tiles.layer_words, pack_tiles(stage, head, group, matrix))
+    matrix = embed if lm_head.weights == ("embed",) else get("lm_head").to(dtype)
+    matrix = shard_matrix(schedule, lm_head, matrix).view(torch.int16)
+    group = tiles.num_blocks if lm_head.scope is Scope.ALL else tiles.group
+    at = tiles.num_layers * tiles.layer_words
+    for part in matrix.split(head.cols, 2):
+        _place(arena, at, pack_tiles(lm_head, head, group, part))
+        at += tiles.head_words
     return arena
 
 

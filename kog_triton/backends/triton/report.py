@@ -18,20 +18,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kog_triton.backends.triton.backend import NUM_WARPS
-from kog_triton.backends.triton.kernel import Pointers, decode_kernel
+from kog_triton.backends.triton.kernel import decode_kernel
+from kog_triton.backends.triton.pointers import Pointers
+from kog_triton.backends.triton.stage_kernel import stage_kernel
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.tiles import lower_tiles
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950")
 # Triton's names of the pointers' types; kv is the model's own 16-bit type.
-FLOATS = ("gains", "biases", "qk_gains", "rope", "logits")
-LONGS = ("winners", "mailbox", "profile")
+FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits")
+LONGS = ("wide", "mailbox", "profile")
+NUMBERS = ("layer", "position", "token")  # of a stage
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """One compilation of `decode_kernel`."""
+    """One compilation of a kernel."""
 
     target: str
     num_threads: int  # of a block
@@ -47,23 +50,42 @@ class CompileReport:
 
 
 def compile_report(
-    spec: ModelSpec, target: str, num_blocks: int = 128, max_context: int = 4096, depth: int = 1
+    spec: ModelSpec,
+    target: str,
+    num_blocks: int = 128,
+    max_context: int = 4096,
+    depth: int = 1,
+    rules: bool = False,
+    stage: str = "",
 ) -> CompileReport:
-    """Compile the kernel of a model for a target: sm_80 .. or gfx90a .. ."""
-    amd = target.startswith("gfx")
-    num_warps = NUM_WARPS // 2 if amd else NUM_WARPS
-    vendor = "amd" if amd else "nvidia"
+    """Compile the kernel of a model for a target: sm_80 .. or gfx90a .. .
+
+    With `rules`, the one that knows every sampling rule; with a `stage`, that of run_stage.
+    """
+    vendor = "amd" if target.startswith("gfx") else "nvidia"
     tiles = lower_tiles(build(spec), num_blocks, max_context, vendor, depth)
     kv = "*fp16" if tiles.f16 else "*bf16"
     types = dict.fromkeys(Pointers._fields, "*i32") | {"kv": kv, "limit": "i32"}
     types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(LONGS, "*i64")
+    signature: dict[str, Any] = {"p": Pointers(**types)}
+    if stage:
+        signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
+        known = {"STAGE": stage, "S": tiles}
+    else:
+        known = {"S": tiles, "RULES": rules}
     aligned = [i for i, name in enumerate(Pointers._fields) if name != "limit"]
     source = ASTSource(
-        fn=decode_kernel,
-        signature={"p": Pointers(**types), "S": "constexpr"},
-        constexprs={(1,): tiles},
+        fn=stage_kernel if stage else decode_kernel,
+        signature=signature | dict.fromkeys(known, "constexpr"),
+        constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
         attrs={(0, i): [["tt.divisibility", 16]] for i in aligned},
     )
+    return _compile(source, target)
+
+
+def _compile(source: ASTSource, target: str) -> CompileReport:
+    amd = target.startswith("gfx")
+    num_warps = NUM_WARPS // 2 if amd else NUM_WARPS
     machine = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
     compiled = triton.compile(source, target=machine, options={"num_warps": num_warps})
     read = _read_amd if amd else _read_nvidia

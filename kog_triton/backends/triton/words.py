@@ -1,16 +1,35 @@
 """Words that carry their own readiness (schedule/wire.py defines them), and the polls that wait for them.
 
-A poll is bounded: it gives up after `limit` tries, writes down what it waited for, and clears `alive`, after
-which no poll of the block waits and the block leaves at the end of the token.
+A poll is bounded: it gives up after `limit` tries, each of them a read past the L1, and clears `alive`, after which
+no poll of the block waits; its candidate then tells all blocks to leave (sample.py). A block writes down what it waited
+for, int32 [1 + blocks, RECORD], whose first word is 1 + the first block that did:
+
+    0 wait: place in WAITS   1 layer   2 phase wanted, or the number   3 place + 1 of a missing word   4 its bits
+    5, 6 the words waited for: place, count   7 .. 10 more runs of them: place, count, stride, runs
+
+Places count from the start of the words arena. Words that number themselves (waits of "sample") are not looked for.
 """
 
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.sync import load_shared, store_shared
+from kog_triton.backends.triton.sync import load_shared, meet, store_shared
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
+RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
+# The stage that waits and the exchange it waits for; an error names a wait by its place here.
+WAITS = (
+    "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
+    "down_proj mlp", "down_proj past", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample votes",
+    "sample mask", "sample winner",
+)  # fmt: skip
+PLACES = {reason: i for i, reason in enumerate(WAITS)}
+
+
+@triton.constexpr_function
+def wait_number(reason):
+    return PLACES[reason]
 
 
 @triton.jit
@@ -39,10 +58,19 @@ def high(w, S: tl.constexpr):
 
 
 @triton.jit
+def in_range(x):
+    """x where float16 holds it, else NaN: an infinity could pass unseen, as the score of a key that weighs nothing."""
+    return tl.where(
+        tl.abs(x) < 65520.0, x, float("nan")
+    )  # 65520 is the least that rounds to infinity
+
+
+@triton.jit
 def half_bits(x, S: tl.constexpr):
-    """float32 rounded to the model's 16-bit type, its bits in int32."""
+    """float32 rounded to the model's 16-bit type, its bits in int32; what float16 cannot hold is a NaN."""
     if S.f16:
-        return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        bits = in_range(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return bits & 0xFFFF
     else:
         b = x.to(tl.int32, bitcast=True)
         nearest = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF
@@ -53,7 +81,11 @@ def half_bits(x, S: tl.constexpr):
 def pack_pair(first, second, phase, S: tl.constexpr):
     a, b = half_bits(first, S), half_bits(second, S)
     nan: tl.constexpr = 0x7E00 if S.f16 else 0x7FC0
-    a = tl.where(first != first, nan, (a + ((a >> 1) & 1)) & 0xFFFE)
+    if S.f16:
+        void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
+    else:
+        void = first != first
+    a = tl.where(void, nan, (a + ((a >> 1) & 1)) & 0xFFFE)
     return (b << 16) | a | phase
 
 
@@ -97,8 +129,9 @@ def settle(w):
 
 
 @triton.jit
-def wait(ptr, mask, phase, alive, where, p, S: tl.constexpr):
-    """Words at `ptr` [n] once all carry `phase`; masked ones are zero but for the phase."""
+def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
+    """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
+    ptr, mask = base + index, index < count
     w = load_polled(ptr[:, None], mask[:, None], phase, S)
     bad = tl.max((w ^ phase) & 1)
     tries = 0
@@ -106,12 +139,23 @@ def wait(ptr, mask, phase, alive, where, p, S: tl.constexpr):
         w = load_polled(ptr[:, None], mask[:, None], phase, S)
         bad = tl.max((w ^ phase) & 1)
         tries += 1
-    return tl.max(settle(w), axis=1), report(bad, alive, where, p)
+    if (bad != 0) & (alive != 0):
+        complain(base, count, phase, reason, layer, p)
+    return tl.max(settle(w), axis=1), tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
 def wait_planes(
-    base, half, phase, alive, where, p, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr
+    base,
+    half,
+    phase,
+    alive,
+    reason: tl.constexpr,
+    layer,
+    p,
+    S: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
     w = load_planes(base, half, phase, S, WORDS, CHUNKS)
@@ -121,10 +165,12 @@ def wait_planes(
         w = load_planes(base, half, phase, S, WORDS, CHUNKS)
         bad = stale(w, phase, 2 * CHUNKS)
         tries += 1
+    if (bad != 0) & (alive != 0):
+        complain(base, 2 * half, phase, reason, layer, p)
     out = ()
     for i in tl.static_range(2 * CHUNKS):
         out = out + (settle(w[i]),)
-    return out, report(bad, alive, where, p)
+    return out, tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
@@ -141,7 +187,16 @@ def load_planes(base, half, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS:
 
 @triton.jit
 def wait_pairs(
-    base, count, phase, alive, where, p, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr
+    base,
+    count,
+    phase,
+    alive,
+    reason: tl.constexpr,
+    layer,
+    p,
+    S: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors of WORDS float32."""
     w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
@@ -151,12 +206,14 @@ def wait_pairs(
         w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
         bad = stale(w, phase, CHUNKS)
         tries += 1
+    if (bad != 0) & (alive != 0):
+        complain(base, count, phase, reason, layer, p)
     xs = ()
     for c in tl.static_range(CHUNKS):
         j = c * WORDS + index(WORDS)
         word = tl.where(j < count, settle(w[c]), 0)
         xs = xs + (unpack_first(word, S), high(word, S))
-    return xs, report(bad, alive, where, p)
+    return xs, tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
@@ -177,12 +234,64 @@ def stale(w, phase, COUNT: tl.constexpr):
     return tl.max(any_bad & 1)
 
 
+# ---- what an expired wait says ----
+
+
 @triton.jit
-def report(bad, alive, where, p):
-    """alive, or 0 after a wait that expired: the first to expire says where (stage, layer, block)."""
-    if (bad != 0) & (alive != 0):
-        tl.atomic_cas(p.error, 0, where + 1)
-    return tl.where(bad != 0, 0, alive)
+def record(p):
+    """Where this block writes down its wait."""
+    return p.error + RECORD * (tl.program_id(0) + 1)
+
+
+@triton.jit
+def offset(base, p):
+    return ((base.to(tl.int64) - p.words.to(tl.int64)) >> 2).to(tl.int32)
+
+
+@triton.jit
+def complain(base, count, wanted, reason: tl.constexpr, layer, p):
+    """Write down that `count` words from `base` on did not all come."""
+    NUMBER: tl.constexpr = wait_number(reason)
+    own = record(p)
+    tl.atomic_cas(p.error, 0, tl.program_id(0) + 1)
+    tl.store(own, NUMBER)
+    tl.store(own + 1, layer)
+    tl.store(own + 2, wanted)
+    tl.store(own + 5, offset(base, p))
+    tl.store(own + 6, count)
+
+
+@triton.jit
+def complain_also(base, count, stride, runs, p):
+    """Nor those of more runs, `stride` words apart."""
+    own = record(p)
+    tl.store(own + 7, offset(base, p))
+    tl.store(own + 8, count)
+    tl.store(own + 9, stride)
+    tl.store(own + 10, runs)
+
+
+@triton.jit
+def investigate(p, S: tl.constexpr):
+    """Find the first word that this block still misses. Done on leaving: where waits stand, registers are dear."""
+    own = record(p)
+    meet(S)  # one thread wrote the record
+    wanted = tl.load(own + 2)
+    first = tl.load(own + 5)
+    find_missing(own, first, tl.load(own + 6), wanted, p)
+    for run in range(tl.load(own + 10)):
+        at = tl.load(own + 7) + run * tl.load(own + 9)
+        find_missing(own, at, tl.load(own + 8), wanted, p)
+
+
+@triton.jit
+def find_missing(own, first, count, wanted, p):
+    """Into the record: a word of [first, first + count) that lacks the phase, its place plus one, and its bits."""
+    for i in range(first, first + count):
+        w = tl.load(p.words + i, cache_modifier=".cg")
+        if (w ^ wanted) & 1:
+            tl.store(own + 3, i + 1)
+            tl.store(own + 4, w)
 
 
 @triton.jit

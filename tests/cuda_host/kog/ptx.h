@@ -11,7 +11,9 @@
 #include <cstring>
 #include <vector>
 
+#define KOG_ASSUME(x) ((void)0)
 #define KOG_DEVICE inline
+#define KOG_DEVICE_NOINLINE inline
 #define KOG_CONSTANT static const
 
 struct uint2 {
@@ -52,7 +54,7 @@ struct Warp {
   int arrived = 0;
   u64 turn = 0;
   u64 value[32];
-  u32 a[32][2], b[32][2];
+  u32 a[32][4], b[32][2];
 };
 
 struct BlockState {
@@ -128,6 +130,7 @@ inline u32 to_half(float v, bool f16) {
 
 inline int thread_index() { return host::current->thread; }
 inline int block_index() { return host::current->block_index; }
+inline void sleep_a_while() { host::yield(); }
 inline i64 clock_ticks() { return host::ticks; }
 inline u64 nanoseconds() { return static_cast<u64>(host::ticks); }
 inline u8* shared_memory() { return host::current->block->shared.data(); }
@@ -139,6 +142,8 @@ inline ulonglong2 load_relaxed_pair(const u64* p) { return {p[0], p[1]}; }
 inline void store_relaxed(u32* p, u32 v) { *p = v; }
 inline void store_relaxed_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline u64 load_system(const u64* p) { return *p; }
+inline void store_system(u64* p, u64 v) { *p = v; }
+inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline void store_system_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) {
   u32 old = *p;
@@ -168,6 +173,23 @@ inline float shuffle_down(float v, int by) {
   return host::exchange(v, from < 32 ? from : host::lane());
 }
 inline float shuffle(float v, int lane) { return host::exchange(v, lane); }
+inline u32 shuffle(u32 v, int lane) { return host::exchange(v, lane); }
+template <class Join>
+u32 join_lanes(u32 v, Join join) {
+  host::Warp& w = host::warp();
+  w.value[host::lane()] = v;
+  host::meet();
+  u32 out = 0;
+  for (u64 other : w.value) out = join(out, static_cast<u32>(other));
+  host::meet();
+  return out;
+}
+inline u32 largest_of_warp(u32 v) {
+  return join_lanes(v, [](u32 a, u32 b) { return a > b ? a : b; });
+}
+inline u32 sum_of_warp(u32 v) {
+  return join_lanes(v, [](u32 a, u32 b) { return a + b; });
+}
 
 inline bool any_consumer(bool p) {
   host::BlockState& b = *host::current->block;
@@ -184,6 +206,12 @@ inline bool any_consumer(bool p) {
 }
 inline void sync_consumers() { any_consumer(false); }
 
+inline void add_shared(u32* p, u32 v) { *p += v; }
+inline void add_shared(u64* p, u64 v) { *p += v; }
+
+inline float log2_fast(float x) { return std::log2(x); }
+inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
+inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float divide(float a, float b) { return a / b; }
 inline float rsqrt_of(float x) { return 1.f / std::sqrt(x); }
@@ -214,26 +242,36 @@ u32 round_pair(float low, float high) {
 }
 inline float widen_f16(u16 x) { return host::from_half(x, true); }
 
-// c[0], c[1]: row lane / 4 of A times columns 2 * (lane % 4) and the next of B.
-template <bool kF16>
-void multiply_add(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+// kHalves times 8 values of K: c[16][8] += a[16][8 * kHalves] * b[8 * kHalves][8], laid out as PTX
+// says of mma.m16n8k16 and m16n8k8.
+template <bool kF16, int kHalves>
+void multiply_halves(float (&c)[4], const u32* a, const u32* b) {
   host::Warp& w = host::warp();
-  int lane = host::lane(), row = lane / 4;
-  w.a[lane][0] = a0, w.a[lane][1] = a2, w.b[lane][0] = b0, w.b[lane][1] = b1;
+  int lane = host::lane();
+  for (int i = 0; i < 2 * kHalves; i++) w.a[lane][i] = a[i];
+  for (int i = 0; i < kHalves; i++) w.b[lane][i] = b[i];
   host::meet();
-  for (int j = 0; j < 2; j++) {
-    int column = 2 * (lane % 4) + j;
+  for (int i = 0; i < 4; i++) {
+    int row = lane / 4, column = 2 * (lane % 4) + i % 2;
     double sum = 0;
-    for (int half = 0; half < 2; half++)
+    for (int half = 0; half < kHalves; half++)
       for (int q = 0; q < 4; q++)
         for (int s = 0; s < 2; s++) {
-          float a = host::from_half(w.a[4 * row + q][half] >> 16 * s & 0xffff, kF16);
-          sum += static_cast<double>(a) *
+          float x = host::from_half(w.a[4 * row + q][2 * half + i / 2] >> 16 * s & 0xffff, kF16);
+          sum += static_cast<double>(x) *
                  host::from_half(w.b[4 * column + q][half] >> 16 * s & 0xffff, kF16);
         }
-    c[j] += static_cast<float>(sum);
+    c[i] += static_cast<float>(sum);
   }
   host::meet();
+}
+template <bool kF16>
+void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  multiply_halves<kF16, 2>(c, a, b);
+}
+template <bool kF16>
+void multiply_add(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
+  multiply_halves<kF16, 1>(c, a, b);
 }
 
 // An mbarrier: arrivals expected, arrivals due, bytes due, phase.
@@ -268,6 +306,8 @@ inline bool barrier_try(u64* b, u32 parity) {
   host::yield();
   return false;
 }
+inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
+inline void fetch_to_l2(const void*, u32) {}
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   host::current->block->copies.push_back(
       {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)});

@@ -1,367 +1,390 @@
 // Attention of one new token: a block takes one key/value head and one split of the context.
 //
-//   before the wait   the first keys and values of the split, rotation and gains
+//   before the wait   the first tile of keys and values, rotation and gains
 //   the wait          one poll a warp: a query head each, then the new key, then the new value
-//   walk              16 warps over the positions, online softmax (arXiv 2205.14135), a lane kVec
-//   values of a row merge             over the warps in shared memory; the split's output, maximum
-//   and sum become words (join.h)
+//   walk              16 warps over the tiles (cache.h, softmax.h)
+//   merge             over the warps in shared memory; the split's output and the logarithm of its
+//                     sum become words
 //
 // The last split takes the new key and value, which travel in words like the queries, and appends
-// them.
+// them. Few splits are joined by those who read them (stage_attention), many in a step of their own
+// (join.h).
 #pragma once
-#include <kog/words.h>
+#include <kog/matvec.h>
+#include <kog/softmax.h>
 
 namespace kog {
 
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
-constexpr int kVec = kHeadDim % 8 == 0 ? 8 : kHeadDim % 4 == 0 ? 4 : 2;
-constexpr int kRowLanes = kHeadDim / kVec;  // lanes that hold one row of the cache
-constexpr int kLanesARow = kRowLanes <= 1    ? 1
-                           : kRowLanes <= 2  ? 2
-                           : kRowLanes <= 4  ? 4
-                           : kRowLanes <= 8  ? 8
-                           : kRowLanes <= 16 ? 16
-                                             : 32;  // a power of two
-constexpr int kRowsAWarp = 32 / kLanesARow;
-constexpr int kHeadGroups = (kQueries + kHeadsAtOnce - 1) / kHeadsAtOnce;
+constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
-constexpr int kRowsAStep = kRowsAWarp * kWarpsAGroup;
-constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of a head that one lane rotates
+constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
 constexpr int kUnits = kKvHeads * kSplits;
+constexpr int kResultStride = kRowDim + 4;
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
-// kVec values of 16 bits.
-struct Row {
-  u32 w[kVec / 2];
-  KOG_DEVICE float at(int j) const { return j % 2 ? second_of(w[j / 2]) : low_of(w[j / 2]); }
-};
-KOG_DEVICE Row load_row(const u16* p) {
-  Row r;
-  if constexpr (kVec == 8) {
-    uint4 v = load_cache(reinterpret_cast<const uint4*>(p));
-    r.w[0] = v.x, r.w[1] = v.y, r.w[2] = v.z, r.w[3] = v.w;
-  } else if constexpr (kVec == 4) {
-    uint2 v = load_cache(reinterpret_cast<const uint2*>(p));
-    r.w[0] = v.x, r.w[1] = v.y;
-  } else {
-    r.w[0] = load_cache(reinterpret_cast<const u32*>(p));
-  }
-  return r;
-}
-KOG_DEVICE Row no_row() {
-  Row r;
-#pragma unroll
-  for (int j = 0; j < kVec / 2; j++) r.w[j] = 0;
-  return r;
-}
-
-// Scratch: rotated heads as float32 [kQueries][d], the new key and value as 16-bit rows, then
-// results.
+// Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
+// tensor core takes them, the new key and value as rows of the cache, results of all warps.
 struct AttentionScratch {
-  float* queries;
+  uint4* queries;  // [head groups][kDimSteps][32 lanes]
   u16* key;
   u16* value;
-  float* results;
+  float* results;  // [warp][head][kResultStride]
+  float2* tops;    // [warp][head]: maximum and sum
   KOG_DEVICE explicit AttentionScratch(const Block& b) {
-    queries = reinterpret_cast<float*>(b.scratch);
-    key = reinterpret_cast<u16*>(queries + kQueries * kHeadDim);
-    value = key + kHeadDim;
-    results = queries + (kQueries + 1) * kHeadDim;
+    queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
+    key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
+    value = key + kRowDim;
+    results = reinterpret_cast<float*>(value + kRowDim);
+    tops = reinterpret_cast<float2*>(results + kWarps * kGroupHeads * kResultStride);
   }
 };
 
-// Which part of the context a unit walks: [start, end) of the cache; the newest position is not in
-// it yet.
+// Which part of the context a unit walks: [start, end), the newest position included.
 struct Span {
   int head, split, used, start, end;
   bool newest;
 };
+KOG_DEVICE int first_position(int position, int window) {
+  return window > 0 && position + 1 > window ? position + 1 - window : 0;
+}
 KOG_DEVICE int splits_in_use(int length) {
-  int most = (length + kSplitLeast - 1) / kSplitLeast;
-  return most < kSplits ? (most > 1 ? most : 1) : kSplits;
+  int used = (length + kSplitLeast - 1) / kSplitLeast;
+  if (used <= kMerged) return used;
+  return length <= kMergedLength ? kMerged : kSplits;
 }
 KOG_DEVICE Span span_of(int unit, int position, int window) {
   Span s;
   s.head = unit / kSplits;
   s.split = unit % kSplits;
-  int first = window > 0 && position + 1 > window ? position + 1 - window : 0;
+  int first = first_position(position, window);
   int length = position + 1 - first;
   s.used = splits_in_use(length);
   // At most 2^8 splits of 2^23 positions: 32 bits hold the products.
   u32 parts = static_cast<u32>(length), used = static_cast<u32>(s.used),
       split = static_cast<u32>(s.split);
   s.start = first + static_cast<int>(split * parts / used);
-  int end = first + static_cast<int>((split + 1) * parts / used);
-  s.end = s.split < s.used ? (end < position ? end : position) : s.start;
+  s.end = first + static_cast<int>((split + 1) * parts / used);
   s.newest = s.split == s.used - 1;
   return s;
 }
-
-KOG_DEVICE u16* cache_of(const Block& b, int head) {
-  u64 home = (static_cast<u64>(b.layer) * kLanes + b.lane) * kKvHeads + head;
-  return b.p.cache + home * 2 * kMaxContext * kHeadDim;
+KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
+  int at = (b.lane * kKvHeads + head) * kSplits + split;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
 }
+constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
 
-// What a head is rotated with: this lane's pairs (i, i + d / 2).
+// What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
-  float cos[kPairs], sin[kPairs], gain[kPairs], gain_far[kPairs];
+  float2 cos[kQuads], sin[kQuads], gain[kQuads], gain_far[kQuads];
 };
 KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
   Rotation r;
-  const float* angle = b.p.rope + static_cast<u64>(position) * kHeadDim;
-  const float* gains = b.p.qk_gains + (2 * b.layer + is_key) * kHeadDim;
+  const float2* angle =
+      reinterpret_cast<const float2*>(b.p.rope + static_cast<u64>(position) * kHeadDim);
+  const float2* gains =
+      reinterpret_cast<const float2*>(b.p.qk_gains + (2 * b.layer + is_key) * kHeadDim);
 #pragma unroll
-  for (int n = 0; n < kPairs; n++) {
+  for (int n = 0; n < kQuads; n++) {
     int i = n * 32 + b.in_warp;
-    bool inside = i < kHeadDim / 2;
-    r.cos[n] = inside ? angle[i] : 0;
-    r.sin[n] = inside ? angle[kHeadDim / 2 + i] : 0;
-    r.gain[n] = inside && kQkNorm ? gains[i] : 1;
-    r.gain_far[n] = inside && kQkNorm ? gains[kHeadDim / 2 + i] : 1;
+    bool inside = i < kHeadDim / 4;
+    r.cos[n] = inside ? angle[i] : float2{0, 0};
+    r.sin[n] = inside ? angle[kHeadDim / 4 + i] : float2{0, 0};
+    r.gain[n] = inside && kQkNorm ? gains[i] : float2{1, 1};
+    r.gain_far[n] = inside && kQkNorm ? gains[kHeadDim / 4 + i] : float2{1, 1};
   }
   return r;
 }
 
-// Wait for one head of q, k or v and leave it in `to` as float32; by one warp.
-KOG_DEVICE void receive_head(Block& b, int row, u32 phase, float* to) {
-  const u32* words = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride + row / 2;
-  u32 w[kPairs];
-  poll_words(
-      b, Step::kAttentionQkv,
-      [&](int n) {
-        return n * 32 + b.in_warp < kHeadDim / 2 ? words + n * 32 + b.in_warp : nullptr;
-      },
-      phase, w);
-#pragma unroll
-  for (int n = 0; n < kPairs; n++) {
-    int i = n * 32 + b.in_warp;
-    if (i < kHeadDim / 2)
-      *reinterpret_cast<float2*>(to + 2 * i) = float2{first_of(w[n]), second_of(w[n])};
-  }
-  sync_warp();
-}
+// One head of q, k or v: neighbors and those half a head on, a lane.
+struct Head {
+  float2 near[kQuads], far[kQuads];
 
-// Normalize if the model asks, rotate, scale: in place; a lane owns both elements of its pairs.
-KOG_DEVICE void rotate(const Block& b, const Rotation& r, float scale, float* head) {
-  float norm = 1;
-  if constexpr (kQkNorm) {
-    float square = 0;
+  KOG_DEVICE void receive(Block& b, int row, u32 phase) {
+    const u32* words = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride + row / 2;
+    u32 w[2 * kQuads];
+    poll_words(
+        b, Step::kAttentionQkv,
+        [&](int n) {
+          int i = n / 2 * 32 + b.in_warp;
+          return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+        },
+        phase, w);
 #pragma unroll
-    for (int n = 0; n < kPairs; n++) {
-      int i = n * 32 + b.in_warp;
-      if (i < kHeadDim / 2)
-        square += head[i] * head[i] + head[kHeadDim / 2 + i] * head[kHeadDim / 2 + i];
+    for (int n = 0; n < kQuads; n++) {
+      near[n] = {first_of(w[2 * n]), second_of(w[2 * n])};
+      far[n] = {first_of(w[2 * n + 1]), second_of(w[2 * n + 1])};
+    }
+  }
+  // Normalize if the model asks, rotate, scale.
+  KOG_DEVICE void rotate(const Block& b, const Rotation& r, float scale) {
+    if constexpr (kQkNorm) {
+      float square = 0;
+#pragma unroll
+      for (int n = 0; n < kQuads; n++)
+        if (n * 32 + b.in_warp < kHeadDim / 4)
+          square += near[n].x * near[n].x + near[n].y * near[n].y + far[n].x * far[n].x +
+                    far[n].y * far[n].y;
+#pragma unroll
+      for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
+      scale *= rsqrt_of(square / kHeadDim + kNormEps);
     }
 #pragma unroll
-    for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
-    norm = rsqrt_of(square / kHeadDim + kNormEps);
+    for (int n = 0; n < kQuads; n++) {
+      near[n] = {near[n].x * r.gain[n].x, near[n].y * r.gain[n].y};
+      far[n] = {far[n].x * r.gain_far[n].x, far[n].y * r.gain_far[n].y};
+      float2 turned = {(near[n].x * r.cos[n].x - far[n].x * r.sin[n].x) * scale,
+                       (near[n].y * r.cos[n].y - far[n].y * r.sin[n].y) * scale};
+      far[n] = {(far[n].x * r.cos[n].x + near[n].x * r.sin[n].x) * scale,
+                (far[n].y * r.cos[n].y + near[n].y * r.sin[n].y) * scale};
+      near[n] = turned;
+    }
   }
+  // put(word, pair) for every word of a row of the cache; those behind the head are zero.
+  template <class Put>
+  KOG_DEVICE void each(const Block& b, Put put) const {
 #pragma unroll
-  for (int n = 0; n < kPairs; n++) {
-    int i = n * 32 + b.in_warp;
-    if (i >= kHeadDim / 2) continue;
-    float near = head[i] * (norm * r.gain[n]),
-          far = head[kHeadDim / 2 + i] * (norm * r.gain_far[n]);
-    head[i] = (near * r.cos[n] - far * r.sin[n]) * scale;
-    head[kHeadDim / 2 + i] = (far * r.cos[n] + near * r.sin[n]) * scale;
+    for (int n = 0; n < kQuads; n++) {
+      int i = n * 32 + b.in_warp;
+      if (i >= kHeadDim / 4) continue;
+      put(i, near[n]);
+      put(kHeadDim / 4 + i, far[n]);
+    }
+    if (b.in_warp < (kRowDim - kHeadDim) / 2) put(kHeadDim / 2 + b.in_warp, float2{0, 0});
   }
-  sync_warp();
-}
+};
 
-// The new key or value, rounded as everybody will read it: to scratch and to its place in the
-// cache.
-KOG_DEVICE void append(const Block& b, const float* head, u16* scratch, u16* cache) {
-  for (int i = b.in_warp; i < kHeadDim / 2; i += 32) {
-    u32 w = round_pair<kF16>(head[2 * i], head[2 * i + 1]);
-    reinterpret_cast<u32*>(scratch)[i] = w;
-    reinterpret_cast<u32*>(cache)[i] = w;
-  }
-  sync_warp();
+// A rotated query in two 16-bit parts, where the tensor core's lanes find it.
+KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
+  u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
+                                   query % kGroupHeads * 4);
+  head.each(b, [&](int word, float2 v) {
+    u32 high = round_pair<kF16>(v.x, v.y);
+    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - second_of(high));
+    int lane = word / kKeyWords, in_lane = word % kKeyWords;
+    *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
+  });
+}
+// The new key or value, rounded as everybody will read it.
+KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
+  head.each(b, [&](int word, float2 v) {
+    u32 w = round_pair<kF16>(v.x, v.y);
+    reinterpret_cast<u32*>(scratch)[word] = w;
+    reinterpret_cast<u32*>(cache)[word] = w;
+  });
 }
 
 // Heads of q by warps, the new k and v by two more where this block takes the newest position.
 KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
                         const AttentionScratch& scratch, const Rotation& rotation) {
-  u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kHeadDim;
+  u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
   for (int h = b.warp; h < kQueries + 2; h += kWarps) {
     if (h >= kQueries && !span.newest) continue;
-    // The new key and value pass through the results' room on their way to 16 bits.
-    float* to =
-        h < kQueries ? scratch.queries + h * kHeadDim : scratch.results + (h - kQueries) * kHeadDim;
+    bool is_key = h == kQueries;
     int row =
         h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
-    receive_head(b, row * kHeadDim, phase, to);
+    Head head;
+    head.receive(b, row * kHeadDim, phase);
     if (h > kQueries) {
-      append(b, to, scratch.value, cache + static_cast<u64>(kMaxContext) * kHeadDim);
+      append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
       continue;
     }
-    bool is_key = h == kQueries;
     // Rotations were asked for before the wait, for each warp's first head.
     Rotation r = h == b.warp ? rotation : load_rotation(b, position, is_key);
-    rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)), to);
-    if (is_key) append(b, to, scratch.key, cache);
+    head.rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)));
+    if (is_key)
+      append(b, head, scratch.key, cache);
+    else
+      put_query(b, head, h, scratch.queries);
   }
 }
 
-struct Weights {
-  float now[kHeadsAtOnce], old[kHeadsAtOnce];
-};
-
-// One warp's softmax so far, for kHeadsAtOnce query heads: maxima are the warp's, sums and outputs
-// a lane's.
-struct Softmax {
-  float out[kHeadsAtOnce][kVec], top[kHeadsAtOnce], sum[kHeadsAtOnce];
-
-  KOG_DEVICE Softmax() {
+// A warp's result among the results.
+KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScratch& scratch) {
+  float total = s.total();
 #pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; h++) {
-      top[h] = -1e30f;  // finite: a split without keys weighs nothing
-      sum[h] = 0;
+  for (int i = 0; i < 2; i++) {
+    int head = b.in_warp % 4 * 2 + i;
+    if (head >= kGroupHeads) continue;
+    float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride + Values::column(b);
 #pragma unroll
-      for (int j = 0; j < kVec; j++) out[h][j] = 0;
-    }
+    for (int t = 0; t < kDimSteps; t++)
+      *reinterpret_cast<float2*>(to + 2 * t) = {s.out[t][i], s.out[t][i + 2]};
   }
-  // Scores of one row a lane group, made weights against the maximum so far; `old` is what that
-  // takes from what was summed before. `queries`: this lane's columns of the first head, read anew:
-  // registers are for the outputs.
-  KOG_DEVICE void weigh(const float* queries, const Row& key, bool valid, Weights& w) {
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; h++) {
-      float score = 0;
-#pragma unroll
-      for (int j = 0; j < kVec; j++) score += queries[h * kHeadDim + j] * key.at(j);
-#pragma unroll
-      for (int mask = kLanesARow / 2; mask; mask >>= 1) score += shuffle_xor(score, mask);
-      float best = valid ? score : -1e30f;
-#pragma unroll
-      for (int mask = 16; mask >= kLanesARow; mask >>= 1) {
-        float other = shuffle_xor(best, mask);
-        best = other > best ? other : best;
-      }
-      best = best > top[h] ? best : top[h];
-      w.now[h] = valid ? exp2_fast(score - best) : 0;
-      w.old[h] = exp2_fast(top[h] - best);
-      sum[h] = sum[h] * w.old[h] + w.now[h];
-      top[h] = best;
-    }
-  }
-  KOG_DEVICE void add(const Row& value, const Weights& w) {
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; h++)
-#pragma unroll
-      for (int j = 0; j < kVec; j++) out[h][j] = out[h][j] * w.old[h] + w.now[h] * value.at(j);
-  }
-  // Sum over the rows that the warp walked side by side.
-  KOG_DEVICE void reduce() {
-#pragma unroll
-    for (int mask = kLanesARow; mask < 32; mask <<= 1)
-#pragma unroll
-      for (int h = 0; h < kHeadsAtOnce; h++) {
-        sum[h] += shuffle_xor(sum[h], mask);
-#pragma unroll
-        for (int j = 0; j < kVec; j++) out[h][j] += shuffle_xor(out[h][j], mask);
-      }
-  }
-};
-
-// A warp's result among the results: [warp][kHeadsAtOnce][d], then maxima and sums
-// [warp][kHeadsAtOnce][2].
-KOG_DEVICE void put_result(const Block& b, const Softmax& s, int column, float* results) {
-  float* out = results + b.warp * kHeadsAtOnce * kHeadDim;
-  float* top = results + kWarps * kHeadsAtOnce * kHeadDim + b.warp * kHeadsAtOnce * 2;
-#pragma unroll
-  for (int h = 0; h < kHeadsAtOnce; h++) {
-    if (b.in_warp < kRowLanes)
-#pragma unroll
-      for (int j = 0; j < kVec; j++) out[h * kHeadDim + column + j] = s.out[h][j];
-    if (b.in_warp == 0) {
-      top[2 * h] = s.top[h];
-      top[2 * h + 1] = s.sum[h];
-    }
-  }
+  if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
+    scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
 }
 
-// Merge the warps' results in order and publish the split's: outputs, maxima, sums. Every split
-// publishes every time, in use or not, so that all phases keep step.
+// Merge the warps' results in order and publish the split's; four lanes a pair of values.
 KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 phase,
-                            const float* results) {
-  int at = (b.lane * kKvHeads + span.head) * kSplits + span.split;
-  u32* words = b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
-  const float* tops = results + kWarps * kHeadsAtOnce * kHeadDim;
-  for (int i = b.thread; i < kQueries * kHeadDim; i += 32 * kWarps) {
-    int head = i / kHeadDim, h = head % kHeadsAtOnce, first = head / kHeadsAtOnce * kWarpsAGroup;
-    float top = -1e30f, out = 0, sum = 0;
-    for (int w = first; w < first + walked; w++) {
-      float t = tops[(w * kHeadsAtOnce + h) * 2];
-      top = t > top || t != t ? t : top;
+                            const AttentionScratch& scratch) {
+  u32* words = split_words(b, span.head, span.split);
+  for (int first = 0; first < kQueries * kHeadDim / 2; first += 8 * kWarps) {
+    int i = first + b.thread / 4, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
+    if (first + b.warp * 8 >= kQueries * kHeadDim / 2) continue;
+    bool inside = i < kQueries * kHeadDim / 2;
+    int at = (head / kGroupHeads * kWarpsAGroup) * kGroupHeads + head % kGroupHeads;
+    float top = kNoScore, sum = 0;
+    float2 out = {0, 0};
+#pragma unroll 1
+    for (int w = b.thread % 4; inside && w < walked; w += 4) {
+      float t = scratch.tops[at + w * kGroupHeads].x;
+      top = t > top ? t : top;
     }
-    for (int w = first; w < first + walked; w++) {
-      float share = exp2_fast(tops[(w * kHeadsAtOnce + h) * 2] - top);
-      out += share * results[(w * kHeadsAtOnce + h) * kHeadDim + i % kHeadDim];
-      sum += share * tops[(w * kHeadsAtOnce + h) * 2 + 1];
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask <<= 1) {
+      float other = shuffle_xor(top, mask);
+      top = other > top ? other : top;
     }
-    store_relaxed(words + i, pack_f32(out, phase));
-    if (i % kHeadDim == 0) {
-      store_relaxed(words + kQueries * kHeadDim + head, pack_f32(top, phase));
-      store_relaxed(words + kQueries * (kHeadDim + 1) + head, pack_f32(sum, phase));
+#pragma unroll 1
+    for (int w = b.thread % 4; inside && w < walked; w += 4) {
+      float2 t = scratch.tops[at + w * kGroupHeads];
+      float share = exp2_fast(t.x - top);
+      float2 v = *reinterpret_cast<const float2*>(
+          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
+      sum += share * t.y;
+      out.x += share * v.x;
+      out.y += share * v.y;
     }
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask <<= 1) {
+      sum += shuffle_xor(sum, mask);
+      out.x += shuffle_xor(out.x, mask);
+      out.y += shuffle_xor(out.y, mask);
+    }
+    if (!inside || b.thread % 4 != 0) continue;
+    store_relaxed(words + i, pack_pair(divide(out.x, sum), divide(out.y, sum), phase));
+    if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top + log2_fast(sum), phase));
   }
 }
 
-// One unit: a key/value head over one split.
+// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
+// step.
 KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit, position, window);
+  if (span.split >= span.used) {
+    u32* words = split_words(b, span.head, span.split);
+    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
+      store_relaxed(words + i, phase);
+    return;
+  }
   AttentionScratch scratch(b);
   const u16* keys = cache_of(b, span.head);
-  const u16* values = keys + static_cast<u64>(kMaxContext) * kHeadDim;
+  const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
   int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
-  bool walks = head_group < kHeadGroups;
-  int column = b.in_warp % kLanesARow * kVec, row = walker * kRowsAWarp + b.in_warp / kLanesARow;
-  auto valid = [&](int at) { return walks && at < span.end && column < kHeadDim; };
-  auto load = [&](const u16* from, int at) {
-    return valid(at) ? load_row(from + static_cast<u64>(at) * kHeadDim + column) : no_row();
-  };
+  int tiles = (span.end - span.start + kTileRows - 1) / kTileRows;
+  int walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;
+  bool walks = head_group < kHeadGroups && walker < walked;
+  // The newest position is not in the cache yet.
+  int cached = walks ? (span.newest ? span.end - 1 : span.end) : 0;
+  int at = span.start + walker * kTileRows;
   // Nothing here depends on other blocks: on its way while we wait for the queries.
-  int at = span.start + row;
-  Row key = load(keys, at), value = load(values, at);
+  Keys key;
+  Values value;
+  key.load(b, keys, at, cached);
+  value.load(b, values, at, cached);
   Rotation rotation = load_rotation(b, position, b.warp == kQueries);
   receive(b, span, position, phase, scratch, rotation);
+  stamp(b, Point::kAttentionQkv);
   sync_consumers();
 
-  // Warps with positions, and one more for the newest if there is one idle.
-  int length = span.end - span.start, active = (length + kRowsAWarp - 1) / kRowsAWarp;
-  int newest = active < kWarpsAGroup ? active : kWarpsAGroup - 1;
-  int walked = active < kWarpsAGroup ? active + span.newest : kWarpsAGroup;
-  if (walks && walker < walked) {
+  if (walks) {
     Softmax softmax;
-    // Lanes and heads that a head group has too many read what is there; their results are not
-    // used.
-    const float* queries = scratch.queries + head_group * kHeadsAtOnce * kHeadDim + column;
-    Weights weights;
-    for (int n = span.start + walker * kRowsAWarp; n < span.end; n += kRowsAStep) {
-      softmax.weigh(queries, key, at < span.end, weights);
-      at += kRowsAStep;
-      key = load(keys, at);  // on its way while the values are added
-      softmax.add(value, weights);
-      value = load(values, at);
-    }
-    if (span.newest && walker == newest) {
-      bool mine = b.in_warp < kRowLanes;
-      key = value = no_row();
-#pragma unroll
-      for (int j = 0; j < kVec / 2; j++) {
-        if (mine) key.w[j] = reinterpret_cast<const u32*>(scratch.key + column)[j];
-        if (mine) value.w[j] = reinterpret_cast<const u32*>(scratch.value + column)[j];
+    const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
+    for (; at < span.end; at += kWarpsAGroup * kTileRows) {
+      int newest = span.newest ? position - at : kTileRows, next = at + kWarpsAGroup * kTileRows;
+      if (newest < kTileRows) {
+        key.patch(b, newest, scratch.key);
+        value.patch(b, newest, scratch.value);
       }
-      softmax.weigh(queries, key, b.in_warp < kLanesARow, weights);
-      softmax.add(value, weights);
+      float p[kTileRows / 8][2];
+      softmax.weigh(b, queries, key, span.end - at, p);
+      key.load(b, keys, next, cached);  // on its way while the values are added
+      softmax.add(value, p);
+      value.load(b, values, next, cached);
     }
-    softmax.reduce();
-    put_result(b, softmax, column, scratch.results);
+    put_result(b, softmax, scratch);
   }
   sync_consumers();
-  merge_warps(b, span, walked, phase, scratch.results);
-  sync_consumers();  // the scratch is free again
+  merge_warps(b, span, walked, phase, scratch);
+  stamp(b, Point::kAttentionSplit);
+}
+
+// Wait for the attention's output, joining its splits if they are few, and stage it for Stage.
+template <class Stage>
+KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
+  int length = position + 1 - first_position(position, kWindows[b.layer]);
+  int used = splits_in_use(length);
+  if (used > kMerged)
+    return stage_words<Stage>(
+        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride, phase);
+  Inputs<Stage> in(b);
+  constexpr int kCount = Inputs<Stage>::kCount;
+  uint4 q[kCount][kMerged];
+  u32 top[kCount][kMerged], bad = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i++)
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      u32 now = s < used && in.value(i) < Stage::kCols ? ~phase : phase;
+      q[i][s] = uint4{now, now, now, now};
+      top[i][s] = now;
+    }
+  auto ask = [&] {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      int value = in.value(i), query_head = value / kHeadDim, query = query_head % kQueries;
+      const u32* from = split_words(b, query_head / kQueries, 0);
+#pragma unroll
+      for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride) {
+        if (stale(q[i][s], 0, 4, phase))
+          q[i][s] = load_relaxed4(from + query * (kHeadDim / 2) + value % kHeadDim / 2);
+        if ((top[i][s] ^ phase) & 1) top[i][s] = load_relaxed(from + kSplitTop + query);
+      }
+    }
+    bad = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+#pragma unroll
+      for (int s = 0; s < kMerged; s++)
+        bad |= stale(q[i][s], 0, 4, phase) | ((top[i][s] ^ phase) & 1);
+    return any_lane(bad != 0);
+  };
+  if (ask()) {
+    begin_wait(b);
+    u32 place = place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0));
+    while (!give_up(b, step, place, phase ^ bad, phase) && ask()) {
+    }
+    end_wait(b);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    float best = unpack_f32(top[i][0]), total = 0, sum[8] = {};
+#pragma unroll
+    for (int s = 1; s < kMerged; s++) {
+      float t = unpack_f32(top[i][s]);
+      if (s < used) best = t > best ? t : best;
+    }
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      if (s >= used) continue;
+      float share = exp2_fast(unpack_f32(top[i][s]) - best);
+      total += share;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        sum[2 * j] += share * first_of(word_of(q[i][s], j));
+        sum[2 * j + 1] += share * second_of(word_of(q[i][s], j));
+      }
+    }
+    float scale = divide(1.f, total);
+    bool inside = in.value(i) < Stage::kCols;
+    u32 w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      w[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
+    in.put(b, i, uint4{w[0], w[1], w[2], w[3]});
+  }
+  sync_staged<Inputs<Stage>::kOwnSlice>();
 }
 
 }  // namespace kog

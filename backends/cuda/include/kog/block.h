@@ -1,4 +1,5 @@
-// What one block knows: where it stands in its lane, its shared memory, its patience.
+// What one block knows: where it stands in its lane, its shared memory, its patience. The generated
+// header declares what host and kernel tell each other: Request, Mailbox, Outcome.
 #pragma once
 #include <kog/ptx.h>
 
@@ -12,30 +13,24 @@ struct Pointers {
   const float* biases;    // [layers][kBiasRows]: stage by stage, lane by lane; gate and up woven
   const float* qk_gains;  // [layers][2][head_dim]
   const float* rope;      // [positions][2][head_dim / 2]
-  u16* cache;             // [layers][lanes][kv_heads][2][positions][head_dim]
+  u16* cache;             // [slots][layers][lanes][kv_heads][2][positions][head_dim]
   u32* words;             // zero at launch
   float* logits;          // [rows][vocab], if asked for
-  const int* tokens;      // the prompt
-  const u32* request;     // see Request
-  u64* mailbox;  // mapped: [0] the host's word, [2] outcome and tokens, [8 ..] token and time, in
-                 // pairs
-  u32* error;    // [0] set by the first wait that expires, [1 ..] what it waited for
-  i64 limit;     // clock ticks that a wait may take
-};
-
-// One request, as words.
-struct Request {
-  static constexpr int kFirst = 0, kPrompt = 1, kMost = 2, kNumStops = 3, kGreedy = 4, kSeedLow = 5,
-                       kSeedHigh = 6, kSample = 7, kScale = 8, kAllLogits = 9, kStopIds = 16;
-};
-
-enum Outcome : int {
-  kRunning = 0,
-  kStop = 1,
-  kLength = 2,
-  kCancel = 3,
-  kFailed = 4,
-  kNotFinite = 5
+  int* tokens;            // [slots][positions + 1]: the prompts, and what bad words look back on
+  const u32* request;     // [slots][kRequestWords]: see Request
+  u32* counts;            // [slots][vocab]: of a penalized request's ids (edit.h)
+  float* scores;          // [2][vocab]: logits of one token, raw and edited
+  u64* masks;             // mapped: [slots][kMaskWords], the ids allowed next, under their epoch
+  u64* logprobs;          // mapped: [slots][positions + 1][kRecordWords]
+  int* states;            // [slots][2]: the next position and its token
+  u64* mailbox;           // mapped, see Mailbox
+  u64* outbox;            // mapped: [slots][positions + 1][2], number and token, and the time
+  u32* error;             // [0] set by the first wait that expires, [1 ..] what it waited for
+  u64* profile;           // stamps, if kProfile
+  i64 limit;              // clock ticks that a wait may take
+  i64 most_steps;         // tokens of any request after which the launch yields
+  int num_seats;          // requests that this launch serves
+  int order[kMostSeats];  // their slots, the one that is due first
 };
 
 struct Candidate {
@@ -43,14 +38,26 @@ struct Candidate {
   int id;
 };
 
+// One request of the launch: its slot, the position it was at when the launch began, the position
+// from which its steps have a head, and its next token.
+struct Seat {
+  int slot, first, first_head, token;
+};
+
 // The end of shared memory: small things that warps tell each other.
 struct Small {
   float squares[kWarps];
   Candidate local[kWarps];
   Candidate global[kWarps];
+  Seat seats[kMostSeats];
+  int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
-  u32 stop;  // the consumers have left: the producer may
+  u32 stop;   // the consumers have left: the producer may
+  u32 leave;  // no wait of this block waits any longer: 1 + the warp that waited too long, or kOthers
+  u32 issued;  // chunks that the producer has asked for, if kProfile
+  u32 waits[kWarps];  // when a warp's wait began; 0: it does not wait
 };
+constexpr u32 kOthers = 1 + kWarps;  // another block gave up
 static_assert(sizeof(Small) <= 1024, "Small outgrew its room in header.py");
 
 struct Block {
@@ -65,11 +72,11 @@ struct Block {
   u8* scratch;
   Small* small;
   int layer;
-  bool dead;  // a wait expired: no wait of this warp waits again, and the block leaves after this
-              // token
+  i64 ring_ticks = 0;  // that this warp waited for weights, if kProfile
+  int turn = 0;        // of the profile: which of its tokens this is
 
   KOG_DEVICE explicit Block(const Pointers& pointers)
-      : p(pointers), request(pointers.request), layer(0), dead(false) {
+      : p(pointers), request(pointers.request), layer(0) {
     begin_stage();
     ring = shared_memory();
     full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);
@@ -87,35 +94,48 @@ struct Block {
     lane = block / kGroup;
     place = block % kGroup;
     thread = thread_index();
+    KOG_ASSUME(block >= 0 && block < kBlocks && thread >= 0 && thread < kThreads);
     warp = thread / 32;
     in_warp = thread % 32;
   }
 };
 
-// How long a warp has waited. `expired` is asked by the whole warp after a try that failed.
-struct Patience {
-  u32 tries = 0;
-  i64 since = 0;
-
-  KOG_DEVICE bool expired(Block& b, Step step, u32 seen, u32 wanted) {
-    if (b.dead) return true;
-    if ((++tries & 255) != 0) return false;
-    i64 now = clock_ticks();
-    if (since == 0) since = now;
-    bool late = now - since > b.p.limit;
-    if (!any_lane(late || load_relaxed(b.p.error) != 0)) return false;
-    b.dead = true;
-    // The lane whose own word is stale says so; if all words came late, none does.
-    if (late && seen != wanted && compare_and_swap(b.p.error, 0, 1) == 0) {
-      store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
-      store_relaxed(b.p.error + 2, static_cast<u32>(step));
-      store_relaxed(b.p.error + 3, static_cast<u32>(b.layer));
-      store_relaxed(b.p.error + 4, seen);
-      store_relaxed(b.p.error + 5, wanted);
-    }
-    return true;
+// A wait of a whole warp, once its first try has failed. The watchdog (watchdog.h) bounds it: what
+// every wait needs in line is one word of shared memory to look at.
+KOG_DEVICE void begin_wait(const Block& b) {
+  if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], static_cast<u32>(clock_ticks()) | 1);
+}
+KOG_DEVICE void end_wait(const Block& b) {
+  if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], 0);
+}
+KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leave) != 0; }
+// Whether to end the wait in vain. Of the warp that waited too long the first lane whose own word is
+// stale tells of it; `place` is the first word that it waits for, by its number, or the ring's slot.
+KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 wanted) {
+  u32 leave = load_volatile(&b.small->leave);
+  if (!any_lane(leave != 0)) return false;
+  if (leave == 1u + static_cast<u32>(b.warp) && seen != wanted &&
+      compare_and_swap(b.p.error + 7, 0, 1) == 0) {
+    store_relaxed(b.p.error + 2, static_cast<u32>(step));
+    store_relaxed(b.p.error + 3, static_cast<u32>(b.layer));
+    store_relaxed(b.p.error + 4, place);
+    store_relaxed(b.p.error + 5, seen);
+    store_relaxed(b.p.error + 6, wanted);
   }
-};
+  return true;
+}
+
+// When a warp passed a point of the walk, and how long it had waited for weights by then. The head's
+// points follow the layers'.
+KOG_DEVICE void stamp(const Block& b, Point point) {
+  if constexpr (kProfile) {
+    if (b.in_warp != 0) return;
+    u64 at = (static_cast<u64>(b.turn % kProfileTokens) * kBlocks + b.block) * kWarps + b.warp;
+    at = at * ((kLayers + 1) * kPoints) + b.layer * kPoints + static_cast<int>(point);
+    u64 waited = static_cast<u64>(b.ring_ticks), issued = load_volatile(&b.small->issued);
+    store_pair(b.p.profile + 2 * at, static_cast<u64>(clock_ticks()), waited | issued << 32);
+  }
+}
 
 template <class Stage>
 KOG_DEVICE int stage_place(const Block& b) {

@@ -1,4 +1,5 @@
-// One launch serves a request from its first prompt token to its stop: the walk of one block.
+// One launch serves its requests, a token each in turn, until one ends or the host wants to speak:
+// the walk of one block.
 #pragma once
 #include <kog/head.h>
 
@@ -7,49 +8,84 @@ namespace kog {
 // What the token means for the request: kRunning, or why it ends.
 KOG_DEVICE int outcome_of(const Block& b, int token, int made) {
   const u32* r = b.request;
-  if (token < 0) return kNotFinite;
-  for (u32 i = 0; i < r[Request::kNumStops]; i++)
-    if (static_cast<int>(r[Request::kStopIds + i]) == token) return kStop;
+  if (token < 0) return token == kNothing ? kNothingAllowed : kNotFinite;
+  List stops = list_of(b, Request::kStopIds);
+  for (int i = 0; i < stops.count; i++)
+    if (static_cast<int>(stops.at[i]) == token) return kStop;
   if (made >= static_cast<int>(r[Request::kMost])) return kLength;
   return static_cast<int>(b.small->control);
 }
 
-KOG_DEVICE void tell_host(const Block& b, int token, int made) {
-  if (b.block != 0 || b.thread != 32 * kWarps - 1) return;
-  u64 word = static_cast<u64>(made) << 32 | static_cast<u32>(token);
-  store_system_pair(b.p.mailbox + 8 + 2 * (made - 1), word, nanoseconds());
+// The one thread that writes to the host while the kernel runs: late to have work of its own.
+KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
+
+// The token that a step has made, if it has, and that a step has ended.
+KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps) {
+  if (!is_speaker(b)) return;
+  u64 now = nanoseconds();
+  if (made > 0) {
+    u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
+    store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token),
+                      now);
+  }
+  store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
+}
+
+// All layers of one token, and the head if its logits are wanted.
+KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
+  serve_seat(b, turn.of(b), turn.position(b));
+  b.begin_stage();
+  load_gains(b, 0, k.gain);
+  embed(b, turn.of(b).token, k.x);
+  for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
+  if (turn.has_head(b)) run_head(b, k, b.small->position);
+}
+
+// After the step of a seat: its next token, and whether the request goes on.
+KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
+  Seat& seat = turn.of(b);
+  int position = turn.position(b), made = position - seat.first_head + 1;
+  int token = 0, outcome = kRunning;
+  if (made > 0) {
+    token = agreed(b);
+    k.heads++;
+  }
+  tell_host(b, seat.slot, token, made, turn.steps + 1);
+  if (made > 0) outcome = outcome_of(b, token, made);
+  bool in_prompt = made <= 0;
+  if (seat.first_head == 0)  // one token, or the logits of all
+    in_prompt = position + 1 < static_cast<int>(b.request[Request::kPrompt]);
+  if (in_prompt)
+    token = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
+  // Every thread writes what every thread has computed, and reads its own; a thread that is a
+  // step ahead has met the others since they read.
+  seat.token = token;
+  return outcome;
 }
 
 KOG_DEVICE void consume(Block& b) {
   Walk k;
-  int position = static_cast<int>(b.request[Request::kFirst]);
-  int prompt = static_cast<int>(b.request[Request::kPrompt]);
-  bool all = b.request[Request::kAllLogits] != 0;
-  int token = b.p.tokens[position], outcome = kRunning;
+  Turn turn;
+  int outcome = kRunning, slot = 0;
   while (outcome == kRunning) {
-    bool has_head = position + 1 >= prompt || all;
-    b.begin_stage();
-    load_gains(b, 0, k.gain);
-    embed(b, token, k.x);
-    for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k, position);
-    if (has_head) run_head(b, k, position);
+    run_step(b, k, turn);
+    slot = turn.of(b).slot;
+    b.turn++;
     // The one place where the warps of a block learn of each other's expired waits.
-    if (any_consumer(b.dead)) {
+    if (any_consumer(must_leave(b))) {
       outcome = kFailed;
       break;
     }
-    position++;
-    if (has_head) {
-      token = agreed(b);
-      k.heads++;
-      tell_host(b, token, k.heads);
-      outcome = outcome_of(b, token, k.heads);
-    }
-    if (position < prompt) token = b.p.tokens[position];
+    outcome = end_step(b, k, turn);
+    turn.steps++;
+    if (turn.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
-  if (b.block == 0 && b.thread == 0)
-    store_system_pair(b.p.mailbox + 2, static_cast<u64>(outcome), k.heads);
+  if (b.block != 0) return;
+  save_seats(b, turn);
+  if (b.thread == 0)
+    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
+                      static_cast<u64>(slot));
 }
 
 }  // namespace kog

@@ -4,30 +4,30 @@
 
 namespace kog {
 
+constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a lane
+
 // One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a lane in
 // out[i].
 KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u32 phase,
                           float2 (&out)[kPairs]) {
-  constexpr int kTops = (kSplits + 31) / 32, kCount = 2 * kTops + 2 * kPairs * kJoined;
-  const u32* base = b.p.words + SplitsWords::kOffset +
-                    (b.lane * kKvHeads + head) * kSplits * SplitsWords::kStride;
-  // Maxima and sums of all splits, then outputs of kJoined of them.
+  constexpr int kTops = (kSplits + 31) / 32, kCount = kTops + kPairs * kJoined;
+  // Logarithms of all splits, then outputs of kJoined of them.
   auto at = [&](int n) -> const u32* {
-    if (n < 2 * kTops) {
-      int split = n / 2 * 32 + b.in_warp;
-      const u32* top = base + split * SplitsWords::kStride + (kHeadDim + n % 2) * kQueries + query;
-      return split < used ? top : nullptr;
+    if (n < kTops) {
+      int split = n * 32 + b.in_warp;
+      return split < used ? split_words(b, head, split) + kSplitTop + query : nullptr;
     }
-    int i = (n - 2 * kTops) / 2, split = first + i / kPairs, pair = i % kPairs * 32 + b.in_warp;
-    const u32* out = base + split * SplitsWords::kStride + query * kHeadDim + 2 * pair + n % 2;
-    return split < used && pair < kHeadDim / 2 ? out : nullptr;
+    int i = n - kTops, split = first + i / kPairs, pair = i % kPairs * 32 + b.in_warp;
+    return split < used && pair < kHeadDim / 2
+               ? split_words(b, head, split) + query * (kHeadDim / 2) + pair
+               : nullptr;
   };
   u32 w[kCount];
   poll_words(b, Step::kAttentionJoin, at, phase, w);
-  float top = -1e30f, total = 0, share[kTops], mine = 0;
+  float top = kNoScore, total = 0, share[kTops], mine = 0;
 #pragma unroll
   for (int n = 0; n < kTops; n++)
-    if (at(2 * n) != nullptr) top = unpack_f32(w[2 * n]) > top ? unpack_f32(w[2 * n]) : top;
+    if (at(n) != nullptr) top = unpack_f32(w[n]) > top ? unpack_f32(w[n]) : top;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) {
     float other = shuffle_xor(top, mask);
@@ -35,8 +35,8 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   }
 #pragma unroll
   for (int n = 0; n < kTops; n++) {
-    share[n] = at(2 * n) != nullptr ? exp2_fast(unpack_f32(w[2 * n]) - top) : 0;
-    if (at(2 * n) != nullptr) total += share[n] * unpack_f32(w[2 * n + 1]);
+    share[n] = at(n) != nullptr ? exp2_fast(unpack_f32(w[n]) - top) : 0;
+    total += share[n];
     if (n == first / 32) mine = share[n];
   }
 #pragma unroll
@@ -46,9 +46,9 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
 #pragma unroll
   for (int i = 0; i < kJoined * kPairs; i++) {
     float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total);
-    if (at(2 * kTops + 2 * i) == nullptr) continue;
-    out[i % kPairs].x += weight * unpack_f32(w[2 * kTops + 2 * i]);
-    out[i % kPairs].y += weight * unpack_f32(w[2 * kTops + 2 * i + 1]);
+    if (at(kTops + i) == nullptr) continue;
+    out[i % kPairs].x += weight * first_of(w[kTops + i]);
+    out[i % kPairs].y += weight * second_of(w[kTops + i]);
   }
 }
 
@@ -58,13 +58,21 @@ KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 
     store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
 }
 
-// Join the splits of a head for query heads split, split + used, ... and publish them.
+// Join the splits of a head for query heads split, split + used, ... and publish them. Few splits are
+// joined by their readers: then what is published only keeps step.
 KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit, position, window);
   if (span.split >= span.used) return;
+  if (span.used <= kMerged) {
+    for (int query = span.split; query < kQueries; query += span.used)
+      for (int pair = b.thread; pair < kHeadDim / 2; pair += 32 * kWarps)
+        publish_output(b, span.head * kQueries + query, pair, float2{0, 0}, phase);
+    return;
+  }
   int queries = (kQueries - span.split + span.used - 1) / span.used;
   int parts = (span.used + kJoined - 1) / kJoined;
   float* sums = AttentionScratch(b).results;
+  sync_consumers();  // the results were merged
   for (int item = b.warp; item < queries * parts; item += kWarps) {
     int query = span.split + item / parts * span.used;
     float2 out[kPairs];
@@ -90,7 +98,6 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
     int query = span.split + i / (kHeadDim / 2) * span.used;
     publish_output(b, span.head * kQueries + query, pair, v, phase);
   }
-  sync_consumers();  // the scratch is free again
 }
 
 KOG_DEVICE void attention(Block& b, int position, u32 phase) {

@@ -38,7 +38,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   float scale = 0;
   run_rows<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b),
+      b, k.ring, k.turn, layer_units<QkvProj>(b), NothingAhead<QkvProj>(),
       [&](int row, bool owner) { return kQkvBias && owner ? bias[row] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
@@ -48,7 +48,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
       });
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
   b.begin_stage();
   stage_x<GateUpProj>(b, k.x, k.gain);
   u32* to = b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride;
@@ -56,7 +56,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   const float* bias = bias_of<GateUpProj>(b);
   float scale = 0;
   run_rows<GateUpProj>(
-      b, k.ring, k.turn, layer_units<GateUpProj>(b),
+      b, k.ring, k.turn, layer_units<GateUpProj>(b), ahead,
       [&](int row, bool owner) { return kMlpBias && owner ? bias[row] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
@@ -70,8 +70,9 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
 
 // o_proj or down_proj, whose inputs are staged: rows to the residual streams. `last`: this token's
 // rows of the cache become visible with them.
-template <class Stage, class Out, bool kBias>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Turns& turns, int how, bool last) {
+template <class Stage, class Out, bool kBias, class Taken>
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how,
+                            bool last) {
   b.begin_stage();
   const float* bias = bias_of<Stage>(b);
   struct Asked {
@@ -79,7 +80,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Turns& turns, int how, bool
     typename Out::Old old;
   };
   run_rows<Stage>(
-      b, k.ring, k.turn, layer_units<Stage>(b),
+      b, k.ring, k.turn, layer_units<Stage>(b), taken,
       [&](int row, bool owner) {
         return Asked{kBias && owner ? bias[row] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
       },
@@ -89,28 +90,55 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Turns& turns, int how, bool
       });
 }
 
-KOG_DEVICE void run_layer(Block& b, Walk& k, int position) {
-  u32 phase = phase_of(k.iteration);
-  bool last = b.layer == kLayers - 1;
-  qkv_proj(b, k);
-  b.begin_stage();
-  attention(b, position, phase);
-  b.begin_stage();
-  stage_words<OProj>(b, Step::kOProjInput,
-                     b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride, phase);
+// Whose inputs are staged. The next stage's gains come with both.
+KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
   load_gains(b, 2 * b.layer + 1, k.gain);
-  int how = kReduceAttention[b.layer];
-  module_rows<OProj, AttentionOut, kOBias>(b, k, k.attention_out, how, false);
-  AttentionOut::join(b, Step::kAttentionOut, how, k.attention_out, k.x);
-  gate_up_proj(b, k);
+  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer],
+                                           false);
+  stamp(b, Point::kOProj);
+}
+
+KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
+  AttentionOut::join(b, Step::kAttentionOut, kReduceAttention[b.layer], k.iteration,
+                     k.attention_out, k.x);
+  stamp(b, Point::kAttentionOut);
+}
+
+KOG_DEVICE void down_proj(Block& b, Walk& k) {
+  bool last = b.layer == kLayers - 1;
   b.begin_stage();
   stage_words<DownProj>(b, Step::kDownProjInput,
-                        b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride, phase);
+                        b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
+                        phase_of(k.iteration));
+  stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
-  how = kReduceMlp[b.layer];
-  module_rows<DownProj, MlpOut, kMlpBias>(b, k, k.mlp_out, how, last);
-  MlpOut::join(b, Step::kMlpOut, how, k.mlp_out, k.x);
+  int how = kReduceMlp[b.layer];
+  module_rows<DownProj, MlpOut, kMlpBias>(b, k, NothingAhead<DownProj>(), k.mlp_out, how, last);
+  stamp(b, Point::kDownProj);
+  MlpOut::join(b, Step::kMlpOut, how, k.iteration, k.mlp_out, k.x);
+  stamp(b, Point::kMlpOut);
   if (last) fence_gpu();
+}
+
+KOG_DEVICE void run_layer(Block& b, Walk& k) {
+  stamp(b, Point::kStart);
+  qkv_proj(b, k);
+  stamp(b, Point::kQkvProj);
+  b.begin_stage();
+  attention(b, b.small->position, phase_of(k.iteration));
+  stamp(b, Point::kAttention);
+  Ahead<OProj> o_weights;
+  o_weights.take(b, k.ring);
+  b.begin_stage();
+  stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(k.iteration));
+  stamp(b, Point::kOProjInput);
+  o_proj(b, k, o_weights);
+  Ahead<GateUpProj> gate_up_weights;
+  gate_up_weights.take(b, k.ring);
+  join_attention_out(b, k);
+  gate_up_proj(b, k, gate_up_weights);
+  stamp(b, Point::kGateUpProj);
+  down_proj(b, k);
   k.iteration++;
 }
 

@@ -1,11 +1,15 @@
 // Weight @ activations: activations staged once a stage, weights multiplied as their chunks arrive.
 //
-// A fragment is 8 rows by kFragK values of K. The tensor core multiplies it with 8 rows of
-// activations, of which one vector needs one: so float32 activations come as two 16-bit rows, x =
-// high + low, and keep 16 bits of mantissa or more. Values that came as 16-bit words need no second
-// row.
+// A fragment is 8 rows by kFragK values of K; a lane holds a row's quarter of them, kFragK / 8 words.
+// It is the 16-row operand of the tensor core: rows 0-7 multiply the even words of each quarter, rows
+// 8-15 the odd ones, each against columns of its own. Of the other operand's columns
 //
-//   wide    scratch holds, a fragment: kFragK highs, kFragK lows      narrow: kFragK values
+//     0, 1   what the even words meet, high and low part        2, 3   what the odd words meet
+//
+// float32 activations come as two 16-bit parts, x = high + low, and keep 16 bits of mantissa or more;
+// values that came as 16-bit words have no low part. Scratch holds, a fragment, one such column after
+// the other: [high even, low even, high odd, low odd] (wide) or [even, odd] (narrow).
+//
 //   partial sums [part of K][row], summed over the parts in order by the thread that owns the row
 #pragma once
 #include <kog/ring.h>
@@ -19,6 +23,7 @@ namespace kog {
 constexpr int kSlice = (kHidden + kWarps * kFragK - 1) / (kWarps * kFragK) * kFragK;
 constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
+constexpr int kColumnWords = kFragK / 4;  // of a fragment's scratch: a word is two values
 constexpr int kHiddenStride = (kHidden + 3) / 4 * 4;
 
 // Index of the first element of a lane's group i; kHidden or more if it has none.
@@ -39,7 +44,6 @@ KOG_DEVICE void sync_staged() {
 template <class Stage>
 KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[kHeld]) {
   static_assert(Stage::kWide);
-  u16* to = reinterpret_cast<u16*>(b.scratch);
   float square = 0;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -50,14 +54,16 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
       square += x[4 * i + j] * x[4 * i + j];
       v[j] = x[4 * i + j] * gain[4 * i + j];
     }
-    uint2 high = {round_pair<kF16>(v[0], v[1]), round_pair<kF16>(v[2], v[3])};
-    uint2 low = {round_pair<kF16>(v[0] - low_of(high.x), v[1] - second_of(high.x)),
-                 round_pair<kF16>(v[2] - low_of(high.y), v[3] - second_of(high.y))};
-    if (local < kSlice && e < Stage::kPaddedK) {
-      u16* at = to + e / kFragK * (2 * kFragK) + e % kFragK;
-      *reinterpret_cast<uint2*>(at) = high;
-      *reinterpret_cast<uint2*>(at + kFragK) = low;
-    }
+    if (local < kSlice && e < Stage::kPaddedK)
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        u32 high = round_pair<kF16>(v[2 * odd], v[2 * odd + 1]);
+        u32 low = round_pair<kF16>(v[2 * odd] - low_of(high), v[2 * odd + 1] - second_of(high));
+        u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) +
+                  e % kFragK / 4 + odd * 2 * kColumnWords;
+        to[0] = high;
+        to[kColumnWords] = low;
+      }
   }
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
@@ -70,135 +76,245 @@ KOG_DEVICE float inverse_rms(const Block& b) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; i++) sum += b.small->squares[i];
-  return rsqrt_of(sum / kHidden + kNormEps);
+  return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
 }
+
+// Stage's inputs as they come in 16-bit words, 8 values a vector: which of them a thread stages.
+template <class Stage>
+struct Inputs {
+  static_assert(!Stage::kWide);
+  static constexpr bool kOwnSlice = Stage::kParts == kWarps;
+  static constexpr int kPart =
+      kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
+  static constexpr int kStride = kOwnSlice ? 256 : 8 * 32 * kWarps;
+  static constexpr int kCount = (kPart + kStride - 1) / kStride;
+  int first, lane;
+
+  KOG_DEVICE explicit Inputs(const Block& b) {
+    first = kOwnSlice ? b.warp * kPart : 0;
+    lane = kOwnSlice ? b.in_warp : b.thread;
+  }
+  // The first value of vector i; kPaddedK or more where there is none.
+  KOG_DEVICE int value(int i) const {
+    int local = i * kStride + lane * 8;
+    return local < kPart ? first + local : Stage::kPaddedK;
+  }
+  KOG_DEVICE void put(const Block& b, int i, const uint4& v) const {
+    int at = value(i);
+    if (at >= Stage::kPaddedK) return;
+    u32* to = reinterpret_cast<u32*>(b.scratch) + at / kFragK * (2 * kColumnWords) + at % kFragK / 4;
+    *reinterpret_cast<uint2*>(to) = {v.x, v.z};
+    *reinterpret_cast<uint2*>(to + kColumnWords) = {v.y, v.w};
+  }
+};
 
 // Wait for Stage's inputs, pair words at `base`, and stage them.
 template <class Stage>
 KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
-  static_assert(!Stage::kWide);
-  constexpr bool kOwnSlice = Stage::kParts == kWarps;
-  constexpr int kPart =
-      kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
-  constexpr int kStride = kOwnSlice ? 256 : 8 * 32 * kWarps;
-  constexpr int kCount = (kPart + kStride - 1) / kStride;
-  constexpr int kWords = (Stage::kCols + 1) / 2;
-  int first = kOwnSlice ? b.warp * kPart : 0, lane = kOwnSlice ? b.in_warp : b.thread;
+  constexpr int kCount = Inputs<Stage>::kCount, kWords = (Stage::kCols + 1) / 2;
+  Inputs<Stage> in(b);
   int at[kCount];
   uint4 q[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
-    int local = i * kStride + lane * 8;
-    at[i] = local < kPart ? (first + local) / 2 : kWords;
+    int value = in.value(i);
+    at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
   }
   poll(b, step, base, at, kWords, phase, q);
 #pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    int local = i * kStride + lane * 8;
-    uint4 v = {at[i] < kWords ? q[i].x & ~1u : 0, at[i] + 1 < kWords ? q[i].y & ~1u : 0,
-               at[i] + 2 < kWords ? q[i].z & ~1u : 0, at[i] + 3 < kWords ? q[i].w & ~1u : 0};
-    if (local < kPart) *reinterpret_cast<uint4*>(b.scratch + 2 * (first + local)) = v;
-  }
-  sync_staged<kOwnSlice>();
+  for (int i = 0; i < kCount; i++)
+    in.put(b, i, uint4{at[i] < kWords ? q[i].x & ~1u : 0, at[i] + 1 < kWords ? q[i].y & ~1u : 0,
+                       at[i] + 2 < kWords ? q[i].z & ~1u : 0,
+                       at[i] + 3 < kWords ? q[i].w & ~1u : 0});
+  sync_staged<Inputs<Stage>::kOwnSlice>();
 }
 
-// kFragK / 4 values of 16 bits: what one lane holds of a fragment.
-template <int kWords>
-struct Quarter {
-  u32 w[kWords];
-};
-template <>
-struct Quarter<2> {
-  u32 w[2];
-  KOG_DEVICE static Quarter load(const u8* p) {
-    uint2 v = *reinterpret_cast<const uint2*>(p);
-    return {{v.x, v.y}};
+// N words that one lane reads side by side.
+template <int N>
+struct Words {
+  u32 w[N];
+  KOG_DEVICE static Words load(const u8* p) {
+    if constexpr (N == 4) {
+      uint4 v = *reinterpret_cast<const uint4*>(p);
+      return {{v.x, v.y, v.z, v.w}};
+    } else if constexpr (N == 2) {
+      uint2 v = *reinterpret_cast<const uint2*>(p);
+      return {{v.x, v.y}};
+    } else {
+      return {{*reinterpret_cast<const u32*>(p)}};
+    }
   }
 };
-template <>
-struct Quarter<4> {
-  u32 w[4];
-  KOG_DEVICE static Quarter load(const u8* p) {
-    uint4 v = *reinterpret_cast<const uint4*>(p);
-    return {{v.x, v.y, v.z, v.w}};
-  }
-};
-using Fragment = Quarter<kFragK / 8>;
+constexpr int kLaneWords = kFragK / 8;
+constexpr int kFragmentBytes = 8 * kFragK * 2;
+using Fragment = Words<kLaneWords>;
+using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane's column
 
 template <class Stage>
 constexpr int kBatchRows = Stage::kBatch * Stage::kUnitRows;  // rows of a batch
-
-// The sums of one unit and one part of K: rows 0 (and 1, the lows) of the accumulators to shared
-// memory.
 template <class Stage>
-KOG_DEVICE void put_sums(const Block& b, float (&c)[2][4], float* to) {
-  float v0 = c[0][0] + c[1][0], v1 = c[0][1] + c[1][1];
+constexpr int kStepBytes = kColumnWords * 4 * (Stage::kWide ? 4 : 2);
+
+// The sums of one unit and one part of K to shared memory: lane 4 * row + 0 holds those of even
+// words, + 1 those of odd ones.
+template <class Stage>
+KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], float* to) {
+  float even = c[0][0] + c[1][0], odd = c[0][2] + c[1][2];
   if constexpr (Stage::kWide) {
-    v0 += shuffle_down(v0, 4);
-    v1 += shuffle_down(v1, 4);
+    even += c[0][1] + c[1][1];
+    odd += c[0][3] + c[1][3];
   }
-  if (b.in_warp < 4) *reinterpret_cast<float2*>(to + 2 * b.in_warp) = float2{v0, v1};
-#pragma unroll
-  for (int i = 0; i < 4; i++) c[0][i] = c[1][i] = 0;
+  float sum = b.in_warp % 2 == 0 ? even : odd;
+  sum += shuffle_xor(sum, 1);
+  if (b.in_warp % 4 == 0) to[b.in_warp / 4] = sum;
 }
 
-// Partial sums of `units` units, all warps together; takes whole chunks from the ring.
+// What a warp's part of K is multiplied with: in registers where that is little.
 template <class Stage>
-KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials) {
-  constexpr int kFragmentBytes = 8 * kFragK * 2, kStepBytes = kFragK * (Stage::kWide ? 4 : 2);
-  constexpr int kQuarterBytes = kFragK / 2;
-  int part = b.warp % Stage::kParts, group = b.warp / Stage::kParts;
-  const u8* x = b.scratch + part * Stage::kSteps * kStepBytes + (b.in_warp & 3) * kQuarterBytes;
-  if (Stage::kWide) x += (b.in_warp >> 2 & 1) * kFragK * 2;
-  int mine = b.warp * kFragments * kFragmentBytes + b.in_warp * kQuarterBytes;
-  float* to = partials + part * kBatchRows<Stage> + group * 8;
-  float c[2][4] = {};
-  int step = 0;
-  for (int left = units * Stage::kSteps; left > 0; left -= kFragments) {
-    const u8* chunk = ring.wait(b) + mine;
-    Fragment w[kFragments];
+struct Staged {
+  static constexpr bool kHeldAll = Stage::kSteps <= 8;
+  const u8* from;
+  Activation held[kHeldAll ? Stage::kSteps : 1];
+
+  KOG_DEVICE explicit Staged(const Block& b) {
+    int column = Stage::kWide ? b.in_warp / 4 % 4 : b.in_warp / 8 % 2;
+    from = b.scratch + b.warp % Stage::kParts * Stage::kSteps * kStepBytes<Stage> +
+           (column * kColumnWords + b.in_warp % 4 * (kLaneWords / 2)) * 4;
+    if constexpr (kHeldAll)
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(chunk + f * kFragmentBytes);
+      for (int i = 0; i < Stage::kSteps; i++)
+        held[i] = Activation::load(from + i * kStepBytes<Stage>);
+  }
+  KOG_DEVICE Activation operator[](int step) const {
+    if constexpr (kHeldAll) return held[step];
+    return Activation::load(from + step * kStepBytes<Stage>);
+  }
+};
+
+// Units and chunks end together every kPeriod units: one period of a stage's stream
+// (schedule/cuda.py keeps these short).
+template <class Stage>
+constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
+
+// One warp's part of the next chunk.
+struct Chunk {
+  Fragment w[kFragments];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+    const u8* from = ring.wait(b) + b.warp * kFragments * kFragmentBytes + b.in_warp * (kLaneWords * 4);
+#pragma unroll
+    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentBytes);
     ring.release(b);
+  }
+};
+
+// Weights that a warp takes from the ring before its activations are there: more of the stream finds
+// room while all wait. At most kAheadWords registers, and only units that every block has: registers
+// that some blocks fill and others do not are spilled.
+constexpr int kAheadWords = 32;
+template <class Stage>
+struct Ahead {
+  static constexpr int kRoom =
+      kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;  // periods
+  static constexpr int kPeriods =
+      kRoom < Stage::kUnits / Stage::kGroup / Stage::kPeriod
+          ? kRoom
+          : Stage::kUnits / Stage::kGroup / Stage::kPeriod;
+  static constexpr int kUnits = kPeriods * Stage::kPeriod;
+  Chunk chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+#pragma unroll
+    for (int i = 0; i < kPeriods * kPeriodChunks<Stage>; i++) chunks[i].take(b, ring);
+  }
+};
+template <class Stage>
+struct NothingAhead {
+  static constexpr int kPeriods = 0, kUnits = 0;
+  Chunk chunks[1];
+};
+
+// The sums of one period, of whose units `left` are there. next(i): chunk i of it.
+template <class Stage, class Next>
+KOG_DEVICE void multiply_period(Block& b, const Staged<Stage>& x, int left, float* to, Next next) {
+  constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
+  // A held vector needs indices that are known, and so does a period of several units.
+  constexpr int kUnrolled = kPeriod > 1 || Staged<Stage>::kHeldAll ? kPeriodChunks<Stage> : 1;
+  float c[2][4] = {};
+#pragma unroll kUnrolled
+  for (int i = 0; i < kPeriodChunks<Stage>; i++) {
+    if (kPeriod > 1 && i * kFragments / kSteps >= left) break;
+    Chunk chunk = next(i);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) {
-      if (Stage::kSteps % kFragments != 0 && f >= left) break;  // the stage's last chunk is padded
-      Fragment a = Fragment::load(x + step * kStepBytes);
+      int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
+      multiply_add<kF16>(c[f & 1], chunk.w[f].w, x[step].w);
+      if (kPeriod > 1 && step == kSteps - 1) {
+        int done = at / kSteps;
+        if (done < left) put_sums<Stage>(b, c, to + done * Stage::kUnitRows);
 #pragma unroll
-      for (int i = 0; i < kFragK / 16; i++)
-        multiply_add<kF16>(c[(f + i) & 1], a.w[2 * i], a.w[2 * i + 1], w[f].w[2 * i],
-                           w[f].w[2 * i + 1]);
-      if (++step == Stage::kSteps) {
-        put_sums<Stage>(b, c, to);
-        to += Stage::kUnitRows;
-        step = 0;
+        for (int j = 0; j < 4; j++) c[0][j] = c[1][j] = 0;
       }
     }
   }
+  if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
 
-// All rows of the block, batch by batch: before(row) -> what a row's owner asks for early, then
-// after(row, sum, asked, count) by whole warps, thread t with row first + t of the block's order;
-// rows >= count of the stage are padding.
-template <class Stage, class Before, class After>
-KOG_DEVICE void run_rows(Block& b, Ring& ring, int& turn, Units units, Before before, After after) {
-  if (units.first == units.last) sync_consumers();  // what a stage staged is never overtaken
-  for (int first = units.first; first < units.last; first += Stage::kBatch) {
-    int count = units.last - first < Stage::kBatch ? units.last - first : Stage::kBatch;
-    float* partials = b.partials + (turn++ & 1) * (kPartialBytes / 8);
-    int row = first * Stage::kUnitRows + b.thread;
-    bool owner = b.thread < count * Stage::kUnitRows && row < Stage::kRows;
-    auto asked = before(row, owner);
-    multiply<Stage>(b, ring, count, partials);
-    sync_consumers();
-    if (b.warp * 32 < count * Stage::kUnitRows) {
-      float sum = 0;
-      if (owner)
+// Partial sums of `units` units, all warps together; takes whole chunks from the ring.
+template <class Stage, class Taken>
+KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const Taken& taken) {
+  constexpr int kPeriod = Stage::kPeriod;
+  Staged<Stage> x(b);
+  float* to = partials + b.warp % Stage::kParts * kBatchRows<Stage> + b.warp / Stage::kParts * 8;
 #pragma unroll
-        for (int i = 0; i < Stage::kParts; i++) sum += partials[i * kBatchRows<Stage> + b.thread];
-      after(row, owner, sum, asked);
-    }
+  for (int p = 0; p < Taken::kPeriods; p++)
+    multiply_period<Stage>(b, x, kPeriod, to + p * kPeriod * Stage::kUnitRows,
+                           [&](int i) { return taken.chunks[p * kPeriodChunks<Stage> + i]; });
+  to += Taken::kUnits * Stage::kUnitRows;
+  for (int unit = Taken::kUnits; unit < units; unit += kPeriod, to += kPeriod * Stage::kUnitRows)
+    multiply_period<Stage>(b, x, units - unit, to, [&](int) {
+      Chunk chunk;
+      chunk.take(b, ring);
+      return chunk;
+    });
+}
+
+// One batch of rows: before(row) -> what a row's owner asks for early, then after(row, sum, asked)
+// by whole warps, thread t with row first + t of the block's order; rows >= kRows are padding.
+template <class Stage, class Taken, class Before, class After>
+KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int left, const Taken& taken,
+                          Before before, After after) {
+  int count = left < Stage::kBatch ? left : Stage::kBatch;
+  float* partials = b.partials + (turn++ & 1) * (kPartialBytes / 8);
+  int row = first * Stage::kUnitRows + b.thread;
+  bool owner = b.thread < count * Stage::kUnitRows && row < Stage::kRows;
+  auto asked = before(row, owner);
+  multiply<Stage>(b, ring, count, partials, taken);
+  sync_consumers();
+  if (b.warp * 32 >= count * Stage::kUnitRows) return;
+  float sum = 0;
+  if (owner)
+#pragma unroll
+    for (int i = 0; i < Stage::kParts; i++) sum += partials[i * kBatchRows<Stage> + b.thread];
+  after(row, owner, sum, asked);
+}
+
+// All rows of the block, batch by batch; the first begins with what was taken ahead.
+template <class Stage, class Taken, class Before, class After>
+KOG_DEVICE void run_rows(Block& b, Ring& ring, int& turn, Units units, const Taken& taken,
+                         Before before, After after) {
+  static_assert(Taken::kUnits <= Stage::kBatch);
+  constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
+  int first = units.first;
+  if (first == units.last) return sync_consumers();  // what a stage staged is never overtaken
+  if constexpr (kOneBatch || Taken::kPeriods > 0) {
+    run_batch<Stage>(b, ring, turn, first, units.last - first, taken, before, after);
+    first += Stage::kBatch;
   }
+  if constexpr (!kOneBatch)
+    for (; first < units.last; first += Stage::kBatch)
+      run_batch<Stage>(b, ring, turn, first, units.last - first, NothingAhead<Stage>(), before,
+                       after);
 }
 
 }  // namespace kog

@@ -2,7 +2,9 @@
 // can bring its own versions (tests/cuda_host) and run the same stages on a CPU.
 #pragma once
 
+#define KOG_ASSUME(x) __builtin_assume(x)
 #define KOG_DEVICE __device__ __forceinline__
+#define KOG_DEVICE_NOINLINE __device__ __noinline__
 #define KOG_KERNEL extern "C" __global__
 #define KOG_CONSTANT __constant__
 
@@ -28,6 +30,16 @@ KOG_DEVICE int block_index() {
   int i;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
   return i;
+}
+KOG_DEVICE void sleep_a_while() { asm volatile("nanosleep.u32 1000;"); }
+// How many registers each thread of four warps has from here on.
+template <int kCount>
+KOG_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+KOG_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 KOG_DEVICE i64 clock_ticks() { return clock64(); }
 KOG_DEVICE u64 nanoseconds() {
@@ -80,10 +92,16 @@ KOG_DEVICE void store_relaxed(u32* p, u32 v) {
 KOG_DEVICE void store_relaxed_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
+KOG_DEVICE void store_pair(u64* p, u64 a, u64 b) {
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
 KOG_DEVICE u64 load_system(const u64* p) {
   u64 v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
+}
+KOG_DEVICE void store_system(u64* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
@@ -123,6 +141,9 @@ KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeW
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
 KOG_DEVICE float shuffle(float v, int lane) { return __shfl_sync(kWholeWarp, v, lane); }
+KOG_DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(kWholeWarp, v, lane); }
+KOG_DEVICE u32 largest_of_warp(u32 v) { return __reduce_max_sync(kWholeWarp, v); }
+KOG_DEVICE u32 sum_of_warp(u32 v) { return __reduce_add_sync(kWholeWarp, v); }
 
 // ---- the consumer warps of a block ----
 
@@ -139,11 +160,19 @@ KOG_DEVICE bool any_consumer(bool p) {
   return out != 0;
 }
 
+KOG_DEVICE void add_shared(u32* p, u32 v) { atomicAdd(p, v); }
+KOG_DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
+
 // ---- arithmetic ----
 
 KOG_DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KOG_DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // Quotients to 2 units in the last place, without a subroutine.
@@ -175,21 +204,40 @@ KOG_DEVICE float widen_f16(u16 x) {
   return y;
 }
 
-// c += a * b for rows 0-7 of A; rows 8-15 are zero. A holds activations, B eight rows of weights.
+// The low 16 bits of two words, the second's above; and the high ones.
+KOG_DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+KOG_DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// c[16][8] += a[16][16] * b[16][8], and the same with 8 values of K.
 template <bool kF16>
-KOG_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+KOG_DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kF16)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <bool kF16>
+KOG_DEVICE void multiply_add(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
+  if constexpr (kF16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
 // ---- mbarriers and bulk copies ----
@@ -217,6 +265,19 @@ KOG_DEVICE bool barrier_try(u64* b, u32 parity) {
       : "r"(shared_address(b)), "r"(parity)
       : "memory");
   return ok != 0;
+}
+KOG_DEVICE bool barrier_test(u64* b, u32 parity) {
+  u32 ok;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
+      "p;\n}"
+      : "=r"(ok)
+      : "r"(shared_address(b)), "r"(parity)
+      : "memory");
+  return ok != 0;
+}
+KOG_DEVICE void fetch_to_l2(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile(

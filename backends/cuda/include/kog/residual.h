@@ -47,9 +47,11 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
       if (at[i] + j < kHidden) x[4 * i + j] += unpack_f32(word_of(q[i], j));
 }
 
-// How often a module's outputs went each way: it says slot and phase of the next.
+// How many of a module's outputs went to all lanes at once: it says slot and phase of the next one,
+// and with the layers run that of the next one for the lane alone.
 struct Turns {
-  int own = 0, now = 0;
+  int now = 0;
+  KOG_DEVICE int own(int iteration) const { return iteration - now; }
 };
 
 // The words of o_proj or down_proj: own for the lane, now for all lanes at once, past for later
@@ -93,7 +95,7 @@ struct Module {
     }
     if (kLanes > 1 && how == kOwn) y *= kRootLanes;
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
-    u32 phase = phase_of(turns.own);
+    u32 phase = phase_of(turns.own(iteration));
     if (kHasNow && how == kNow) {
       to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;
       phase = phase_of(turns.now >> 1);
@@ -116,15 +118,15 @@ struct Module {
   }
 
   // x joined with the module's outputs of the lane, or of all lanes.
-  KOG_DEVICE static void join(Block& b, Step step, int how, Turns& turns, float (&x)[kHeld]) {
+  KOG_DEVICE static void join(Block& b, Step step, int how, int iteration, Turns& turns,
+                              float (&x)[kHeld]) {
     if (kHasNow && how == kNow) {
       const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;
       for (int j = 0; j < kLanes; j++)
         gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);
       turns.now++;
     } else {
-      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride, phase_of(turns.own), x);
-      turns.own++;
+      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride, phase_of(turns.own(iteration)), x);
     }
   }
 };

@@ -1,7 +1,7 @@
 // The weight stream: one warp keeps a ring of chunks in shared memory full, whatever the others
 // wait for.
 #pragma once
-#include <kog/block.h>
+#include <kog/seat.h>
 
 namespace kog {
 
@@ -10,11 +10,17 @@ struct Ring {
   u32 slot = 0, parity = 0;
 
   KOG_DEVICE const u8* wait(Block& b) {
-    Patience patience;
-    while (any_lane(
-        !barrier_try(&b.full[slot], parity)))  // lanes may not agree on a chunk that lands just now
-      if (patience.expired(b, Step::kRing, slot, ~slot)) break;
+    i64 since = kProfile ? clock_ticks() : 0;
+    if (any_lane(!barrier_try(&b.full[slot], parity))) wait_on(b);
+    if constexpr (kProfile) b.ring_ticks += clock_ticks() - since;
     return b.ring + slot * kChunkBytes;
+  }
+  KOG_DEVICE void wait_on(Block& b) {
+    begin_wait(b);
+    do {
+      if (give_up(b, Step::kRing, slot, parity ^ 1, parity)) break;
+    } while (any_lane(!barrier_try(&b.full[slot], parity)));
+    end_wait(b);
   }
   KOG_DEVICE void release(Block& b) {
     sync_warp();
@@ -32,14 +38,17 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.full[i], 1);
       barrier_init(&b.empty[i], kWarps);
     }
-    b.small->stop = 0;
+    b.small->stop = b.small->leave = 0;
+    for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
   }
 }
 
-// The producer's side: chunk `count` goes to slot count % kRingChunks.
+// The producer's side: chunk `count` goes to slot count % kRingChunks. While the ring is full the
+// stream goes on into the L2, a little at a time: what it fetched there is quick to get later.
 struct Producer {
   u32 count = 0, slot = 0;
+  u32 fetched = 0;  // chunks that are in the ring or in the L2
 
   // False once the consumers have left.
   KOG_DEVICE bool wait(Block& b, u64* barrier, u32 parity) {
@@ -47,9 +56,25 @@ struct Producer {
       if (load_volatile(&b.small->stop) != 0) return false;
     return true;
   }
-  KOG_DEVICE bool fill(Block& b, const u8* from) {
-    if (count >= kRingChunks && !wait(b, &b.empty[slot], (count / kRingChunks - 1) & 1))
-      return false;
+  // Until the slot is free; `left` chunks follow the one at `from`.
+  KOG_DEVICE bool wait_for_slot(Block& b, const u8* from, int left) {
+    u32 parity = (count / kRingChunks - 1) & 1;
+    if constexpr (kAheadChunks == 0) return wait(b, &b.empty[slot], parity);
+    u32 last = count + (left < kAheadChunks ? left : kAheadChunks);
+    if (fetched < count) fetched = count;
+    i64 due = clock_ticks();
+    while (!barrier_test(&b.empty[slot], parity)) {
+      if (load_volatile(&b.small->stop) != 0) return false;
+      if (fetched >= last || clock_ticks() < due) continue;
+      fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
+                  kChunkBytes);
+      fetched++;
+      due = clock_ticks() + kAheadTicks;
+    }
+    return true;
+  }
+  KOG_DEVICE bool fill(Block& b, const u8* from, int left) {
+    if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
     if (count >= kWindowChunks) {  // few bytes in flight: polls queue behind them
       u32 oldest = count - kWindowChunks;
       if (!wait(b, &b.full[oldest % kRingChunks], (oldest / kRingChunks) & 1)) return false;
@@ -57,6 +82,7 @@ struct Producer {
     barrier_expect(&b.full[slot], kChunkBytes);
     bulk_load(b.ring + slot * kChunkBytes, from, kChunkBytes, &b.full[slot]);
     count++;
+    if constexpr (kProfile) store_volatile(&b.small->issued, count);
     slot = slot + 1 == kRingChunks ? 0 : slot + 1;
     return true;
   }
@@ -77,14 +103,12 @@ KOG_DEVICE void produce(Block& b) {
     layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
               chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
   int head = chunks_of<LmHead>(stage_place<LmHead>(b), 0);
-  int prompt = b.request[Request::kPrompt];
-  bool all_logits = b.request[Request::kAllLogits] != 0;
   Producer producer;
-  for (int position = b.request[Request::kFirst];; position++) {
+  for (Turn turn;; turn.steps++) {
     const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int chunks = layers + (position + 1 >= prompt || all_logits ? head : 0);
+    int chunks = layers + (turn.has_head(b) ? head : 0);
     for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from)) return producer.drain(b);
+      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }

@@ -44,39 +44,57 @@ KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
   return at < count ? bad & 1 : 0;
 }
 
+KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
+  return static_cast<u32>(word - b.p.words);
+}
+
 // N vectors of 4 words a lane: at[i] is the index of the first, `count` of them are waited for.
+// Asked for again is only what was stale: polls and weights share the way from the L2.
 template <int N>
 KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], int count, u32 phase,
                      uint4 (&q)[N]) {
-  Patience patience;
-  u32 bad;
+  u32 bad = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    q[i] = uint4{phase, phase, phase, phase};
+    if (at[i] < count) q[i] = load_relaxed4(base + at[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
+  if (!any_lane(bad != 0)) return;
+  begin_wait(b);
   do {
+    if (give_up(b, step, place_of(b, base + at[0]), phase ^ bad, phase)) break;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (stale(q[i], at[i], count, phase) != 0) q[i] = load_relaxed4(base + at[i]);
     bad = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      q[i] = uint4{phase, phase, phase, phase};
-      if (at[i] < count) q[i] = load_relaxed4(base + at[i]);
-    }
-#pragma unroll
     for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
-  } while (any_lane(bad != 0) && !patience.expired(b, step, phase ^ bad, phase));
+  } while (any_lane(bad != 0));
+  end_wait(b);
 }
 
 // N single words a lane: address(i) says where, or nullptr where a lane asks for none.
 template <int N, class Address>
 KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 (&w)[N]) {
-  Patience patience;
-  u32 bad;
+  u32 bad = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? load_relaxed(address(i)) : phase;
+#pragma unroll
+  for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
+  if (!any_lane(bad != 0)) return;
+  begin_wait(b);
   do {
+    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
     bad = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const u32* at = address(i);
-      w[i] = at != nullptr ? load_relaxed(at) : phase;
-    }
-#pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-  } while (any_lane(bad != 0) && !patience.expired(b, step, phase ^ bad, phase));
+  } while (any_lane(bad != 0));
+  end_wait(b);
 }
 
 }  // namespace kog

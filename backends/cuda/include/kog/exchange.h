@@ -1,0 +1,116 @@
+// What all blocks tell each other about one token's logits: 32 bits a word under the number of the
+// exchange, two words to a pair. Numbers grow from one exchange to the next, so that a word left
+// over is never taken for a new one.
+#pragma once
+#include <kog/edit.h>
+
+namespace kog {
+
+constexpr int kExchanges = 16;  // of one token, at most
+
+// A number that no earlier exchange of this launch had.
+KOG_DEVICE u64 exchange_number(int heads, int n) {
+  return (static_cast<u64>(heads) * kExchanges + n + 1) << 32;
+}
+
+template <class Words>
+KOG_DEVICE u64* pairs_of(const Block& b) {
+  return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
+}
+KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
+  store_relaxed_pair(to, number | x, number | y);
+}
+
+// N pairs a lane, of which address(i) says where, nullptr for none: those are zero.
+template <int N, class Address>
+KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, u64 (&v)[N]) {
+  const u32 wanted = static_cast<u32>(number >> 32);
+  u32 seen, place = ~0u;
+  auto ask = [&] {
+    bool bad = false;
+    seen = wanted;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u64* at = address(i);
+      ulonglong2 w = {number, number};
+      if (at != nullptr) w = load_relaxed_pair(at);
+      bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
+      if (late && !bad) {
+        seen = static_cast<u32>(w.x >> 32);
+        place = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
+      }
+      bad |= late;
+      v[i] = w.x << 32 | (w.y & 0xffffffffu);
+    }
+    return any_lane(bad);
+  };
+  if (ask()) {
+    begin_wait(b);
+    while (!give_up(b, step, place, seen, wanted) && ask()) {
+    }
+    end_wait(b);
+  }
+}
+KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at) {
+  u64 v[1];
+  poll_pairs(b, step, number, [&](int) { return at; }, v);
+  return v[0];
+}
+
+KOG_DEVICE u64 sum_of_warp(u64 v) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) {
+    u32 high = shuffle_xor(static_cast<u32>(v >> 32), mask),
+        low = shuffle_xor(static_cast<u32>(v), mask);
+    v += static_cast<u64>(high) << 32 | low;
+  }
+  return v;
+}
+KOG_DEVICE u64 largest_of_warp(u64 v) {
+  u32 high = largest_of_warp(static_cast<u32>(v >> 32));
+  u32 low = largest_of_warp(static_cast<u32>(v >> 32) == high ? static_cast<u32>(v) : 0);
+  return static_cast<u64>(high) << 32 | low;
+}
+
+// The largest raw and edited logits of all ids, known to all blocks. A raw logit that is not finite
+// comes before all others.
+struct Peaks {
+  float raw, edited;
+  bool finite;
+};
+
+// `at` is a place in shared memory, two words a warp.
+KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* edited, int heads,
+                            u32* at) {
+  u32 top = 0, edited_top = 0;
+  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) {
+    u32 mine = raw[id] < float_of(kInfinity) ? ordered(raw[id]) : 0xffffffffu,
+        other = ordered(edited[id]);
+    top = mine > top ? mine : top;
+    edited_top = other > edited_top ? other : edited_top;
+  }
+  auto join = [&](u32 x, u32 y) {  // of all warps
+    x = largest_of_warp(x), y = largest_of_warp(y);
+    if (b.in_warp == 0) at[2 * b.warp] = x, at[2 * b.warp + 1] = y;
+    sync_consumers();
+    top = largest_of_warp(b.in_warp < kWarps ? at[2 * b.in_warp] : 0);
+    edited_top = largest_of_warp(b.in_warp < kWarps ? at[2 * b.in_warp + 1] : 0);
+    sync_consumers();
+  };
+  join(top, edited_top);
+  u64 number = exchange_number(heads, 0);
+  u64* words = pairs_of<PeakWords>(b);
+  if (b.thread == 0) put_pair(words + 2 * b.block, number, top, edited_top);
+  top = edited_top = 0;
+  for (int first = b.warp * 32; first < kBlocks; first += 32 * kWarps) {
+    int block = first + b.in_warp;
+    u64 v = poll_pair(b, Step::kPeaks, number, block < kBlocks ? words + 2 * block : nullptr);
+    u32 mine = static_cast<u32>(v >> 32), other = static_cast<u32>(v);
+    top = mine > top ? mine : top;
+    edited_top = other > edited_top ? other : edited_top;
+  }
+  join(top, edited_top);
+  return {from_ordered(top), from_ordered(edited_top), top != 0xffffffffu};
+}
+
+}  // namespace kog

@@ -1,0 +1,128 @@
+// Log-probabilities of one token, delivered as kog_triton/backends/logprob_words.py lays them out.
+//
+// Every block ranks its own raw logits and adds their weights; block 0 joins what they bring. A
+// rank is 64 bits: the logit as an ordered integer, then the id, the lower the better.
+#pragma once
+#include <kog/exchange.h>
+
+namespace kog {
+
+constexpr int kListed = kMostLogprobs * kWarps;
+
+KOG_DEVICE u64 rank_of(float logit, int id) {
+  return static_cast<u64>(ordered(logit)) << 32 | (0xffffffffu - static_cast<u32>(id));
+}
+
+// The k largest ranks of a warp into `to`, in order; below(last) is a lane's largest below `last`.
+template <class Below>
+KOG_DEVICE void take_best(const Block& b, int k, u64* to, Below below) {
+  u64 last = ~0ull;
+#pragma unroll 1
+  for (int i = 0; i < k; i++) {
+    last = largest_of_warp(below(last));
+    if (b.in_warp == 0) to[i] = last;
+  }
+}
+
+// Those of all warps, whose lists of kMostLogprobs lie side by side; by one warp.
+KOG_DEVICE void join_lists(const Block& b, int k, const u64* lists, u64* to) {
+  take_best(b, k, to, [&](u64 last) {
+    u64 best = 0;
+    for (int i = b.in_warp; i < kListed; i += 32)
+      if (i % kMostLogprobs < k && lists[i] < last && lists[i] > best) best = lists[i];
+    return best;
+  });
+  sync_warp();
+}
+
+KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
+  return pairs_of<BestWords>(b) + (heads & 1) * (BestWords::kStride / 2) +
+         block * 2 * (kMostLogprobs + 1);
+}
+
+// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `room`
+// is kListed + kMostLogprobs words of shared memory.
+KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, int heads,
+                             u64* room) {
+  int k = static_cast<int>(b.request[Request::kLogprobs]);
+  u64 sum = 0, number = exchange_number(heads, kExchanges - 1);
+  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
+    sum += weight_at(distance_of(top, raw[id], kLog2eScale));
+  sum = sum_of_warp(sum);
+  if (b.in_warp == 0) room[b.warp] = sum;
+  sync_consumers();
+  u64* to = best_words(b, heads, b.block);
+  if (b.warp == 0) {
+    sum = sum_of_warp(b.in_warp < kWarps ? room[b.in_warp] : 0);
+    if (b.in_warp == 0) put_pair(to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
+  }
+  sync_consumers();
+  take_best(b, k, room + b.warp * kMostLogprobs, [&](u64 last) {
+    u64 best = 0;
+    for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
+      if (u64 rank = rank_of(raw[id], id); rank < last && rank > best) best = rank;
+    return best;
+  });
+  sync_consumers();
+  if (b.warp == 0) {
+    join_lists(b, k, room, room + kListed);
+    for (int i = b.in_warp; i < k; i += 32) {
+      u64 rank = room[kListed + i];
+      put_pair(to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
+    }
+  }
+  sync_consumers();
+}
+
+KOG_DEVICE u64* record_of(const Block& b, int made) {
+  u64 at = static_cast<u64>(b.small->slot) * (kMaxContext + 1) + static_cast<u64>(made);
+  return b.p.logprobs + at * kRecordWords;
+}
+
+// Block 0: what all blocks published, joined and told to the host.
+KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
+  int k = static_cast<int>(b.request[Request::kLogprobs]);
+  u64 number = exchange_number(heads, kExchanges - 1), tag = static_cast<u64>(made + 1) << 32;
+  u64* record = record_of(b, made);
+  if (b.warp == 0) {
+    u64 sum = 0;
+    for (int first = 0; first < kBlocks; first += 32)
+      sum += poll_pair(
+          b, Step::kBest, number,
+          first + b.in_warp < kBlocks ? best_words(b, heads, first + b.in_warp) : nullptr);
+    sum = sum_of_warp(sum);
+    if (b.in_warp == 0) {
+      store_system(record + 1, tag | bits_of(top));
+      store_system(record + 2, tag | static_cast<u64>(log2_fixed(sum > 0 ? sum : 1)));
+    }
+  }
+  constexpr int kHeldRanks = (kBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
+  u64 held[kHeldRanks];
+  poll_pairs(
+      b, Step::kBest, number,
+      [&](int i) {
+        int n = i * 32 * kWarps + b.thread, block = n / kMostLogprobs, at = n % kMostLogprobs;
+        return block < kBlocks && at < k ? best_words(b, heads, block) + 2 + 2 * at
+                                         : static_cast<const u64*>(nullptr);
+      },
+      held);
+  take_best(b, k, room + b.warp * kMostLogprobs, [&](u64 last) {
+    u64 best = 0;
+#pragma unroll
+    for (int i = 0; i < kHeldRanks; i++)
+      if (held[i] < last && held[i] > best) best = held[i];
+    return best;
+  });
+  sync_consumers();
+  if (b.warp == 0) {
+    join_lists(b, k, room, room + kListed);
+    for (int i = b.in_warp; i < k; i += 32) {
+      u64 rank = room[kListed + i];
+      u64 id = 0xffffffffu - static_cast<u32>(rank);
+      u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
+      store_system(record + 4 + i, (id + 1) << 32 | logit);
+    }
+  }
+}
+
+}  // namespace kog

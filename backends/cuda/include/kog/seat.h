@@ -1,0 +1,47 @@
+// The requests that one launch serves: one token of each in turn, in the host's order.
+//
+// Who is served and from where does not change while the kernel runs, so every warp of every block
+// knows each step's position by counting, and the one that fills the ring knows it ahead of time. A
+// request that comes or goes ends the launch; the next one goes on with what `save_seats` left.
+#pragma once
+#include <kog/block.h>
+
+namespace kog {
+
+// Lays out one request's seat; by the threads of one warp, before the block's first barrier.
+KOG_DEVICE void take_seats(Block& b) {
+  if (b.thread >= b.p.num_seats) return;
+  int slot = b.p.order[b.thread];
+  const u32* request = b.p.request + slot * kRequestWords;
+  bool all = (request[Request::kFlags] & kAllLogits) != 0;
+  int first_head = all ? 0 : static_cast<int>(request[Request::kPrompt]) - 1;
+  b.small->seats[b.thread] = {slot, b.p.states[2 * slot], first_head, b.p.states[2 * slot + 1]};
+}
+
+// Whose step it is, by the number of steps before it.
+struct Turn {
+  int steps = 0;
+
+  KOG_DEVICE Seat& of(const Block& b) const { return b.small->seats[steps % b.p.num_seats]; }
+  KOG_DEVICE int position(const Block& b) const { return of(b).first + steps / b.p.num_seats; }
+  KOG_DEVICE bool has_head(const Block& b) const { return position(b) >= of(b).first_head; }
+};
+
+// Make the seat's request the one in hand; every thread writes the same.
+KOG_DEVICE void serve_seat(Block& b, const Seat& seat, int position) {
+  b.request = b.p.request + seat.slot * kRequestWords;
+  b.small->slot = seat.slot;
+  b.small->token = seat.token;
+  b.small->position = position;
+}
+
+// Where every request stands, for the next launch; by one block, `turn` being the one that is due.
+KOG_DEVICE void save_seats(const Block& b, const Turn& turn) {
+  if (b.thread >= b.p.num_seats) return;
+  const Seat& seat = b.small->seats[b.thread];
+  int done = (turn.steps + b.p.num_seats - 1 - b.thread) / b.p.num_seats;
+  b.p.states[2 * seat.slot] = seat.first + done;
+  b.p.states[2 * seat.slot + 1] = seat.token;
+}
+
+}  // namespace kog

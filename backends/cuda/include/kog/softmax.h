@@ -1,0 +1,100 @@
+// One warp's softmax over the tiles that it walks (arXiv 2205.14135), for kGroupHeads query heads.
+//
+// A lane holds the maximum and its share of the sum for head lane / 4, and outputs of heads
+// 2 * (lane % 4) and the next. Queries and weights are split in two 16-bit parts each, so that only keys
+// and values are rounded to 16 bits.
+#pragma once
+#include <kog/cache.h>
+
+namespace kog {
+
+constexpr float kNoScore = -1e30f;  // finite: what has no score weighs nothing
+
+struct Softmax {
+  float out[kDimSteps][4], top = kNoScore, sum = 0;
+
+  KOG_DEVICE Softmax() {
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[t][i] = 0;
+  }
+
+  // Weights of the tile's positions [0, count) against the maximum so far. `queries`: this lane's
+  // words of the first step, high and low parts as rows 0-7 and 8-15.
+  KOG_DEVICE void weigh(const Block& b, const uint4* queries, const Keys& keys, int count,
+                        float (&p)[kTileRows / 8][2]) {
+    float c[kTileRows / 8][4] = {};
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++) {
+      uint4 q = queries[t * 32];
+      u32 a[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+      for (int j = 0; j < kTileRows / 8; j++)
+        multiply_add<kF16>(c[j], a, {keys.w[j][2 * t], keys.w[j][2 * t + 1]});
+    }
+    float best = top;
+#pragma unroll
+    for (int j = 0; j < kTileRows / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        p[j][i] = c[j][i] + c[j][i + 2];
+        bool valid = 8 * j + b.in_warp % 4 * 2 + i < count;
+        if (!valid) p[j][i] = kNoScore;
+        best = p[j][i] > best ? p[j][i] : best;
+      }
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask <<= 1) {
+      float other = shuffle_xor(best, mask);
+      best = other > best ? other : best;
+    }
+    if (any_lane(best > top)) rescale(b, exp2_fast(top - best));
+    top = best;
+#pragma unroll
+    for (int j = 0; j < kTileRows / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        bool valid = 8 * j + b.in_warp % 4 * 2 + i < count;
+        p[j][i] = valid ? exp2_fast(p[j][i] - best) : 0;
+        sum += p[j][i];
+      }
+  }
+
+  // `share`: what the new maximum of head lane / 4 leaves of what was summed.
+  KOG_DEVICE void rescale(const Block& b, float share) {
+    sum *= share;
+    float first = shuffle(share, b.in_warp % 4 * 8), second = shuffle(share, b.in_warp % 4 * 8 + 4);
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++) {
+      out[t][0] *= first, out[t][1] *= second;
+      out[t][2] *= first, out[t][3] *= second;
+    }
+  }
+
+  KOG_DEVICE void add(const Values& values, const float (&p)[kTileRows / 8][2]) {
+    u32 high[kTileRows / 8], low[kTileRows / 8];
+#pragma unroll
+    for (int j = 0; j < kTileRows / 8; j++) {
+      high[j] = round_pair<kF16>(p[j][0], p[j][1]);
+      low[j] = round_pair<kF16>(p[j][0] - low_of(high[j]), p[j][1] - second_of(high[j]));
+    }
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++) {
+      u32 a[kTileRows / 4];
+#pragma unroll
+      for (int j = 0; j < kTileRows / 8; j++) {
+        a[2 * j] = low_halves(values.w[2 * j][t], values.w[2 * j + 1][t]);
+        a[2 * j + 1] = high_halves(values.w[2 * j][t], values.w[2 * j + 1][t]);
+      }
+      multiply_add<kF16>(out[t], a, high);
+      multiply_add<kF16>(out[t], a, low);
+    }
+  }
+
+  KOG_DEVICE float total() const {
+    float all = sum + shuffle_xor(sum, 1);
+    return all + shuffle_xor(all, 2);
+  }
+};
+
+}  // namespace kog

@@ -1,0 +1,29 @@
+// One warp a block that bounds all waits of the others, so that they need no clocks of their own.
+#pragma once
+#include <kog/block.h>
+
+namespace kog {
+
+// Lane w watches warp w: a wait that has gone on for p.limit ticks ends the block's work, and through
+// p.error that of all blocks. Returns when the consumers have left.
+KOG_DEVICE void watch(Block& b) {
+  u32 seen = 0;
+  i64 since = 0;
+  while (load_volatile(&b.small->stop) == 0) {
+    sleep_a_while();
+    u32 began = b.in_warp < kWarps ? load_volatile(&b.small->waits[b.in_warp]) : 0;
+    i64 now = clock_ticks();
+    if (began != seen) since = now;
+    seen = began;
+    bool late = began != 0 && now - since > b.p.limit;
+    if (late && compare_and_swap(b.p.error, 0, 1) == 0) {
+      store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
+      store_volatile(&b.small->leave, 1u + static_cast<u32>(b.in_warp));
+    }
+    sync_warp();
+    if (b.in_warp == 0 && load_volatile(&b.small->leave) == 0 && load_relaxed(b.p.error) != 0)
+      store_volatile(&b.small->leave, kOthers);
+  }
+}
+
+}  // namespace kog

@@ -1,0 +1,241 @@
+"""Requests on the kernel: gathered into launches, read while they speak, taken up where they stood.
+
+    seat ---> launch ---> tokens ... ---> the launch ends ---> finished, failed, cancelled: gone
+      ^                                                        the others: next launch
+      a request that arrives, is cancelled or yields ends the launch at a token boundary
+
+A launch serves its requests a token each in turn, and ends when one of them does. All that a request needs
+is in the memory of its slot, so that the next launch goes on bit for bit.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from kog_triton.backends.cuda.header import MOST_SEATS, STEPS, Layout
+from kog_triton.backends.cuda.memory import Memory
+from kog_triton.backends.cuda.protocol import Outcome, Word
+
+from kog_triton.backends.logprob_words import read_record
+from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.backends.request_words import EVERY_EPOCH, mask_words
+from kog_triton.errors import DeviceError, RunError
+from kog_triton.sampling.definition import nothing_allowed
+
+LOW_HALF = 0xFFFFFFFF  # of a word of the outbox: the token; above it, its number
+LEAST_NO_TOKEN = 0xFFFFFFFE  # what the kernel says in the place of a token it could not choose
+UNLIMITED = 1 << 62
+# The kernel looks at the host's word where it has logits. A launch that has none for longer than this ends by
+# itself: 128 prompt tokens of a 1B model are 30 ms, against 0.2 ms for the next launch.
+MOST_SILENT = 128
+POLL_S = 50e-6  # how often the host looks for tokens
+SILENCE_S = 30.0  # without a step: waits on the GPU are bounded, so that it no longer runs
+
+
+class Finished(Protocol):
+    """The end of a launch, as torch.cuda.Event says it."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass
+class Live:
+    """A request in a slot. `position` is that of its next step when the launch began."""
+
+    request: Request
+    position: int
+    made: int = 0
+    finish: str | None = None
+    output: list[int] = field(default_factory=list)  # of a request with masks
+    error: Exception | None = None  # with which it ends
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What serving needs of a backend."""
+
+    layout: Layout
+    memory: Memory
+    seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
+    launch: Callable[[list[int], int], Finished]  # slots in turn, most steps
+
+
+def serve(launcher: Launcher, mailbox: Mailbox) -> None:
+    """Serve until the mailbox is idle, closed or yields; what is in flight then waits in `resumed`."""
+    live: dict[int, Live] = mailbox.resumed
+    arrivals: list[Request] = []
+    while True:
+        if not _stops(mailbox):
+            arrivals += mailbox.take()
+        for request in arrivals:
+            try:
+                one = Live(request, launcher.seat(request))
+                if request.mask is not None:
+                    _bring_mask(launcher.memory, one)
+                live[request.slot] = one
+            except Exception as error:
+                mailbox.push(request.slot, Failure(error))
+        for slot in [slot for slot in live if mailbox.cancelled(slot)]:
+            mailbox.push(slot, Step(-1, "cancel"))
+            del live[slot]
+        if _stops(mailbox) or not live:
+            return
+        arrivals = _run(launcher, mailbox, live)
+
+
+def _stops(mailbox: Mailbox) -> bool:
+    return mailbox.closed or mailbox.yielding
+
+
+def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Request]:
+    """One launch; requests that were posted meanwhile. Those that ended are gone from `live`."""
+    words = launcher.memory.mailbox.numpy()
+    arrivals: list[Request] = []
+    slots = list(live)[:MOST_SEATS]
+    finished = launcher.launch(slots, _most_steps(live, slots))
+    heart = Heart()
+    while True:
+        done = finished.query()  # before the words: what it leaves behind is then complete
+        for slot in slots:
+            _read(launcher.memory, mailbox, live[slot])
+        if done:
+            break
+        arrivals += mailbox.take()
+        if (
+            arrivals
+            or _stops(mailbox)
+            or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
+        ):
+            words[Word.CONTROL] = Outcome.YIELD
+        heart.listen(int(words[Word.STEPS]))
+        time.sleep(POLL_S)
+    _settle(launcher, mailbox, live, slots)
+    return arrivals
+
+
+def _most_steps(live: dict[int, Live], slots: list[int]) -> int:
+    """Steps after which the launch ends, so that a cancel in a long prompt is heard."""
+    silent = min(len(live[s].request.prompt) - live[s].position for s in slots) * len(slots)
+    waiting = len(live) > len(slots)  # for a seat
+    return MOST_SILENT if waiting or silent > MOST_SILENT else UNLIMITED
+
+
+def _read(memory: Memory, mailbox: Mailbox, one: Live) -> None:
+    """Hand on the tokens that came since."""
+    request = one.request
+    box = memory.outbox[request.slot].numpy()
+    k = request.params.logprobs
+    while one.finish is None and one.error is None:
+        word, device_ns = (int(w) for w in box[one.made])
+        token = word & LOW_HALF
+        if word >> 32 != one.made + 1 or token >= LEAST_NO_TOKEN:
+            return
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if k is not None:
+            records = memory.logprobs[request.slot].numpy().view(np.uint64)
+            best = min(k, memory.counts.shape[1])
+            read = read_record(records[one.made], one.made + 1, best)
+            if read is None:
+                return
+            logprob, top = read
+        one.made += 1
+        if token in request.stop_token_ids:
+            one.finish = "stop"
+        elif one.made == request.max_tokens:
+            one.finish = "length"
+        mailbox.prefilled[request.slot] = len(request.prompt) + one.made - 1
+        mailbox.push(request.slot, Step(token, one.finish, logprob, top, device_ns))
+        if request.mask is not None and one.finish is None:
+            one.output.append(token)
+            try:
+                _bring_mask(memory, one)
+            except Exception as error:
+                one.error = error
+                _put_mask(memory, one, None, EVERY_EPOCH)  # until the launch has ended
+
+
+def _bring_mask(memory: Memory, one: Live) -> None:
+    """The mask of the next token, which the kernel waits for."""
+    assert one.request.mask is not None
+    _put_mask(memory, one, one.request.mask(one.output), one.made + 1)
+
+
+def _put_mask(memory: Memory, one: Live, mask: np.ndarray | None, epoch: int) -> None:
+    words = mask_words(mask, memory.counts.shape[1], epoch)
+    memory.masks[one.request.slot].numpy().view(np.uint64)[:] = words
+
+
+def _settle(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live], slots: list[int]) -> None:
+    """After a launch: requests that ended leave, those that were served go to the end of the line."""
+    try:
+        outcome, last = check_launch(launcher.memory, launcher.layout)
+    except RunError as error:
+        for slot in slots:
+            if live.pop(slot).finish is None:
+                mailbox.push(slot, Failure(error))
+        return
+    positions = launcher.memory.states[:, 0].tolist()
+    served = slots[: slots.index(last) + 1]
+    for slot in slots:
+        one = live.pop(slot) if slot in served else live[slot]
+        live[slot] = one
+        one.position = mailbox.prefilled[slot] = positions[slot]
+        if slot == last and one.finish is None and one.error is None:
+            one.error = _why_ended(outcome, one)
+        if one.error is not None:
+            mailbox.push(slot, Failure(one.error))
+        if one.finish is not None or one.error is not None:
+            del live[slot]
+
+
+def _why_ended(outcome: Outcome, one: Live) -> Exception | None:
+    """The error of a request that the kernel ended without a last token; None if it goes on."""
+    if outcome is Outcome.YIELD:
+        return None
+    if outcome is Outcome.NOT_FINITE:
+        return RunError(f"the logits hold NaN or +inf after {one.made} tokens: the run is void")
+    if outcome is Outcome.NOTHING_ALLOWED:
+        return nothing_allowed(len(one.request.prompt) + one.made)
+    return RunError("the cuda kernel ended a request that goes on")
+
+
+def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
+    """Outcome and last slot of a launch that has ended; RunError if it did not end well."""
+    check_waits(memory, layout)
+    words = memory.mailbox.numpy()
+    outcome = Outcome(int(words[Word.OUTCOME]))
+    if outcome in (Outcome.RUNNING, Outcome.FAILED):
+        raise RunError("the cuda kernel ended without an outcome")
+    return outcome, int(words[Word.SLOT])
+
+
+def check_waits(memory: Memory, layout: Layout) -> None:
+    """RunError that names the first wait of a launch that expired."""
+    flag, block, step, layer, word, seen, wanted = memory.error.tolist()[:7]
+    if flag:
+        place = layout.place_of(STEPS[step], word)
+        raise RunError(
+            f"a wait of the cuda kernel expired: rank 0, block {block}, layer {layer}, {place}, "
+            f"seen {seen}, wanted {wanted}, after {memory.mailbox[Word.STEPS]} steps"
+        )
+
+
+class Heart:
+    """The kernel's heartbeat; DeviceError once it has not been heard for SILENCE_S."""
+
+    def __init__(self) -> None:
+        self._steps, self._since = -1, time.monotonic()
+
+    def listen(self, steps: int) -> None:
+        if steps != self._steps:
+            self._steps, self._since = steps, time.monotonic()
+        elif time.monotonic() - self._since > SILENCE_S:
+            raise DeviceError(
+                f"the GPU has not finished a step in {SILENCE_S:.0f} s: end this process and look at "
+                "the driver's log"
+            )

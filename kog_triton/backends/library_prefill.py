@@ -1,0 +1,191 @@
+"""Library prefill: torch's matrix products run a prompt into the cache that a kernel then reads.
+
+Two ways, one pass of the layers (library_prefill_pass.py):
+
+    bucket   a fresh prompt of up to 512 tokens, padded at its end to the next size; on a GPU the
+             pass was captured in a CUDA graph when the model was loaded. It fills a cache of its
+             own, whose unpadded positions are copied out: padding never reaches the caller's.
+    chunks   longer prompts and those behind a cached prefix, eagerly, `chunk` tokens at a time
+
+It holds a second copy of the layers' weights (`memory_bytes` says how much), so a backend makes one
+only if its prefill may be "library". Nothing waits for the device: what is launched next on the
+same stream finds the cache filled. One thread at a time may use it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kog_triton.backends import WeightSource
+from kog_triton.backends.library_prefill_pass import PrefillPass
+from kog_triton.backends.library_prefill_weights import load_layer
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.rope import rope_table
+
+Tensor = torch.Tensor
+BUCKETS = (16, 32, 64, 128, 256, 512)
+# Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
+# whose widest tensors are chunk x 2 F a lane.
+CHUNK = 2048
+# New tokens from which the library is faster than the kernel, which makes one pass a token: on one
+# H200 with Llama-3.2-1B a pass of the kernel takes 0.59 ms, a bucket 1.55 ms, and an eager pass,
+# behind a cached prefix, 4.3 ms (development runs: benchmarks/README.md).
+LIBRARY_FROM, LIBRARY_FROM_BEHIND = 3, 8
+
+
+def choose_prefill(num_new_tokens: int, first: int = 0) -> str:
+    """What `--prefill auto` means for so many tokens behind `first` cached: "kernel" or "library"."""
+    least = LIBRARY_FROM_BEHIND if first else LIBRARY_FROM
+    return "library" if num_new_tokens >= least else "kernel"
+
+
+class LibraryPrefill:
+    """Runs prompts of one model on one device.
+
+    embed  rows [vocab, hidden] that the caller holds already; loaded if None
+    Raises ModelError for models with experts.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        spec: ModelSpec,
+        max_context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        embed: Tensor | None = None,
+        buckets: Sequence[int] = BUCKETS,
+        chunk: int = CHUNK,
+    ) -> None:
+        if spec.num_experts:
+            raise ModelError("library prefill runs dense models only: choose --prefill kernel")
+        self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
+        self._owns_embed = embed is None
+        if embed is None:
+            embed = weights.load("embed").to(device, dtype)
+        layers = [load_layer(weights, spec, i, device, dtype) for i in range(spec.num_layers)]
+        shorter = sum(size < max_context for size in buckets)
+        self._sizes = sorted(buckets)[: shorter + 1]
+        longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
+        table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
+        rope = torch.complex(table[:, 0], table[:, 1])
+        self._pass = PrefillPass(spec, embed, layers, rope)
+        self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
+        shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
+        self._scratch = torch.zeros(
+            (*shape, self._sizes[-1], spec.head_dim), dtype=dtype, device=device
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if device.type == "cuda":
+            with self._settings():
+                for size in reversed(self._sizes):  # the largest first: the others fit its memory
+                    self._capture(size)
+
+    def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
+        """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
+
+        cache  [layers, lanes, lane_kv_heads, 2, positions, d] in the pass's dtype, of any strides
+               but 1 along d; positions before `first` hold what precedes the tokens
+        Launches on the current stream. RequestError if the tokens do not fit or are none of the
+        model's, ModelError if the cache is another model's.
+        """
+        if not token_ids:
+            return
+        self._check(token_ids, first, cache)
+        with self._settings():
+            size = next((s for s in self._sizes if s >= len(token_ids)), 0)
+            if size and first == 0:
+                self._run_bucket(token_ids, size, cache)
+            else:
+                ids = self._upload(token_ids)
+                for part in ids.split(self.chunk):
+                    self._pass.run(part, first, cache)
+                    first += len(part)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held: "weights", the layers' once more; "other", the buckets' cache and tables."""
+        walk = self._pass
+        weights = sum(layer.nbytes for layer in walk.layers)
+        if self._owns_embed:
+            weights += walk.embed.nbytes
+        other = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
+        return {"weights": weights, "other": other}
+
+    # ---- buckets ----
+
+    def _run_bucket(self, token_ids: Sequence[int], size: int, cache: Tensor) -> None:
+        count = len(token_ids)
+        # Padded with a token of its own: another request's might hold NaN, which a weight of zero
+        # does not undo.
+        padding = [token_ids[-1]] * (size - count)
+        self._ids[:size].copy_(self._upload([*token_ids, *padding]))
+        if size in self._graphs:
+            self._graphs[size].replay()
+        else:
+            self._pad(size)
+        cache[..., :count, :].copy_(self._scratch[..., :count, :])
+
+    def _pad(self, size: int) -> None:
+        self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
+
+    def _capture(self, size: int) -> None:
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            # Makes what libraries make at their first call, which no graph can hold.
+            self._pad(size)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Graphs run one after another and nothing in their memory outlives a replay: they share it.
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._pad(size)
+        self._graphs[size] = graph
+
+    # ---- around a pass ----
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Sums of products in float32, and attention that no new length makes slow at first."""
+        with torch.inference_mode():
+            if self.device.type != "cuda":
+                yield
+                return
+            products = torch.backends.cuda.matmul
+            names = [f"allow_{t}_reduced_precision_reduction" for t in ("bf16", "fp16")]
+            before = [getattr(products, name) for name in names]
+            for name in names:
+                setattr(products, name, False)
+            # Not cuDNN's: it builds a plan for every length.
+            kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+            try:
+                with torch.cuda.device(self.device), sdpa_kernel(kinds):
+                    yield
+            finally:
+                for name, value in zip(names, before, strict=True):
+                    setattr(products, name, value)
+
+    def _upload(self, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        if self.device.type == "cuda":
+            ids = ids.pin_memory()  # from pageable memory the copy would wait for the stream
+        return ids.to(self.device, non_blocking=True)
+
+    def _check(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
+        want = (*self._scratch.shape[:4], self.spec.head_dim)
+        if (*cache.shape[:4], *cache.shape[5:]) != want or cache.dtype != self._scratch.dtype:
+            raise ModelError(
+                f"the cache is {cache.dtype} {tuple(cache.shape)}: library prefill wants "
+                f"{self._scratch.dtype} [{', '.join(map(str, want[:4]))}, positions, {want[4]}]"
+            )
+        end, room = first + len(token_ids), min(self.max_context, cache.shape[4])
+        if first < 0 or end > room:
+            raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self.spec.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.spec.vocab_size}"
+                )

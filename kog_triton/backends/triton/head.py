@@ -1,0 +1,256 @@
+"""From the residual stream to a candidate: mix the lanes, score the block's rows of the vocabulary, choose the best.
+
+one lane          norm x                     > lm_head
+MEAN, SUM         norm or add x of all lanes > lm_head       two small hops: rows of each lane, then sums of rows
+VOCAB_PARALLEL    norm the lane's own x      > its own rows
+CONCAT            norm x of each lane        > lm_head lane by lane: a matrix of the whole width would need all
+                                               lanes' streams in registers at once
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.request_words import Flag
+from kog_triton.backends.triton.edits import edited, remember
+from kog_triton.backends.triton.logprobs import deliver, deliver_own
+from kog_triton.backends.triton.matvec import rowwise
+from kog_triton.backends.triton.residual import add_planes, gained
+from kog_triton.backends.triton.sample import best_of, is_void
+from kog_triton.backends.triton.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
+from kog_triton.backends.triton.sync import meet, store_shared
+from kog_triton.backends.triton.votes import ROUNDS, four, ordered, pick, survivors, unordered, vote
+from kog_triton.backends.triton.words import index, pack_f32, unpack_f32, wait, wait_planes
+from kog_triton.model.spec import Head
+
+MEAN: tl.constexpr = tl.constexpr(int(Head.MEAN))
+SUM_THEN_NORM: tl.constexpr = tl.constexpr(int(Head.SUM_THEN_NORM))
+VOCAB_PARALLEL: tl.constexpr = tl.constexpr(int(Head.VOCAB_PARALLEL))
+CONCAT: tl.constexpr = tl.constexpr(int(Head.CONCAT))
+CUT: tl.constexpr = tl.constexpr(int(Flag.CUT))
+LOGPROBS: tl.constexpr = tl.constexpr(int(Flag.LOGPROBS))
+VOTING: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
+
+
+# ---- lm_head ----
+
+
+@triton.jit
+def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+    """`before` is 1 where the rows already hold the other lanes' share (CONCAT)."""
+    ROWS: tl.constexpr = T.tile_rows
+    logits, first, scale, vocab_first, before = out
+    r = first + unit * ROWS + tl.arange(0, ROWS)
+    y = y * scale
+    if S.head_mode == CONCAT:
+        y += tl.load(logits + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
+    tl.store(logits + vocab_first + r, y, mask=r < T.rows)
+    return out
+
+
+@triton.jit
+def send_part(
+    x, gains, lane, place, phase, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+):
+    """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    normed, square = gained(x, gains, CHUNKS)
+    scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
+    part = p.words + S.region("part") + lane * S.hidden_size
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        mine = (j < HALF) & (j * S.group // HALF == place)
+        for plane in tl.static_range(2):
+            if S.head_mode == SUM_THEN_NORM:
+                value = x[2 * c + plane]
+            else:
+                value = normed[2 * c + plane] * scale
+            store_shared(part + plane * HALF + j, pack_f32(value, phase), mine)
+
+
+@triton.jit
+def zeros_like(x, COUNT: tl.constexpr):
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (x[i] * 0.0,)
+    return out
+
+
+@triton.jit
+def mix_lanes(
+    x,
+    gains,
+    lane,
+    place,
+    block,
+    phase,
+    alive,
+    p,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The head's input from all lanes, its scale, and alive."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
+    ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
+    send_part(x, gains, lane, place, phase, p, S, CHUNKS, WORDS)
+    # Every block adds its rows over the lanes.
+    part = p.words + S.region("part")
+    first = block * SHARE
+    count = tl.minimum(SHARE, S.hidden_size - first)
+    i = tl.arange(0, ROWS)
+    r, valid = first + i, i < count
+    total = tl.zeros((ROWS,), tl.float32)
+    for j in range(S.lanes):
+        rows = part + j * S.hidden_size + first
+        w, alive = wait(rows, i, count, phase, alive, "mix part", 0, p, S)
+        total += tl.where(valid, unpack_f32(w), 0.0)
+    if S.head_mode == MEAN:
+        total = total / S.lanes
+    store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
+    w, alive = wait_planes(
+        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, CHUNKS
+    )
+    y = add_planes(zeros_like(x, 2 * CHUNKS), w, HALF, CHUNKS, WORDS)
+    if S.head_mode == MEAN:
+        return y, 1.0, alive
+    else:
+        y, square = gained(y, gains, CHUNKS)
+        return y, tl.rsqrt(square / S.hidden_size + S.norm_eps), alive
+
+
+@triton.jit
+def score_lanes(x, logits, first, block, head, next_base, ring, phase, alive, p, S: tl.constexpr):
+    """Logits of the block's rows of a head as wide as all lanes, whose streams are in words: the ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    HALF: tl.constexpr = S.hidden_size // 2
+    for j in range(S.lanes):
+        part = p.words + S.region("part") + j * S.hidden_size
+        w, alive = wait_planes(
+            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.chunks
+        )
+        xs = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
+        base = head + j * S.head_words
+        following = (base + S.head_words).to(tl.int64)
+        after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
+        out = (logits, first, 1.0, 0, j)
+        out, ring = rowwise(base, after, block, ring, xs, out, S, 4, store_logits)
+        meet(S)  # the next lane's share is added to what other threads stored
+    return ring, alive
+
+
+@triton.jit
+def score(
+    x, gains, row, epoch, block, lane, place, head, next_base, ring, alive, p, S: tl.constexpr
+):
+    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    phase = epoch & 1
+    first, _, vocab_first = head_rows(block, lane, place, S)
+    logits = p.logits + row.to(tl.int64) * S.vocab_size
+    if S.lanes > 1 and S.head_mode == CONCAT:
+        send_part(x, gains, lane, place, phase, p, S, Q.chunks, Q.tile_words)
+        ring, alive = score_lanes(
+            x, logits, first, block, head, next_base, ring, phase, alive, p, S
+        )
+    else:
+        if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
+            xs, scale, alive = mix_lanes(
+                x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
+            )
+        else:
+            xs, square = gained(x, gains, Q.chunks)
+            scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
+        out = (logits, first, scale, vocab_first, 0)
+        out, ring = rowwise(head, next_base, block, ring, xs, out, S, 4, store_logits)
+    return ring, alive
+
+
+@triton.jit
+def head_rows(block, lane, place, S: tl.constexpr):
+    """The block's rows of its group's matrix: the first one, their number, and the first id of the matrix."""
+    T: tl.constexpr = S.stages[4]
+    if S.lanes > 1 and S.head_mode == VOCAB_PARALLEL:
+        first, vocab_first = place * T.block_rows, lane * T.rows
+    else:
+        first, vocab_first = block * T.block_rows, block * 0
+    return first, tl.maximum(tl.minimum(T.block_rows, T.rows - first), 0), vocab_first
+
+
+# ---- the choice ----
+
+
+@triton.jit
+def choose(
+    position, epoch, slot, block, lane, place, alive, p, S: tl.constexpr, RULES: tl.constexpr
+):
+    """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
+    ROWS: tl.constexpr = triton.next_power_of_2(S.stages[4].block_rows)
+    request = request_of(slot, p, S)
+    first, count, vocab_first = head_rows(block, lane, place, S)
+    first += vocab_first
+    meet(S)  # the block's own logits are read again by other threads
+    ids = first + tl.arange(0, ROWS)
+    mine = tl.arange(0, ROWS) < count
+    logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
+    void = is_void(logit) & mine
+    left = mine
+    if RULES:
+        logit, left, alive = by_the_rules(
+            logit, ids, mine, first, count, position, epoch, slot, block, alive, p, S
+        )
+    best, best_id = best_of(logit, left, ids, void, position, request)
+    return best, best_id, alive
+
+
+@triton.jit
+def by_the_rules(
+    raw, ids, mine, first, count, position, epoch, slot, block, alive, p, S: tl.constexpr
+):
+    """The logits as the request edits them, which of them survive its cuts, and alive; log-probabilities on the way."""
+    request = request_of(slot, p, S)
+    flags = tl.load(request + field("flags"))
+    logit, left = raw, mine
+    if (flags & EDITED) != 0:
+        logit, alive = edited(logit, ids, mine, first, count, position, slot, block, alive, p, S)
+        left = mine & (logit > -float("inf"))
+    if (flags & VOTING) != 0:
+        round = epoch * ROUNDS
+        own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), 0, 0)
+        votes, alive = vote(own, round, block, alive, p, S)
+        round += 1
+        if (flags & CUT) != 0:
+            top = unordered(tl.max(pick(votes, 0), axis=0))
+            left, round, alive = survivors(
+                logit, left, top, flags, request, round, block, alive, p, S
+            )
+        if (flags & LOGPROBS) != 0:
+            top = unordered(tl.max(pick(votes, 1), axis=0))
+            alive = deliver(raw, mine, ids, top, request, round, slot, block, alive, p, S)
+    return logit, left, alive
+
+
+@triton.jit
+def keep(token, slot, block, lane, place, p, S: tl.constexpr):
+    """What the block that scored the chosen token writes down of it."""
+    flags = tl.load(request_of(slot, p, S) + field("flags"))
+    if (flags & (EDITED | LOGPROBS)) != 0:
+        first, count, vocab_first = head_rows(block, lane, place, S)
+        if (flags & EDITED) != 0:
+            remember(token, first + vocab_first, count, slot, p, S)
+        if (flags & LOGPROBS) != 0:
+            deliver_own(token, p.logits, first + vocab_first, count, slot, block, p, S)
+
+
+@triton.jit
+def no_candidate(block):
+    """What a pass without a choice publishes."""
+    return (block * 0).to(tl.float64) - float("inf"), block * 0 + NO_LOGITS
+
+
+@triton.jit
+def logits_row(slot, position, p, S: tl.constexpr):
+    """The row of p.logits for the pass at `position`."""
+    request = request_of(slot, p, S)
+    keeps = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
+    return tl.where(keeps, position - tl.load(request + field("first")), 0)

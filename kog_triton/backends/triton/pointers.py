@@ -1,0 +1,39 @@
+"""What the megakernel is given: pointers and a few scalars. Sizes and offsets are in `Tiles`.
+
+Three groups: what a model is, what blocks exchange within a launch, and what slots keep from launch to launch.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Pointers(NamedTuple):
+    """One argument of a kernel; `slots.py` says what a slot's words mean, `words.py` those of `error`."""
+
+    # ---- the model ----
+    weights: Any  # int32: layers, then the head, in tiles
+    embed: Any  # int32 [vocab, hidden / 2]
+    gains: Any  # float32 [2 * layers + 1, lanes or 1, 2 planes, hidden / 2]
+    biases: Any  # float32: a layer's qkv, o, gate_up, down rows of every lane
+    qk_gains: Any  # float32 [layers, 2, head_dim]
+    rope: Any  # float32 [positions, 2, head_dim / 2]
+    windows: Any  # int32 [layers]
+    reduces: Any  # int32 [2, layers]
+    # ---- a launch ----
+    words: Any  # int32 [total_words], zero at launch
+    wide: Any  # int64: the same memory
+    fences: Any  # int32 [blocks, 32]
+    error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
+    profile: Any  # int64 [layer runs, blocks, 16]: see layer.POINTS
+    # ---- slots ----
+    turns: Any  # int32 [1 + slots]: how many slots to serve, and which, in turn
+    requests: Any  # int32 [slots, capacity]: backends/request_words.py
+    states: Any  # int32 [slots, blocks, STATE_WORDS]: a block reads and writes its own
+    tokens: Any  # int32 [slots, positions]: the prompt, then the output
+    marks: Any  # int32 [slots, vocab]: how often an id is in the output, SEEN, END (edits.py)
+    bias: Any  # float32 [slots, vocab]: what is added to a logit; -inf where an id is not allowed
+    bans: Any  # int32 [slots, vocab]: the last token for which a bad word banned the id
+    kv: Any  # [slots, layers, lanes, kv_heads, 2, positions, head_dim]
+    logits: Any  # float32 [1, vocab]; with ALL_LOGITS a row for every position from the first on
+    mailbox: Any  # int64 [slots, mailbox_words], mapped
+    # ---- scalars ----
+    limit: Any  # tries of a wait, each a read past the L1: about half a microsecond

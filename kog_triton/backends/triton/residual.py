@@ -1,0 +1,266 @@
+"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `chunks` tensors each.
+
+A module's output leaves a block in words, row by row, and joins x in all blocks of the lane; `Reduce` says what
+the lanes owe each other (model/spec.py). A lane that needs nobody's output may run ahead, so where outputs are
+reduced late all of them travel in a ring, in which a buffer is rewritten only after everybody has read it.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.words import (
+    complain,
+    complain_also,
+    high,
+    index,
+    load_polled,
+    low,
+    publish_planes,
+    settle,
+    unpack_f32,
+    wait_planes,
+)
+from kog_triton.model.spec import Reduce
+
+NOW: tl.constexpr = tl.constexpr(int(Reduce.NOW))
+OWN: tl.constexpr = tl.constexpr(int(Reduce.OWN))
+DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
+
+
+@triton.jit
+def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+    HALF: tl.constexpr = S.hidden_size // 2
+    x = ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
+        x = x + (low(w, S), high(w, S))
+    return x
+
+
+@triton.jit
+def load_gains(which, lane, p, S: tl.constexpr):
+    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
+    Q: tl.constexpr = S.stages[0]
+    CHUNKS: tl.constexpr = Q.chunks
+    WORDS: tl.constexpr = Q.tile_words
+    HALF: tl.constexpr = S.hidden_size // 2
+    if S.lane_norms:
+        ptr = p.gains + (which * S.lanes + lane) * S.hidden_size
+    else:
+        ptr = p.gains + which * S.hidden_size
+    gains = ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        even = tl.load(ptr + j, mask=j < HALF, other=0.0)
+        odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
+        gains = gains + (even, odd)
+    return gains
+
+
+@triton.jit
+def gained(x, gains, CHUNKS: tl.constexpr):
+    """x times the norm's gains, and the sum of squares of x."""
+    out = ()
+    square = x[0] * 0.0
+    for c in tl.static_range(CHUNKS):
+        square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
+        out = out + (x[2 * c] * gains[2 * c], x[2 * c + 1] * gains[2 * c + 1])
+    return out, tl.sum(square)
+
+
+@triton.jit
+def add_planes(x, w, half, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+    out = ()
+    for c in tl.static_range(CHUNKS):
+        valid = c * WORDS + index(WORDS) < half
+        even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
+        odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
+        out = out + (even, odd)
+    return out
+
+
+# ---- biases ----
+
+
+@triton.constexpr_function
+def bias_rows(S):
+    """Bias rows of a layer: those of all four stages, of every lane."""
+    return sum(s.rows for s in S.stages[:4]) * S.lanes
+
+
+@triton.constexpr_function
+def bias_before(S, stage):
+    return sum(s.rows for s in S.stages[:stage]) * S.lanes
+
+
+@triton.jit
+def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
+    ROWS: tl.constexpr = bias_rows(S)
+    BEFORE: tl.constexpr = bias_before(S, STAGE)
+    return layer * ROWS + BEFORE
+
+
+# ---- outputs of o_proj and down_proj ----
+
+
+@triton.jit
+def module_row(place, unit, S: tl.constexpr, STAGE: tl.constexpr):
+    """Rows of one unit of the block."""
+    T: tl.constexpr = S.stages[STAGE]
+    ROWS: tl.constexpr = T.tile_rows
+    return place * T.block_rows + unit * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def past_buffer(which, it, p, S: tl.constexpr):
+    """The buffer of layer run `it` in the ring of late outputs, every lane's planes, and its phase."""
+    slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
+    at = (which * S.past_slots + slot) * S.lanes * S.hidden_size
+    return p.words + S.region("past") + at, turn
+
+
+@triton.jit
+def past_words(which, it, row, rows, p, S: tl.constexpr):
+    """Where the lanes' outputs of layer run `it` stand, [lanes, rows], which are there, and their phase."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
+    base, turn = past_buffer(which, it, p, S)
+    j = tl.arange(0, LANES)[:, None]
+    ptr = base + j * S.hidden_size + (row & 1)[None, :] * HALF + (row >> 1)[None, :]
+    return ptr, (j < S.lanes) & (row < rows)[None, :], turn
+
+
+@triton.jit
+def ask_past(which: tl.constexpr, layer, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
+    T: tl.constexpr = S.stages[STAGE]
+    UNITS: tl.constexpr = T.units
+    words = ()
+    if S.delay > 0:
+        late = tl.load(p.reduces + which * S.num_layers + layer) == DELAYED
+        for u in tl.static_range(UNITS):
+            row = module_row(place, u, S, STAGE)
+            ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
+            words = words + (load_polled(ptr, mask & late, turn, S),)
+    return words
+
+
+@triton.jit
+def add_past(
+    y,
+    words,
+    which: tl.constexpr,
+    layer,
+    it,
+    row,
+    lane,
+    alive,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+):
+    """y plus the other lanes' outputs of `delay` layers ago; waits if they were not there when asked for."""
+    T: tl.constexpr = S.stages[STAGE]
+    HALF: tl.constexpr = S.hidden_size // 2
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
+    ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
+    bad = tl.max((words ^ turn) & 1)
+    tries = 0
+    while (bad != 0) & (tries < p.limit * alive):
+        words = load_polled(ptr, mask, turn, S)
+        bad = tl.max((words ^ turn) & 1)
+        tries += 1
+    if (bad != 0) & (alive != 0):
+        REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
+        base, turn = past_buffer(which, it - S.delay, p, S)
+        first = tl.min(row) // 2  # the block's rows in every lane's two planes
+        count = tl.minimum(row.numel // 2, HALF - first)
+        complain(base, 0, turn, REASON, layer, p)
+        complain_also(base + first, count, HALF, 2 * S.lanes, p)
+    others = mask & (tl.arange(0, LANES) != lane)[:, None]
+    y += tl.sum(tl.where(others, unpack_f32(settle(words)), 0.0), axis=0)
+    return y, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
+def publish_module(
+    ys,
+    past,
+    name: tl.constexpr,
+    which: tl.constexpr,
+    layer,
+    it,
+    lane,
+    place,
+    phase,
+    alive,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+):
+    """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
+    T: tl.constexpr = S.stages[STAGE]
+    HALF: tl.constexpr = S.hidden_size // 2
+    UNITS: tl.constexpr = T.units
+    for u in tl.static_range(UNITS):
+        row = module_row(place, u, S, STAGE)
+        y = ys[u]
+        if S.o_bias if STAGE == 1 else S.mlp_bias:
+            bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
+            y += tl.load(bias + row, mask=row < T.rows, other=0.0)
+        if S.mixed_reduce:
+            how = tl.load(p.reduces + which * S.num_layers + layer)
+            raw = y
+            if S.delay > 0:
+                if how == DELAYED:
+                    y, alive = add_past(y, past[u], which, layer, it, row, lane, alive, p, S, STAGE)
+            if how == OWN:
+                y *= tl.sqrt(S.lanes * 1.0)
+            publish_planes(
+                p.words + S.region(name) + lane * S.hidden_size, HALF, row, y, T.rows, phase
+            )
+            if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
+                sent, turn = past_buffer(which, it, p, S)
+                publish_planes(sent + lane * S.hidden_size, HALF, row, raw, T.rows, turn)
+        else:
+            publish_planes(p.words + S.region(name), HALF, row, y, T.rows, phase)
+    return alive
+
+
+@triton.jit
+def join(
+    x,
+    name: tl.constexpr,
+    which: tl.constexpr,
+    layer,
+    it,
+    lane,
+    phase,
+    alive,
+    p,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """x plus the module's output, gathered from all blocks of the lane (of all lanes if reduced NOW)."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    REASON: tl.constexpr = "o_proj attention_out" if which == 0 else "down_proj mlp_out"
+    base = p.words + S.region(name)
+    if S.mixed_reduce:
+        how = tl.load(p.reduces + which * S.num_layers + layer)
+        first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
+        if S.delay > 0:
+            # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
+            sent, turn = past_buffer(which, it, p, S)
+            base = tl.where(how == NOW, sent.to(tl.int64), base.to(tl.int64)).to(base.dtype)
+            phase = tl.where(how == NOW, turn, phase)
+        for j in range(first, last):
+            w, alive = wait_planes(
+                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS
+            )
+            x = add_planes(x, w, HALF, CHUNKS, WORDS)
+    else:
+        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS)
+        x = add_planes(x, w, HALF, CHUNKS, WORDS)
+    return x, alive

@@ -1,0 +1,28 @@
+"""A wait of the kernel that expired, told to people: words.py says what the kernel writes down."""
+
+from collections.abc import Sequence
+
+from kog_triton.backends.triton.words import WAITS
+from kog_triton.schedule.tiles import Tiles
+
+
+def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles) -> str:
+    """One line of `Pointers.error`: block, stage, layer, word, what it held and what was wanted; "" if all came."""
+    block = errors[0][0] - 1
+    if block < 0:
+        return ""
+    number, layer, wanted, place, seen = errors[block + 1][:5]
+    stage, exchange = WAITS[number].split()
+    head = f"a wait of the triton kernel expired: block {block}, stage {stage}"
+    if stage == "sample":
+        what = {
+            "mask": "the host's mask of token",
+            "votes": "votes of round",
+            "winner": "candidates of pass",
+        }
+        return f"{head}, for {what[exchange]} {wanted}"
+    where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"
+    if not place:
+        return f"{where}, for words of {exchange} that came after all"
+    word = place - 1 - tiles.region(exchange)
+    return f"{where}, for word {word} of {exchange}: seen {seen & 0xFFFFFFFF:#010x}, wanted phase {wanted}"

@@ -1,0 +1,111 @@
+"""What the CUDA monokernel samples on a Hopper GPU: the definition's tokens on its own logits.
+
+The settings and the comparison are those of test_cuda_sampling.py; vocabularies, grids and the order
+of memory are real ones.
+"""
+
+import pytest
+import torch
+from kog_triton.backends.cuda import CudaBackend
+from ring_walker import spec_of
+from test_cuda_sampling import (
+    EVERY,
+    LANES,
+    SETTINGS,
+    Triplets,
+    assert_defined,
+    odd_or_even_of,
+    post,
+    resolved,
+    steps_of,
+)
+
+from kog_triton.backends import BackendOptions
+from kog_triton.errors import RequestError, RunError
+from kog_triton.model.spec import DType
+from kog_triton.random_weights import RandomWeights
+
+pytestmark = pytest.mark.gpu
+PROMPT = [1, 2, 3, 2]
+MODELS = {
+    "vocabulary of qwen3": (RandomWeights, {"vocab_size": 151_936}),
+    "ties": (Triplets, {"vocab_size": 128_256}),
+    "fewer ids than blocks": (RandomWeights, {"vocab_size": 101}),
+    "vocabulary by lane": (RandomWeights, LANES | {"vocab_size": 50_256}),
+}
+
+
+def backend_of(model, slots=1):
+    weights, changes = MODELS[model]
+    spec = spec_of(dtype=DType.F16, max_context=512, **({"num_layers": 2} | changes))
+    options = BackendOptions(device="nvidia", max_context=512, num_slots=slots)
+    return CudaBackend(weights(spec, device="cuda"), options)
+
+
+@pytest.fixture(scope="module")
+def backends():
+    made = {}
+
+    def get(model):
+        if model not in made:
+            made[model] = backend_of(model, slots=2)
+        return made[model]
+
+    yield get
+    for backend in made.values():
+        backend.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_the_definitions_and_repeat(backends, model, name):
+    backend = backends(model)
+    params = resolved(backend.spec.vocab_size, **SETTINGS[name])
+    steps = steps_of(backend, PROMPT, 24, params)
+    assert_defined(backend, PROMPT, steps, params)
+    again = steps_of(backend, PROMPT, 24, params)
+    assert [(s.token, s.logprob, s.top) for s in again] == [
+        (s.token, s.logprob, s.top) for s in steps
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "logprobs": 2}, {"temperature": 0}])
+def test_a_mask_decides_who_is_allowed(backends, settings):
+    backend = backends("vocabulary of qwen3")
+    vocab = backend.spec.vocab_size
+    params, mask = resolved(vocab, **settings), odd_or_even_of(vocab)
+    steps = steps_of(backend, PROMPT, 40, params, mask=mask)
+    assert_defined(backend, PROMPT, steps, params, mask)
+
+
+def test_a_long_prompt_and_output_are_penalized(backends):
+    backend = backends("fewer ids than blocks")
+    prompt = [(7 * i) % 101 for i in range(200)]
+    params = resolved(101, frequency_penalty=0.25, repetition_penalty=1.5, presence_penalty=-0.5)
+    assert_defined(backend, prompt, steps_of(backend, prompt, 300, params), params)
+
+
+def test_requests_of_two_slots_have_their_own_history(backends):
+    backend = backends("vocabulary of qwen3")
+    vocab = backend.spec.vocab_size
+    first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
+    second = resolved(vocab, **EVERY)
+    mailbox = backend.new_mailbox()
+    post(mailbox, PROMPT, 40, first)
+    post(mailbox, [9, 1], 30, second, slot=1)
+    backend.generate(mailbox)
+    assert_defined(backend, PROMPT, mailbox.read(0, 0), first)
+    assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
+
+
+def test_errors_are_the_requests_alone(backends):
+    backend = backends("fewer ids than blocks")
+    banned = resolved(101, allowed_token_ids=[7], bad=((7,),))
+    with pytest.raises(RequestError, match="no token is allowed at position 4"):
+        steps_of(backend, PROMPT, 3, banned)
+    row = backend.memory.embed[5].clone()
+    backend.memory.embed[5] = torch.nan
+    with pytest.raises(RunError, match="NaN"):
+        steps_of(backend, [1, 5], 3, resolved(101, **EVERY))
+    backend.memory.embed[5] = row
+    assert len(steps_of(backend, [1, 5], 3, resolved(101, **EVERY))) == 3

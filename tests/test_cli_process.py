@@ -1,0 +1,112 @@
+"""`kog generate` as a process of its own: signals, closed pipes, what an import drags in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from fake_backend import install
+from fake_checkpoint import END, make_checkpoint
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5)
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("site"))
+
+
+def start(plugins, *argv, **options):
+    """A process of its own that sees the fake backend."""
+    path = os.pathsep.join([str(plugins), str(Path(__file__).parent), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_help_and_import_need_no_torch(plugins):
+    code = (
+        "import sys, kog_triton\n"
+        "from kog_triton import __main__ as kog\n"
+        "try: kog.main(['generate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    process = start(plugins, "-c", code)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"--max-tokens" in out
+
+
+def test_ctrl_c_keeps_the_text_so_far_and_exits_130(plugins, folder, tmp_path):
+    file = tmp_path / "run.json"
+    argv = ["-m", "kog_triton", "generate", "--model", str(folder), "--backend", "fake"]
+    process = start(plugins, *argv, "-p", "slow Hi", "--json", str(file), "--ignore-eos")
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err
+    record = json.loads(file.read_text())
+    jsonschema.validate(record, SCHEMA)
+    done = record["output"]["outputs"][0]
+    assert done["finish_reason"] == "abort" and done["text"] == (first + out).decode()
+    assert 0 < len(done["token_ids"]) < 300 and END not in done["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("closed", "prompt", "want"),
+    [
+        (0, "-", (2, b"", b"error: --prompt -: standard input is closed\n")),
+        (1, "say:x", (2, b"", b"error: standard output is closed\n")),
+        (2, "say:x", (0, b"x", b"")),  # what belongs to stderr does not go to stdout instead
+    ],
+)
+def test_a_stream_that_is_closed_from_the_start(plugins, folder, closed, prompt, want):
+    argv = [sys.executable, "-m", "kog_triton.generate", "--model", str(folder)]
+    argv += ["--backend", "fake", "-p", prompt]
+    code = f"import os; os.close({closed}); os.execv({sys.executable!r}, {argv!r})"
+    process = start(plugins, "-c", code)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == want
+
+
+def test_an_early_ctrl_c_is_one_line(plugins, folder):
+    """While torch and numpy are being imported: no traceback of theirs."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'numpy':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from kog_triton.generate import main\n"
+        "sys.exit(main(['-p', 'x']))\n"
+    )
+    process = start(plugins, "-c", code)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"interrupted\n")
+
+
+def test_a_closed_pipe_ends_quietly(plugins, folder):
+    argv = ["-m", "kog_triton.generate", "--model", str(folder), "--backend", "fake"]
+    process = start(plugins, *argv, "-p", "slow Hi", "--ignore-eos", "--quiet")
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")

@@ -1,0 +1,241 @@
+"""One suite for every backend: each stage on the same inputs, and whole steps, against the reference.
+
+A backend joins by one line of BACKENDS. A stage starts from given tensors, so that an error is charged to the
+stage that made it. What is compared is what ReferenceBackend.run_stage names.
+"""
+
+import functools
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from cuda_walk import INCLUDE, FiberBackend, compile_walk
+from kog_triton.backends.cuda import CudaBackend
+from ring_walker import spec_of
+from triton_cases import InterpretedBackend
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.triton import TritonBackend
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.random_weights import RandomWeights
+from kog_triton.sampling import SamplingParams
+
+NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+BACKENDS = {
+    "cuda on a CPU": FiberBackend,
+    "cuda": CudaBackend,
+    "triton": TritonBackend,
+}
+if os.environ.get("TRITON_INTERPRET") == "1":  # else Triton compiles for the GPU here
+    BACKENDS["triton on a CPU"] = InterpretedBackend
+ON_GPU = {"cuda", "triton"}
+SLOW = {"triton on a CPU"}  # a step takes seconds: test_triton_interpreter.py has smaller ones
+TOKENS, CACHED, CONTEXT = 2, 150, 256
+# Root mean square of the error over that of what is expected: words of 16 bits, one of two rounded
+# to a bit less.
+LIMITS = {DType.F16: 1.5e-3, DType.BF16: 8e-3}
+
+
+def lanes(head, **changes):
+    return spec_of(
+        **{
+            "num_layers": 5,
+            "hidden_size": 96,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "intermediate_size": 176,
+            "vocab_size": 336,
+            "num_lanes": 4,
+            "delay": 2,
+            "dtype": DType.F16,
+            "max_context": CONTEXT,
+            "head": head,
+            "reduce_attention": (OWN, NOW, DELAYED, DELAYED, DELAYED),
+            "reduce_mlp": (NOW, OWN, DELAYED, DELAYED, DELAYED),
+        }
+        | changes
+    )
+
+
+SPECS = {
+    "bf16, windows": spec_of(dtype=DType.BF16, windows=(5, 0, 100), max_context=CONTEXT),
+    "all options, awkward sizes": spec_of(
+        dtype=DType.F16, hidden_size=54, intermediate_size=90, num_heads=10, num_kv_heads=2,
+        head_dim=8, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True,
+        max_context=CONTEXT,
+    ),
+    "all options, steps of four": spec_of(
+        dtype=DType.F16, hidden_size=52, intermediate_size=92, num_heads=10, num_kv_heads=2,
+        head_dim=24, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True,
+        max_context=CONTEXT,
+    ),
+    "lanes, mean": lanes(Head.MEAN, lane_norms=True),
+    "lanes, sum": lanes(Head.SUM_THEN_NORM),
+    "lanes, concat": lanes(Head.CONCAT, hidden_size=104, num_heads=4, head_dim=16),
+    "lanes, vocabulary": lanes(Head.VOCAB_PARALLEL),
+}  # fmt: skip
+STAGES = {
+    "embed": ("token_ids",),
+    "qkv_proj": ("x",),
+    "attention": ("q", "k", "v", "keys", "values"),
+    "o_proj": ("attention", "x", "past"),
+    "gate_up_proj": ("x",),
+    "down_proj": ("mlp", "x", "past"),
+    "mix": ("x",),
+    "lm_head": ("x", "y"),
+}
+
+
+@functools.cache
+def opened(name, spec_name):
+    """A backend and the reference on the same weights."""
+    spec = SPECS[spec_name]
+    device = "nvidia" if name in ON_GPU else ""
+    weights = RandomWeights(spec, device="cuda" if device else "cpu")
+    try:
+        ours = BACKENDS[name](weights, BackendOptions(device=device))
+    except ModelError as error:
+        assert "in steps of four" in str(error)
+        pytest.skip(str(error))
+    return ours, ReferenceBackend(weights, BackendOptions())
+
+
+def backends(steps=False):
+    """Every backend by name, those that need a GPU and, of whole `steps`, the slow ones marked."""
+
+    def marks(name):
+        gpu = (pytest.mark.gpu,) if name in ON_GPU else ()
+        return gpu + ((pytest.mark.slow,) if steps and name in SLOW else ())
+
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks(name)) for name in BACKENDS]
+    )
+
+
+def inputs(spec, stage, layer):
+    """Random tensors that the stage reads, by name."""
+    g = torch.Generator().manual_seed(layer)
+    s, d = spec.num_lanes, spec.head_dim
+    heads, kv = spec.num_heads // s, spec.num_kv_heads // s
+    shapes = {
+        "x": (s, TOKENS, spec.hidden_size),
+        "q": (s, TOKENS, heads, d),
+        "k": (s, TOKENS, kv, d),
+        "v": (s, TOKENS, kv, d),
+        "keys": (s, kv, CACHED, d),
+        "values": (s, kv, CACHED, d),
+        "attention": (s, TOKENS, heads * d),
+        "past": (s, TOKENS, spec.hidden_size),
+        "mlp": (s, TOKENS, spec.intermediate_size // s),
+        "y": (1, TOKENS, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
+    }
+    state = {
+        name: torch.randn(shapes[name], generator=g) for name in STAGES[stage] if name in shapes
+    }
+    if stage == "embed":
+        return {"token_ids": torch.randint(spec.vocab_size, (TOKENS,), generator=g)}
+    if "past" in state:
+        how = (spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp)[layer]
+        if how is not DELAYED or s == 1:
+            del state["past"]
+    if stage == "lm_head":
+        del state["x" if mixes(spec) else "y"]
+    return state
+
+
+def mixes(spec):
+    return spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
+
+
+@backends()
+@pytest.mark.parametrize("spec_name", SPECS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_computes_what_the_reference_says(name, spec_name, stage):
+    spec = SPECS[spec_name]
+    ours, reference = opened(name, spec_name)
+    if stage == "mix" and not mixes(spec):
+        with pytest.raises(RequestError, match="no stage named 'mix'"):
+            ours.run_stage(stage, 0, inputs(spec, stage, 0))
+        return
+    once = stage in ("embed", "mix", "lm_head")
+    for layer in range(1 if once else spec.num_layers):
+        state = inputs(spec, stage, layer)
+        expected = reference.run_stage(stage, layer, state)
+        got = ours.run_stage(stage, layer, state)
+        assert got.keys() == expected.keys()
+        for key, want in expected.items():
+            have = got[key].cpu()
+            assert have.shape == want.shape, (layer, key)
+            error = (have - want).square().mean().sqrt() / want.square().mean().sqrt()
+            assert error < LIMITS[spec.dtype], (layer, key, float(error))
+
+
+@backends(steps=True)
+@pytest.mark.parametrize("spec_name", SPECS)
+def test_whole_steps_repeat_and_agree_with_the_reference(name, spec_name):
+    ours, reference = opened(name, spec_name)
+    ids = np.random.default_rng(0).integers(0, ours.spec.vocab_size, 6).tolist()
+    got, expected = ours.forward_logits(ids), reference.forward_logits(ids)
+    assert np.array_equal(got, ours.forward_logits(ids))
+    assert expected.std() > 4
+    assert np.sqrt(((got - expected) ** 2).mean()) < 20 * LIMITS[ours.spec.dtype]
+
+
+@backends(steps=True)
+@pytest.mark.parametrize("spec_name", SPECS)
+def test_greedy_tokens_may_first_differ_where_the_reference_is_nearly_tied(name, spec_name):
+    ours, reference = opened(name, spec_name)
+    prompt, tokens = (3, 50, 71), []
+    for backend in (ours, reference):
+        mailbox = backend.new_mailbox()
+        mailbox.post(Request(0, prompt, SamplingParams(temperature=0), 0, 6))
+        backend.generate(mailbox)
+        tokens.append([step.token for step in mailbox.read(0)])
+    logits = reference.forward_logits([*prompt, *tokens[1]])
+    for n, (a, b) in enumerate(zip(*tokens, strict=True)):
+        if a != b:
+            second, first = np.sort(logits[len(prompt) + n - 1])[-2:]
+            assert first - second < 60 * LIMITS[ours.spec.dtype]
+            break
+
+
+# file, before, after, the stages that must be charged, the model
+FAULTS = {
+    "one window for all": ("join.h", "kWindows[b.layer]", "kWindows[0]", {"attention"},
+                           "bf16, windows"),
+    "own outputs not scaled": ("residual.h", "y *= kRootLanes", "y *= 1", {"o_proj", "down_proj"},
+                               "lanes, sum"),
+    "other lanes' late outputs lost": ("residual.h", "y += others(", "y += 0 * others(",
+                                       {"o_proj", "down_proj"}, "lanes, sum"),
+    "streams not behind each other": ("mix.h", "j * kHidden + at[0] + i,", "at[0] + i,",
+                                      {"lm_head"}, "lanes, concat"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_charged_to_its_stages(fault, tmp_path):
+    file, before, after, wrong, spec_name = FAULTS[fault]
+    shutil.copytree(INCLUDE, tmp_path / "include")
+    path = tmp_path / "include/kog" / file
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(before, after))
+    ours, _ = opened("cuda on a CPU", spec_name)
+    ours.run_stage("embed", 0, inputs(SPECS[spec_name], "embed", 0))
+    kernel = ours._kernels[-1]
+    sound = kernel.library
+    kernel.library = compile_walk(ours.layout, kernel.flags, include=tmp_path / "include")
+    try:
+        for name in STAGES:
+            if name in wrong:
+                with pytest.raises(AssertionError):
+                    test_a_stage_computes_what_the_reference_says("cuda on a CPU", spec_name, name)
+            else:
+                test_a_stage_computes_what_the_reference_says("cuda on a CPU", spec_name, name)
+    finally:
+        kernel.library = sound

@@ -1,0 +1,323 @@
+"""The life of requests on the CUDA kernel: its own C++ on a CPU behind the backend that serves real GPUs.
+
+Whatever happens to a request or beside it, its tokens, and the keys and values that it leaves, are those of the
+same request alone in one launch, bit for bit.
+"""
+
+import re
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from cuda_walk import INCLUDE, FiberBackend, compile_walk
+from fake_checkpoint import make_checkpoint
+from kog_triton.backends.cuda import serving
+from ring_walker import spec_of
+
+from kog_triton import LLM
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.request_words import encode_logits
+from kog_triton.errors import RunError
+from kog_triton.model.spec import DType
+from kog_triton.random_weights import RandomWeights
+from kog_triton.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77))
+COUNT = 5
+
+
+def make_backend(num_slots, num_blocks=2):
+    spec = spec_of(dtype=DType.F16)
+    return FiberBackend(RandomWeights(spec), BackendOptions(num_slots=num_slots), num_blocks)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each prompt gives alone in one launch: tokens, and keys and values."""
+    backend = make_backend(1)
+    out = {}
+    for prompt in PROMPTS:
+        tokens = run(backend, request(0, prompt))[0]
+        out[prompt] = tokens, held(backend, 0, len(prompt) + COUNT - 1)
+    assert backend.kernel.launches == len(PROMPTS)
+    return out
+
+
+@pytest.fixture
+def backend():
+    return make_backend(3)
+
+
+def request(slot, prompt, count=COUNT, **options):
+    return Request(slot, tuple(prompt), GREEDY, 0, count, **options)
+
+
+def held(backend, slot, positions):
+    return backend.memory.cache[slot][..., :positions, :].clone()
+
+
+def ended(steps):
+    return steps and (isinstance(steps[-1], Failure) or steps[-1].finish)
+
+
+def tokens_of(steps):
+    """Tokens of a request that went well."""
+    assert not isinstance(steps[-1], Failure), steps[-1].error
+    return [s.token for s in steps]
+
+
+def run(backend, *requests):
+    """The tokens of requests that were posted at once, slot by slot."""
+    mailbox = backend.new_mailbox()
+    for r in requests:
+        mailbox.post(r)
+    backend.generate(mailbox)
+    return {r.slot: tokens_of(mailbox.read(r.slot)) for r in requests}
+
+
+class Server:
+    """`generate` in a thread, and what its slots said."""
+
+    def __init__(self, backend, *requests):
+        self.backend, self.mailbox, self.steps = backend, backend.new_mailbox(), {}
+        self.post(*requests)
+        self.start()
+
+    def post(self, *requests):
+        for r in requests:
+            self.steps[r.slot] = []
+            self.mailbox.post(r)
+
+    def start(self):
+        self.thread = threading.Thread(
+            target=self.backend.generate, args=(self.mailbox,), daemon=True
+        )
+        self.thread.start()
+
+    def read(self, slot, count=1):
+        """Wait until a slot has said so many steps or ended."""
+        steps = self.steps[slot]
+        while len(steps) < count and not ended(steps):
+            steps += self.mailbox.read(slot, 20)
+        return steps
+
+    def finish(self):
+        """All steps of all slots."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        for slot, steps in self.steps.items():
+            steps += self.mailbox.read(slot, 0)
+        return self.steps
+
+
+def test_requests_of_several_slots_take_turns(backend, alone):
+    mailbox = backend.new_mailbox()
+    for slot, prompt in enumerate(PROMPTS):
+        mailbox.post(request(slot, prompt))
+    backend.generate(mailbox)
+    steps = [mailbox.read(slot) for slot in range(3)]
+    for slot, prompt in enumerate(PROMPTS):
+        tokens, cache = alone[prompt]
+        assert tokens_of(steps[slot]) == tokens
+        assert torch.equal(held(backend, slot, len(prompt) + COUNT - 1), cache)
+    # The second has the shortest prompt: until it ended, everybody made progress in one launch.
+    times = sorted((s.device_ns, slot) for slot in (0, 1, 2) for s in steps[slot][:2])
+    assert [slot for _, slot in times] == [1, 0, 1, 0, 2, 2]
+    assert backend.kernel.launches == 3
+
+
+@pytest.mark.parametrize("most_steps", [1, 2])
+def test_launches_of_a_few_steps_change_nothing(backend, alone, monkeypatch, most_steps):
+    monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
+    got = run(backend, *(request(slot, prompt) for slot, prompt in enumerate(PROMPTS)))
+    for slot, prompt in enumerate(PROMPTS):
+        tokens, cache = alone[prompt]
+        assert got[slot] == tokens
+        assert torch.equal(held(backend, slot, len(prompt) + COUNT - 1), cache)
+    assert backend.kernel.launches >= sum(len(p) + COUNT - 1 for p in PROMPTS) // most_steps
+
+
+def test_logits_after_every_relaunch_are_those_of_one_run(backend):
+    tokens = [5, 17, 60, 31, 2]
+    expected = backend.forward_logits(tokens)
+    memory, rows = backend.memory.apart(), []
+    memory.write_request(0, encode_logits(5), tokens, 0)
+    for _ in tokens:
+        row = torch.zeros(1, backend.spec.vocab_size)
+        backend._launch(memory, [0], 1, logits=row).synchronize()
+        rows.append(row)
+    assert torch.equal(torch.cat(rows), torch.from_numpy(expected))
+
+
+def test_a_yield_returns_at_a_token_boundary_and_resumes(backend, alone):
+    server = Server(backend, request(0, PROMPTS[0]), request(2, PROMPTS[2]))
+    server.read(0, 2)
+    server.mailbox.yield_now()
+    assert not ended(server.finish()[0])
+    backend.forward_logits([1, 2, 3])  # leaves all slots alone
+    server.mailbox.resume()
+    server.start()
+    steps = server.finish()
+    assert [tokens_of(steps[slot]) for slot in (0, 2)] == [
+        alone[PROMPTS[slot]][0] for slot in (0, 2)
+    ]
+
+
+def test_a_request_joins_one_that_runs(backend, alone):
+    server = Server(backend, request(1, PROMPTS[0], 40))
+    server.read(1, 3)
+    server.post(request(0, PROMPTS[1]))
+    steps = server.finish()
+    assert tokens_of(steps[0]) == alone[PROMPTS[1]][0]
+    assert tokens_of(steps[1])[:COUNT] == alone[PROMPTS[0]][0] and len(steps[1]) == 40
+    assert backend.kernel.launches == 3  # alone, together, alone again
+
+
+def test_a_cancel_ends_one_request_and_its_slot_keeps_what_it_computed(backend, alone):
+    server = Server(backend, request(0, PROMPTS[0], 50), request(1, PROMPTS[1]))
+    server.read(0, 2)
+    server.mailbox.cancel(0)
+    steps = server.finish()
+    assert steps[0][-1].finish == "cancel" and len(steps[0]) < 50
+    assert tokens_of(steps[1]) == alone[PROMPTS[1]][0]
+    prompt = [*PROMPTS[0], *(s.token for s in steps[0][:-1])]
+    cached = server.mailbox.prefilled[0]
+    assert cached == len(prompt) - 1  # the last token was never written
+    again = run(backend, request(0, prompt, 3, cached=cached))[0]
+    assert again == run(make_backend(1), request(0, prompt, 3))[0]
+
+
+def test_a_cancel_is_heard_in_a_prompt(backend, monkeypatch):
+    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    prompt = [3 + i % 50 for i in range(60)]
+    server = Server(backend, request(0, prompt, 2))
+    while backend.kernel.launches < 3:
+        time.sleep(0.01)
+    server.mailbox.cancel(0)
+    assert [s.finish for s in server.finish()[0]] == ["cancel"]
+    cached = server.mailbox.prefilled[0]
+    assert 8 <= cached < len(prompt) and cached % 4 == 0
+    again = run(backend, request(0, prompt, 3, cached=cached))[0]
+    assert again == run(make_backend(1), request(0, prompt, 3))[0]
+
+
+def test_more_requests_than_seats_all_progress(alone, monkeypatch):
+    monkeypatch.setattr(serving, "MOST_SEATS", 2)
+    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
+    backend, order = make_backend(5), []
+    mailbox = backend.new_mailbox()
+    push = mailbox.push
+
+    def note(slot, step):
+        order.append((slot, step.finish))
+        push(slot, step)
+
+    monkeypatch.setattr(mailbox, "push", note)
+    for slot, prompt in enumerate(prompts):
+        mailbox.post(request(slot, prompt))
+    backend.generate(mailbox)
+    got = [tokens_of(mailbox.read(slot)) for slot in range(5)]
+    assert got == [alone[prompt][0] for prompt in prompts]
+    begun = {slot for slot, _ in order[: [f for _, f in order].index("length")]}
+    assert begun == set(range(5))  # before the first of them ended
+
+
+def test_a_nan_is_an_error_of_its_request_alone(backend, alone):
+    backend.memory.embed[99, 3] = torch.nan
+    mailbox = backend.new_mailbox()
+    for slot, prompt in enumerate([PROMPTS[0], (7, 99), PROMPTS[1]]):
+        mailbox.post(request(slot, prompt))
+    backend.generate(mailbox)
+    assert tokens_of(mailbox.read(0)) == alone[PROMPTS[0]][0]
+    assert tokens_of(mailbox.read(2)) == alone[PROMPTS[1]][0]
+    (failure,) = mailbox.read(1)
+    assert isinstance(failure.error, RunError) and "NaN or +inf after 0 tokens" in str(
+        failure.error
+    )
+
+
+def test_an_expired_wait_names_its_place_and_the_next_request_runs(backend, alone):
+    backend.wait_ticks, backend.kernel.absent = 2000, 1
+    mailbox = backend.new_mailbox()
+    for slot in range(2):
+        mailbox.post(request(slot, PROMPTS[slot]))
+    backend.generate(mailbox)
+    for slot in range(2):
+        (failure,) = mailbox.read(slot)
+        assert isinstance(failure.error, RunError)
+        assert re.search(
+            r"expired: rank 0, block 0, layer 0, attention_qkv, word \d+ of qkv, seen 0, wanted 1",
+            str(failure.error),
+        )
+    backend.wait_ticks, backend.kernel.absent = 1 << 20, -1
+    assert run(backend, request(1, PROMPTS[1]))[1] == alone[PROMPTS[1]][0]
+
+
+def test_the_kernel_goes_on_from_a_library_prefill():
+    """Prompts that torch runs into the cache lead to the tokens that the kernel's own prefill leads to."""
+    weights, prompt = RandomWeights(spec_of(dtype=DType.F16)), tuple(range(3, 20))
+    ours = FiberBackend(weights, BackendOptions(prefill="library"))
+    alone = FiberBackend(weights, BackendOptions())
+    steps = run(ours, request(0, prompt))[0]
+    assert steps == run(alone, request(0, prompt))[0]
+    a, b = (x.memory.cache[0, ..., : len(prompt) - 1, :].float() for x in (ours, alone))
+    assert 0 < (a - b).square().mean().sqrt() < 0.01 * b.square().mean().sqrt()
+    weight = ours.memory_bytes()["weights"] / alone.memory_bytes()["weights"]
+    assert 1.2 < weight < 2  # the layers' weights are there twice, and it says so
+
+
+def test_conversations_continue_in_their_slots(tmp_path):
+    """Two conversations, a third that pushes the older one out, and each answer as from a cold engine."""
+    folder = make_checkpoint(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(folder, backend=FiberBackend, num_slots=2, dtype="bf16") as llm:
+        talks = {name: list(name) for name in (b"ab", b"cd", b"ef")}
+        for name, cached in (
+            (b"ab", 0),
+            (b"cd", 0),
+            (b"ab", 5),
+            (b"ef", 0),
+            (b"cd", 0),
+            (b"ef", 5),
+        ):
+            prompt = {"prompt_token_ids": talks[name]}
+            out = llm.generate(prompt, params)[0]
+            assert out.metrics.cached_tokens == cached
+            with LLM(folder, backend=FiberBackend, dtype="bf16") as cold:
+                fresh = cold.generate(prompt, params)[0]
+            assert fresh.outputs[0].token_ids == out.outputs[0].token_ids
+            talks[name] += [*out.outputs[0].token_ids, ord("!")]
+
+
+FAULTS = {
+    "a token that is not kept": (
+        "seat.h",
+        "states[2 * seat.slot + 1] = seat.token",
+        "states[0] += 0",
+    ),
+    "a position counted for the wrong seat": (
+        "seat.h",
+        "num_seats - 1 - b.thread",
+        "num_seats - 1",
+    ),
+    "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
+    "a launch that runs a step too far": ("decode.h", "== b.p.most_steps", "== b.p.most_steps + 1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(backend, alone, monkeypatch, tmp_path, name):
+    file, before, after = FAULTS[name]
+    shutil.copytree(INCLUDE, tmp_path / "include")
+    path = tmp_path / "include/kog" / file
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(before, after))
+    backend.kernel.library = compile_walk(backend.layout, include=tmp_path / "include")
+    with pytest.raises(AssertionError):
+        test_launches_of_a_few_steps_change_nothing(backend, alone, monkeypatch, 2)

@@ -1,0 +1,203 @@
+"""Requests served by the Triton kernel in the concurrent interpreter: slots, turns, yield, cancel, failures.
+
+A request's tokens are the same whoever else is served, however often the kernel leaves and comes back.
+"""
+
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
+    )
+
+from concurrent_interpreter import concurrent
+from test_lowering import ArrayWeights
+from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
+
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.errors import RequestError, RunError
+from kog_triton.model.spec import Head, Reduce
+from kog_triton.sampling import History, SamplingParams, sample
+from kog_triton.sampling.definition import raw_logprobs
+
+ONE = Case(plain(qk_norm=True), 3)
+LANES = Case(lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True), 4)
+EDITED = SamplingParams(temperature=0.7, seed=5, frequency_penalty=1.5, top_k=9)
+
+
+class Planted(ArrayWeights):
+    """Weights with one value set by hand."""
+
+    def __init__(self, spec, name: str, at: tuple[int, ...], value: float):
+        super().__init__(spec)
+        self.arrays[name][at] = value
+
+
+def tokens(steps) -> list[int]:
+    assert all(not isinstance(s, Failure) for s in steps), steps
+    return [s.token for s in steps if s.token >= 0]
+
+
+@cache
+def alone(params: SamplingParams, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What a request makes with the model to itself."""
+    (steps,) = serve(backend_of(ONE), Request(0, prompt, params, params.seed or 0, count))
+    assert [s.finish for s in steps] == [None] * (count - 1) + ["length"]
+    return tokens(steps)
+
+
+@pytest.mark.parametrize("case", [ONE, LANES], ids=["one lane", "vocabulary cut"])
+def test_tokens_are_the_definitions_own(case):
+    """The ids that kog_triton.sampling draws from the kernel's own logits, bit for bit."""
+    params = SamplingParams(temperature=1.7, seed=2**63 + 11)
+    backend = backend_of(case)
+    (steps,) = serve(backend, Request(0, (3, 42), params, params.seed, 3, sample_idx=2))
+    made = tokens(steps)
+    with concurrent(1, "sc"):
+        logits = backend.forward_logits([3, 42, *made[:-1]])
+    for i, token in enumerate(made):
+        assert token == sample(logits[1 + i], params, History((3, 42)), 2 + i, 2).token
+
+
+def test_stop_ids_and_kept_keys():
+    """A stop id ends the request and is its last token; a prompt's known part is not run again."""
+    backend = backend_of(ONE)
+    (first,) = serve(backend, Request(0, (3, 42), GREEDY, 0, 3))
+    whole = tokens(first)
+    stop = frozenset({49 - whole[1], whole[1], *range(50, 90)} - {whole[0]})
+    (again,) = serve(backend, Request(0, (3, 42), GREEDY, 0, 3, stop_token_ids=stop, cached=1))
+    assert [(s.token, s.finish) for s in again] == [(whole[0], None), (whole[1], "stop")]
+
+
+def test_slots_take_turns_and_do_not_touch_each_other():
+    """Two requests, one of them with rules of its own, and a third that joins them late."""
+    backend, watched, ahead = backend_of(ONE, num_slots=3), [], []
+
+    def host(mailbox):
+        made = [len(mailbox._steps.get(slot, ())) for slot in range(2)]
+        ahead.append(made[0] - made[1])
+        if made[0] == 1 and not watched:
+            watched.append(mailbox)
+            mailbox.post(Request(2, (7,), GREEDY, 0, 1))
+
+    steps = serve(
+        backend, Request(0, (3, 42), EDITED, 5, 3), Request(1, (12, 8), GREEDY, 0, 3), host=host
+    )
+    assert tokens(steps[0]) == alone(EDITED, (3, 42), 3)
+    assert tokens(steps[1]) == alone(GREEDY, (12, 8), 3)
+    assert tokens(watched[0].read(2, 0)) == alone(GREEDY, (7,), 1)
+    assert set(ahead) == {0, 1}
+
+
+def test_a_yield_at_any_token_leaves_all_to_go_on():
+    """Counts, masks of bad words and positions survive in device memory; prompts are left half done too."""
+    backend = backend_of(ONE, num_slots=2)
+    mailbox = backend.new_mailbox()
+    mailbox.post(Request(0, (3, 42), EDITED, 5, 3))
+    mailbox.post(Request(1, (12, 8), GREEDY, 0, 3))
+    first = backend.memory.pointers.states[:, 0, 0]
+    returns, seen = 0, set()
+
+    def host():
+        backend.poll()
+        if int(first.sum()) > before:
+            mailbox.yield_now()
+
+    while not returns or mailbox.resumed:
+        mailbox.resume()
+        before = int(first.sum()) if returns else 0
+        with concurrent(returns, "stale", host):
+            backend.generate(mailbox)
+        returns += 1
+        seen.add(tuple(first.tolist()))
+    assert tokens(mailbox.read(0, 0)) == alone(EDITED, (3, 42), 3)
+    assert tokens(mailbox.read(1, 0)) == alone(GREEDY, (12, 8), 3)
+    assert returns >= 4 and len(seen) == returns
+
+
+@pytest.mark.parametrize("in_prompt", [True, False])
+def test_cancel_ends_at_a_token(in_prompt):
+    backend = backend_of(ONE)
+    prompt = tuple(range(8)) if in_prompt else (3, 42)
+
+    def host(mailbox):
+        if in_prompt or mailbox._steps[0]:
+            mailbox.cancel(0)
+
+    (steps,) = serve(backend, Request(0, prompt, GREEDY, 0, 8), host=host)
+    assert steps[-1].finish == "cancel"
+    assert len(steps) - 1 <= (
+        0 if in_prompt else 3
+    )  # in the pass that read the word, or the one after
+
+
+def test_prompt_log_probabilities():
+    backend = backend_of(ONE)
+    mailbox = backend.new_mailbox()
+    prompt = (3, 42, 12, 8)
+    mailbox.post(Request(0, prompt, GREEDY, 0, 1, prompt_logprobs=2))
+    with concurrent(0, "sc", backend.poll):
+        backend.generate(mailbox)
+    with concurrent(1, "sc"):
+        logits = backend.forward_logits(prompt)
+    told = mailbox.read_prompt(0)
+    assert [t.token for t in told] == [42, 12, 8]
+    for row, one in zip(logits, told, strict=False):
+        assert (one.logprob, one.top) == raw_logprobs(row, one.token, 2)
+    assert [s.token for s in mailbox.read(0, 0)] == [logits[3].argmax()]
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name, at", [("lm_head", (7, 0)), ("layers.0.down_proj", (0, 2, 1))])
+def test_a_number_that_is_none_voids_the_run(name, at, value):
+    weights = Planted(ONE.spec, name, at, value)
+    if name == "lm_head":  # plus infinity for one token of two at most: keep its sign
+        weights.arrays[name][8] = -weights.arrays[name][7]
+    ((failure,),) = serve(backend_of(ONE, weights), Request(0, (3, 42), GREEDY, 0, 2))
+    assert isinstance(failure.error, RunError)
+    assert "NaN" in str(failure.error) and "inf" in str(failure.error)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "mlp_norm"])
+def test_what_float16_cannot_hold_voids_the_run(name):
+    """Keys of -inf would weigh nothing and pass unseen; the error says what may help."""
+    weights = ArrayWeights(ONE.spec)
+    weights.arrays[f"layers.0.{'k_norm' if name == 'q_norm' else name}"][..., 3] = 6e4
+    ((failure,),) = serve(backend_of(ONE, weights), Request(0, (3, 42), GREEDY, 0, 2))
+    assert isinstance(failure.error, RunError) and "--dtype bf16" in str(failure.error)
+
+
+def test_an_error_is_one_requests_own():
+    """NaN where one prompt looks, in its token's embedding."""
+    weights = Planted(ONE.spec, "embed", (30, 4), np.nan)
+    good, bad = Request(0, (3, 42), GREEDY, 0, 3), Request(1, (12, 30), GREEDY, 0, 3)
+    steps = serve(backend_of(ONE, weights, num_slots=2), good, bad)
+    assert isinstance(steps[1][0].error, RunError)
+    assert tokens(steps[0]) == alone(GREEDY, (3, 42), 3)
+
+
+def test_what_no_kernel_does_is_refused_by_name():
+    params = SamplingParams(temperature=0.0, logprobs=-1)
+    ((failure,),) = serve(backend_of(ONE), Request(0, (3,), params, 0, 1))
+    assert isinstance(failure.error, RequestError) and "logprobs" in str(failure.error)
+
+
+@pytest.mark.parametrize("stalled", [1, 2])
+@pytest.mark.parametrize("case", [ONE, LANES], ids=["one lane", "lanes"])
+def test_a_wait_that_expires_says_where(case, stalled):
+    """One block never starts: the others give up, leave, and name block, stage, layer, word, seen and wanted."""
+    backend = backend_of(case, limit=5)
+    with concurrent(0, "sc", stalled=stalled), pytest.raises(RunError) as caught:
+        backend.forward_logits((3, 42, 12))
+    said = (
+        r"block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
+        r"|words of \w+ that came after all)"
+    )
+    assert caught.match(said)
