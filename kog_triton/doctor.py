@@ -7,6 +7,7 @@ one JSON document.
 import argparse
 import json
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,7 +38,7 @@ def examine() -> dict[str, Any]:
     return {
         "kog_triton": __version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": system(),
         "packages": {name: installed_version(name) for name in PACKAGES},
         "driver": driver(),
         "gpus": gpus(),
@@ -54,11 +55,20 @@ def installed_version(package: str) -> str | None:
 
 
 def driver() -> str | None:
-    """The first line the GPU's kernel driver says about itself, None without one."""
+    """The version that the GPU's kernel driver gives itself, None without one."""
     for file in DRIVERS:
         if file.is_file():
-            return file.read_text().splitlines()[0].strip()
+            line = file.read_text().splitlines()[0].strip()
+            found = re.search(r"\d+(\.\d+)+", line)
+            return found.group() if found else line
     return None
+
+
+def system() -> str:
+    """Such as "Linux 6.18 x86_64, glibc 2.39": what decides which programs run, and no more."""
+    release = ".".join(platform.release().split(".")[:2])
+    libc = " ".join(platform.libc_ver()).strip()
+    return f"{platform.system()} {release} {platform.machine()}" + (f", {libc}" if libc else "")
 
 
 def gpus() -> list[dict[str, Any]]:

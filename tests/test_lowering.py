@@ -255,7 +255,7 @@ def test_planted_faults_are_seen(fault):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "laneformer-2b"])
 def test_probe_layouts(shape, ranks):
-    """The shapes that were measured: 128 blocks, 1 % of padding at most, 12 or 16 KB chunks, ring of at least 160 KB."""
+    """The shapes that were measured: 128 blocks, padding of 1 % at most, chunks of 12 or 16 KB, a deep ring."""
     spec = named_shape(shape)
     lowering = lower(build(spec, ranks), H200)
     check_lowering(lowering)

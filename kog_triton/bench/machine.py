@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import kog_triton
-from kog_triton.doctor import driver, installed_version
+from kog_triton.doctor import driver, installed_version, system
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.topology import Gpu, find_gpu
 
@@ -48,7 +48,7 @@ def describe() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "num_gpus": torch.cuda.device_count() if has_gpu else 0,
         "cpu": _cpu(),
-        "platform": platform.platform(),
+        "platform": system(),
         "driver": driver(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
