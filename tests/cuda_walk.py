@@ -6,8 +6,9 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from dataclasses import replace
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +44,16 @@ def layout_of(spec, num_blocks=0, max_context=64):
     return header.lay_out(lowering, max_context)
 
 
-def compile_walk(layout, flags=("-O1",), split_least=None, include=INCLUDE):
+def compile_walk(layout, flags=("-O1",), split_least=None, merged_length=None, include=INCLUDE):
     """The shared library of one model, kept by content."""
     text = header.render(layout)
-    if split_least:
-        text = text.replace(f"kSplitLeast = {header.SPLIT_LEAST}", f"kSplitLeast = {split_least}")
+    for name, usual, wanted in (
+        ("kSplitLeast", header.SPLIT_LEAST, split_least),
+        ("kMergedLength", header.MERGED_LENGTH, merged_length),
+    ):
+        if wanted:
+            assert text.count(f"{name} = {usual};") == 1
+            text = text.replace(f"{name} = {usual};", f"{name} = {wanted};")
     sources = [HERE / "run.cpp", HERE / "kog/ptx.h"]
     sources += sorted((include / "kog").glob("*.h"))
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
@@ -75,11 +81,18 @@ class Walk:
     """One model on the emulated GPU."""
 
     def __init__(
-        self, spec, weights, num_blocks=0, max_context=64, split_least=None, flags=("-O1",)
+        self,
+        spec,
+        weights,
+        num_blocks=0,
+        max_context=64,
+        split_least=None,
+        merged_length=None,
+        flags=("-O1",),
     ):
         self.spec = spec
         self.layout = layout_of(spec, num_blocks, max_context)
-        self.library = compile_walk(self.layout, flags, split_least)
+        self.library = compile_walk(self.layout, flags, split_least, merged_length)
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 
     def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=-1, control=0):
@@ -139,6 +152,12 @@ class FiberKernel:
         self.launches += 1
         return FiberLaunch(self.library, argument, self.seed + self.launches, self.absent)
 
+    def time(self, blocks, threads, argument, before):
+        before()
+        begun = time.perf_counter()
+        self.launch(blocks, threads, argument).synchronize()
+        return time.perf_counter() - begun
+
     def close(self):
         pass
 
@@ -184,6 +203,6 @@ class FiberBackend(CudaBackend):
     def _open_device(self):
         return torch.device("cpu"), GPUS["h200"]
 
-    def _load(self, source, entry):
+    def _load(self, source, entry, layout):
         flags = ("-O1", "-DSTAGE") if entry == "kog_stage" else ("-O1",)
-        return FiberKernel(self.layout, flags, self._seed)
+        return FiberKernel(layout, flags, self._seed)

@@ -44,14 +44,14 @@ class Buffers:
         self.exchange, self.dtype = exchange, dtype
         self.pair = exchange.wire is Wire.PAIR and not exact
         words = exchange.width // 2 if self.pair else exchange.width
-        self.words = np.zeros((exchange.slots, shards, words), np.uint32)
-        self.exact = np.zeros((exchange.slots, shards, exchange.width)) if exact else None
+        self.words = np.zeros((exchange.buffers, shards, words), np.uint32)
+        self.exact = np.zeros((exchange.buffers, shards, exchange.width)) if exact else None
 
     def _phase(self, iteration: int) -> int:
-        return (iteration // self.exchange.slots + 1) & 1
+        return (iteration // self.exchange.buffers + 1) & 1
 
     def publish(self, iteration: int, shard: int, first: int, values: np.ndarray) -> None:
-        slot, phase = iteration % self.exchange.slots, self._phase(iteration)
+        slot, phase = iteration % self.exchange.buffers, self._phase(iteration)
         if self.exact is not None:
             self.exact[slot, shard, first : first + len(values)] = values
         if self.pair:
@@ -62,7 +62,7 @@ class Buffers:
             self.words[slot, shard, first : first + len(values)] = wire.pack_f32(values, phase)
 
     def read(self, iteration: int, shard: int, first: int, last: int) -> np.ndarray:
-        slot = iteration % self.exchange.slots
+        slot = iteration % self.exchange.buffers
         run = slice(first // 2, -(-last // 2)) if self.pair else slice(first, last)
         words = self.words[slot, shard, run]
         ready = wire.phases(words) == self._phase(iteration)

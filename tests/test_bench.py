@@ -161,7 +161,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--device", "h200"], 4, "torch sees no GPU"),
         (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
         (["decode", "--save", "../up", *FEW], 2, "a name of a-z"),
-        (["stages"], 2, "invalid choice"),
+        (["phases"], 2, "invalid choice"),
         (["table", "--readme", "/nowhere/README.md"], 2, "cannot be read"),
     ],
 )

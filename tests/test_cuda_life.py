@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_walk import INCLUDE, FiberBackend, compile_walk
 from fake_checkpoint import make_checkpoint
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import header, serving
 from ring_walker import spec_of
 
 from kog_triton import LLM
@@ -151,6 +151,19 @@ def test_logits_after_every_relaunch_are_those_of_one_run(backend):
         backend._launch(memory, [0], 1, logits=row).synchronize()
         rows.append(row)
     assert torch.equal(torch.cat(rows), torch.from_numpy(expected))
+
+
+def test_requests_at_different_depths_take_turns(monkeypatch):
+    """From one token to the next, splits are joined by those who read them and by a step of their own."""
+    monkeypatch.setattr(header, "SPLIT_LEAST", 1)
+    monkeypatch.setattr(header, "MERGED_LENGTH", 7)
+    spec = spec_of(dtype=DType.F16, hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
+    backend = FiberBackend(RandomWeights(spec), BackendOptions(num_slots=2), 5, seed=3)
+    assert backend.layout.splits > header.MERGED
+    prompts = (3, 1), (9, 8, 7, 6, 5, 4, 3, 2)  # one reaches the many splits, one begins with them
+    apart = [run(backend, request(0, prompt, 8))[0] for prompt in prompts]
+    together = run(backend, *(request(i, prompt, 8) for i, prompt in enumerate(prompts)))
+    assert [together[0], together[1]] == apart
 
 
 def test_a_yield_returns_at_a_token_boundary_and_resumes(backend, alone):

@@ -301,28 +301,25 @@ def test_the_triton_kernel_goes_on_from_it():
         dtype=DType.F16, windows=(3, 0),
     )  # fmt: skip
     weights = RandomWeights(spec)
-    backend = TritonBackend(weights, BackendOptions(max_context=16), 4, 1, CPU)
     prompt = (3, 42, 12, 7, 8)
-    kv = backend.memory.kv[0]
 
-    def serve(cached):
+    def serve(prefill):
+        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, 1, CPU)
+        kv = backend.memory.pointers.kv[0]
         mailbox = backend.new_mailbox()
         params = SamplingParams(temperature=0)
-        mailbox.post(Request(0, prompt, params, 0, 3, frozenset(), cached=cached))
+        mailbox.post(Request(0, prompt, params, 0, 3, frozenset()))
         with concurrent(0, "sc"):
             backend.generate(mailbox)
-        return [step.token for step in mailbox.read(0, 1)]
+        return [step.token for step in mailbox.read(0, 1)], kv, backend.memory_bytes()["weights"]
 
-    text = serve(0)
-    from_kernel = kv.clone()
-    kv.fill_(torch.nan)
-    embed = backend.memory.pointers.embed.view(F16)
-    ours = LibraryPrefill(weights, spec, 16, CPU, F16, embed, buckets=(4,))
-    ours.run(prompt[:-1], 0, kv)
-    assert errors(kv[..., :4, :], from_kernel[..., :4, :].float()).max() < TOLERANCE[F16]
-    kv[..., 4:, :] = 0  # the kernel may load what is not there yet, at a weight of zero
-    assert serve(len(prompt) - 1) == text
-    assert errors(kv[..., :7, :], from_kernel[..., :7, :].float()).max() < TOLERANCE[F16]
+    text, from_kernel, weights_once = serve("kernel")
+    same, from_library, weights_twice = serve("library")
+    assert same == text
+    assert (
+        0 < errors(from_library[..., :7, :], from_kernel[..., :7, :].float()).max() < TOLERANCE[F16]
+    )
+    assert weights_once < weights_twice < 2 * weights_once
 
 
 # ---- planted faults ----

@@ -51,7 +51,7 @@ def test_a_plain_model_on_one_gpu():
     assert s.stage("gate_up_proj").outputs == 88 and s.stage("down_proj").outputs == 56
     widths = {e.name: e.width for e in s.exchanges}
     assert (widths["qkv"], widths["attention"], widths["mlp"]) == (160, 96, 88)
-    assert all(e.timing is Timing.NOW and e.slots == 1 for e in s.exchanges)
+    assert all(e.timing is Timing.NOW and e.buffers == 1 for e in s.exchanges)
     assert {e.name for e in s.exchanges if e.wire is Wire.PAIR} == {"qkv", "attention", "mlp"}
     assert all(e.wire is Wire.F32 for e in build(spec_of(dtype=DType.F32)).exchanges)
 
@@ -75,7 +75,7 @@ def test_lanes_stay_lanes_on_any_number_of_gpus(ranks):
     assert (s.stage("qkv_proj").rows, s.stage("down_proj").cols) == (64, 22)
     for name in ("attention_out", "mlp_out"):
         late = s.exchange(f"{name}_past")
-        assert (late.timing, late.scope, late.slots) == (Timing.DELAYED, Scope.ALL, 6)
+        assert (late.timing, late.scope, late.buffers) == (Timing.DELAYED, Scope.ALL, 6)
         assert s.exchange(name).scope is Scope.SHARD  # nothing is summed at once
     assert s.reduce("o_proj", 1) is Reduce.OWN and s.reduce("down_proj", 2) is Reduce.DELAYED
 
@@ -169,7 +169,7 @@ def test_what_build_makes_is_accepted():
         (lambda s: change_exchange(s, "mlp", name="qkv"), "share the name qkv"),
         (lambda s: change_stage(s, "down_proj", scales=ScaleGranularity.BLOCK), "scales by BLOCK"),
         (lambda s: change_stage(s, "down_proj", experts=8), "weights with 8 experts cannot be"),
-        (lambda s: change_exchange(s, "attention_out_past", slots=2), "attention_out_past: 2"),
+        (lambda s: change_exchange(s, "attention_out_past", buffers=2), "attention_out_past: 2"),
         (lambda s: change_exchange(s, "mlp_out", readers=()), "mlp_out: nothing reads it"),
         # With attention read only by the next layer's o_proj, its one buffer is overtaken.
         (lambda s: change_exchange(s, "attention", readers=("qkv_proj",)), "attention: 1 buffers"),

@@ -4,16 +4,18 @@ What the kernel cannot do is refused by name before anything runs. How requests 
 and go, is serving.py's.
 """
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import lay_out, render
+from kog_triton.backends.cuda.header import Layout, lay_out, render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
-from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate
+from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
     UNLIMITED,
     Finished,
@@ -25,8 +27,9 @@ from kog_triton.backends.cuda.serving import (
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import LibraryPrefill, choose_prefill
+from kog_triton.backends.library_prefill import open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.errors import DeviceError, ModelError, RequestError
@@ -87,37 +90,27 @@ class CudaBackend:
         self.layout = lay_out(lowering, self.max_context)
         self.kernel = self._open_kernel("decode.cu", "kog_decode")
         self.memory = allocate(self.layout, weights, options.num_slots, self.device)
-        self.library = self._open_library(weights)
+        self.library = open_library(
+            options,
+            weights,
+            self.spec,
+            self.max_context,
+            self.memory.embed[:, : self.spec.hidden_size],
+            self.memory.weights.nbytes,
+        )
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=device)  # makes torch's context, which the driver calls need
         return device, find_gpu(torch.cuda.get_device_name(device))
 
-    def _open_library(self, weights: WeightSource) -> LibraryPrefill | None:
-        """The prefill that holds the weights once more, unless the kernel alone is asked for."""
-        if self.options.prefill == "kernel":
-            return None
-        if self.options.prefill == "auto":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if self.memory.weights.nbytes > free // 2:
-                warnings.warn(
-                    "prompts run in the kernel, a token at a time: a second copy of the weights for "
-                    "library prefill would take more than half of the free memory",
-                    stacklevel=2,
-                )
-                return None
-        embed = self.memory.embed[:, : self.spec.hidden_size]
-        dtype = HALF[self.spec.dtype]
-        return LibraryPrefill(weights, self.spec, self.max_context, self.device, dtype, embed)
-
     def _open_kernel(self, source: str, entry: str) -> Kernel:
-        self._kernels.append(self._load(source, entry))
+        self._kernels.append(self._load(source, entry, self.layout))
         return self._kernels[-1]
 
-    def _load(self, source: str, entry: str) -> Kernel:
-        cubin = compile_cubin(render(self.layout), source)
-        return Kernel(cubin, entry, self.layout.shared_bytes, self.device)
+    def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
+        cubin = compile_cubin(render(layout), source)
+        return Kernel(cubin, entry, layout.shared_bytes, self.device)
 
     # ---- doors ----
 
@@ -145,15 +138,8 @@ class CudaBackend:
 
     def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
-        new, first = request.prompt[request.cached : -1], request.cached
-        wanted = self.options.prefill
-        if wanted == "auto":
-            wanted = choose_prefill(len(new), first)
-        if self.library is None or wanted == "kernel":
-            return first
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        self.library.run(new, first, cache)
-        return len(request.prompt) - 1
+        return run_prompt(self.library, self.options.prefill, request, cache)
 
     def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
         """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""
@@ -181,16 +167,49 @@ class CudaBackend:
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        return self._stage_runner().run(stage, layer, state)
+
+    def time_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> list[float]:
+        runner = self._stage_runner()
+        runner.run(stage, layer, state, before)
+        return runner.seconds
+
+    def _stage_runner(self) -> StageRunner:
         if self._stages is None:
             kernel, memory = self._open_kernel("stage.cu", "kog_stage"), self.memory.apart()
 
-            def launch(call: StageCall) -> None:
+            def launch(call: StageCall, before: Callable[[], None]) -> float:
                 blocks, threads = self.layout.lowering.num_blocks, self.layout.threads
-                kernel.launch(blocks, threads, call).synchronize()
+                seconds = kernel.time(blocks, threads, call, before)
                 check_waits(memory, self.layout)
+                return seconds
 
             self._stages = StageRunner(self.layout, memory, launch, self.wait_ticks)
-        return self._stages.run(stage, layer, state)
+        return self._stages
+
+    def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
+        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
+        if len(prompt) + tokens > self.max_context:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
+                f"{self.max_context}"
+            )
+        layout = replace(self.layout, profile_tokens=tokens)
+        memory = replace(self.memory.apart(), **stamp_tensors(layout, self.device))
+        stamping = self._load("decode.cu", "kog_decode", layout)
+
+        def launch(kernel: Kernel) -> None:
+            self._launch(memory, [0], UNLIMITED, kernel).synchronize()
+            check_launch(memory, layout)
+
+        try:
+            return record(
+                layout, memory, prompt, [partial(launch, k) for k in (self.kernel, stamping)]
+            )
+        finally:
+            stamping.close()
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory
@@ -212,10 +231,16 @@ class CudaBackend:
     # ---- a launch ----
 
     def _launch(
-        self, memory: Memory, slots: list[int], most_steps: int, **others: torch.Tensor
+        self,
+        memory: Memory,
+        slots: list[int],
+        most_steps: int,
+        kernel: Kernel | None = None,
+        **others: torch.Tensor,
     ) -> Finished:
         """Start the kernel on slots of `memory`; what comes back says when it has ended."""
         for tensor in (memory.words, memory.error, memory.mailbox):
             tensor.zero_()
         pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
-        return self.kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
+        kernel = kernel or self.kernel
+        return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)

@@ -4,6 +4,7 @@ Works in torch's context, which is the device's primary one and current once tor
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,19 @@ class Kernel:
             finished = torch.cuda.Event()
             finished.record(stream)
             return finished
+
+    def time(
+        self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]
+    ) -> float:
+        """Launch and wait for the end; seconds on the GPU from what `before` has queued to the end."""
+        with torch.cuda.device(self._device):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            begun.record()
+            self.launch(blocks, threads, argument)
+            ended.record()
+            ended.synchronize()
+            return begun.elapsed_time(ended) / 1e3
 
     def resources(self) -> dict[str, int]:
         """Registers and bytes of local memory of one thread."""

@@ -39,16 +39,16 @@ KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
 @dataclass(frozen=True)
 class Region:
-    """Words of one exchange: `slots` x `rows` of `stride` words, the first at `offset`."""
+    """Words of one exchange: `buffers` x `rows` of `stride` words, the first at `offset`."""
 
     offset: int
     stride: int
     rows: int = 1
-    slots: int = 1
+    buffers: int = 1
 
     @property
     def end(self) -> int:
-        return self.offset + self.stride * self.rows * self.slots
+        return self.offset + self.stride * self.rows * self.buffers
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Layout:
         """Where a wait stood: what its error record says, in names."""
         if step == "ring":
             return f"ring, chunk {word}"
+        if step == "mask":
+            return f"mask, word {word} of the host's"
         for name, region in self.regions.items():
             if region.offset <= word < region.end:
                 return f"{step}, word {word - region.offset} of {name}"
@@ -99,16 +101,19 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
             f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
         )
     if spec.group > HEADS_AT_ONCE * WARPS:
-        raise ModelError(f"{spec.group} query heads a key/value head: the cuda backend takes 64")
+        raise ModelError(
+            f"{spec.group} query heads a key/value head: the cuda backend takes "
+            f"{HEADS_AT_ONCE * WARPS}"
+        )
     if spec.num_experts:
         raise ModelError("the cuda backend has no experts")
     lanes, group = schedule.num_shards, lowering.group_size(schedule.stage("qkv_proj"))
     splits = max(1, group // spec.lane_kv_heads)
     regions: dict[str, Region] = {}
 
-    def add(name: str, width: int, rows: int = lanes, slots: int = 1) -> None:
+    def add(name: str, width: int, rows: int = lanes, buffers: int = 1) -> None:
         at = _up(max((r.end for r in regions.values()), default=0), 32)
-        regions[name] = Region(at, _up(width, 4), rows, slots)
+        regions[name] = Region(at, _up(width, 4), rows, buffers)
 
     for name in ("qkv", "attention", "mlp"):
         add(name, -(-schedule.exchange(name).width // 2))
@@ -118,7 +123,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         # Written only in layers reduced NOW over lanes: a lane may write its next one before another
         # has read the last, but not the one after.
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
-        past = [e.slots for e in schedule.exchanges if e.name == name + "_past"]
+        past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
     add("splits", spec.group * (spec.head_dim // 2 + 1), lanes * spec.lane_kv_heads * splits)
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
@@ -200,7 +205,7 @@ def render(layout: Layout) -> str:
         "vocab": spec.vocab_size,
         "max_context": layout.max_context,
         "delay": spec.delay,
-        "past_slots": layout.regions["mlp_out_past"].slots,
+        "past_buffers": layout.regions["mlp_out_past"].buffers,
         "blocks": lo.num_blocks,
         "group": lo.group_size(schedule.stage("qkv_proj")),
         "warps": WARPS,

@@ -51,6 +51,7 @@ TENSORS = (
     "outbox",
     "error",
     "profile",
+    "clocks",
 )
 BY_SLOT = ("cache", "tokens", "request", "states", "outbox")
 
@@ -91,6 +92,9 @@ class Memory:
     outbox: Tensor  # int64 [slots, positions + 1, 2], on the host
     error: Tensor
     profile: Tensor  # int64 [tokens, blocks, warps, layers + 1, points, 2], if asked for
+    clocks: (
+        Tensor  # int64 [blocks, 2, 2]: ticks and nanoseconds at a launch's start and end, with it
+    )
 
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
@@ -181,12 +185,19 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         mailbox=mapped(MAILBOX_WORDS),
         outbox=mapped(num_slots, positions, 2),
         error=ints(ERROR_WORDS),
-        profile=torch.zeros(
-            (layout.profile_tokens, lo.num_blocks, WARPS, spec.num_layers + 1, len(POINTS), 2),
-            dtype=torch.int64,
-            device=device,
-        ),
+        **stamp_tensors(layout, device),
     )
+
+
+def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """`profile` and `clocks`, zero: empty unless the layout keeps stamps."""
+    lo, tokens = layout.lowering, layout.profile_tokens
+    layers = lo.schedule.spec.num_layers
+    shapes = {
+        "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), 2),
+        "clocks": (lo.num_blocks if tokens else 0, 2, 2),
+    }
+    return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}
 
 
 def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:

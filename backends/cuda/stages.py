@@ -36,17 +36,22 @@ class StageCall(ctypes.Structure):
     )
 
 
+Before = Callable[[], None]
+Launch = Callable[[StageCall, Before], float]
+
+
 class StageRunner:
     """Runs stages in `memory`, which is its own.
 
-    launch  starts the kernel on a StageCall, waits for its end and raises what went wrong
+    launch  runs the kernel on a StageCall behind what `before` queues, waits for its end and raises
+            what went wrong; its seconds
     """
 
-    def __init__(
-        self, layout: Layout, memory: Memory, launch: Callable[[StageCall], None], wait_ticks: int
-    ) -> None:
+    def __init__(self, layout: Layout, memory: Memory, launch: Launch, wait_ticks: int) -> None:
         self.layout, self.memory, self._launch = layout, memory, launch
         self._limit = wait_ticks
+        self._before: Before = lambda: None
+        self.seconds: list[float] = []  # of every launch of the last `run`
         self.schedule, self.spec = layout.lowering.schedule, layout.lowering.schedule.spec
         self.lanes = self.schedule.num_shards
         shape = (self.lanes, memory.gains.shape[-1])
@@ -55,8 +60,11 @@ class StageRunner:
         self.logits = torch.zeros(1, self.spec.vocab_size, device=self.x.device)
         memory.write_request(0, encode_logits(1), [0], 0)
 
-    def run(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """RequestError if the model has no such stage."""
+    def run(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Before = lambda: None
+    ) -> dict[str, Tensor]:
+        """RequestError if the model has no such stage. `before` is called before every launch."""
+        self._before, self.seconds = before, []
         known = {s.name for _, s in self.schedule.walk()} & set(STAGES)
         if stage not in known:
             raise RequestError(f"the cuda backend has no stage named {stage!r} in this model")
@@ -136,11 +144,10 @@ class StageRunner:
         m.error.zero_()
         pointers = m.pointers([0], self._limit, 1, logits=self.logits)
         which = STAGES.index(stage)
-        self._launch(
-            StageCall(
-                pointers, self.x.data_ptr(), self.out.data_ptr(), which, layer, token, position
-            )
+        call = StageCall(
+            pointers, self.x.data_ptr(), self.out.data_ptr(), which, layer, token, position
         )
+        self.seconds.append(self._launch(call, self._before))
         return m.words.cpu().numpy().view(np.uint32)
 
     # ---- vectors ----
@@ -198,8 +205,8 @@ class StageRunner:
 
     def _past(self, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
-        slots = self.layout.regions["mlp_out_past"].slots
-        return iteration % slots, (iteration // slots + 1) & 1
+        buffers = self.layout.regions["mlp_out_past"].buffers
+        return iteration % buffers, (iteration // buffers + 1) & 1
 
     def _output(self, words: np.ndarray, stage: str, layer: int) -> Tensor:
         """A module's output as its rows made it, before it joins the streams."""

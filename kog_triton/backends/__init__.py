@@ -5,10 +5,10 @@ A backend runs one model on one machine. It has two doors, which share every fun
 Backends are found by entry point, group `kog_triton.backends`; a third party adds its own the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -89,6 +89,17 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StageTimer(Protocol):
+    """A backend that can time a stage's kernel apart from the laying out of its tensors."""
+
+    def time_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> list[float]:
+        """As run_stage; seconds on the device of every launch, behind what `before` queues for it."""
+        ...
 
 
 def backend_names() -> list[str]:

@@ -12,15 +12,17 @@ only if its prefill may be "library". Nothing waits for the device: what is laun
 same stream finds the cache filled. One thread at a time may use it.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kog_triton.backends import WeightSource
+from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.library_prefill_pass import PrefillPass
 from kog_triton.backends.library_prefill_weights import load_layer
+from kog_triton.backends.mailbox import Request
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
@@ -40,6 +42,50 @@ def choose_prefill(num_new_tokens: int, first: int = 0) -> str:
     """What `--prefill auto` means for so many tokens behind `first` cached: "kernel" or "library"."""
     least = LIBRARY_FROM_BEHIND if first else LIBRARY_FROM
     return "library" if num_new_tokens >= least else "kernel"
+
+
+def open_library(
+    options: BackendOptions,
+    weights: WeightSource,
+    spec: ModelSpec,
+    max_context: int,
+    embed: Tensor,
+    weight_bytes: int,
+) -> "LibraryPrefill | None":
+    """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
+
+    embed         rows [vocab, hidden] that the backend holds, in the type and place of its cache
+    weight_bytes  of the backend's own copy: "auto" takes no second one where memory is short, and
+                  warns
+    """
+    if options.prefill == "kernel" or (options.prefill == "auto" and embed.device.type == "cpu"):
+        return None
+    if options.prefill == "auto":
+        free, _ = torch.cuda.mem_get_info(embed.device)
+        if weight_bytes > free // 2:
+            warnings.warn(
+                "prompts run in the kernel, a token at a time: a second copy of the weights for "
+                "library prefill would take more than half of the free memory",
+                stacklevel=3,
+            )
+            return None
+    return LibraryPrefill(weights, spec, max_context, embed.device, embed.dtype, embed)
+
+
+def run_prompt(
+    library: "LibraryPrefill | None", wanted: str, request: Request, cache: Tensor
+) -> int:
+    """Fill the slot's cache where that pays; the position from which the kernel is to compute.
+
+    wanted  "kernel", "library" or "auto"; without a library it is the kernel's
+    """
+    new, first = request.prompt[request.cached : -1], request.cached
+    if wanted == "auto":
+        wanted = choose_prefill(len(new), first)
+    if library is None or wanted == "kernel":
+        return first
+    library.run(new, first, cache)
+    return len(request.prompt) - 1
 
 
 class LibraryPrefill:

@@ -3,11 +3,12 @@
     decode    tg128 @ d32: tokens behind a prompt of --depth ids
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
+    stages    each stage alone, against the floor of its own bytes
     startup   from nothing to a token, in fresh processes
     table     the results that were kept, as the README's table
 
-Each stage alone (`stages`) is left out until kernels offer `run_stage`. The table for people is on
-stdout, progress on stderr. Exit codes: command.py; 5 also if a text is wrong or a target not met.
+The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
+wrong or a target not met.
 """
 
 import argparse
@@ -35,14 +36,15 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     common = _common()
     timed = _timed()
-    decoding = argparse.ArgumentParser(add_help=False)
-    decoding.add_argument(
+    deep = argparse.ArgumentParser(add_help=False)
+    deep.add_argument(
         "--depth",
         type=_positive,
         default=DEPTH,
         metavar="N",
         help="ids of the prompt (%(default)s)",
     )
+    decoding = argparse.ArgumentParser(add_help=False, parents=[deep])
     decoding.add_argument(
         "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
     )
@@ -55,6 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
     prefill.add_argument(
         "--prompt-tokens", type=_positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
+    )
+    kinds.add_parser(
+        "stages",
+        parents=[common, _repeated(), deep],
+        help="each stage alone, against the floor of its own bytes",
     )
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     startup.add_argument(
@@ -86,14 +93,19 @@ def _common() -> argparse.ArgumentParser:
     return out
 
 
-def _timed() -> argparse.ArgumentParser:
+def _repeated() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(add_help=False)
+    out.add_argument("--rounds", type=_positive, default=5, metavar="N", help="(%(default)s)")
+    out.add_argument("--warmup", type=_positive, default=2, metavar="N", help="(%(default)s)")
+    return out
+
+
+def _timed() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(add_help=False, parents=[_repeated()])
     out.add_argument(
         "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
     )
     out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
-    out.add_argument("--rounds", type=_positive, default=5, metavar="N", help="(%(default)s)")
-    out.add_argument("--warmup", type=_positive, default=2, metavar="N", help="(%(default)s)")
     out.add_argument(
         "--no-kernel-switches",
         action="store_true",
@@ -172,7 +184,54 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     }
     target = target_of(measured["rows"], getattr(args, "target_tps", None))
     return make_record(
-        args.kind, list(argv), model.describe(), machine.describe(), described, measured, target
+        args.kind, _asked(argv), model.describe(), machine.describe(), described, measured, target
+    )
+
+
+def _asked(argv: Sequence[str]) -> list[str]:
+    """The command line for the record; where the record went besides is nobody else's affair."""
+    out: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--json":
+            next(words, None)
+        elif not word.startswith("--json="):
+            out.append(word)
+    return out
+
+
+def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of stages."""
+    from kog_triton.bench import machine
+    from kog_triton.bench.model import SEED, find_device, open_model
+    from kog_triton.bench.stages import StageTask, measure_stages
+
+    device, word = find_device(args.device)
+    backends, _ = _backends(args, word)
+    model = open_model(args.model, args.shape, device)
+    model.check_room(args.depth + 1)
+    task = StageTask(
+        model=model,
+        device=device,
+        device_word=word,
+        num_gpus=args.gpus,
+        depth=args.depth,
+        rounds=args.rounds,
+        warmup=args.warmup,
+        backends=backends,
+    )
+    measured = measure_stages(task, (lambda line: None) if args.quiet else _progress)
+    described = {
+        "name": f"stages @ d{args.depth}",
+        "prompt_tokens": args.depth,
+        "prompt": f"random tensors, seed {SEED}",
+        "tokens": 1,
+        "rounds": args.rounds,
+        "warmup": args.warmup,
+        "num_gpus": args.gpus,
+    }
+    return make_record(
+        "stages", _asked(argv), model.describe(), machine.describe(), described, measured, None
     )
 
 
@@ -200,7 +259,7 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "num_gpus": args.gpus,
     }
     return make_record(
-        "startup", list(argv), model.describe(), machine.describe(), described, measured, None
+        "startup", _asked(argv), model.describe(), machine.describe(), described, measured, None
     )
 
 
@@ -220,7 +279,7 @@ def _body(argv: Sequence[str] | None) -> int:
         else:
             print(text)
         return 0
-    record = (_started if args.kind == "startup" else _measured)(args, argv)
+    record = {"startup": _started, "stages": _staged}.get(args.kind, _measured)(args, argv)
     if args.json:
         write(record, args.json)
     if args.save:

@@ -11,6 +11,10 @@ from kog_triton.bench.bandwidth import TARGET_READ
 from kog_triton.bench.startup import PHASES
 
 WIDTH = 132  # where stdout is no terminal
+CLOCKS = {  # of a stage alone
+    "kernel": "us: on the GPU, around a launch of the stage alone, its start and end with it",
+    "call": "us: around run_stage, which lays out and reads back the stage's tensors besides",
+}
 
 
 def show(record: dict[str, Any]) -> None:
@@ -19,7 +23,8 @@ def show(record: dict[str, Any]) -> None:
     model, test = record["model"], record["test"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
-    table = startup_table(record) if record["kind"] == "startup" else speed_table(record)
+    kinds = {"startup": startup_table, "stages": stage_table}
+    table = kinds.get(record["kind"], speed_table)(record)
     table.title, table.title_justify = title, "left"
     console.print(table)
     for line in notes(record):
@@ -58,6 +63,32 @@ def speed_table(record: dict[str, Any]) -> Table:
     return table
 
 
+def stage_table(record: dict[str, Any]) -> Table:
+    """A row a stage and backend; below them what a token's runs add up to."""
+    table = _table(["", "stage", "runs", "error", "us", "floor us", "ratio", "MB", "us/token"])
+    for row in record["rows"]:
+        stages = row.get("stages") or []
+        for s in stages:
+            table.add_row(
+                row["name"],
+                s["stage"],
+                str(s["runs"]),
+                f"{s['error']:.1e}",
+                f"{s['us']:,.2f}",
+                _n(s["floor_us"], ",.2f"),
+                _n(s["ratio"], ".1%"),
+                f"{s['bytes'] / 1e6:,.2f}",
+                f"{s['us'] * s['runs']:,.1f}",
+            )
+        if row["status"] == "timed":
+            table.add_row(row["name"], "all", *[""] * 6, f"{_all_runs(stages):,.1f}")
+    return table
+
+
+def _all_runs(stages: list[dict[str, Any]]) -> float:
+    return sum(s["us"] * s["runs"] for s in stages)
+
+
 def startup_table(record: dict[str, Any]) -> Table:
     """A row a round: seconds of each phase."""
     table = _table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
@@ -77,12 +108,20 @@ def notes(record: dict[str, Any]) -> list[str]:
         for row in record["rows"]
         if row["repeatable"] is False
     ]
-    if record["kind"] != "startup":
+    if record["kind"] == "stages":
+        clocks = {s["clock"] for row in record["rows"] for s in row.get("stages") or []}
+        lines += [CLOCKS[clock] for clock in sorted(clocks)]
+        lines.append(
+            f"each stage alone on one token, {test['prompt']}, behind {test['prompt_tokens']} positions; "
+            f"medians of {test['rounds']} rounds; weights: {record['model']['weights']}"
+        )
+    elif record["kind"] != "startup":
         lines.append(
             f"batch 1, greedy, {test['prompt']}; {test['warmup']} warm-up and {test['rounds']} "
             f"timed rounds, interleaved; medians; tokens/s without the first token; weights: "
             f"{record['model']['weights']}"
         )
+    if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))
         lines.append(_conditions(record["conditions"]))
     for row in record["rows"]:

@@ -101,25 +101,25 @@ def _reads(schedule: Schedule, stage: Stage) -> set[str]:
 
 
 def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
-    """A buffer of iteration t is rewritten at t + slots: by then every reader must be known to be done.
+    """A buffer of iteration t is rewritten at t + buffers: by then every reader must be known to be done.
 
     A reader is known to be done once the writer has read, whole, an exchange that the reader wrote to
     after its read. The module outputs are such exchanges: each block owns rows of them (check_partition
     refuses a block that does not) and gathers all of them into its copy of the residual stream.
     """
-    program = _program(schedule, 2 * exchange.slots + 1)
+    program = _program(schedule, 2 * exchange.buffers + 1)
     for at, (writer, iteration) in enumerate(program):
-        if writer.name != exchange.producer or iteration < exchange.slots:
+        if writer.name != exchange.producer or iteration < exchange.buffers:
             continue
         last_write = next(
             i
             for i, (s, n) in enumerate(program)
-            if s.name == exchange.producer and n == iteration - exchange.slots
+            if s.name == exchange.producer and n == iteration - exchange.buffers
         )
         next_write = next(
             i
             for i, (s, n) in enumerate(program)
-            if s.name == exchange.producer and n == iteration - exchange.slots + 1
+            if s.name == exchange.producer and n == iteration - exchange.buffers + 1
         )
         read_at = max(
             i
@@ -135,7 +135,7 @@ def _check_rotation(schedule: Schedule, exchange: Exchange) -> None:
         )
         if not proven:
             raise ModelError(
-                f"{exchange.name}: {exchange.slots} buffers rotate, and {exchange.producer} could "
+                f"{exchange.name}: {exchange.buffers} buffers rotate, and {exchange.producer} could "
                 f"rewrite one before {', '.join(exchange.readers)} has read it"
             )
 
@@ -154,12 +154,12 @@ def _check_late_rotation(schedule: Schedule, exchange: Exchange) -> None:
         """The latest write of another lane that a lane has read before its own write n; -1 if none."""
         return next((i - spec.delay for i in range(n, -1, -1) if late[i % layers]), -1)
 
-    for n in range(exchange.slots, 4 * layers):
-        lost = n - exchange.slots
+    for n in range(exchange.buffers, 4 * layers):
+        lost = n - exchange.buffers
         is_read = lost % layers + spec.delay < layers and late[(lost + spec.delay) % layers]
         if is_read and last_read(last_read(n)) < lost:
             raise ModelError(
-                f"{exchange.name}: {exchange.slots} buffers rotate, but {exchange.producer} of layer "
+                f"{exchange.name}: {exchange.buffers} buffers rotate, but {exchange.producer} of layer "
                 f"{n % layers} could overwrite an output that another lane has not read"
             )
 

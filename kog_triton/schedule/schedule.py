@@ -113,8 +113,8 @@ class Segment:
 class Exchange:
     """Values that pass from the blocks of one stage to blocks of another.
 
-    `slots` buffers rotate: a word may be rewritten only when no reader can still need it, which
-    check.py proves from `producer`, `readers` and `slots`.
+    `buffers` of them rotate: a word may be rewritten only when no reader can still need it, which
+    check.py proves from `producer`, `readers` and `buffers`.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Exchange:
     producer: str
     readers: tuple[str, ...]
     scope: Scope
-    slots: int
+    buffers: int
     timing: Timing = Timing.NOW
 
 

@@ -74,7 +74,7 @@ class Tiles:
     lane_norms: bool
     lanes: int
     delay: int
-    past_slots: int
+    past_buffers: int
     mixed_reduce: bool  # layers differ in how they reduce
     head_mode: int
     num_blocks: int
@@ -138,7 +138,7 @@ class Tiles:
             "attention_out": self.lanes * self.hidden_size,
             "mlp_out": self.lanes * self.hidden_size,
             "splits": self.lanes * self.kv_heads * self.splits * self.split_words,
-            "past": 2 * self.past_slots * self.lanes * self.hidden_size,
+            "past": 2 * self.past_buffers * self.lanes * self.hidden_size,
             "part": self.lanes * self.hidden_size,
             "y": self.hidden_size,
             "votes": 2 * 2 * 8 * self.num_blocks,  # int64: two buffers of four values in halves
@@ -209,7 +209,7 @@ def lower_tiles(
         lane_norms=spec.lane_norms,
         lanes=lanes,
         delay=spec.delay if delayed else 0,
-        past_slots=schedule.exchange("mlp_out_past").slots if delayed else 0,
+        past_buffers=schedule.exchange("mlp_out_past").buffers if delayed else 0,
         mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,

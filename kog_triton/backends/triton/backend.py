@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.mailbox import Mailbox
+from kog_triton.backends.library_prefill import open_library, run_prompt
+from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.schedule import build
@@ -46,8 +47,6 @@ class TritonBackend:
 
         if options.num_gpus != 1:
             raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
-        if options.prefill == "library":
-            raise DeviceError("the triton backend prefills in the kernel: choose --prefill kernel")
         if device is None:
             if not torch.cuda.is_available():
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
@@ -64,6 +63,11 @@ class TritonBackend:
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
         self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
+        half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
+        embed = self.memory.pointers.embed.view(half)
+        self.library = open_library(
+            options, weights, self.spec, self.max_context, embed, self.memory.weight_bytes
+        )
         self._serving = Serving(self.memory.pointers, self.tiles, self)
         self._launch_options: dict[str, Any] = {}
         if vendor != "cpu":
@@ -116,12 +120,22 @@ class TritonBackend:
             t for name, t in p._asdict().items() if name != "wide" and isinstance(t, torch.Tensor)
         ]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
-        return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
+        weights = m.weight_bytes
+        if self.library is not None:
+            more = self.library.memory_bytes()
+            weights, other = weights + more["weights"], other + more["other"]
+        return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
 
     def close(self) -> None:
+        self.library = None
         del self.memory, self._serving
 
     # ---- launches ----
+
+    def prefill(self, request: Request) -> int:
+        """The position from which the kernel computes; the slot holds keys and values of those before."""
+        cache = self.memory.pointers.kv[request.slot]
+        return run_prompt(self.library, self.options.prefill, request, cache)
 
     def start(self, slots: Sequence[int], rules: bool) -> Callable[[], bool]:
         """Launch the kernel for these slots, the one that knows all sampling rules if one of them needs it.

@@ -115,8 +115,8 @@ def module_row(place, unit, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def past_buffer(which, it, p, S: tl.constexpr):
     """The buffer of layer run `it` in the ring of late outputs, every lane's planes, and its phase."""
-    slot, turn = it % S.past_slots, ((it // S.past_slots) + 1) & 1
-    at = (which * S.past_slots + slot) * S.lanes * S.hidden_size
+    slot, turn = it % S.past_buffers, ((it // S.past_buffers) + 1) & 1
+    at = (which * S.past_buffers + slot) * S.lanes * S.hidden_size
     return p.words + S.region("past") + at, turn
 
 

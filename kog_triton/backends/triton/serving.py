@@ -50,6 +50,10 @@ class Launcher(Protocol):
         """What the last launch waited for in vain; "" if nothing."""
         ...
 
+    def prefill(self, request: Request) -> int:
+        """Fill the slot's cache by other means where that pays; the position to compute from."""
+        ...
+
     def score(self, slot: int, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a slot: their logits, float32 [last - first, vocab]."""
         ...
@@ -112,6 +116,9 @@ class Serving:
         for request in arrived:
             try:
                 flags = seat(self._pointers, self._tiles, request)
+                if request.prompt_logprobs is None:
+                    position = self._launcher.prefill(request)
+                    start(self._pointers.states[request.slot], position, request.prompt[position])
                 mailbox.resumed[request.slot] = Running(request, bool(flags & RULES))
             except KogError as error:
                 mailbox.push(request.slot, Failure(error))

@@ -187,11 +187,11 @@ class StageRun:
     def _buffer(self, run: int) -> tuple[int, int]:
         """Where the ring of late outputs holds this stage's of a layer run, and their phase."""
         t = self._tiles
-        if not t.past_slots:
+        if not t.past_buffers:
             return t.region("past"), 0
         which = 1 if self._stage == "down_proj" else 0
-        at = (which * t.past_slots + run % t.past_slots) * t.lanes * t.hidden_size
-        return t.region("past") + at, (run // t.past_slots + 1) & 1
+        at = (which * t.past_buffers + run % t.past_buffers) * t.lanes * t.hidden_size
+        return t.region("past") + at, (run // t.past_buffers + 1) & 1
 
     def _read(self, first: int, count: int) -> Array:
         return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)

@@ -5,13 +5,14 @@
 
 namespace kog {
 
-// What the token means for the request: kRunning, or why it ends.
+// What the token means for the request: kRunning, or why it ends; by whole warps.
 KOG_DEVICE int outcome_of(const Block& b, int token, int made) {
   const u32* r = b.request;
   if (token < 0) return token == kNothing ? kNothingAllowed : kNotFinite;
   List stops = list_of(b, Request::kStopIds);
-  for (int i = 0; i < stops.count; i++)
-    if (static_cast<int>(stops.at[i]) == token) return kStop;
+  bool stop = false;
+  for (int i = b.in_warp; i < stops.count; i += 32) stop |= static_cast<int>(stops.at[i]) == token;
+  if (any_lane(stop)) return kStop;
   if (made >= static_cast<int>(r[Request::kMost])) return kLength;
   return static_cast<int>(b.small->control);
 }
@@ -31,42 +32,51 @@ KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int ste
   store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
 }
 
+// What a step begins with.
+KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
+  b.begin_stage();
+  load_gains(b, 0, k.gain);
+  int token = turn.of(b).token;
+  embed(b, token > 0 ? token : 0, k.x);  // below 0: the request ends, and why
+}
+
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
-  b.begin_stage();
-  load_gains(b, 0, k.gain);
-  embed(b, turn.of(b).token, k.x);
   for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
   if (turn.has_head(b)) run_head(b, k, b.small->position);
 }
 
-// After the step of a seat: its next token, and whether the request goes on.
+// After the step of a seat: its next token, and whether the request goes on. What the next step
+// begins with is on its way while that is decided.
 KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   Seat& seat = turn.of(b);
   int position = turn.position(b), made = position - seat.first_head + 1;
-  int token = 0, outcome = kRunning;
+  int token = 0;
   if (made > 0) {
     token = agreed(b);
     k.heads++;
   }
-  tell_host(b, seat.slot, token, made, turn.steps + 1);
-  if (made > 0) outcome = outcome_of(b, token, made);
   bool in_prompt = made <= 0;
   if (seat.first_head == 0)  // one token, or the logits of all
     in_prompt = position + 1 < static_cast<int>(b.request[Request::kPrompt]);
+  int next = token;
   if (in_prompt)
-    token = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
+    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
   // Every thread writes what every thread has computed, and reads its own; a thread that is a
   // step ahead has met the others since they read.
-  seat.token = token;
-  return outcome;
+  seat.token = next;
+  begin_step(b, k, Turn{turn.steps + 1});
+  tell_host(b, seat.slot, token, made, turn.steps + 1);
+  return made > 0 ? outcome_of(b, token, made) : static_cast<int>(kRunning);
 }
 
 KOG_DEVICE void consume(Block& b) {
   Walk k;
   Turn turn;
   int outcome = kRunning, slot = 0;
+  pair_clocks(b, 0);
+  begin_step(b, k, turn);
   while (outcome == kRunning) {
     run_step(b, k, turn);
     slot = turn.of(b).slot;
@@ -80,6 +90,7 @@ KOG_DEVICE void consume(Block& b) {
     turn.steps++;
     if (turn.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
+  pair_clocks(b, 1);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
   if (b.block != 0) return;
   save_seats(b, turn);

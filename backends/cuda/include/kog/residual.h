@@ -65,10 +65,10 @@ struct Module {
   };
 
   KOG_DEVICE static u32* past(const Block& b, int iteration, int lane, int row) {
-    int slot = iteration % kPastSlots;
+    int slot = iteration % kPastBuffers;
     return b.p.words + Past::kOffset + (slot * kLanes + lane) * Past::kStride + row;
   }
-  KOG_DEVICE static u32 past_phase(int iteration) { return phase_of(iteration / kPastSlots); }
+  KOG_DEVICE static u32 past_phase(int iteration) { return phase_of(iteration / kPastBuffers); }
 
   // Where lane j's output is; nullptr where it is not needed.
   KOG_DEVICE static const u32* old_word(const Block& b, int how, int iteration, int row, bool owner,

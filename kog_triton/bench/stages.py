@@ -1,0 +1,260 @@
+"""`kog bench stages`: each stage of a decode step alone, against the floor of the bytes it must read.
+
+Every stage runs through `run_stage` on random tensors of one token, in the last layer, and is first compared
+with the fp32 reference on the same tensors. Two clocks:
+
+    kernel  the GPU's own, around the launch alone, of a backend that offers it (StageTimer)
+    call    around run_stage as a whole, with the laying out and reading back of its tensors
+
+On a GPU the L2 is overwritten before each run, so that weights come from memory as they do in a step. A
+launch of its own is part of either: stages alone add up to more than a step of one kernel.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from kog_triton.backends import Backend, BackendOptions, StageTimer, find_backend
+from kog_triton.bench import machine
+from kog_triton.bench.bandwidth import measure_bandwidth
+from kog_triton.bench.model import SEED, Model
+from kog_triton.bench.record import make_row
+from kog_triton.choose import Choice
+from kog_triton.errors import KogError
+from kog_triton.model.spec import ModelSpec, Reduce
+from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
+
+FLUSH_BYTES = 256 << 20  # a few times any L2
+# Relative root mean square error: words of 16 bits leave 0.008 (tests/test_conformance.py).
+MAX_ERROR = 0.03
+READS = {  # what ReferenceBackend.run_stage takes
+    "embed": ("token_ids",),
+    "qkv_proj": ("x",),
+    "attention": ("q", "k", "v", "keys", "values"),
+    "o_proj": ("attention", "x", "past"),
+    "gate_up_proj": ("x",),
+    "down_proj": ("mlp", "x", "past"),
+    "mix": ("x",),
+    "lm_head": ("x", "y"),
+}
+
+State = dict[str, torch.Tensor]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What to measure; `depth` positions are in the cache."""
+
+    model: Model
+    device: torch.device
+    device_word: str  # as backends take it
+    num_gpus: int
+    depth: int
+    rounds: int
+    warmup: int
+    backends: Sequence[Choice]
+
+
+def measure_stages(task: StageTask, say: Say) -> dict[str, Any]:
+    """The parts of a record that this measurement makes: bandwidth, conditions, rows, failures."""
+    say("read bandwidth")
+    gpu = machine.gpu_row() if task.device.type == "cuda" else None
+    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    schedule = build(task.model.weights.spec, task.num_gpus)
+    options = BackendOptions(
+        max_context=task.depth + 1,
+        num_gpus=task.num_gpus,
+        device=task.device_word,
+        prefill="kernel",
+    )
+    say("the reference's stages")
+    states, expected = _expected(task, schedule, options)
+    samples = [machine.sample()]
+    rows = []
+    for choice in task.backends:
+        row = make_row(choice.name, "backend", "timed", choice.reason)
+        try:
+            _fill(task, row, choice, options, states, expected, bandwidth["measured"], say)
+        except Exception as error:
+            what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
+            row |= {"status": "failed", "note": " ".join(what.split())[:300]}
+        rows.append(row)
+    samples.append(machine.sample())
+    known = [sample for sample in samples if sample]
+    return {
+        "bandwidth": bandwidth,
+        "conditions": {"samples": known, "throttled": machine.throttling(known)},
+        "rows": rows,
+        "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
+    }
+
+
+def _expected(
+    task: StageTask, schedule: Schedule, options: BackendOptions
+) -> tuple[dict[str, State], dict[str, State]]:
+    """What every stage is given, and what the reference makes of it."""
+    reference = find_backend("reference")(task.model.weights, options)
+    states, expected = {}, {}
+    try:
+        for stage, layer, _ in stages_of(schedule):
+            states[stage.name] = inputs(schedule, stage, layer, task.depth, task.device)
+            expected[stage.name] = reference.run_stage(stage.name, layer, states[stage.name])
+    finally:
+        reference.close()
+    return states, expected
+
+
+def _fill(
+    task: StageTask,
+    row: dict[str, Any],
+    choice: Choice,
+    options: BackendOptions,
+    states: dict[str, State],
+    expected: dict[str, State],
+    bandwidth: float | None,
+    say: Say,
+) -> None:
+    """Check, then time every stage of one backend; its row says how that went."""
+    say(f"open {choice.name}")
+    started = time.perf_counter()
+    backend = choice.backend(task.model.weights, options)
+    try:
+        row["load_s"] = time.perf_counter() - started
+        row["dtype"] = backend.spec.dtype.name.lower()
+        row["memory_bytes"] = backend.memory_bytes()
+        row["stages"] = []
+        for stage, layer, runs in stages_of(build(backend.spec, task.num_gpus)):
+            say(f"{choice.name}: {stage.name}")
+            state = states[stage.name]
+            error = largest_error(backend.run_stage(stage.name, layer, state), expected[stage.name])
+            if not error <= MAX_ERROR:
+                row |= {"status": "wrong", "note": f"{stage.name} is off by {error:.3g}: not timed"}
+                return
+            clock, seconds = stage_seconds(
+                backend, stage.name, layer, state, task.device, task.warmup, task.rounds
+            )
+            num_bytes = stage_bytes(backend.spec, stage, layer, task.depth)
+            took = median(seconds)
+            floor = num_bytes / bandwidth if num_bytes and bandwidth else None
+            row["stages"].append(
+                {
+                    "stage": stage.name,
+                    "layer": layer,
+                    "runs": runs,
+                    "clock": clock,
+                    "error": error,
+                    "us": took * 1e6,
+                    "us_rounds": [s * 1e6 for s in seconds],
+                    "bytes": num_bytes,
+                    "floor_us": None if floor is None else floor * 1e6,
+                    "ratio": None if floor is None else floor / took,
+                }
+            )
+    finally:
+        backend.close()
+
+
+def stages_of(schedule: Schedule) -> list[tuple[Stage, int, int]]:
+    """Every stage that run_stage knows: itself, the last layer it runs in, its runs a token."""
+    return [
+        (stage, segment.repeat - 1, segment.repeat)
+        for segment, stage in schedule.walk()
+        if stage.op is not Op.SAMPLE
+    ]
+
+
+def stage_bytes(spec: ModelSpec, stage: Stage, layer: int, depth: int) -> int:
+    """Bytes that one run must read: weights of all shards, of `attention` keys and values.
+
+    A mix reads gains alone, which do not count.
+    """
+    if stage.op is Op.EMBED:
+        return spec.hidden_size * spec.dtype.bytes
+    if stage.op is Op.ATTENTION:
+        seen = min(depth, spec.windows[layer] or depth)
+        return seen * spec.kv_bytes_per_position // spec.num_layers
+    if stage.op is not Op.MATVEC:
+        return 0
+    shards = 1 if stage.scope is Scope.ALL else spec.num_lanes
+    return stage.rows * stage.cols * shards * spec.dtype.bytes
+
+
+def inputs(schedule: Schedule, stage: Stage, layer: int, depth: int, device: torch.device) -> State:
+    """Random tensors of one token that the stage reads, by name, float32."""
+    spec, shards = schedule.spec, schedule.num_shards
+    heads, kv_heads, d = spec.num_heads // shards, spec.num_kv_heads // shards, spec.head_dim
+    shapes = {
+        "x": (shards, 1, spec.hidden_size),
+        "q": (shards, 1, heads, d),
+        "k": (shards, 1, kv_heads, d),
+        "v": (shards, 1, kv_heads, d),
+        "keys": (shards, kv_heads, depth, d),
+        "values": (shards, kv_heads, depth, d),
+        "attention": (shards, 1, heads * d),
+        "past": (shards, 1, spec.hidden_size),
+        "mlp": (shards, 1, spec.intermediate_size // shards),
+        "y": (1, 1, stage.cols),
+    }
+    names = list(READS[stage.name])
+    if stage.name == "lm_head":
+        names = [stage.source]
+    elif "past" in names and schedule.reduce(stage.name, layer) is not Reduce.DELAYED:
+        names.remove("past")
+    generator = torch.Generator().manual_seed(SEED)
+    if names == ["token_ids"]:
+        return {"token_ids": torch.randint(spec.vocab_size, (1,), generator=generator).to(device)}
+    return {name: torch.randn(shapes[name], generator=generator).to(device) for name in names}
+
+
+def largest_error(got: State, expected: State) -> float:
+    """Of the tensors that a stage gives: rms(got - expected) / rms(expected); NaN stays NaN."""
+    errors = []
+    for name, want in expected.items():
+        want = want.float().cpu()
+        off = got[name].float().cpu() - want
+        errors.append(float(off.square().mean().sqrt() / want.square().mean().sqrt()))
+    return float(torch.tensor(errors).max())
+
+
+def stage_seconds(
+    backend: Backend,
+    stage: str,
+    layer: int,
+    state: State,
+    device: torch.device,
+    warmup: int,
+    rounds: int,
+) -> tuple[str, list[float]]:
+    """The clock's name, and the seconds of every round."""
+    before = l2_flush(device)
+
+    def once() -> float:
+        if isinstance(backend, StageTimer):
+            return sum(backend.time_stage(stage, layer, state, before))
+        before()
+        if device.type == "cuda":
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            backend.run_stage(stage, layer, state)
+            ended.record()
+            ended.synchronize()
+            return begun.elapsed_time(ended) / 1e3
+        started = time.perf_counter()
+        backend.run_stage(stage, layer, state)
+        return time.perf_counter() - started
+
+    seconds = [once() for _ in range(warmup + rounds)][warmup:]
+    return "kernel" if isinstance(backend, StageTimer) else "call", seconds
+
+
+def l2_flush(device: torch.device) -> Callable[[], Any]:
+    """Overwrites what the L2 holds, on the current stream; nothing on a CPU."""
+    if device.type != "cuda":
+        return lambda: None
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return buffer.zero_

@@ -1,0 +1,126 @@
+"""`kog profile`: where the time of a decode step goes, by stamps that the kernel itself takes.
+
+    kog profile --shape llama-3.2-1b                       the table of spans
+    kog profile --model DIR --out trace.json               for https://ui.perfetto.dev: a track a block
+    kog profile --model DIR --picture token.png            one token, block by block
+
+A second kernel is compiled that takes the stamps; the one that serves has none.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kog_triton.backends import BackendOptions, WeightSource
+from kog_triton.backends.recording import Profiler
+from kog_triton.choose import choose, known_names
+from kog_triton.command import run
+from kog_triton.errors import DeviceError
+
+TOKENS, DEPTH, SEED = 4, 32, 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kog profile", description="Show where the time of a decode step goes, span by span."
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help=", ".join(known_names()))
+    parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
+    parser.add_argument(
+        "--depth",
+        type=_positive,
+        default=DEPTH,
+        metavar="N",
+        help="ids of the prompt (%(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=_positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the last token (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--text", action="store_true", help="print the table (the default without --out, --picture)"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[str, WeightSource]:
+    """The model's name and its weights; random ones are made where there is most memory for them."""
+    if shape:
+        import torch
+
+        from kog_triton.model.shapes import named_shape
+        from kog_triton.random_weights import RandomWeights
+
+        on_gpu = torch.cuda.is_available() and device != "cpu"
+        return shape, RandomWeights(named_shape(shape), SEED, "cuda" if on_gpu else "cpu")
+    from kog_triton.checkpoint import Checkpoint
+    from kog_triton.demo import checkpoint_path
+
+    return Path(model).name if model else "demo", Checkpoint.open(model or checkpoint_path())
+
+
+def _body(argv: Sequence[str] | None) -> int:
+    args = build_parser().parse_args(argv)
+    choice = choose(args.backend, args.device)
+    if not issubclass(choice.backend, Profiler):
+        raise DeviceError(
+            f"the {choice.name} backend takes no stamps: choose --backend cuda on a Hopper GPU"
+        )
+    if args.picture:
+        from kog_triton.profiling.picture import need_matplotlib
+
+        need_matplotlib()
+    name, weights = _open_weights(args.model, args.shape, args.device)
+    options = BackendOptions(
+        max_context=args.depth + args.tokens, device=args.device, prefill="kernel"
+    )
+    backend = choice.backend(weights, options)
+    try:
+        ids = np.random.default_rng(SEED).integers(0, weights.spec.vocab_size, args.depth)
+        recording = backend.profile(ids.tolist(), args.tokens)
+        gpu = backend.gpu
+    finally:
+        backend.close()
+    from kog_triton.profiling.analysis import figures, timeline
+
+    line = timeline(recording)
+    where = gpu.name if gpu else "an unknown GPU"
+    title = f"{name} ({weights.spec.family}), {choice.name} on {where}, {args.tokens} tokens @ d{args.depth}"
+    if args.out:
+        from kog_triton.profiling.trace import trace, write
+
+        about = {"model": name, "backend": choice.name, "gpu": where, "depth": args.depth}
+        write(trace(recording, line, about), args.out)
+    if args.picture:
+        from kog_triton.profiling.picture import draw
+
+        draw(line, args.tokens - 1, args.picture, title)
+    if args.text or not (args.out or args.picture):
+        from kog_triton.profiling.show import show
+
+        show(recording, line, figures(recording, line), gpu, title)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(_body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

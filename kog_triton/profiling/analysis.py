@@ -1,0 +1,132 @@
+"""Stamps to times, and times to the answer: which spans a step spends its time in, and which of it counts.
+
+    stamps --one line a block--> nanoseconds of the GPU --last warp--> a block's spans, end to end
+
+A block has ended a span when its last warp has. The spans of a block follow each other without a gap, so
+that their means add up to the token. The critical path goes from wait to wait: of all blocks the one
+that waits least came last, and its work and its wait are what the step took.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from kog_triton.backends.recording import Recording, Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Of every block, in ns from the first stamp on."""
+
+    spans: tuple[Span, ...]
+    starts: np.ndarray  # float64 [tokens, blocks, spans]; NaN: before the recording began
+    ends: np.ndarray  # float64, the same shape
+    taken: np.ndarray  # bool, the same shape: whether the block took the span
+    weights: np.ndarray  # float64, the same shape: a warp's mean wait for weights
+    clock_step: int  # ns: the grain of the GPU's clock
+    clock_error: float  # ns: how far the blocks' lines disagree over the launch
+
+    @property
+    def took(self) -> np.ndarray:
+        """float64 [tokens, blocks, spans], ns; 0 for what a block left out."""
+        return self.ends - self.starts
+
+    @property
+    def token_ns(self) -> float:
+        """From the end of a token to the end of the next, a mean; of one token, its own time."""
+        last = self.ends[:, :, -1].mean(1)
+        if len(last) > 1:
+            return float((last[-1] - last[0]) / (len(last) - 1))
+        return float(last[0] - self.ends[0, :, 0].mean())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A span by name. ns; means over layers, tokens and the blocks that took it."""
+
+    name: str
+    waits: bool
+    runs: int  # a token
+    mean: float  # of one run
+    largest: float
+    token: float  # what a mean block spends on it in a token: these add up
+    weights: float  # of `token`: a mean warp's wait for weights
+    critical: float  # what a token's critical path spends on it
+    num_bytes: float  # that all blocks read in one run
+
+
+def timeline(recording: Recording) -> Timeline:
+    """Map every stamp to nanoseconds by the two pairs of clock readings of its block."""
+    clocks = recording.clocks
+    ticks, nanoseconds = (clocks[:, 1] - clocks[:, 0]).T.astype(np.float64)  # of the whole launch
+    rate = (nanoseconds / ticks)[:, None]  # ns a tick
+    begun = (clocks[:, 0, 1] - clocks[:, 0, 1].min())[:, None]
+
+    def in_order(stamps: np.ndarray) -> np.ndarray:  # [blocks, warps, tokens x spans]
+        return stamps.transpose(1, 2, 0, 3).reshape(*stamps.shape[1:3], -1)
+
+    def by_token(values: np.ndarray) -> np.ndarray:  # [tokens, blocks, spans]
+        return values.reshape(len(values), -1, len(recording.spans)).transpose(1, 0, 2)
+
+    last = in_order(recording.ticks).max(1)
+    taken = last > 0
+    ends = np.where(taken, (last - clocks[:, 0, :1]) * rate + begun, -np.inf)
+    ends = np.maximum.accumulate(ends, 1)  # a span that is left out ends where it begins
+    ends -= ends.min()
+    starts = np.concatenate([np.full((len(ends), 1), np.nan), ends[:, :-1]], 1)
+    waited = np.maximum.accumulate(in_order(recording.weight_ticks), 2)
+    weights = np.diff(waited, axis=2, prepend=waited[:, :, :1]).mean(1) * rate
+    return Timeline(
+        spans=recording.spans,
+        starts=by_token(starts),
+        ends=by_token(ends),
+        taken=by_token(taken),
+        weights=by_token(weights),
+        clock_step=gcd(*np.diff(np.unique(clocks[:, :, 1])).tolist()),
+        clock_error=float(np.abs(ticks * np.median(rate) - nanoseconds).max()),
+    )
+
+
+def figures(recording: Recording, line: Timeline) -> list[Figure]:
+    """One a name, in the order of the walk; without those that the recording saw only begin."""
+    critical = critical_path(line)
+    out = []
+    for name in dict.fromkeys(span.name for span in line.spans):
+        at = [i for i, span in enumerate(line.spans) if span.name == name]
+        took, taken = line.took[:, :, at], line.taken[:, :, at]
+        seen = taken & ~np.isnan(took)
+        if not seen.any():
+            continue
+        tokens = seen.any((1, 2))
+        out.append(
+            Figure(
+                name=name,
+                waits=line.spans[at[0]].waits,
+                runs=len(at),
+                mean=float(took[seen].mean()),
+                largest=float(took[seen].max()),
+                token=float(took[tokens].sum(2).mean()),
+                weights=float(line.weights[:, :, at][tokens].sum(2).mean()),
+                critical=float(critical[tokens][:, at].sum(1).mean()),
+                num_bytes=recording.stage_bytes.get(name, 0.0),
+            )
+        )
+    return out
+
+
+def critical_path(line: Timeline) -> np.ndarray:
+    """float64 [tokens, spans], ns: each span on the block that waits least at the next wait."""
+    took = line.took
+    out = np.zeros((len(took), len(line.spans)))
+    work: list[tuple[int, int]] = []  # since the last wait
+    for token in range(len(took)):
+        for i, span in enumerate(line.spans):
+            work.append((token, i))
+            if not span.waits or not line.taken[token, :, i].any():
+                continue
+            waits = np.where(line.taken[token, :, i], took[token, :, i], np.inf)
+            for at in work:
+                out[at] = took[at[0], np.argmin(waits), at[1]]
+            work = []
+    return out

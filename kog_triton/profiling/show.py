@@ -1,0 +1,86 @@
+"""A recording as a table for people: a row a span, in the order of the walk, and how to read it.
+
+    us/run     a mean run of a block that takes the span            us/token  of a mean block; adds up
+    weights    of that, what a mean warp waits for weights          critical  see analysis.py
+    GB/s       the stage's bytes over us/run                        floor us  bytes over bandwidth, a run
+
+A stage whose weights came while its block waited elsewhere can be faster than its floor; the step cannot.
+"""
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kog_triton.backends.recording import Recording
+from kog_triton.profiling.analysis import Figure, Timeline
+from kog_triton.schedule.topology import Gpu
+
+WIDTH = 120  # where stdout is no terminal
+
+
+def show(
+    recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None, title: str
+) -> None:
+    """Print table and notes on stdout."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(span_table(rows, gpu, title))
+    for text in notes(recording, line, rows, gpu):
+        console.print(text, soft_wrap=True)
+
+
+def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:
+    names = ["span", "runs", "us/run", "largest", "us/token", "share", "weights", "critical"]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in [*names, "GB/s", "floor us"]:
+        table.add_column(name, justify="left" if name == "span" else "right", no_wrap=True)
+    total = sum(row.token for row in rows)
+    for row in rows:
+        rate = row.num_bytes / row.mean if row.num_bytes and row.mean else None  # bytes / ns
+        floor = row.num_bytes / gpu.bandwidth * 1e6 if row.num_bytes and gpu else None
+        table.add_row(
+            f"{row.name} (wait)" if row.waits else row.name,
+            str(row.runs),
+            f"{row.mean / 1e3:.2f}",
+            f"{row.largest / 1e3:.2f}",
+            f"{row.token / 1e3:.1f}",
+            f"{row.token / total:.1%}",
+            f"{row.weights / 1e3:.1f}",
+            f"{row.critical / 1e3:.1f}",
+            "-" if rate is None else f"{rate:,.0f}",
+            "-" if floor is None else f"{floor:.2f}",
+        )
+    return table
+
+
+def notes(recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None) -> list[str]:
+    """The step as a whole, what the stamps cost, and how well the clocks are known."""
+    total = sum(row.token for row in rows)
+    waiting = sum(row.token for row in rows if row.waits) / total
+    weights = sum(row.weights for row in rows) / total
+    critical = sum(row.critical for row in rows)
+    waits = sum(row.critical for row in rows if row.waits)
+    out = [
+        f"a token takes {line.token_ns / 1e3:.1f} us: a mean block waits {waiting:.1%} of it for other "
+        f"blocks, and a mean warp {weights:.1%} of it for weights",
+        f"critical path: {critical / 1e3:.1f} us, {waits / 1e3:.1f} of them the least wait of any block",
+    ]
+    rate = recording.token_bytes / line.token_ns
+    bytes_line = f"{recording.token_bytes / 1e9:.3f} GB of weights a token: {rate:,.0f} GB/s"
+    if gpu:
+        floor = recording.token_bytes / gpu.bandwidth * 1e6
+        share = rate * 1e9 / gpu.bandwidth
+        bytes_line += f", {share:.1%} of {gpu.name}'s datasheet, whose floor is {floor:.1f} us"
+    out.append(bytes_line)
+    if len(recording.plain_step_ns):
+        plain = float(recording.plain_step_ns.mean())
+        out.append(
+            f"without stamps the same steps take {plain / 1e3:.1f} us: the stamps cost "
+            f"{line.token_ns / plain - 1:+.1%}"
+        )
+    out.append(
+        f"clocks: a line through two readings a block; they step by {line.clock_step} ns, and the "
+        f"blocks' lines disagree by at most {line.clock_error:.0f} ns over the launch"
+    )
+    return out

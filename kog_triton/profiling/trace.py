@@ -1,0 +1,61 @@
+"""A recording in the Trace Event Format that Perfetto and Chrome open: a track a block, a slice a span.
+
+Times are microseconds from the first stamp on. A slice's arguments say what the block waited for weights
+within it and how many chunks of its stream it had asked for by its end; waits have a category of
+their own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kog_triton.backends.recording import HEAD, Recording
+from kog_triton.errors import RequestError
+from kog_triton.profiling.analysis import Timeline
+
+PROCESS = 0
+
+
+def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[str, Any]:
+    """The document; `about` is kept in its metadata."""
+    tokens, blocks, _ = line.ends.shape
+    asked = recording.chunks_asked.max(2)
+    events: list[dict[str, Any]] = []
+    for block in range(blocks):
+        name = {"name": f"block {block}"}
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": block, "args": name}
+        )
+        for token in range(tokens):
+            for i in np.flatnonzero(
+                line.taken[token, block] & ~np.isnan(line.starts[token, block])
+            ):
+                span, start = line.spans[i], line.starts[token, block, i]
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": span.name,
+                        "cat": "wait" if span.waits else "work",
+                        "pid": PROCESS,
+                        "tid": block,
+                        "ts": round(start / 1e3, 3),
+                        "dur": round((line.ends[token, block, i] - start) / 1e3, 3),
+                        "args": {
+                            "token": token,
+                            "layer": "head" if span.layer == HEAD else span.layer,
+                            "weight_wait_us": round(line.weights[token, block, i] / 1e3, 3),
+                            "chunks_asked": int(asked[token, block, i]),
+                        },
+                    }
+                )
+    clock = {"clock_step_ns": line.clock_step, "clock_error_ns": round(line.clock_error, 1)}
+    return {"displayTimeUnit": "ns", "traceEvents": events, "otherData": about | clock}
+
+
+def write(document: dict[str, Any], file: Path) -> None:
+    try:
+        file.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
