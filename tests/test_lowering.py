@@ -350,7 +350,7 @@ def test_remainders_rotate_over_layers(blocks):
             lambda s: replace(
                 s,
                 exchanges=tuple(
-                    replace(e, slots=4) if e.name == "mlp_out_past" else e for e in s.exchanges
+                    replace(e, buffers=4) if e.name == "mlp_out_past" else e for e in s.exchanges
                 ),
             ),
             "could overwrite",
