@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kog_triton.command import run
+from kog_triton.errors import RequestError
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
@@ -144,6 +145,8 @@ def _body(argv: Sequence[str] | None) -> int:
         "--dtype", choices=DTYPES, help="of the weights in memory (default: as in the checkpoint)"
     )
     args = parser.parse_args(argv)
+    if args.gpus < 1:
+        raise RequestError(f"--gpus {args.gpus}: a number from 1 on")
     gpu = find_gpu(args.device)
     name, spec = open_spec(args.model, args.shape)
     if args.dtype:

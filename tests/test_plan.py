@@ -105,7 +105,7 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
     [
         (["--shape", "llama-9"], 3, "no shape is named 'llama-9': have laneformer-2b"),
         (["--device", "h300"], 4, "no GPU named 'h300': have h200"),
-        (["--gpus", "0"], 3, "cannot run on 0 GPUs"),
+        (["--gpus", "0"], 2, "--gpus 0: a number from 1 on"),
         (["--gpus", "3"], 3, "8 lanes do not divide over 3 GPUs"),
         (["--gpus", "many"], 2, "--gpus"),
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),

@@ -31,7 +31,8 @@ SPLIT_LEAST = 64  # positions that make another split worth its while: one tile 
 MERGED = 4  # splits that are joined by those who read them
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
-AHEAD_BYTES = 128 * 1024  # of a block's stream that wait in the L2 while its ring is full
+# Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
+AHEAD_BYTES = 128 * 1024
 AHEAD_TICKS = 1600  # between two chunks on their way there
 JOINED = 8  # splits that one warp joins
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
@@ -215,7 +216,7 @@ def render(layout: Layout) -> str:
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks,
-        "ahead_chunks": AHEAD_BYTES // lo.chunk_bytes,
+        "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
         "ahead_ticks": AHEAD_TICKS,
         "partial_bytes": _partial_bytes(),
         "scratch_bytes": layout.scratch_bytes,

@@ -99,6 +99,18 @@ static void body() {
   __builtin_trap();
 }
 
+// A warp of a block that does not run for some rounds.
+struct Held {
+  int warp = -1, rounds = 0;
+
+  void draw(std::mt19937& random, int warps) {
+    if (rounds-- > 0) return;
+    bool begins = random() % 40 == 0;
+    warp = begins ? static_cast<int>(random() % warps) : -1;
+    rounds = begins ? static_cast<int>(random() % 60) : 0;
+  }
+};
+
 // Let a warp go on for a few of its collectives; how many of its threads ended.
 static int run_warp(Fiber* lanes, const Warp& warp) {
   int ended = 0;
@@ -126,8 +138,9 @@ static void start(Fiber& f, u8* stack) {
 }  // namespace kog::host
 
 // The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
-// order that `seed` sets; in every round some blocks, drawn anew, do not run at all. The block
-// `absent` (-1: none) never runs: the others must give up.
+// order that `seed` sets; in every round some blocks, drawn anew, do not run at all. Below 0 single
+// warps are held back as well, for many rounds. The block `absent` (-1: none) never runs: the others
+// must give up.
 extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, long most) {
   using namespace kog::host;
   argument = call;
@@ -148,14 +161,17 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
     start(fibers[i], stacks + kStackBytes * static_cast<size_t>(i));
   }
   std::mt19937 random(static_cast<unsigned>(seed));
+  std::vector<Held> held(kog::kBlocks);
   int left = absent < 0 ? count : count - threads;
   while (left > 0 && ticks < most) {
     ticks++;
     for (int block = 0; block < kog::kBlocks; block++) {
       if (block == absent || (seed != 0 && random() % 4 == 0)) continue;
       int first = seed != 0 ? static_cast<int>(random() % warps) : 0;
+      if (seed < 0) held[block].draw(random, warps);
       for (int w = 0; w < warps; w++) {
         int warp = (w + first) % warps;
+        if (warp == held[block].warp) continue;
         left -= run_warp(&fibers[block * threads + warp * 32], blocks[block].warps[warp]);
       }
     }
