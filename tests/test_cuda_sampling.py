@@ -9,6 +9,7 @@ import shutil
 import time
 from dataclasses import replace
 
+import cuda_walk
 import numpy as np
 import pytest
 import torch
@@ -192,6 +193,21 @@ def test_other_vocabularies(backends, model, name):
     backend = backends(model)
     params = resolved(backend.spec.vocab_size, **SETTINGS[name])
     assert_defined(backend, PROMPT, steps_of(backend, PROMPT, 3, params), params)
+
+
+def test_warps_that_lag_change_nothing(monkeypatch):
+    """A warp may still be at the cut when others rank: they share their place in shared memory."""
+    monkeypatch.setattr(cuda_walk, "MOST", 20_000)
+    spec = spec_of(dtype=DType.F16, vocab_size=VOCAB, **SMALL)
+    walk = Walk(spec, RandomWeights(spec))
+    words = walk.words([1, 2], 12, SamplingParams(temperature=1, top_p=0.3, logprobs=2, seed=5))
+    said = []
+    for seed in (0, *range(-4, 0)):
+        assert walk.run(words, [1, 2], seed) > 0, f"blocks wait for ever under seed {seed}"
+        said.append((walk.tokens(), walk.memory.logprobs.clone()))
+    tokens, records = said[0]
+    assert len(tokens) == 12
+    assert all(t == tokens and torch.equal(r, records) for t, r in said[1:])
 
 
 def test_ties_of_a_cut_survive(backends):
