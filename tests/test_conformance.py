@@ -16,7 +16,7 @@ from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
 from triton_cases import InterpretedBackend
 
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
@@ -79,16 +79,6 @@ SPECS = {
     "lanes, concat": lanes(Head.CONCAT, hidden_size=104, num_heads=4, head_dim=16),
     "lanes, vocabulary": lanes(Head.VOCAB_PARALLEL),
 }  # fmt: skip
-STAGES = {
-    "embed": ("token_ids",),
-    "qkv_proj": ("x",),
-    "attention": ("q", "k", "v", "keys", "values"),
-    "o_proj": ("attention", "x", "past"),
-    "gate_up_proj": ("x",),
-    "down_proj": ("mlp", "x", "past"),
-    "mix": ("x",),
-    "lm_head": ("x", "y"),
-}
 
 
 @functools.cache
@@ -135,7 +125,9 @@ def inputs(spec, stage, layer):
         "y": (1, TOKENS, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
     }
     state = {
-        name: torch.randn(shapes[name], generator=g) for name in STAGES[stage] if name in shapes
+        name: torch.randn(shapes[name], generator=g)
+        for name in STAGE_READS[stage]
+        if name in shapes
     }
     if stage == "embed":
         return {"token_ids": torch.randint(spec.vocab_size, (TOKENS,), generator=g)}
@@ -154,7 +146,7 @@ def mixes(spec):
 
 @backends()
 @pytest.mark.parametrize("spec_name", SPECS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_READS)
 def test_a_stage_computes_what_the_reference_says(name, spec_name, stage):
     spec = SPECS[spec_name]
     ours, reference = opened(name, spec_name)
@@ -231,7 +223,7 @@ def test_a_planted_fault_is_charged_to_its_stages(fault, tmp_path):
     sound = kernel.library
     kernel.library = compile_walk(ours.layout, kernel.flags, include=tmp_path / "include")
     try:
-        for name in STAGES:
+        for name in STAGE_READS:
             if name in wrong:
                 with pytest.raises(AssertionError):
                     test_a_stage_computes_what_the_reference_says("cuda on a CPU", spec_name, name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from text_samples import SNIPPET
 from tokenizers import Tokenizer
 
 from kog_triton.demo import checkpoint_path
@@ -34,20 +35,6 @@ TINY = Shape(
     delay=2,
     max_positions=40,
 )
-SNIPPET = '''import os
-
-
-def read_lines(path):
-    """Return the lines of a file without their line ends."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(path)
-    with open(path, "r") as f:
-        lines = f.readlines()
-    result = []
-    for line in lines:
-        result.append(line.rstrip("\\n"))
-    return result
-'''
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from text_samples import SNIPPET
 from tokenizers import Tokenizer
 
 from kog_triton.demo.corpus import (
@@ -20,21 +21,6 @@ from kog_triton.demo.functions import functions
 from kog_triton.demo.licenses import decide
 from kog_triton.demo.tokenizer import save_tokenizer, train_tokenizer
 from kog_triton.errors import RunError
-
-SNIPPET = '''import os
-
-
-def read_lines(path):
-    """Return the lines of a file without their line ends."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(path)
-    with open(path, "r") as f:
-        lines = f.readlines()
-    result = []
-    for line in lines:
-        result.append(line.rstrip("\\n"))
-    return result
-'''
 
 
 @pytest.mark.parametrize(

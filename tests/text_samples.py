@@ -241,3 +241,19 @@ CONVERSATIONS: list[tuple[list[dict], dict]] = [
     (_say(*["line one\nline two\n\n    indented"] * 5), {"custom": 1}),
     ([{"role": "user", "content": [{"type": "text", "text": " in parts "}]}], {}),
 ]
+
+# A function as the demo's corpus has them.
+SNIPPET = '''import os
+
+
+def read_lines(path):
+    """Return the lines of a file without their line ends."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    with open(path, "r") as f:
+        lines = f.readlines()
+    result = []
+    for line in lines:
+        result.append(line.rstrip("\\n"))
+    return result
+'''

@@ -27,6 +27,7 @@ HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give u
 BINS = 256  # of a histogram of logits
 MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
+# Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_LEAST = 64  # positions that make another split worth its while: one tile each for 4 warps
 MERGED = 4  # splits that are joined by those who read them
 MERGED_LENGTH = 2048  # positions up to which they are not more

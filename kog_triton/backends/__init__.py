@@ -18,6 +18,17 @@ from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import Gpu
 
 GROUP = "kog_triton.backends"
+# Logical tensors that `run_stage` takes, as ReferenceBackend.run_stage names them.
+STAGE_READS: dict[str, tuple[str, ...]] = {
+    "embed": ("token_ids",),
+    "qkv_proj": ("x",),
+    "attention": ("q", "k", "v", "keys", "values"),
+    "o_proj": ("attention", "x", "past"),
+    "gate_up_proj": ("x",),
+    "down_proj": ("mlp", "x", "past"),
+    "mix": ("x",),
+    "lm_head": ("x", "y"),
+}
 
 
 @dataclass(frozen=True)

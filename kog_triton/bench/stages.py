@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends import Backend, BackendOptions, StageTimer, find_backend
+from kog_triton.backends import STAGE_READS, Backend, BackendOptions, StageTimer, find_backend
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.model import SEED, Model
@@ -31,17 +31,6 @@ from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 FLUSH_BYTES = 256 << 20  # a few times any L2
 # Relative root mean square error: words of 16 bits leave 0.008 (tests/test_conformance.py).
 MAX_ERROR = 0.03
-READS = {  # what ReferenceBackend.run_stage takes
-    "embed": ("token_ids",),
-    "qkv_proj": ("x",),
-    "attention": ("q", "k", "v", "keys", "values"),
-    "o_proj": ("attention", "x", "past"),
-    "gate_up_proj": ("x",),
-    "down_proj": ("mlp", "x", "past"),
-    "mix": ("x",),
-    "lm_head": ("x", "y"),
-}
-
 State = dict[str, torch.Tensor]
 Say = Callable[[str], None]
 
@@ -200,7 +189,7 @@ def inputs(schedule: Schedule, stage: Stage, layer: int, depth: int, device: tor
         "mlp": (shards, 1, spec.intermediate_size // shards),
         "y": (1, 1, stage.cols),
     }
-    names = list(READS[stage.name])
+    names = list(STAGE_READS[stage.name])
     if stage.name == "lm_head":
         names = [stage.source]
     elif "past" in names and schedule.reduce(stage.name, layer) is not Reduce.DELAYED:

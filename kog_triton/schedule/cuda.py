@@ -31,7 +31,8 @@ WINDOW_BYTES = 48 * KB
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 16
-# Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones.
+# Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones: an
+# estimate, not a measurement.
 NARROW_COST = 1.1
 
 
