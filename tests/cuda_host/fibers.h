@@ -25,7 +25,7 @@ using Argument = StageCall;
 using Argument = Pointers;
 #endif
 static const Argument* argument;
-constexpr int kPasses = 24;
+constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives; looks at a flag
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kBlockWarps = kThreads / 32;
 constexpr size_t kSmallBytes = 1024;
@@ -142,19 +142,24 @@ class BlockRunner {
     held_ = begins ? static_cast<int>(random() % kBlockWarps) : -1;
     held_rounds_ = begins ? static_cast<int>(random() % 60) : 0;
   }
-  // Let a warp go on for a few of its collectives.
-  KOG_EMULATED void run_warp(int warp) {
-    Fiber* lanes = &fibers_[32 * warp];
-    begin_warp(state_, warp);
-    for (int pass = 0; pass < kPasses; pass++) {
-      u64 turn = state_.warps[warp].turn;
+  // Let a warp go on for a few of its collectives, or less where it waits.
+  KOG_EMULATED void run_warp(int index) {
+    Fiber* lanes = &fibers_[32 * index];
+    Warp& warp = state_.warps[index];
+    if (warp.blocked == 32 && warp.barrier == state_.turn) return;
+    begin_warp(state_, index);
+    int looks = 0;
+    for (int pass = 0; pass < kPasses && looks < kLooks; pass++) {
+      u64 turn = warp.turn;
+      warp.looked = false;
       for (int lane = 0; lane < 32; lane++) {
         if (lanes[lane].done) continue;
         current = &lanes[lane];
         kog_switch(&scheduler_stack, current->stack_top);
         ended_ += lanes[lane].done;
       }
-      if (state_.warps[warp].turn == turn) break;
+      looks += warp.looked;
+      if (warp.turn == turn) break;
     }
     end_warp(state_);
   }

@@ -61,6 +61,9 @@ struct Copy {
 struct Warp {
   int arrived = 0;
   u64 turn = 0;
+  bool looked = false;  // whether somebody else has done something: it waits
+  int blocked = 0;      // lanes at the block's barrier, or past it, and which one that is
+  u64 barrier = 0;
   u64 value[32];
   u32 a[32][4], b[32][2];
 };
@@ -220,6 +223,9 @@ KOG_EMULATED bool any_consumer(bool p) {
     b.pending = false;
     b.turn++;
   }
+  host::Warp& w = host::warp();
+  w.blocked = w.barrier == mine ? w.blocked + 1 : 1;
+  w.barrier = mine;
   while (b.turn == mine) host::yield();
   host::note_leaving(mine);
   return b.result;
@@ -338,7 +344,10 @@ KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier)
   host::note_release(&block.copies);
   block.copies[block.num_copies++] = {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)};
 }
-inline u32 load_volatile(const u32* p) { return host::load_own(p); }
+KOG_EMULATED u32 load_volatile(const u32* p) {
+  host::warp().looked = true;
+  return host::load_own(p);
+}
 inline void store_volatile(u32* p, u32 v) { host::store_own(p, v); }
 
 }  // namespace kog
