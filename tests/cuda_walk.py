@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -47,13 +48,10 @@ def layout_of(spec, num_blocks=0, max_context=64):
 def compile_walk(layout, flags=("-O1",), split_least=None, merged_length=None, include=INCLUDE):
     """The shared library of one model, kept by content."""
     text = header.render(layout)
-    for name, usual, wanted in (
-        ("kSplitLeast", header.SPLIT_LEAST, split_least),
-        ("kMergedLength", header.MERGED_LENGTH, merged_length),
-    ):
+    for name, wanted in (("kSplitLeast", split_least), ("kMergedLength", merged_length)):
         if wanted:
-            assert text.count(f"{name} = {usual};") == 1
-            text = text.replace(f"{name} = {usual};", f"{name} = {wanted};")
+            text, count = re.subn(rf"{name} = \d+;", f"{name} = {wanted};", text)
+            assert count == 1
     sources = [HERE / "run.cpp", HERE / "kog/ptx.h"]
     sources += sorted((include / "kog").glob("*.h"))
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())

@@ -28,6 +28,7 @@ MMA_ROWS = 8  # weight rows of one mma.m16n8k16
 CHUNKS = ((32, 2), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md).
 WINDOW_BYTES = 48 * KB
+CALM_BYTES = 32 * KB  # the same while the block has chunks to go on with
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 16
@@ -65,6 +66,10 @@ class CudaLowering(Partition):
     @property
     def window_chunks(self) -> int:
         return max(1, WINDOW_BYTES // self.chunk_bytes)
+
+    @property
+    def calm_chunks(self) -> int:
+        return max(1, CALM_BYTES // self.chunk_bytes)
 
     @property
     def fixed_shared_bytes(self) -> int:

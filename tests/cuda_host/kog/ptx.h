@@ -152,8 +152,8 @@ inline u32 compare_and_swap(u32* p, u32 expected, u32 v) {
 }
 inline void fence_gpu() {}
 template <class T>
-T load_cache(const T* p) {
-  return *p;
+T load_cache(const T* p, bool there) {
+  return there ? *p : T{};
 }
 
 inline void sync_warp() { host::meet(); }
@@ -307,8 +307,9 @@ inline bool barrier_try(u64* b, u32 parity) {
   return false;
 }
 inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
-inline void fetch_to_l2(const void*, u32) {}
-inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+inline u64 read_once() { return 0; }
+inline void fetch_to_l2(const void*, u32, u64 = 0) {}
+inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
   host::current->block->copies.push_back(
       {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)});
 }

@@ -1,7 +1,8 @@
 // Attention of one new token: a block takes one key/value head and one split of the context.
 //
 //   before the wait   the first tile of keys and values, rotation and gains
-//   the wait          one poll a warp: a query head each, then the new key, then the new value
+//   the wait          one poll a warp, the last warps first, which have no tile in a short context:
+//                     a query head each, then the new key, then the new value
 //   walk              16 warps over the tiles (cache.h, softmax.h)
 //   merge             over the warps in shared memory; the split's output and the logarithm of its
 //                     sum become words
@@ -161,7 +162,9 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
   head.each(b, [&](int word, float2 v) {
     u32 high = round_pair<kF16>(v.x, v.y);
     u32 low = round_pair<kF16>(v.x - low_of(high), v.y - second_of(high));
-    int lane = word / kKeyWords, in_lane = word % kKeyWords;
+    using Quarter = Keys::Quarter;
+    int lane = word % Quarter::kStride / Quarter::kPiece,
+        in_lane = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
     *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
   });
 }
@@ -174,11 +177,14 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
   });
 }
 
+// Which of the heads that a split waits for a warp receives first.
+KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
+
 // Heads of q by warps, the new k and v by two more where this block takes the newest position.
 KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
                         const AttentionScratch& scratch, const Rotation& rotation) {
   u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-  for (int h = b.warp; h < kQueries + 2; h += kWarps) {
+  for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
     if (h >= kQueries && !span.newest) continue;
     bool is_key = h == kQueries;
     int row =
@@ -190,7 +196,7 @@ KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
       continue;
     }
     // Rotations were asked for before the wait, for each warp's first head.
-    Rotation r = h == b.warp ? rotation : load_rotation(b, position, is_key);
+    Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
     head.rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)));
     if (is_key)
       append(b, head, scratch.key, cache);
@@ -206,10 +212,10 @@ KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScra
   for (int i = 0; i < 2; i++) {
     int head = b.in_warp % 4 * 2 + i;
     if (head >= kGroupHeads) continue;
-    float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride + Values::column(b);
+    float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride;
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++)
-      *reinterpret_cast<float2*>(to + 2 * t) = {s.out[t][i], s.out[t][i + 2]};
+      *reinterpret_cast<float2*>(to + Values::dimension(b, t)) = {s.out[t][i], s.out[t][i + 2]};
   }
   if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
     scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
@@ -224,27 +230,33 @@ KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 ph
     if (first + b.warp * 8 >= kQueries * kHeadDim / 2) continue;
     bool inside = i < kQueries * kHeadDim / 2;
     int at = (head / kGroupHeads * kWarpsAGroup) * kGroupHeads + head % kGroupHeads;
+    constexpr int kEach = (kWarpsAGroup + 3) / 4;  // results of one lane, all on their way at once
+    float2 part_top[kEach], part[kEach];
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      int w = n * 4 + b.thread % 4;
+      part_top[n] = {kNoScore, 0};
+      part[n] = {0, 0};
+      if (!inside || w >= walked) continue;
+      part_top[n] = scratch.tops[at + w * kGroupHeads];
+      part[n] = *reinterpret_cast<const float2*>(
+          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
+    }
     float top = kNoScore, sum = 0;
     float2 out = {0, 0};
-#pragma unroll 1
-    for (int w = b.thread % 4; inside && w < walked; w += 4) {
-      float t = scratch.tops[at + w * kGroupHeads].x;
-      top = t > top ? t : top;
-    }
+#pragma unroll
+    for (int n = 0; n < kEach; n++) top = part_top[n].x > top ? part_top[n].x : top;
 #pragma unroll
     for (int mask = 1; mask <= 2; mask <<= 1) {
       float other = shuffle_xor(top, mask);
       top = other > top ? other : top;
     }
-#pragma unroll 1
-    for (int w = b.thread % 4; inside && w < walked; w += 4) {
-      float2 t = scratch.tops[at + w * kGroupHeads];
-      float share = exp2_fast(t.x - top);
-      float2 v = *reinterpret_cast<const float2*>(
-          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
-      sum += share * t.y;
-      out.x += share * v.x;
-      out.y += share * v.y;
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      float share = exp2_fast(part_top[n].x - top);
+      sum += share * part_top[n].y;
+      out.x += share * part[n].x;
+      out.y += share * part[n].y;
     }
 #pragma unroll
     for (int mask = 1; mask <= 2; mask <<= 1) {
@@ -283,7 +295,7 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
   Values value;
   key.load(b, keys, at, cached);
   value.load(b, values, at, cached);
-  Rotation rotation = load_rotation(b, position, b.warp == kQueries);
+  Rotation rotation = load_rotation(b, position, first_received(b) == kQueries);
   receive(b, span, position, phase, scratch, rotation);
   stamp(b, Point::kAttentionQkv);
   sync_consumers();

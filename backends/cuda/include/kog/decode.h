@@ -2,6 +2,7 @@
 // the walk of one block.
 #pragma once
 #include <kog/head.h>
+#include <kog/produce.h>
 
 namespace kog {
 
@@ -37,12 +38,13 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
   b.begin_stage();
   load_gains(b, 0, k.gain);
   int token = turn.of(b).token;
-  embed(b, token > 0 ? token : 0, k.x);  // below 0: the request ends, and why
+  k.embedded.load(b, token > 0 ? token : 0);  // below 0: the request ends, and why
 }
 
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
+  k.embedded.unpack(b, k.x);
   for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
   if (turn.has_head(b)) run_head(b, k, b.small->position);
 }
