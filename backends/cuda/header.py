@@ -292,6 +292,7 @@ def render(layout: Layout) -> str:
             "cols": stage.cols,
             "parts": tiling.k_parts,
             "unit_rows": tiling.unit_rows,
+            "fragment_rows": tiling.fragment_rows,
             "padded_k": lo.padded_k(stage),
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
@@ -374,7 +375,7 @@ STEPS = (
 def _batch(lo: CudaLowering, stage: Stage) -> int:
     """Units whose partial sums are held at once: one row a thread, whole chunks."""
     tiling = lo.tilings[stage.name]
-    most = PARTIAL_ROWS // MMA_ROWS  # rows x parts is the same for every tiling
+    most = PARTIAL_ROWS // MMA_ROWS  # rows x parts are never more than for these
     most = min(most, THREADS // tiling.unit_rows)
     steps = lo.steps(stage)
     return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)

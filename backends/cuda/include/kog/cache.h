@@ -17,10 +17,11 @@ constexpr int kValueWords = kRowDim / 16;  // of one value in one lane
 
 // A lane's words of a row come in pieces of a load each; the pieces of the lanes that share the row lie
 // side by side, so that one load of a warp reads whole sectors.
-constexpr int piece_of(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
+template <int kWords>
+constexpr int kPieceOf = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
 template <int kWords, int kSharers>
 struct Pieces {
-  static constexpr int kPiece = piece_of(kWords), kCount = kWords / kPiece,
+  static constexpr int kPiece = kPieceOf<kWords>, kCount = kWords / kPiece,
                        kStride = kSharers * kPiece;
   // Where in the row word `word` of sharer `which` is, in words.
   KOG_DEVICE static int at(int which, int word) {
