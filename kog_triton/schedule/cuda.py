@@ -38,6 +38,9 @@ UNROLLED = 18
 # Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones: an
 # estimate, not a measurement.
 NARROW_COST = 1.1
+# Where K is cut in as many parts as there are warps, each stages its own part of the activations and
+# waits for no other warp; else all meet at a barrier. The same: an estimate.
+SHARED_COST = 1.02
 FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take three shuffles for one
 
 
@@ -190,8 +193,8 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
                 for b in range(group)
             ]
             overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
-            # The slowest block sets the stage's time. Where K is cut in as many parts as there are
-            # warps, each stages its own part and waits for no other.
+            # The slowest block sets the stage's time, the sum the bytes.
             slowest = max(chunks) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
-            options.append((overtaken, slowest, -warps_k, sum(chunks), tiling))
+            bytes_read = sum(chunks) * (1 if warps_k == WARPS else SHARED_COST)
+            options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
     return min(options, key=lambda option: option[:4])[4]

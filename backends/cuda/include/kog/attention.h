@@ -207,6 +207,7 @@ KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
 
 // A warp's result among the results.
 KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScratch& scratch) {
+  constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
   float total = s.total();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -214,57 +215,71 @@ KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScra
     if (head >= kGroupHeads) continue;
     float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride;
 #pragma unroll
-    for (int t = 0; t < kDimSteps; t++)
-      *reinterpret_cast<float2*>(to + Values::dimension(b, t)) = {s.out[t][i], s.out[t][i + 2]};
+    for (int t = 0; t < kDimSteps; t += kPiece) {
+      float* at = to + Values::dimension(b, t);
+      if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
+        float4* wide = reinterpret_cast<float4*>(at);
+        wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
+        wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
+      } else {
+#pragma unroll
+        for (int n = 0; n < kPiece; n++)
+          *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
+      }
+    }
   }
   if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
     scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
 }
 
-// Merge the warps' results in order and publish the split's; four lanes a pair of values.
+// Lanes that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
+constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
+                         : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
+                                                                      : 1;
+
+// Merge the warps' results in order and publish the split's.
 KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 phase,
                             const AttentionScratch& scratch) {
+  constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
+  constexpr int kEach = (kWarpsAGroup + kSharers - 1) / kSharers;  // results of one lane
   u32* words = split_words(b, span.head, span.split);
-  for (int first = 0; first < kQueries * kHeadDim / 2; first += 8 * kWarps) {
-    int i = first + b.thread / 4, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
-    if (first + b.warp * 8 >= kQueries * kHeadDim / 2) continue;
-    bool inside = i < kQueries * kHeadDim / 2;
+  for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
+    int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
+    bool inside = i < kPairs;
     int at = (head / kGroupHeads * kWarpsAGroup) * kGroupHeads + head % kGroupHeads;
-    constexpr int kEach = (kWarpsAGroup + 3) / 4;  // results of one lane, all on their way at once
-    float2 part_top[kEach], part[kEach];
-#pragma unroll
-    for (int n = 0; n < kEach; n++) {
-      int w = n * 4 + b.thread % 4;
-      part_top[n] = {kNoScore, 0};
-      part[n] = {0, 0};
-      if (!inside || w >= walked) continue;
-      part_top[n] = scratch.tops[at + w * kGroupHeads];
-      part[n] = *reinterpret_cast<const float2*>(
-          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
-    }
     float top = kNoScore, sum = 0;
     float2 out = {0, 0};
 #pragma unroll
-    for (int n = 0; n < kEach; n++) top = part_top[n].x > top ? part_top[n].x : top;
+    for (int n = 0; n < kEach; n++) {
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
+      float t = scratch.tops[at + w * kGroupHeads].x;
+      top = t > top ? t : top;
+    }
 #pragma unroll
-    for (int mask = 1; mask <= 2; mask <<= 1) {
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
       float other = shuffle_xor(top, mask);
       top = other > top ? other : top;
     }
 #pragma unroll
     for (int n = 0; n < kEach; n++) {
-      float share = exp2_fast(part_top[n].x - top);
-      sum += share * part_top[n].y;
-      out.x += share * part[n].x;
-      out.y += share * part[n].y;
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
+      float2 t = scratch.tops[at + w * kGroupHeads];
+      float2 v = *reinterpret_cast<const float2*>(
+          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
+      float share = exp2_fast(t.x - top);
+      sum += share * t.y;
+      out.x += share * v.x;
+      out.y += share * v.y;
     }
 #pragma unroll
-    for (int mask = 1; mask <= 2; mask <<= 1) {
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
       sum += shuffle_xor(sum, mask);
       out.x += shuffle_xor(out.x, mask);
       out.y += shuffle_xor(out.y, mask);
     }
-    if (!inside || b.thread % 4 != 0) continue;
+    if (!inside || b.in_warp % kSharers != 0) continue;
     store_relaxed(words + i, pack_pair(divide(out.x, sum), divide(out.y, sum), phase));
     if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top + log2_fast(sum), phase));
   }

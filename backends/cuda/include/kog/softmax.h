@@ -49,7 +49,7 @@ struct Softmax {
       float other = shuffle_xor(best, mask);
       best = other > best ? other : best;
     }
-    if (any_lane(best > top)) rescale(b, exp2_fast(top - best));
+    if (any_lane(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
     top = best;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)
