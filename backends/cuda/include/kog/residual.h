@@ -12,9 +12,9 @@ KOG_DEVICE void embed(const Block& b, int token, float (&x)[kHeld]) {
     if (e < kHidden)
       w = *reinterpret_cast<const uint2*>(b.p.embed + static_cast<u64>(token) * kHiddenStride + e);
     x[4 * i] = low_of(w.x);
-    x[4 * i + 1] = second_of(w.x);
+    x[4 * i + 1] = high_of(w.x);
     x[4 * i + 2] = low_of(w.y);
-    x[4 * i + 3] = second_of(w.y);
+    x[4 * i + 3] = high_of(w.y);
   }
 }
 
