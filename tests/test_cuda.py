@@ -129,7 +129,7 @@ def assert_close(walk, weights, count, limit):
 
 
 PLAIN = {
-    "bf16": (spec_of(), {}, 0.12),
+    "bf16": (spec_of(), {}, 0.06),
     "fp16": (f16_spec(), {}, 0.015),
     "biases, norms, tied": (
         f16_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True),

@@ -17,6 +17,7 @@ from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.sampling import definition, fixed
+from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, unit_period
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Prologue, Stage
@@ -249,6 +250,8 @@ def render(layout: Layout) -> str:
         "most_seats": MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
+        "pair_turn": wire.TURN,
+        "exponent_top": wire.EXPONENT_TOP,
     }
     mixes = layout.regions["part"].stride > 0
     flags = {
@@ -271,6 +274,7 @@ def render(layout: Layout) -> str:
     lines += [f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in flags.items()]
     lines.append(f"{KNOWN} long long kCacheStride = {math.prod(layout.cache_shape)};")
     lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
+    lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
     lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
     lines += [f"{KNOWN} int {_camel('k_' + k.lower())} = {v};" for k, v in reduces.items()]
     lines += protocol.declarations()

@@ -161,7 +161,7 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
     u32 high = round_pair<kF16>(v.x, v.y);
-    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - second_of(high));
+    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
     using Quarter = Keys::Quarter;
     int lane = word % Quarter::kStride / Quarter::kPiece,
         in_lane = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
@@ -399,8 +399,9 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
       total += share;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        sum[2 * j] += share * first_of(word_of(q[i][s], j));
-        sum[2 * j + 1] += share * second_of(word_of(q[i][s], j));
+        u32 both = operand_of(word_of(q[i][s], j));
+        sum[2 * j] += share * low_of(both);
+        sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);

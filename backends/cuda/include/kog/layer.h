@@ -87,7 +87,8 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
       },
       [&](int row, bool owner, float sum, Asked& asked) {
         if (last) fence_gpu();  // pairs with the one after the gather
-        Out::publish(b, how, k.iteration, turns, row, owner, sum + asked.bias, asked.old);
+        float y = sum * kPairUnit + asked.bias;
+        Out::publish(b, how, k.iteration, turns, row, owner, y, asked.old);
       });
 }
 

@@ -11,8 +11,9 @@
 // they meet in the same order.
 //
 // float32 activations come as two 16-bit parts, x = high + low, and keep 16 bits of mantissa or more;
-// values that came as 16-bit words have no low part. Scratch holds, a fragment, one such column after
-// the other: [high even, low even, high odd, low odd] (wide) or [even, odd] (narrow).
+// values that came as 16-bit words have no low part and still carry their factor (words.h). Scratch
+// holds, a fragment, one such column after the other: [high even, low even, high odd, low odd] (wide)
+// or [even, odd] (narrow).
 //
 //   partial sums [part of K][row], summed over the parts in order by the thread that owns the row
 #pragma once
@@ -62,7 +63,7 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
         u32 high = round_pair<kF16>(v[2 * odd], v[2 * odd + 1]);
-        u32 low = round_pair<kF16>(v[2 * odd] - low_of(high), v[2 * odd + 1] - second_of(high));
+        u32 low = round_pair<kF16>(v[2 * odd] - low_of(high), v[2 * odd + 1] - high_of(high));
         u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) +
                   e % kFragK / 4 + odd * 2 * kColumnWords;
         to[0] = high;
@@ -127,9 +128,10 @@ KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
   poll(b, step, base, at, kWords, phase, q);
 #pragma unroll
   for (int i = 0; i < kCount; i++)
-    in.put(b, i, uint4{at[i] < kWords ? q[i].x & ~1u : 0, at[i] + 1 < kWords ? q[i].y & ~1u : 0,
-                       at[i] + 2 < kWords ? q[i].z & ~1u : 0,
-                       at[i] + 3 < kWords ? q[i].w & ~1u : 0});
+    in.put(b, i, uint4{at[i] < kWords ? operand_of(q[i].x) : 0,
+                       at[i] + 1 < kWords ? operand_of(q[i].y) : 0,
+                       at[i] + 2 < kWords ? operand_of(q[i].z) : 0,
+                       at[i] + 3 < kWords ? operand_of(q[i].w) : 0});
   sync_staged<Inputs<Stage>::kOwnSlice>();
 }
 

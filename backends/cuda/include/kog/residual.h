@@ -27,9 +27,9 @@ struct Embedded {
     for (int i = 0; i < kGroups; i++) {
       bool inside = element(b, i) < kHidden;
       x[4 * i] = inside ? low_of(w[i].x) : 0;
-      x[4 * i + 1] = inside ? second_of(w[i].x) : 0;
+      x[4 * i + 1] = inside ? high_of(w[i].x) : 0;
       x[4 * i + 2] = inside ? low_of(w[i].y) : 0;
-      x[4 * i + 3] = inside ? second_of(w[i].y) : 0;
+      x[4 * i + 3] = inside ? high_of(w[i].y) : 0;
     }
   }
 };

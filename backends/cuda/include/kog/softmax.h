@@ -77,7 +77,7 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
       high[j] = round_pair<kF16>(p[j][0], p[j][1]);
-      low[j] = round_pair<kF16>(p[j][0] - low_of(high[j]), p[j][1] - second_of(high[j]));
+      low[j] = round_pair<kF16>(p[j][0] - low_of(high[j]), p[j][1] - high_of(high[j]));
     }
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++) {
