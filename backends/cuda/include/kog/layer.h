@@ -19,6 +19,7 @@ struct Walk {
   Turns attention_out, mlp_out;
   float x[kHeld], gain[kHeld];
   Embedded embedded;  // the next token's
+  Ending ending;
 };
 
 template <class Stage>
