@@ -128,7 +128,7 @@ def test_compare_takes_all_and_says_who_is_absent(cli, llama):
     assert rows["transformers"]["version"].startswith("transformers 5")
     for name in ("cuda", "llama-bench", "torch-graph"):
         assert rows[name]["status"] == "absent" and f"{name}: absent: {rows[name]['note']}" in out
-    assert "never ran anywhere" in rows["llama-bench"]["note"]
+    assert "with a tiny model" in rows["llama-bench"]["note"]
     assert "CPU only" in rows["torch-graph"]["note"]
 
 
