@@ -19,7 +19,7 @@ from kog_triton.backends import BackendOptions, find_backend
 from kog_triton.bench import bulk_read, machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge, compare, token_gaps
-from kog_triton.bench.peers import Setting, find_peer, llama_bench
+from kog_triton.bench.peers import Setting, find_peer, llama_bench, transformers_compiled
 from kog_triton.bench.read_kernel import read_kernel
 from kog_triton.bench.record import make_row, target_of
 from kog_triton.bench.subjects import BackendSubject, Run
@@ -138,6 +138,29 @@ def test_a_peer_is_the_same_model(model, peer):
     assert runs[0].arrivals == sorted(runs[0].arrivals)
     assert subject.memory_bytes()["weights"] == weights.spec.num_parameters * 4
     subject.close()
+
+
+def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
+    """Traced once a length and never again: whatever changes from token to token is on the device."""
+    trials = []
+
+    def traced(work, before, device):
+        compiled = torch.compile(work, fullgraph=True, dynamic=False, backend="eager")
+        for _ in range(2):
+            before()
+            compiled()
+        trials.append(compiled)
+        return compiled
+
+    monkeypatch.setattr(transformers_compiled, "captured", traced)
+    weights = RandomWeights(read_spec(SMALL | MODELS["mistral"]))  # with a window
+    subject = find_peer("transformers-compiled").open_peer(
+        Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
+    )
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        check = judge_of(weights).examine(subject)
+    assert check.passed and check.largest_gap < 1e-4 and len(trials) == 2
 
 
 @pytest.mark.parametrize("swap", [0, 7, 15])
