@@ -15,6 +15,7 @@ same stream finds the cache filled. One thread at a time may use it.
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,6 +94,7 @@ class LibraryPrefill:
     """Runs prompts of one model on one device.
 
     embed  rows [vocab, hidden] that the caller holds already; loaded if None
+    fused  Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     Raises ModelError for models with experts.
     """
 
@@ -106,6 +108,7 @@ class LibraryPrefill:
         embed: Tensor | None = None,
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
+        fused: bool | None = None,
     ) -> None:
         if spec.num_experts:
             raise ModelError("library prefill runs dense models only: choose --prefill kernel")
@@ -119,7 +122,9 @@ class LibraryPrefill:
         longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
         table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
         rope = torch.complex(table[:, 0], table[:, 1])
-        self._pass = PrefillPass(spec, embed, layers, rope)
+        if fused is None:
+            fused = device.type == "cuda" and find_spec("triton") is not None
+        self._pass = PrefillPass(spec, embed, layers, rope, fused)
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
