@@ -10,7 +10,6 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from cuda_walk import HERE, INCLUDE, Walk, build_walk, layout_of, memory

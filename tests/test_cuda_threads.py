@@ -108,7 +108,11 @@ EDITS = (
         f"if {chosen(5)} ring.release(b);\n"
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
     ),
-    ("matvec.h", "    ring.release(b);\n  }\n};", f"    if (!{chosen(5)}) ring.release(b);\n  }}\n}};"),
+    (
+        "matvec.h",
+        "    ring.release(b);\n  }\n};",
+        f"    if (!{chosen(5)}) ring.release(b);\n  }}\n}};",
+    ),
 )
 
 
