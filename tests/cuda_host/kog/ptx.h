@@ -173,8 +173,8 @@ inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
 inline void fence_gpu() { host::fence(); }
 template <class T>
-T load_cache(const T* p) {
-  return *p;
+T load_cache(const T* p, bool there) {
+  return there ? *p : T{};
 }
 
 KOG_EMULATED void sync_warp() { host::meet(); }
@@ -338,8 +338,9 @@ KOG_EMULATED bool barrier_try(u64* b, u32 parity) {
   return false;
 }
 inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
-inline void fetch_to_l2(const void*, u32) {}
-KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+inline u64 read_once() { return 0; }
+inline void fetch_to_l2(const void*, u32, u64 = 0) {}
+KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
   host::BlockState& block = *host::current->block;
   host::note_release(&block.copies);
   block.copies[block.num_copies++] = {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)};

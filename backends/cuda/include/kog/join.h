@@ -45,10 +45,11 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   for (int n = 0; n < kPairs; n++) out[n] = float2{0, 0};
 #pragma unroll
   for (int i = 0; i < kJoined * kPairs; i++) {
-    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total);
+    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total) * kPairUnit;
     if (at(kTops + i) == nullptr) continue;
-    out[i % kPairs].x += weight * first_of(w[kTops + i]);
-    out[i % kPairs].y += weight * second_of(w[kTops + i]);
+    u32 both = operand_of(w[kTops + i]);
+    out[i % kPairs].x += weight * low_of(both);
+    out[i % kPairs].y += weight * high_of(both);
   }
 }
 

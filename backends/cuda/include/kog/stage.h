@@ -60,7 +60,7 @@ KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
     const u32* from = reinterpret_cast<const u32*>(b.scratch) +
                       (2 * word / kFragK * 2 + in_lane % 2) * kColumnWords +
                       in_fragment / (2 * kLaneWords) * (kLaneWords / 2) + in_lane / 2;
-    store_relaxed(to + word, pack_pair(low_of(*from), second_of(*from), phase));
+    store_relaxed(to + word, pack_operand(*from, phase));
   }
 }
 
@@ -73,7 +73,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   Ahead<GateUpProj> gate_up_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
-      embed(b, c.token, k.x);
+      k.embedded.load(b, c.token);
+      k.embedded.unpack(b, k.x);
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);
