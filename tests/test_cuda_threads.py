@@ -85,8 +85,8 @@ RACES = {
     "rows of the cache are sent without a fence": {"append"},
     "rows of the cache are read without a fence": {"append"},
     "a word is read as plain memory": {"poll"},
-    "partial sums are added before all are there": {"put_sums", "run_batch"},
-    "a chunk is handed back before it is read": {"take", "load"},
+    "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
+    "a chunk is handed back before it is read": {"Chunk"},
 }
 EDITS = (
     ("layer.h", "if (last) fence_gpu();  //", f"if (last && !{chosen(1)}) fence_gpu();  //"),
