@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
-from kog_triton.backends.cuda import header, memory  # noqa: E402
+from kog_triton.backends.cuda import header, memory, serving  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
 from kog_triton.backends.cuda.serving import UNLIMITED  # noqa: E402
 
@@ -37,6 +38,7 @@ HERE = Path(__file__).parent / "cuda_host"
 INCLUDE = ROOT / "backends/cuda/include"
 CACHE = Path(tempfile.gettempdir()) / "kog-cuda-walk"
 MOST = 4_000_000  # rounds
+POLL_S = 2e-3  # how often the host looks for tokens
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -205,6 +207,11 @@ class FiberBackend(CudaBackend):
         prefill = "library" if options.prefill == "library" else "kernel"
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
         self.wait_ticks = 1 << 20  # rounds
+
+    def generate(self, mailbox):
+        """Looks for tokens less often than beside a real GPU: the emulated one needs the CPU itself."""
+        with mock.patch.object(serving, "POLL_S", POLL_S):
+            super().generate(mailbox)
 
     def _open_device(self):
         return torch.device("cpu"), GPUS["h200"]
