@@ -203,4 +203,6 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
         (option for option in options if option[4].fragment_rows == MMA_ROWS),
         key=lambda option: option[:4],
     )
-    return best[4] if best[2] <= MOST_PADDING * plain[2] else plain[4]
+    if best[0] == plain[0] and best[2] > MOST_PADDING * plain[2]:
+        return plain[4]
+    return best[4]
