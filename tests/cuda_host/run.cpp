@@ -9,9 +9,9 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   using namespace kog::host;
   argument = call;
   ticks = 0;
-  std::vector<std::unique_ptr<BlockRunner>> blocks;
-  for (int i = 0; i < kog::kBlocks; i++) blocks.push_back(std::make_unique<BlockRunner>(i));
-  std::mt19937 random(static_cast<unsigned>(seed));
+  BlockRunner* blocks[kog::kBlocks];
+  for (int i = 0; i < kog::kBlocks; i++) blocks[i] = new BlockRunner(i);
+  Dice dice(seed);
   bool waits = true;
   while (waits && ticks < most) {
     ticks++;
@@ -19,8 +19,9 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
     for (int i = 0; i < kog::kBlocks; i++) {
       if (i == absent || blocks[i]->ended()) continue;
       waits = true;
-      if (seed == 0 || random() % 4 != 0) blocks[i]->round(seed != 0 ? &random : nullptr, seed < 0);
+      if (seed == 0 || dice.below(4) != 0) blocks[i]->round(seed != 0 ? &dice : nullptr, seed < 0);
     }
   }
+  for (BlockRunner* block : blocks) delete block;
   return waits ? -1 : static_cast<long>(ticks);
 }
