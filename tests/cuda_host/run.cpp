@@ -5,7 +5,7 @@
 #include <kog/stage.h>
 #else
 #include <kog/decode.h>
-#include <kog/watchdog.h>
+#include <kog/roles.h>
 #endif
 #include <sys/mman.h>
 
@@ -15,6 +15,8 @@ namespace kog::host {
 
 Fiber* current;
 i64 ticks;
+const u32 *late_first, *late_last;
+i64 late_rounds;
 static void* scheduler_stack;
 #ifdef STAGE
 using Argument = StageCall;
@@ -64,6 +66,19 @@ void land_copies(BlockState& block) {
   }
 }
 
+static void land_stores(BlockState& block) {
+  std::vector<Store> left;
+  for (const Store& s : block.stores) {
+    bool waits = s.lands > ticks;
+    for (const Store& other : left) waits |= other.to == s.to;
+    if (waits)
+      left.push_back(s);
+    else
+      *s.to = s.value;
+  }
+  block.stores.swap(left);
+}
+
 // The whole block meets once after the ring is set up.
 static void sync_all(BlockState& b) {
   u64 mine = b.turn;
@@ -86,12 +101,7 @@ static void body() {
     init_ring(b);
     take_seats(b);
     sync_all(*current->block);
-    if (b.warp < kWarps)
-      consume(b);
-    else if (b.warp == kWarps && b.in_warp == 0)
-      produce(b);
-    else if (b.warp == kWarps + 1)
-      watch(b);
+    run_roles(b, [&] { consume(b); }, [&] { produce(b); });
 #endif
   }
   current->done = true;
@@ -137,6 +147,13 @@ static void start(Fiber& f, u8* stack) {
 
 }  // namespace kog::host
 
+// In the next run stores to `count` words land late (kog/ptx.h).
+extern "C" void kog_store_late(const kog::u32* first, long count, long rounds) {
+  kog::host::late_first = first;
+  kog::host::late_last = first + count;
+  kog::host::late_rounds = rounds;
+}
+
 // The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
 // order that `seed` sets; in every round some blocks, drawn anew, do not run at all. Below 0 single
 // warps are held back as well, for many rounds. The block `absent` (-1: none) never runs: the others
@@ -165,6 +182,7 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   int left = absent < 0 ? count : count - threads;
   while (left > 0 && ticks < most) {
     ticks++;
+    for (auto& b : blocks) land_stores(b);
     for (int block = 0; block < kog::kBlocks; block++) {
       if (block == absent || (seed != 0 && random() % 4 == 0)) continue;
       int first = seed != 0 ? static_cast<int>(random() % warps) : 0;
@@ -176,6 +194,7 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
       }
     }
   }
+  late_last = late_first;
   munmap(stacks, size);
   return left == 0 ? static_cast<long>(ticks) : -1;
 }

@@ -50,6 +50,12 @@ struct Copy {
   int delay;
 };
 
+struct Store {
+  u32* to;
+  u32 value;
+  i64 lands;
+};
+
 struct Warp {
   int arrived = 0;
   u64 turn = 0;
@@ -64,6 +70,7 @@ struct BlockState {
   u64 turn = 0;
   bool pending = false, result = false;
   std::vector<Copy> copies;
+  std::vector<Store> stores;  // that are late
 };
 
 struct Fiber {
@@ -77,6 +84,15 @@ extern Fiber* current;
 extern i64 ticks;
 void yield();
 void land_copies(BlockState& block);
+
+// Stores to words in [late_first, late_last) land up to `late_rounds` rounds late: one block's in order
+// where they are to the same word, all others in any order.
+extern const u32 *late_first, *late_last;
+extern i64 late_rounds;
+inline i64 land_at(const u32* p) {
+  u64 mixed = (reinterpret_cast<u64>(p) + static_cast<u64>(ticks)) * 0x9e3779b97f4a7c15ull;
+  return ticks + static_cast<i64>((mixed >> 40) % static_cast<u64>(late_rounds));
+}
 
 inline Warp& warp() { return current->block->warps[current->thread / 32]; }
 inline int lane() { return current->thread % 32; }
@@ -131,6 +147,10 @@ inline u32 to_half(float v, bool f16) {
 inline int thread_index() { return host::current->thread; }
 inline int block_index() { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
+template <int>
+void take_registers() {}
+template <int>
+void give_registers() {}
 inline i64 clock_ticks() { return host::ticks; }
 inline u64 nanoseconds() { return static_cast<u64>(host::ticks); }
 inline u8* shared_memory() { return host::current->block->shared.data(); }
@@ -139,7 +159,12 @@ inline uint4 load_relaxed4(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint2 load_relaxed2(const u32* p) { return {p[0], p[1]}; }
 inline u32 load_relaxed(const u32* p) { return *p; }
 inline ulonglong2 load_relaxed_pair(const u64* p) { return {p[0], p[1]}; }
-inline void store_relaxed(u32* p, u32 v) { *p = v; }
+inline void store_relaxed(u32* p, u32 v) {
+  if (p >= host::late_first && p < host::late_last)
+    host::current->block->stores.push_back({p, v, host::land_at(p)});
+  else
+    *p = v;
+}
 inline void store_relaxed_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline u64 load_system(const u64* p) { return *p; }
 inline void store_system(u64* p, u64 v) { *p = v; }
