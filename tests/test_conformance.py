@@ -205,6 +205,21 @@ def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
     ] * want.square().mean().sqrt()
 
 
+@backends()
+def test_a_key_that_float16_cannot_hold_shows(name):
+    """Rotated beyond its range against the query: an infinity would weigh nothing, and nobody would know."""
+    ours, _ = opened(name, "lanes, sum")
+    state = inputs(ours.spec, "attention", 0)
+    state = {key: t[:, :1] if key in "qkv" else t for key, t in state.items()}
+    half, turn = ours.spec.head_dim // 2, np.exp(-1j * CACHED)
+    for key, size in (("k", 80_000), ("q", -1)):  # what the first pair is once it is turned
+        state[key][..., 0], state[key][..., half] = size * turn.real, size * turn.imag
+    assert state["k"].abs().max() < 65_504
+    got = ours.run_stage("attention", 0, state)
+    assert got["keys"][:, :, -1, 0].isnan().all()
+    assert got["attention"].isnan().all()
+
+
 @backends(steps=True)
 @pytest.mark.parametrize("spec_name", SPECS)
 def test_whole_steps_repeat_and_agree_with_the_reference(name, spec_name):

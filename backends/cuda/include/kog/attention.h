@@ -56,6 +56,11 @@ KOG_DEVICE int splits_in_use(int length) {
   if (used <= kMerged) return used;
   return length <= kMergedLength ? kMerged : kSplits;
 }
+// Whether the layer's splits are joined in a step of their own (join.h).
+KOG_DEVICE bool has_join(const Block& b, int position) {
+  int first = first_position(position, kWindows[b.layer]);
+  return splits_in_use(position + 1 - first) > kMerged;
+}
 KOG_DEVICE Span span_of(int unit, int position, int window) {
   Span s;
   s.head = unit / kSplits;
@@ -70,6 +75,17 @@ KOG_DEVICE Span span_of(int unit, int position, int window) {
   s.end = first + static_cast<int>((split + 1) * parts / used);
   s.newest = s.split == s.used - 1;
   return s;
+}
+// The words of `attention` change with each step that joins, not with each layer. If layers without
+// one wrote them to keep step, nobody would read that, and two blocks' stores to a word, a layer apart,
+// could land in either order.
+KOG_DEVICE u32 join_phase(const Block& b) {
+  return phase_of(static_cast<int>(load_volatile(&b.small->joins)));
+}
+// At the end of a layer: the next one reads it behind a barrier.
+KOG_DEVICE void count_join(const Block& b, int position) {
+  if (b.thread == 0 && has_join(b, position))
+    store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
 KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
   int at = (b.lane * kKvHeads + head) * kSplits + split;
@@ -170,10 +186,17 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
     *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
   });
 }
+// Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
+KOG_DEVICE u32 infinities_void(u32 both) {
+  constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
+  if ((both & kInfinite) == kInfinite) both |= kQuiet;
+  if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
+  return both;
+}
 // The new key or value, rounded as everybody will read it.
 KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
   head.each(b, [&](int word, float2 v) {
-    u32 w = round_pair<kF16>(v.x, v.y);
+    u32 w = infinities_void(round_pair<kF16>(v.x, v.y));
     reinterpret_cast<u32*>(scratch)[word] = w;
     reinterpret_cast<u32*>(cache)[word] = w;
   });
@@ -396,7 +419,8 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int used = splits_in_use(length);
   if (used > kMerged)
     return stage_words<Stage>(
-        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride, phase);
+        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
+        join_phase(b));
   Inputs<Stage> in(b);
   constexpr int kCount = Inputs<Stage>::kCount;
   uint4 q[kCount][kMerged];
