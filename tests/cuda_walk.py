@@ -114,15 +114,22 @@ class Walk:
         pointers = m.pointers([0], limit, UNLIMITED, **others)
         return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
 
+    def store_late(self, region, rounds):
+        """In the next run stores to the words of a region land up to so many rounds late, in any order."""
+        words = self.layout.regions[region]
+        first = self.memory.words.data_ptr() + 4 * words.offset
+        count = ctypes.c_long(words.end - words.offset)
+        self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
+
     @property
     def outcome(self):
         return int(self.memory.mailbox[2])
 
-    def forward_logits(self, tokens, seed=0):
+    def forward_logits(self, tokens, seed=0, limit=1 << 20):
         """Logits [tokens, vocab], every position."""
         count = len(tokens)
         out = torch.full((count, self.spec.vocab_size), torch.nan)
-        assert self.run(encode_logits(count), tokens, seed, logits=out) > 0
+        assert self.run(encode_logits(count), tokens, seed, limit, logits=out) > 0
         assert self.outcome == 2, (self.memory.mailbox, self.memory.error)
         return out.numpy()
 

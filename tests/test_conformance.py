@@ -180,6 +180,46 @@ def test_next_to_nothing_travels_as_next_to_nothing(name, size):
     assert all((value.abs() < 1e-18).all() for value in got.values())
 
 
+@backends()
+@pytest.mark.parametrize("changes", [{}, {"num_heads": 18, "num_kv_heads": 2}])
+def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
+    spec = spec_of(dtype=DType.F16, num_layers=1, max_context=1024, **changes)
+    weights = RandomWeights(spec, device="cuda" if name in ON_GPU else "cpu")
+    ours = BACKENDS[name](weights, BackendOptions(device="nvidia" if name in ON_GPU else ""))
+    g = torch.Generator().manual_seed(3)
+    kv, d = spec.num_kv_heads, spec.head_dim
+    state = {
+        n: torch.randn(1, *shape, d, generator=g)
+        for n, shape in {
+            "q": (1, spec.num_heads),
+            "k": (1, kv),
+            "v": (1, kv),
+            "keys": (kv, 900),
+            "values": (kv, 900),
+        }.items()
+    }
+    want = ReferenceBackend(weights, BackendOptions()).run_stage("attention", 0, state)["attention"]
+    have = ours.run_stage("attention", 0, state)["attention"].cpu()
+    assert (have - want).square().mean().sqrt() < 2 * LIMITS[
+        DType.F16
+    ] * want.square().mean().sqrt()
+
+
+@backends()
+def test_a_key_that_float16_cannot_hold_shows(name):
+    """Rotated beyond its range against the query: an infinity would weigh nothing, and nobody would know."""
+    ours, _ = opened(name, "lanes, sum")
+    state = inputs(ours.spec, "attention", 0)
+    state = {key: t[:, :1] if key in "qkv" else t for key, t in state.items()}
+    half, turn = ours.spec.head_dim // 2, np.exp(-1j * CACHED)
+    for key, size in (("k", 80_000), ("q", -1)):  # what the first pair is once it is turned
+        state[key][..., 0], state[key][..., half] = size * turn.real, size * turn.imag
+    assert state["k"].abs().max() < 65_504
+    got = ours.run_stage("attention", 0, state)
+    assert got["keys"][:, :, -1, 0].isnan().all()
+    assert got["attention"].isnan().all()
+
+
 @backends(steps=True)
 @pytest.mark.parametrize("spec_name", SPECS)
 def test_whole_steps_repeat_and_agree_with_the_reference(name, spec_name):

@@ -169,6 +169,16 @@ def test_lanes_agree_with_the_reference(head):
     assert_close(Walk(spec, weights, 8), weights, 4, 0.02)
 
 
+@pytest.mark.parametrize("region", ["attention", "splits"])
+def test_stores_that_land_late_change_nothing(region):
+    """A word's writers change from layer to layer: only what they have read of it orders their stores."""
+    spec, options, _ = PLAIN["joins of many splits by one warp"]
+    walk, tokens = Walk(spec, RandomWeights(spec), **options), tokens_of(spec, 10)
+    expected = walk.forward_logits(tokens)
+    walk.store_late(region, rounds=100)  # some layers
+    assert np.array_equal(walk.forward_logits(tokens, seed=1, limit=4000), expected)
+
+
 @pytest.fixture(scope="module")
 def walk():
     spec = f16_spec()
@@ -255,12 +265,12 @@ def tool(name):
     return found or pytest.skip(f"{name} is not there")
 
 
-def machine_code(layout, folder):
+def machine_code(layout, folder, entry="decode.cu"):
     """(address, instruction) of the kernel, compiled by nvcc."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not there")
     source = folder / "decode.cu"
-    source.write_text(header.render(layout) + (ROOT / "backends/cuda/decode.cu").read_text())
+    source.write_text(header.render(layout) + (ROOT / "backends/cuda" / entry).read_text())
     command = ["nvcc", "-cubin", "-std=c++20", "--gpu-architecture=sm_90a", str(source)]
     command += [f"-I{ROOT}/backends/cuda/include", "-o", str(folder / "decode.cubin")]
     subprocess.run(command, check=True, capture_output=True)
@@ -348,4 +358,12 @@ def test_no_wait_for_the_cache_comes_before_the_wait_for_queries(name, tmp_path)
 def test_the_walk_hardly_spills(name, tmp_path):
     """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
     code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
+    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+
+
+@pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b"])
+def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name, tmp_path):
+    """Or it would be other code, and its time nobody's."""
+    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path, "stage.cu")
+    assert len([what for _, what in code if "USETMAXREG" in what]) == 2
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS

@@ -271,6 +271,25 @@ def test_an_expired_wait_names_its_place_and_the_next_request_runs(backend, alon
     assert run(backend, request(1, PROMPTS[1]))[1] == alone[PROMPTS[1]][0]
 
 
+def test_a_wait_that_ends_as_it_is_given_up_is_not_blamed_on_another(backend, tmp_path):
+    """The watchdog is held up until what it found late has come: the warp's next wait is not the one it means."""
+    shutil.copytree(INCLUDE, tmp_path / "include")
+    path = tmp_path / "include/kog/watchdog.h"
+    text, late = path.read_text(), "compare_and_swap(&b.small->waits[b.in_warp], began"
+    held = "while (load_volatile(&b.small->waits[b.in_warp]) == began) sleep_a_while();"
+    assert text.count(late) == 1
+    path.write_text(text.replace(late, f"{held}\n{late}"))
+    backend.kernel.library = compile_walk(backend.layout, include=tmp_path / "include")
+    backend.wait_ticks = 3
+    mailbox = backend.new_mailbox()
+    mailbox.post(request(0, PROMPTS[0]))
+    backend.generate(mailbox)
+    (failure,) = mailbox.read(0)
+    assert re.search(
+        r"expired: rank 0, block \d, for a word that came while it gave up,", str(failure.error)
+    )
+
+
 def test_the_kernel_goes_on_from_a_library_prefill():
     """Prompts that torch runs into the cache lead to the tokens that the kernel's own prefill leads to."""
     weights, prompt = RandomWeights(spec_of(dtype=DType.F16)), tuple(range(3, 20))

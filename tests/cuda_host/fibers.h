@@ -6,7 +6,7 @@
 #include <kog/stage.h>
 #else
 #include <kog/decode.h>
-#include <kog/watchdog.h>
+#include <kog/roles.h>
 #endif
 #include <sys/mman.h>
 
@@ -79,12 +79,7 @@ static void run_thread() {
   init_ring(b);
   take_seats(b);
   sync_all(*current->block);
-  if (b.warp < kWarps)
-    consume(b);
-  else if (b.warp == kWarps && b.in_warp == 0)
-    produce(b);
-  else if (b.warp == kWarps + 1)
-    watch(b);
+  run_roles(b, [&] { consume(b); }, [&] { produce(b); });
 #endif
 }
 KOG_EMULATED void body() {

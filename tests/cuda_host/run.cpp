@@ -1,6 +1,16 @@
 // Runs every block of the kernel on one CPU thread, as fibers (fibers.h).
 #include "fibers.h"
 
+const kog::u32 *kog::host::late_first, *kog::host::late_last;
+kog::i64 kog::host::late_rounds;
+
+// In the next run stores to `count` words land late (kog/alone.h).
+extern "C" void kog_store_late(const kog::u32* first, long count, long rounds) {
+  kog::host::late_first = first;
+  kog::host::late_last = first + count;
+  kog::host::late_rounds = rounds;
+}
+
 // The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
 // order that `seed` sets; in every round some blocks, drawn anew, do not run at all. Below 0 single
 // warps are held back as well, for many rounds. The block `absent` (-1: none) never runs: the others
@@ -16,12 +26,14 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   while (waits && ticks < most) {
     ticks++;
     waits = false;
+    for (BlockRunner* block : blocks) land_stores(block->state());
     for (int i = 0; i < kog::kBlocks; i++) {
       if (i == absent || blocks[i]->ended()) continue;
       waits = true;
       if (seed == 0 || dice.below(4) != 0) blocks[i]->round(seed != 0 ? &dice : nullptr, seed < 0);
     }
   }
+  late_last = late_first;
   for (BlockRunner* block : blocks) delete block;
   return waits ? -1 : static_cast<long>(ticks);
 }

@@ -78,6 +78,7 @@ struct BlockState {
   Copy copies[kMostCopies];
   int num_copies = 0;
   struct Witness* witness = nullptr;  // concurrent.h
+  std::vector<struct Store> stores;   // alone.h
 };
 
 struct Fiber {
@@ -154,6 +155,10 @@ namespace kog {
 KOG_EMULATED int thread_index() { return host::current->thread; }
 KOG_EMULATED int block_index() { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
+template <int>
+void take_registers() {}
+template <int>
+void give_registers() {}
 KOG_EMULATED i64 clock_ticks() { return host::ticks; }
 KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }

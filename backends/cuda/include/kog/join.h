@@ -53,23 +53,16 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   }
 }
 
-KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v, u32 phase) {
+KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v) {
   u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
   if (pair < kHeadDim / 2)
-    store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
+    store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, join_phase(b)));
 }
 
-// Join the splits of a head for query heads split, split + used, ... and publish them. Few splits are
-// joined by their readers: then what is published only keeps step.
+// Join the splits of a head for query heads split, split + used, ... and publish them.
 KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit, position, window);
   if (span.split >= span.used) return;
-  if (span.used <= kMerged) {
-    for (int query = span.split; query < kQueries; query += span.used)
-      for (int pair = b.thread; pair < kHeadDim / 2; pair += 32 * kWarps)
-        publish_output(b, span.head * kQueries + query, pair, float2{0, 0}, phase);
-    return;
-  }
   int queries = (kQueries - span.split + span.used - 1) / span.used;
   int parts = (span.used + kJoined - 1) / kJoined;
   float* sums = AttentionScratch(b).results;
@@ -82,7 +75,7 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
     for (int n = 0; n < kPairs; n++) {
       int pair = n * 32 + b.in_warp;
       if (parts == 1)
-        publish_output(b, span.head * kQueries + query, pair, out[n], phase);
+        publish_output(b, span.head * kQueries + query, pair, out[n]);
       else if (pair < kHeadDim / 2)
         *reinterpret_cast<float2*>(sums + item * kHeadDim + 2 * pair) = out[n];
     }
@@ -97,7 +90,7 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
       v.y += sums[(item + n) * kHeadDim + 2 * pair + 1];
     }
     int query = span.split + i / (kHeadDim / 2) * span.used;
-    publish_output(b, span.head * kQueries + query, pair, v, phase);
+    publish_output(b, span.head * kQueries + query, pair, v);
   }
 }
 
@@ -105,6 +98,7 @@ KOG_DEVICE void attention(Block& b, int position, u32 phase) {
   int window = kWindows[b.layer];
   for (int unit = b.place; unit < kUnits; unit += kGroup)
     walk_split(b, unit, position, window, phase);
+  if (!has_join(b, position)) return;
   for (int unit = b.place; unit < kUnits; unit += kGroup)
     join_splits(b, unit, position, window, phase);
 }

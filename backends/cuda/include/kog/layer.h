@@ -142,6 +142,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   gate_up_proj(b, k, gate_up_weights);
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
+  count_join(b, b.small->position);
   k.iteration++;
 }
 

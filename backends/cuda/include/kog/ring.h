@@ -38,7 +38,7 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.full[i], 1);
       barrier_init(&b.empty[i], kWarps);
     }
-    b.small->stop = b.small->leave = 0;
+    b.small->stop = b.small->leave = b.small->joins = 0;
     for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
   }
