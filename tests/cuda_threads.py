@@ -37,7 +37,7 @@ class Verdict:
 
 
 class ThreadWalk(Walk):
-    """One model; `limit` of `run` counts rounds of a block."""
+    """One model; `limit` of `run` counts microseconds."""
 
     def __init__(self, spec, weights, num_blocks, judged=True, include=INCLUDE, **changes):
         self.spec = spec
@@ -47,7 +47,7 @@ class ThreadWalk(Walk):
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
         self.verdict = Verdict(0, "")
 
-    def run(self, request, prompt, seed=0, limit=1 << 18, logits=None, absent=-1, control=0):
+    def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=-1, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
         assert absent < 0
         m = self.memory

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
 #define KOG_DEVICE inline
@@ -67,6 +68,12 @@ struct Warp {
   u64 value[32];
   u32 a[32][4], b[32][2];
 };
+// A store that lands late (alone.h).
+struct Store {
+  u32* to;
+  u32 value;
+  i64 lands;
+};
 constexpr int kMostWarps = 32, kMostCopies = 512;
 
 struct BlockState {
@@ -78,7 +85,7 @@ struct BlockState {
   Copy copies[kMostCopies];
   int num_copies = 0;
   struct Witness* witness = nullptr;  // concurrent.h
-  std::vector<struct Store> stores;   // alone.h
+  std::vector<Store> stores;
 };
 
 struct Fiber {
@@ -159,7 +166,7 @@ template <int>
 void take_registers() {}
 template <int>
 void give_registers() {}
-KOG_EMULATED i64 clock_ticks() { return host::ticks; }
+inline i64 clock_ticks() { return host::clock(); }
 KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 
