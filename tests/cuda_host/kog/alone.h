@@ -15,11 +15,6 @@ void store(T* p, T v) {
 
 // Stores to words in [late_first, late_last) land up to `late_rounds` rounds late: one block's in order
 // where they are to the same word, all others in any order.
-struct Store {
-  u32* to;
-  u32 value;
-  i64 lands;
-};
 extern const u32 *late_first, *late_last;
 extern i64 late_rounds;
 inline i64 land_at(const u32* p) {

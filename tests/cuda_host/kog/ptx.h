@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
 #define KOG_DEVICE inline
@@ -69,6 +70,12 @@ struct Warp {
 };
 constexpr int kMostWarps = 32, kMostCopies = 512;
 
+struct Store {
+  u32* to;
+  u32 value;
+  i64 lands;
+};
+
 struct BlockState {
   u8* shared = nullptr;
   Warp warps[kMostWarps];
@@ -78,7 +85,7 @@ struct BlockState {
   Copy copies[kMostCopies];
   int num_copies = 0;
   struct Witness* witness = nullptr;  // concurrent.h
-  std::vector<struct Store> stores;   // alone.h
+  std::vector<Store> stores;          // that land late: alone.h
 };
 
 struct Fiber {
