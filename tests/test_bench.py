@@ -15,13 +15,15 @@ from fake_checkpoint import make_checkpoint
 from kog_triton import __main__ as kog
 from kog_triton.backends import BackendOptions
 from kog_triton.bench import cli as bench
-from kog_triton.bench import machine
+from kog_triton.bench import machine, measure
+from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.record import kept_file, make_row
 from kog_triton.bench.show import notes
 from kog_triton.bench.subjects import BackendSubject
 from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
 from kog_triton.checkpoint import Checkpoint
+from kog_triton.choose import choose
 from kog_triton.errors import RequestError, RunError
 
 ROOT = Path(__file__).parents[1]
@@ -224,6 +226,36 @@ def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch)
     rows = rows_of(record)
     assert code == 0 and rows["reference"]["status"] == "timed"
     assert rows["llama-bench"]["status"] == "failed" and "no such model" in out
+
+
+@pytest.mark.parametrize(("launches", "failures"), [(1, 0), (3, 1)])
+def test_kernels_of_a_short_request_are_counted(llama, monkeypatch, launches, failures):
+    """What a profiler would see stands in for a GPU; the request runs in the reference."""
+    asked = []
+
+    def traced(request):
+        asked.append(len(request().tokens))
+        return {"launches": launches, "kernels": {"k": launches}, "copies": 4, "fills": 0}
+
+    monkeypatch.setattr(measure, "trace_kernels", traced)
+    task = measure.Task(
+        model=Model("llama", Checkpoint.open(llama), "checkpoint"),
+        device=torch.device("cpu"),
+        device_word="",
+        num_gpus=1,
+        test="tg4 @ d5",
+        prompt_tokens=5,
+        tokens=4,
+        rounds=1,
+        warmup=1,
+        backends=[choose("reference", "")],
+        peers=[],
+        count_kernels=True,
+    )
+    got = measure.measure(task, lambda line: None)
+    assert asked == [7], "of nine positions two are the prompt's"
+    assert got["rows"][0]["kernels"]["launches"] == launches
+    assert got["failures"] == ["reference: 3 kernels for one request, not 1"][:failures]
 
 
 @pytest.mark.gpu

@@ -144,7 +144,7 @@ def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
     """Traced once a length and never again: whatever changes from token to token is on the device."""
     trials = []
 
-    def traced(work, before, device):
+    def traced(work, before, device, options=None):
         compiled = torch.compile(work, fullgraph=True, dynamic=False, backend="eager")
         for _ in range(2):
             before()

@@ -1,9 +1,12 @@
 """Uploads: the numbers arrive where they should, in the stream's order, and the host does not wait."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from cuda_walk import FiberBackend
+from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
@@ -40,6 +43,21 @@ def test_a_request_lies_in_its_slot_alone():
     assert memory.tokens[1, :5].tolist() == [*prompt, -7] and memory.states[1].tolist() == [2, 5]
     for tensor in (memory.request, memory.tokens, memory.states):
         assert (tensor[[0, 2]] == -7).all()
+    backend.close()
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_launch_finds_its_words_zero(longer):
+    """Also one with more words than the one before: another kernel's."""
+    backend = FiberBackend(RandomWeights(spec_of(dtype=DType.F16)), BackendOptions())
+    memory = backend.memory
+    CudaBackend._clear(backend, memory)
+    if longer:
+        memory = replace(memory, words=torch.zeros(2 * len(memory.words) + 3, dtype=torch.int32))
+    for tensor in (memory.words, memory.error, memory.mailbox):
+        tensor.fill_(7)
+    CudaBackend._clear(backend, memory)
+    assert not any(t.any() for t in (memory.words, memory.error, memory.mailbox))
     backend.close()
 
 

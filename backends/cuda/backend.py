@@ -47,6 +47,7 @@ DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 class CudaBackend:
     name = "cuda"
     num_devices = 1
+    _blank: torch.Tensor | None = None  # zeros
 
     @classmethod
     def availability(cls) -> Availability:
@@ -215,7 +216,8 @@ class CudaBackend:
         m = self.memory
         weights = m.weights.nbytes + m.embed.nbytes
         total = sum(getattr(m, name).nbytes for name in TENSORS)
-        other = total - weights - m.cache.nbytes
+        blank = 0 if self._blank is None else self._blank.nbytes
+        other = total - weights - m.cache.nbytes + blank
         if self.library is not None:
             held = self.library.memory_bytes()
             weights, other = weights + held["weights"], other + held["other"]
@@ -225,7 +227,7 @@ class CudaBackend:
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
-        self.library = None
+        self.library = self._blank = None
         del self.memory
 
     # ---- a launch ----
@@ -239,8 +241,15 @@ class CudaBackend:
         **others: torch.Tensor,
     ) -> Finished:
         """Start the kernel on slots of `memory`; what comes back says when it has ended."""
-        for tensor in (memory.words, memory.error, memory.mailbox):
-            tensor.zero_()
+        self._clear(memory)
         pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
         kernel = kernel or self.kernel
         return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
+
+    def _clear(self, memory: Memory) -> None:
+        """Zero what a launch finds zero; on the GPU by copies, for a fill is a kernel beside ours."""
+        if self._blank is None or len(self._blank) < len(memory.words):
+            self._blank = torch.zeros_like(memory.words)
+        for tensor in (memory.words, memory.error):
+            tensor.copy_(self._blank[: len(tensor)])
+        memory.mailbox.zero_()

@@ -179,7 +179,7 @@ def _settle(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live], slots: 
             if live.pop(slot).finish is None:
                 mailbox.push(slot, Failure(error))
         return
-    positions = launcher.memory.states[:, 0].tolist()
+    positions = launcher.memory.states.cpu()[:, 0].tolist()
     served = slots[: slots.index(last) + 1]
     for slot in slots:
         one = live.pop(slot) if slot in served else live[slot]

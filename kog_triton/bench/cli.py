@@ -110,7 +110,8 @@ def _timed() -> argparse.ArgumentParser:
     out.add_argument(
         "--no-kernel-switches",
         action="store_true",
-        help="fail unless a profiler sees one kernel a GPU for a whole request of each backend",
+        help="fail unless a profiler sees one kernel a GPU for a request of each backend, behind a prompt "
+        "too short for library prefill",
     )
     return out
 

@@ -27,7 +27,9 @@ from kog_triton.choose import Choice
 from kog_triton.errors import KogError
 
 Say = Callable[[str], None]
-TRACED_TOKENS = 16  # of the request whose kernels are counted
+# Of the request whose kernels are counted. So short a prompt runs in the kernel: a longer one may be
+# torch's matrix products, which come before the first step.
+TRACED_PROMPT, TRACED_TOKENS = 2, 16
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
         for entry in entries:
             _fill(task, entry, bandwidth)
             if task.count_kernels and entry.row["kind"] == "backend":
-                _trace(entry, prompt)
+                _trace(task, entry, prompt)
     finally:
         for entry in entries:
             _close(entry)
@@ -190,11 +192,13 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
         row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
 
 
-def _trace(entry: _Entry, prompt: list[int]) -> None:
+def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
     subject = entry.subject
     if subject is not None:
         with _Guard(entry):
-            entry.row["kernels"] = trace_kernels(lambda: subject.generate(prompt, TRACED_TOKENS))
+            short = prompt[:TRACED_PROMPT]
+            tokens = min(TRACED_TOKENS, task.max_context - len(short))
+            entry.row["kernels"] = trace_kernels(lambda: subject.generate(short, tokens))
 
 
 def _failures(task: Task, entries: list[_Entry]) -> list[str]:

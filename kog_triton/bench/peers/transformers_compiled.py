@@ -20,7 +20,9 @@ from kog_triton.bench.subjects import Run
 
 RAN = "this adapter has run on a CPU only, neither compiled nor captured"
 TRIALS = 3  # calls before a capture: the first compiles, and tunes its kernels
-OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
+# For the step: a product with one row becomes a reduction of the compiler's own, tuned in place, as codes
+# that decode at batch 1 ask for. A prompt's products are the library's.
+STEP_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 def absent(setting: Setting) -> str:
@@ -93,7 +95,7 @@ class TransformersCompiled:
         """What runs the step of one token; the cache has its tensors."""
         if self._step is None:
             work = partial(self._choose, self._token)
-            self._step = captured(work, self._restart, self._device)
+            self._step = captured(work, self._restart, self._device, STEP_OPTIONS)
         return self._step
 
     def _restart(self) -> None:
@@ -116,12 +118,15 @@ class TransformersCompiled:
 
 
 def captured(
-    work: Callable[[], None], before: Callable[[], None], device: torch.device
+    work: Callable[[], None],
+    before: Callable[[], None],
+    device: torch.device,
+    options: dict[str, Any] | None = None,
 ) -> Callable[[], None]:
     """`work` compiled and in a CUDA graph; on a CPU as it is. `before` precedes each trial of it."""
     if device.type == "cpu":
         return work
-    compiled: Any = torch.compile(work, fullgraph=True, dynamic=False, options=OPTIONS)
+    compiled: Any = torch.compile(work, fullgraph=True, dynamic=False, options=options)
     for _ in range(TRIALS):
         before()
         compiled()
