@@ -141,7 +141,7 @@ FAULTS = {
         "lanes, at once then late",
     ),
     "rope turns backwards": Fault(
-        "attention", "return a0 * cos0 - b0 * sin0", "return a0 * cos0 + b0 * sin0", "llama",
+        "attention", "a0 * cos0 - b0 * sin0", "a0 * cos0 + b0 * sin0", "llama",
     ),
     "gate and up are swapped": Fault(
         "layer", "h = gate / (1.0 + tl.exp(-gate)) * up", "h = up / (1.0 + tl.exp(-up)) * gate",
@@ -155,10 +155,11 @@ FAULTS = {
         "attention", "newest = split == used - 1", "newest = split < used", "long",
     ),
     "splits are added as if their maxima were equal": Fault(
-        "attention", "tl.exp2(top - tl.max(top, axis=0))", "top * 0 + 1", "long",
+        "attention", "tl.exp2(top - tl.max(top, axis=0)[None, :])", "top * 0 + 1", "long",
     ),
     "the value is turned like a key": Fault(
-        "attention", "row == GROUP + 1, constants", "row == GROUP + 2, constants", "qwen3",
+        "attention", "quarters(w[4], w[5], kv_mask, S), S)",
+        "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",
