@@ -6,6 +6,7 @@ A process of its own, because the tests' own import of Triton interprets kernels
 import json
 import sys
 
+import triton
 from ring_walker import spec_of
 from test_lowering import lanes
 
@@ -27,4 +28,5 @@ if __name__ == "__main__":
         reports.append(
             compile_report(spec, target, **sizes, rules=rules, stage="" if rules else variant)
         )
+    print(f"compiled by triton {triton.__version__}", file=sys.stderr)
     print(json.dumps([vars(report) for report in reports]))

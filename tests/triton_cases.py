@@ -45,8 +45,9 @@ class Case:
     num_blocks: int = 4
     depth: int = 1
     tokens: tuple[int, ...] = PROMPT
-    split_least: int = 16  # attention.SPLIT_LEAST and BLOCK_N: small ones give a short context what
-    block_n: int = 64  # a long one has
+    split_least: int = 16  # attention.SPLIT_LEAST, BLOCK_N and FEW: small ones give a short context
+    block_n: int = 64  # what a long one has
+    few: int = 128
 
 
 def backend_of(case: Case, weights=None, limit: int = 1 << 22, num_slots: int = 1) -> TritonBackend:

@@ -125,8 +125,8 @@ class Tiles:
 
     @property
     def split_words(self) -> int:
-        """Of one split of one key/value head: output, maximum and sum of every query head."""
-        return self.heads // self.kv_heads * (self.head_dim + 2)
+        """Of one split of one key/value head: the output of every query head, and how much it weighs."""
+        return self.heads // self.kv_heads * (self.head_dim + 1)
 
     @property
     def regions(self) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,7 @@
 """The Triton megakernel on a GPU: conformance with the reference, repeatability, requests, hangs, leaks."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
+from kog_triton.bench.trace import trace_kernels
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
@@ -192,6 +194,33 @@ def test_a_hang_is_an_error_and_the_next_request_runs():
     assert "layer" in str(last.error)
     backend.memory.pointers = patient
     np.testing.assert_array_equal(backend.forward_logits([3, 7, 12]), whole)
+
+
+@pytest.mark.parametrize("patience, expires", [(0.2, True), (3.0, False)])
+def test_waits_are_bounded_in_seconds(patience, expires):
+    """A mask that takes 0.7 s: a kernel that may wait 0.2 s gives up, one that may wait 3 s does not."""
+    backend = TritonBackend(ArrayWeights(TINY["llama"]), BackendOptions(max_context=64))
+    backend.memory.pointers = backend.memory.pointers._replace(limit=int(patience * 1e9) >> 10)
+
+    def slow(output: list[int]) -> None:
+        time.sleep(0.7 if len(output) == 1 else 0.0)
+
+    request = Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 4, mask=slow)
+    (steps,) = served(backend, request)
+    if expires:
+        assert "for the host's mask of token 2" in str(steps[-1].error)
+    else:
+        assert len(steps) == 4
+
+
+def test_one_kernel_serves_a_request():
+    """By torch's profiler: prompt, decode, sampling and stop in one launch, with copies around it."""
+    options = BackendOptions(max_context=64, prefill="kernel")
+    backend = TritonBackend(ArrayWeights(TINY["llama"]), options)
+    request = Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 40)
+    served(backend, request)
+    seen = trace_kernels(lambda: served(backend, request))
+    assert list(seen["kernels"]) == ["decode_kernel"] and seen["launches"] == 1
 
 
 def test_a_thousand_requests_leave_no_memory_behind(llm):

@@ -1,9 +1,9 @@
 """Attention of one new token: every block takes one key/value head and one split of the context.
 
 The block rotates its query heads, walks its part of the cache with an online softmax (arXiv 2205.14135) and
-publishes output, maximum and sum; the splits of a head then join them, each for some of the query heads, in
-the order of the splits. The last split also takes the new key and value, which travel in words like the
-queries, and appends them to the cache.
+publishes what it found, and the logarithm of what that weighs; the splits of a head then join them, each for
+some of the query heads, in the order of the splits. The last split also takes the new key and value, which
+travel in words like the queries, and appends them to the cache.
 """
 
 import triton
@@ -15,69 +15,132 @@ from kog_triton.backends.triton.words import (
     complain,
     complain_also,
     in_range,
+    load_polled,
     pack_f32,
+    poll,
     publish_pairs,
+    settle,
+    stale,
     unpack_f32,
     unpack_pair,
 )
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step
+# A split of more positions than FEW takes DEEP_BYTES of keys at a step.
+FEW: tl.constexpr = tl.constexpr(128)
+DEEP_BYTES: tl.constexpr = tl.constexpr(32 * 1024)
+DEEP_STAGES: tl.constexpr = tl.constexpr(1)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
 
 
-@triton.jit
-def elements(ptr, index, mask, phase, S: tl.constexpr):
-    """16-bit elements out of pair words, by element index: values, and whether a word was stale."""
-    w = load_shared(ptr + (index >> 1), mask, phase, S)
-    first, second = unpack_pair(w, S)
-    return tl.where(mask, tl.where((index & 1) == 1, second, first), 0.0), (w ^ phase) & 1
+# ---- queries, the new key and the new value ----
+#
+# They travel as pair words, and the rotation pairs value e of a row with value e + head_dim / 2. So the lower and
+# the upper halves of rows are polled as two tensors of words, [rows, head_dim / 4], whose loads coalesce, and become
+# four of values: lower even, lower odd, upper even, upper odd. A row is put together without moving data.
+
+
+@triton.constexpr_function
+def quarter(S):
+    """Words of half a row, as a power of two."""
+    return triton.next_power_of_2(S.head_dim // 4)
+
+
+@triton.constexpr_function
+def head_rows(S):
+    """Rows of a key/value head: its queries. tl.dot wants 16."""
+    return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
 
 
 @triton.jit
-def load_heads(words, q_row, kv_row, i, other, q_mask, kv_mask, phase, S: tl.constexpr):
-    """Queries, the new key (both with their partners in the rotation) and the new value; 1 if any word is stale."""
-    D: tl.constexpr = S.head_dim
-    q, bad_q = elements(words, q_row + i, q_mask, phase, S)
-    q_other, bad_o = elements(words, q_row + other, q_mask, phase, S)
-    k, bad_k = elements(words, kv_row + i, kv_mask, phase, S)
-    k_other, bad_p = elements(words, kv_row + other, kv_mask, phase, S)
-    v, bad_v = elements(words, kv_row + S.kv_heads * D + i, kv_mask, phase, S)
-    return q, q_other, k, k_other, v, tl.max((bad_q | bad_o) | (bad_k | bad_p | bad_v))
+def element(i, S: tl.constexpr):
+    """The element of a head at place i of a row that is assembled from quarters, and whether there is one."""
+    HALF: tl.constexpr = S.head_dim // 2
+    PLACES: tl.constexpr = 2 * quarter(S)
+    if PLACES == HALF:
+        return i, i < S.head_dim
+    else:
+        return i // PLACES * HALF + i % PLACES, (i % PLACES < HALF) & (i < 2 * PLACES)
 
 
 @triton.jit
-def rotate(a, b, gain, gain_other, cos, sin, S: tl.constexpr):
-    """A head's elements a, with partners b, normalized if the model asks, turned by cos and sin."""
+def load_heads(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
+    """Words of the lower and the upper halves of the queries, the key and the value; 1 if any is stale."""
+    q, k, v, q_mask, kv_mask = given
+    w = ()
+    w = w + (load_polled(q, q_mask, phase, S), load_polled(q + S.head_dim // 4, q_mask, phase, S))
+    w = w + (load_polled(k, kv_mask, phase, S), load_polled(k + S.head_dim // 4, kv_mask, phase, S))
+    w = w + (load_polled(v, kv_mask, phase, S), load_polled(v + S.head_dim // 4, kv_mask, phase, S))
+    return w, stale(w, phase, 6)
+
+
+@triton.jit
+def quarters(lower, upper, mask, S: tl.constexpr):
+    """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
+    a0, a1 = unpack_pair(settle(lower), S)
+    b0, b1 = unpack_pair(settle(upper), S)
+    return (
+        tl.where(mask, a0, 0.0),
+        tl.where(mask, a1, 0.0),
+        tl.where(mask, b0, 0.0),
+        tl.where(mask, b1, 0.0),
+    )
+
+
+@triton.jit
+def rotated(x, gains, constants, S: tl.constexpr):
+    """Quarters of rows, normalized if the model asks, and turned."""
+    a0, a1, b0, b1 = x
+    _, cos0, cos1, sin0, sin1, _, _ = constants
     if S.qk_norm:
-        scale = tl.rsqrt(tl.sum(a * a, axis=1, keep_dims=True) / S.head_dim + S.norm_eps)
-        a *= scale * gain
-        b *= scale * gain_other
-    return a * cos + b * sin
+        square = tl.sum(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, axis=1, keep_dims=True)
+        scale = tl.rsqrt(square / S.head_dim + S.norm_eps)
+        a0 *= scale * gains[0]
+        a1 *= scale * gains[1]
+        b0 *= scale * gains[2]
+        b1 *= scale * gains[3]
+    return (
+        a0 * cos0 - b0 * sin0,
+        a1 * cos1 - b1 * sin1,
+        b0 * cos0 + a0 * sin0,
+        b1 * cos1 + a1 * sin1,
+    )
+
+
+@triton.jit
+def assembled(x, S: tl.constexpr):
+    """Quarters [rows, n] as rows [rows, 4 n]; `element` says what stands where."""
+    ROWS: tl.constexpr = x[0].shape[0]
+    PLACES: tl.constexpr = 2 * quarter(S)
+    lower = tl.reshape(tl.join(x[0], x[1]), (ROWS, PLACES))
+    upper = tl.reshape(tl.join(x[2], x[3]), (ROWS, PLACES))
+    return tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (ROWS, 2 * PLACES))
+
+
+@triton.jit
+def four_quarters(ptr, S: tl.constexpr):
+    """A head's float32 values in four tensors [1, n]."""
+    j = tl.arange(0, quarter(S))[None, :]
+    inside = j < S.head_dim // 4
+    out = ()
+    for i in tl.static_range(4):
+        at = ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2
+        out = out + (tl.load(at, mask=inside, other=0.0),)
+    return out
 
 
 @triton.jit
 def ask_constants(layer, position, p, S: tl.constexpr):
-    """What attention needs and no block sends, asked for early: the window, rotation and gains, [1, head_dim]."""
-    D: tl.constexpr = S.head_dim
-    DP: tl.constexpr = triton.next_power_of_2(D)
-    col = tl.arange(0, DP)[None, :]
-    other = tl.where(col < D // 2, col + D // 2, col - D // 2)
-    inside = col < D
+    """What attention needs and no block sends, asked for early: window, cosines, sines, gains of queries and keys."""
     window = tl.load(p.windows + layer)
-    angle = p.rope + position * D + col % (D // 2)
-    cos = tl.load(angle, mask=inside, other=0.0)
-    sin = tl.load(angle + D // 2, mask=inside, other=0.0)
-    sin = tl.where(col < D // 2, -sin, sin)
+    cos0, cos1, sin0, sin1 = four_quarters(p.rope + position * S.head_dim, S)
     if S.qk_norm:
-        gains = p.qk_gains + layer * 2 * D
-        q_gain = tl.load(gains + col, mask=inside, other=0.0)
-        q_gain_other = tl.load(gains + other, mask=inside, other=0.0)
-        k_gain = tl.load(gains + D + col, mask=inside, other=0.0)
-        k_gain_other = tl.load(gains + D + other, mask=inside, other=0.0)
-        return window, cos, sin, q_gain, q_gain_other, k_gain, k_gain_other
+        gains = p.qk_gains + layer * 2 * S.head_dim
+        q_gains, k_gains = four_quarters(gains, S), four_quarters(gains + S.head_dim, S)
+        return window, cos0, cos1, sin0, sin1, q_gains, k_gains
     else:
-        return window, cos, sin, cos, cos, cos, cos
+        return window, cos0, cos1, sin0, sin1, 0, 0
 
 
 @triton.jit
@@ -125,17 +188,42 @@ def num_splits(length, S: tl.constexpr):
 
 
 @triton.jit
+def load_cached(cache, at, end, S: tl.constexpr, N: tl.constexpr):
+    """Keys and values [N, head_dim] of the positions from `at` on, zeros from `end` on."""
+    i, inside = element(tl.arange(0, 4 * quarter(S)), S)
+    n = at + tl.arange(0, N)
+    spot = n[:, None] * S.head_dim + i[None, :]
+    valid = (n < end)[:, None] & inside[None, :]
+    key = tl.load(cache + spot, mask=valid, other=0.0)
+    return key, tl.load(cache + S.max_context * S.head_dim + spot, mask=valid, other=0.0)
+
+
+@triton.jit
+def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.constexpr):
+    """One step of the online softmax: N cached positions from `at` on, those before `end`."""
+    score = dot(q, tl.trans(key), S)  # [rows, N]
+    score = tl.where((at + tl.arange(0, N) < end)[None, :], score, -float("inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    old = tl.exp2(top - new_top)
+    total = total * old + tl.sum(weight, axis=1)
+    return new_top, total, out * old[:, None] + dot(weight.to(value.dtype), value, S)
+
+
+@triton.jit
 def one_head(
     constants, layer, it, position, slot, lane, head, split, phase, alive, p, S: tl.constexpr
 ):
     """One key/value head over one split of positions [first, position]."""
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
-    DP: tl.constexpr = triton.next_power_of_2(D)
-    # tl.dot wants 16 rows, and a poll as many elements as threads (words.load_polled says why).
-    G: tl.constexpr = max(16, triton.next_power_of_2(GROUP), POLLED // DP)
-    g, i, n = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, BLOCK_N)
-    window, cos, sin, q_gain, q_gain_other, k_gain, k_gain_other = constants
+    DP: tl.constexpr = 4 * quarter(S)
+    G: tl.constexpr = head_rows(S)
+    DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
+    DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
+    g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
+    i, inside = element(tl.arange(0, DP), S)
+    window = constants[0]
     first = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)
     length = position + 1 - first
     used = num_splits(length, S)
@@ -147,43 +235,34 @@ def one_head(
     home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     values_at = S.max_context * D
-    spot = (start + n)[:, None] * D + i[None, :]
-    valid = ((start + n) < end)[:, None] & (i < D)[None, :]
     # On its way while we wait for the queries.
-    key = tl.load(cache + spot, mask=valid, other=0.0)
-    value = tl.load(cache + values_at + spot, mask=valid, other=0.0)
+    key, value = load_cached(cache, start, end, S, BLOCK_N)
 
-    col = i[None, :]
-    other = tl.where(col < D // 2, col + D // 2, col - D // 2)
-    inside = col < D
     newest = split == used - 1  # this split takes the new key and value
     words = p.words + S.region("qkv") + lane * S.qkv_words
-    q_row = (head * GROUP + g)[:, None] * D
-    kv_row = (S.heads + head) * D + g[:, None] * 0
-    mask = (g < GROUP)[:, None] & inside
-    kv_mask = inside & newest & (g >= 0)[:, None]
-    a, b, k, k_other, v, bad = load_heads(words, q_row, kv_row, col, other, mask, kv_mask, phase, S)
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        a, b, k, k_other, v, bad = load_heads(
-            words, q_row, kv_row, col, other, mask, kv_mask, phase, S
-        )
-        tries += 1
+    row = tl.arange(0, G)[:, None]
+    mask = (row < GROUP) & (j < D // 4)
+    kv_mask = (row >= 0) & (j < D // 4) & newest
+    q = words + (head * GROUP + row) * (D // 2) + j
+    k = words + (S.heads + head + row * 0) * (D // 2) + j  # the same in all rows
+    given = (q, k, k + S.kv_heads * (D // 2), mask, kv_mask)
+    w, bad = poll(load_heads, given, phase, alive, p, S)
     if (bad != 0) & (alive != 0):
-        row: tl.constexpr = D // 2  # words
-        complain(words + head * GROUP * row, GROUP * row, phase, "attention qkv", layer, p)
+        run: tl.constexpr = D // 2  # words
+        complain(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
         if newest:
-            complain_also(words + (S.heads + head) * row, row, S.kv_heads * row, 2, p)
+            complain_also(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
     alive = tl.where(bad != 0, 0, alive)
     stamp(p, it, 2, S)
-    q = rotate(a, b, q_gain, q_gain_other, cos, sin, S)
+    q = assembled(rotated(quarters(w[0], w[1], mask, S), constants[5], constants, S), S)
     q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
     # The new key and value as everybody will read them from the cache: rounded.
-    k = rotate(k, k_other, k_gain, k_gain_other, cos, sin, S)
+    k = assembled(rotated(quarters(w[2], w[3], kv_mask, S), constants[6], constants, S), S)
+    v = assembled(quarters(w[4], w[5], kv_mask, S), S)
     k16 = in_range(k, S).to(p.kv.dtype.element_ty)
     v16 = v.to(p.kv.dtype.element_ty)
-    here = cache + position * D + col + g[:, None] * 0
-    once = kv_mask & (g == 0)[:, None]
+    here = cache + position * D + i[None, :] + row * 0
+    once = inside[None, :] & newest & (row == 0)
     store_shared(here, k16, once)
     store_shared(here + values_at, v16, once)
     own = tl.sum(q * k16.to(tl.float32), axis=1)
@@ -191,43 +270,35 @@ def one_head(
     total = tl.where(newest, own * 0.0 + 1.0, 0.0)
     out = tl.where(newest, q * 0.0 + v16.to(tl.float32), 0.0)
     q16 = q.to(p.kv.dtype.element_ty)
-    for at in range(start, end, BLOCK_N):
-        score = dot(q16, tl.trans(key), S)  # [G, BLOCK_N]
-        score = tl.where(((n + at) < end)[None, :], score, -float("inf"))
-        now = value
-        spot = (n + at + BLOCK_N)[:, None] * D + i[None, :]
-        valid = ((n + at + BLOCK_N) < end)[:, None] & (i < D)[None, :]
-        key = tl.load(cache + spot, mask=valid, other=0.0)
-        value = tl.load(cache + values_at + spot, mask=valid, other=0.0)
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_top[:, None])
-        old = tl.exp2(top - new_top)
-        total = total * old + tl.sum(weight, axis=1)
-        out = out * old[:, None] + dot(weight.to(now.dtype), now, S)
-        top = new_top
+    deep = (end - start > FEW) & DEEP
+    for at in range(start, tl.where(deep, start, end), BLOCK_N):
+        now_key, now_value = key, value
+        key, value = load_cached(cache, at + BLOCK_N, end, S, BLOCK_N)
+        top, total, out = add_keys(q16, top, total, out, now_key, now_value, at, end, S, BLOCK_N)
+    if DEEP:
+        for at in tl.range(tl.where(deep, start, end), end, DEEP_N, num_stages=DEEP_STAGES):
+            keys, values = load_cached(cache, at, end, S, DEEP_N)
+            top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
     # Every split publishes every time, in use or not, so that all phases keep step.
     base = (
         p.words
         + S.region("splits")
         + ((lane * S.kv_heads + head) * S.splits + split) * S.split_words
     )
-    store_shared(base + g[:, None] * D + i[None, :], pack_f32(out, phase), mask)
-    store_shared(base + GROUP * D + g, pack_f32(top, phase), g < GROUP)
-    store_shared(base + GROUP * (D + 1) + g, pack_f32(total, phase), g < GROUP)
+    total = tl.where(total == 0.0, 1.0, total)
+    out = pack_f32(out / total[:, None], phase)
+    store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
+    store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
     stamp(p, it, 3, S)
     return alive
 
 
 @triton.jit
-def load_splits(part, g, col, mine, phase, S: tl.constexpr):
-    """Output, maximum and sum of query head g in every split; 1 if any word is stale."""
-    D: tl.constexpr = S.head_dim
-    GROUP: tl.constexpr = S.heads // S.kv_heads
-    w = load_shared(part + g * D + col, mine & (col < D), phase, S)
-    everywhere = mine & (col >= 0)  # [splits, head_dim], like the output: polls are never small
-    t = load_shared(part + GROUP * D + g + col * 0, everywhere, phase, S)
-    n = load_shared(part + GROUP * (D + 1) + g + col * 0, everywhere, phase, S)
-    return w, t, n, tl.max(((w ^ phase) | (t ^ phase) | (n ^ phase)) & 1)
+def load_splits(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
+    """A query head's output and weight in every split, both [splits, head_dim]; 1 if any is stale."""
+    outputs, weights, mask = given
+    w = (load_shared(outputs, mask, phase, S), load_shared(weights, mask, phase, S))
+    return w, stale(w, phase, 2)
 
 
 @triton.jit
@@ -246,19 +317,16 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
         for g in range(split, GROUP, used):
             mine = (s < used)[:, None]
             part = base + s[:, None] * S.split_words
-            col = i[None, :]
-            w, t, n, bad = load_splits(part, g, col, mine, phase, S)
-            tries = 0
-            while (bad != 0) & (tries < p.limit * alive):
-                w, t, n, bad = load_splits(part, g, col, mine, phase, S)
-                tries += 1
+            have = mine & (i < D)[None, :]
+            given = (part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0, have)
+            w, bad = poll(load_splits, given, phase, alive, p, S)
             if (bad != 0) & (alive != 0):
                 complain(base, used * S.split_words, phase, "attention splits", layer, p)
             alive = tl.where(bad != 0, 0, alive)
-            top = tl.where(mine, unpack_f32(t), -float("inf"))
+            top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
             share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
-            total = tl.sum(share * tl.where(mine, unpack_f32(n), 0.0), axis=0)
-            out = tl.sum(share * unpack_f32(w), axis=0) / total
+            out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
+            out = out / tl.sum(share, axis=0)
             words = p.words + S.region("attention") + lane * S.attention_words
             publish_pairs(words + (head * GROUP + g) * (D // 2), 0, out, D, phase, S, DP)
     return alive

@@ -72,7 +72,11 @@ class TritonBackend:
         self._launch_options: dict[str, Any] = {}
         if vendor != "cpu":
             warps = NUM_WARPS if vendor == "nvidia" else NUM_WARPS // 2
-            self._launch_options = {"num_warps": warps, "launch_cooperative_grid": True}
+            self._launch_options = {
+                "num_warps": warps,
+                "launch_cooperative_grid": True,
+                "enable_fp_fusion": True,  # Triton 3.10 turns it off by default
+            }
 
     # ---- doors ----
 
@@ -119,6 +123,7 @@ class TritonBackend:
         held = [
             t for name, t in p._asdict().items() if name != "wide" and isinstance(t, torch.Tensor)
         ]
+        held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
         weights = m.weight_bytes
         if self.library is not None:
@@ -181,8 +186,9 @@ class TritonBackend:
     def _launch(self, pointers: Any, rules: bool) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel import decode_kernel
 
-        pointers.words.zero_()
-        pointers.error.zero_()
+        # Copies and not fills, which would be kernels: a request that needs no library runs in one.
+        pointers.words.copy_(self.memory.blank_words)
+        pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         decode_kernel[grid](pointers, self.tiles, rules, **self._launch_options)
         if self.device.type != "cuda":
@@ -203,7 +209,7 @@ class TritonBackend:
     ) -> None:
         from kog_triton.backends.triton.stage_kernel import stage_kernel
 
-        pointers.error.zero_()
+        pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options

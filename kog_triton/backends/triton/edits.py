@@ -13,8 +13,8 @@ import triton.language as tl
 
 from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.slots import MADE, field, mail_of, request_of, state_of
-from kog_triton.backends.triton.sync import load_shared, meet
-from kog_triton.backends.triton.words import POLLED, complain
+from kog_triton.backends.triton.sync import meet
+from kog_triton.backends.triton.words import POLLED, wait_tagged
 
 PENALIZED: tl.constexpr = tl.constexpr(int(Flag.PENALIZED))
 BIASED: tl.constexpr = tl.constexpr(int(Flag.BIASED))
@@ -105,17 +105,8 @@ def wait_mask(ids, mine, number, slot, alive, p, S: tl.constexpr):
     copy = tl.arange(0, COPIES)[:, None]
     ptr = mail_of(slot, p, "mask", S) + (ids >> 5)[None, :] + copy * 0
     asked = mine[None, :] & (copy >= 0)
-    tag = number.to(tl.int64)
-    w = load_shared(ptr, asked, tag << 32, S)
-    bad = tl.max(((w >> 32) != tag).to(tl.int32))
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_shared(ptr, asked, tag << 32, S)
-        bad = tl.max(((w >> 32) != tag).to(tl.int32))
-        tries += 1
-    if (bad != 0) & (alive != 0):
-        complain(p.words, 0, number, "sample mask", 0, p)
-    return tl.max(w & 0xFFFFFFFF, axis=0).to(tl.int32), tl.where(bad != 0, 0, alive)
+    w, alive = wait_tagged(ptr, asked, number, alive, "sample mask", p, S)
+    return tl.max(w, axis=0).to(tl.int32), alive
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.edits import edited, remember
 from kog_triton.backends.triton.logprobs import deliver, deliver_own
 from kog_triton.backends.triton.matvec import rowwise
-from kog_triton.backends.triton.residual import add_planes, gained
+from kog_triton.backends.triton.residual import add_planes, rms_norm, rounded
 from kog_triton.backends.triton.sample import best_of, is_void
 from kog_triton.backends.triton.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.sync import meet, store_shared
@@ -38,9 +38,8 @@ VOTING: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
 def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
     """`before` is 1 where the rows already hold the other lanes' share (CONCAT)."""
     ROWS: tl.constexpr = T.tile_rows
-    logits, first, scale, vocab_first, before = out
+    logits, first, vocab_first, before = out
     r = first + unit * ROWS + tl.arange(0, ROWS)
-    y = y * scale
     if S.head_mode == CONCAT:
         y += tl.load(logits + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
     tl.store(logits + vocab_first + r, y, mask=r < T.rows)
@@ -53,18 +52,14 @@ def send_part(
 ):
     """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
     HALF: tl.constexpr = S.hidden_size // 2
-    normed, square = gained(x, gains, CHUNKS)
-    scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
+    if S.head_mode != SUM_THEN_NORM:
+        x = rms_norm(x, gains, S, CHUNKS)
     part = p.words + S.region("part") + lane * S.hidden_size
     for c in tl.static_range(CHUNKS):
         j = c * WORDS + index(WORDS)
         mine = (j < HALF) & (j * S.group // HALF == place)
         for plane in tl.static_range(2):
-            if S.head_mode == SUM_THEN_NORM:
-                value = x[2 * c + plane]
-            else:
-                value = normed[2 * c + plane] * scale
-            store_shared(part + plane * HALF + j, pack_f32(value, phase), mine)
+            store_shared(part + plane * HALF + j, pack_f32(x[2 * c + plane], phase), mine)
 
 
 @triton.jit
@@ -89,7 +84,7 @@ def mix_lanes(
     CHUNKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The head's input from all lanes, its scale, and alive."""
+    """The head's input from all lanes, and alive."""
     HALF: tl.constexpr = S.hidden_size // 2
     SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
     ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
@@ -112,11 +107,9 @@ def mix_lanes(
         p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, CHUNKS
     )
     y = add_planes(zeros_like(x, 2 * CHUNKS), w, HALF, CHUNKS, WORDS)
-    if S.head_mode == MEAN:
-        return y, 1.0, alive
-    else:
-        y, square = gained(y, gains, CHUNKS)
-        return y, tl.rsqrt(square / S.hidden_size + S.norm_eps), alive
+    if S.head_mode == SUM_THEN_NORM:
+        y = rms_norm(y, gains, S, CHUNKS)
+    return y, alive
 
 
 @triton.jit
@@ -129,11 +122,12 @@ def score_lanes(x, logits, first, block, head, next_base, ring, phase, alive, p,
         w, alive = wait_planes(
             part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.chunks
         )
-        xs = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
+        y = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
+        xs = rounded(y, S, Q.chunks)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
-        out = (logits, first, 1.0, 0, j)
+        out = (logits, first, 0, j)
         out, ring = rowwise(base, after, block, ring, xs, out, S, 4, store_logits)
         meet(S)  # the next lane's share is added to what other threads stored
     return ring, alive
@@ -155,13 +149,13 @@ def score(
         )
     else:
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
-            xs, scale, alive = mix_lanes(
+            y, alive = mix_lanes(
                 x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
             )
         else:
-            xs, square = gained(x, gains, Q.chunks)
-            scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
-        out = (logits, first, scale, vocab_first, 0)
+            y = rms_norm(x, gains, S, Q.chunks)
+        xs = rounded(y, S, Q.chunks)
+        out = (logits, first, vocab_first, 0)
         out, ring = rowwise(head, next_base, block, ring, xs, out, S, 4, store_logits)
     return ring, alive
 

@@ -39,7 +39,7 @@ def run_layers(
     gains = load_gains(0, lane, p, S)
     x = load_embedding(token, p, S, Q.chunks, Q.tile_words)
     base = p.weights + tl.zeros((), tl.int64)
-    for layer in range(S.num_layers):
+    for layer in tl.range(S.num_layers, disable_licm=True):
         following = (base + S.layer_words).to(tl.int64)
         last = layer == S.num_layers - 1
         after = tl.where(last, next_base.to(tl.int64), following).to(base.dtype)

@@ -3,7 +3,7 @@
     x --rms_norm--> qkv_proj ==> attention ==> o_proj ==> x --rms_norm--> gate_up_proj ==> down_proj ==> x
                             words         words      words                            words          words
 
-The 1 / rms of a norm is applied to the result: the multiplication starts before it is known.
+A block keeps x in float32, a share in each thread; for a multiplication it is normed and rounded to 16 bits.
 """
 
 import triton
@@ -14,10 +14,11 @@ from kog_triton.backends.triton.matvec import rowwise, skip_phantoms, wired
 from kog_triton.backends.triton.residual import (
     ask_past,
     bias_at,
-    gained,
     join,
     load_gains,
     publish_module,
+    rms_norm,
+    rounded,
 )
 from kog_triton.backends.triton.sync import fence, stamp
 from kog_triton.backends.triton.words import publish_pairs, wait_pairs
@@ -34,9 +35,8 @@ POINTS = (
 @triton.jit
 def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
-    base, bias, first, scale, phase = out
+    base, bias, first, phase = out
     row = first + unit * ROWS
-    y = y * scale
     if S.qkv_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
@@ -48,9 +48,8 @@ def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
     PAIRS: tl.constexpr = T.tile_rows // 2
-    base, bias, first, scale, phase = out
+    base, bias, first, phase = out
     row = first + unit * ROWS
-    y = y * scale
     if S.mlp_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
@@ -67,11 +66,10 @@ def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 def qkv_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S: tl.constexpr):
     """Publish the block's rows of q, k and v; returns the ring."""
     T: tl.constexpr = S.stages[0]
-    xs, square = gained(x, gains, T.chunks)
-    scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
+    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (words, bias, place * T.block_rows, scale, phase)
+    out = (words, bias, place * T.block_rows, phase)
     out, ring = rowwise(base, next_base, block, ring, xs, out, S, 0, store_qkv)
     return ring
 
@@ -116,11 +114,10 @@ def gate_up_proj(
 ):
     """Publish the block's rows of silu(gate) * up; returns the ring."""
     T: tl.constexpr = S.stages[2]
-    xs, square = gained(x, gains, T.chunks)
-    scale = tl.rsqrt(square / S.hidden_size + S.norm_eps)
+    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
-    out = (words, bias, place * T.block_rows, scale, phase)
+    out = (words, bias, place * T.block_rows, phase)
     out, ring = rowwise(base, next_base, block, ring, xs, out, S, 2, silu_mul)
     return ring
 

@@ -13,7 +13,11 @@ import math
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.words import LINE
+from kog_triton.backends.triton.sync import pin, pin_address
+from kog_triton.backends.triton.words import LINE, high, low, unscaled
+
+# Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
+HELD_WORDS: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.constexpr_function
@@ -51,7 +55,7 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
     WIDE: tl.constexpr = min(WORDS, LINE)
     r, k, c = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WORDS // WIDE)
     offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
-    ptr = base + T.offset + (tile * S.num_blocks + block) * T.words
+    ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
     return tl.load(ptr + offset, eviction_policy="evict_first")
 
 
@@ -78,21 +82,23 @@ def fill(base, block, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def multiply(w, even, odd, S: tl.constexpr, T: tl.constexpr):
-    """Partial products of a tile, summed within a thread over its lines: [tile_rows, LINE]."""
-    if S.f16:
-        first = (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        second = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        first = (w << 16).to(tl.float32, bitcast=True)
-        second = (w & -65536).to(tl.float32, bitcast=True)
-    return tl.sum(first * even[None, :, :] + second * odd[None, :, :], axis=1)
+def multiply(w, x, S: tl.constexpr):
+    """Products of a tile and words x [lines, LINE], as far as a thread can sum them alone: [tile_rows, LINE / 4]."""
+    x = x[None, :, :]
+    products = low(w, S) * low(x, S) + high(w, S) * high(x, S)
+    ROWS: tl.constexpr = w.shape[0]
+    LINES: tl.constexpr = w.shape[1]
+    QUADS: tl.constexpr = w.shape[2] // 4
+    return tl.sum(tl.sum(tl.reshape(products, (ROWS, LINES, QUADS, 4)), axis=3), axis=1)
 
 
 @triton.jit
-def add_chunk(total, w, xs, S: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexpr):
+def add_chunk(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr):
     """The sums of a row tile with one more tile along K; the first one starts anew."""
-    part = multiply(w, xs[2 * CHUNK], xs[2 * CHUNK + 1], S, T)
+    if HELD:
+        part = multiply(w, xs[CHUNK], S)
+    else:
+        part = multiply(w, pin(xs[CHUNK], S), S)
     if CHUNK == 0:
         return part
     else:
@@ -101,23 +107,27 @@ def add_chunk(total, w, xs, S: tl.constexpr, T: tl.constexpr, CHUNK: tl.constexp
 
 @triton.jit
 def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
-    """weight @ x for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
+    """weight @ the pairs of operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
+    CHUNKS: tl.constexpr = T.chunks
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
-    TILES: tl.constexpr = T.tiles
     sums = ()
     for u in tl.static_range(UNITS):
-        sums = sums + (tl.zeros((ROWS, WIDE), tl.float32),)
-    for i in tl.static_range(TILES):
-        part = multiply(ring[0], xs[2 * (i // UNITS)], xs[2 * (i // UNITS) + 1], S, T)
-        # The row tile whose turn it is comes first; it goes last.
-        sums = sums[1:] + (sums[0] + part,)
-        ring = ring[1:] + (fetch(base, next_base, block, S, position(S, STAGE, i + S.depth)),)
+        sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
+    for c in tl.static_range(CHUNKS):
+        x = pin(xs[c], S)  # every warp's copy of a chunk lives as long as its tiles
+        for u in tl.static_range(UNITS):
+            # The row tile whose turn it is comes first; it goes last.
+            sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
+            following = fetch(
+                base, next_base, block, S, position(S, STAGE, c * UNITS + u + S.depth)
+            )
+            ring = ring[1:] + (following,)
     ys = ()
     for u in tl.static_range(UNITS):
-        ys = ys + (tl.sum(sums[u], axis=1),)
+        ys = ys + (unscaled(tl.sum(sums[u], axis=1), S),)
     return ys, ring
 
 
@@ -150,16 +160,22 @@ def rowwise(
     WIDE: tl.constexpr = min(T.tile_words, LINE)
     TURN: tl.constexpr = turn_tiles(T.chunks, S.depth)
     TURNS: tl.constexpr = turns(T.tiles, T.chunks, S.depth)
-    total = tl.zeros((ROWS, WIDE), tl.float32)
+    total = tl.zeros((ROWS, WIDE // 4), tl.float32)
+    HELD: tl.constexpr = T.chunks * T.tile_words <= HELD_WORDS
+    if HELD:
+        held = ()
+        for c in tl.static_range(CHUNKS):
+            held = held + (pin(xs[c], S),)
+        xs = held
     for turn in range(TURNS):
         for i in tl.static_range(TURN):
-            total = add_chunk(total, ring[0], xs, S, T, i % CHUNKS)
+            total = add_chunk(total, ring[0], xs, S, HELD, i % CHUNKS)
             ring = ring[1:] + (load_tile(base, turn * TURN + i + S.depth, block, S, STAGE),)
             if i % CHUNKS == CHUNKS - 1:
                 unit = turn * (TURN // T.chunks) + i // T.chunks
                 out = EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
     for i in tl.static_range(TURN * TURNS, TILES):
-        total = add_chunk(total, ring[0], xs, S, T, i % CHUNKS)
+        total = add_chunk(total, ring[0], xs, S, HELD, i % CHUNKS)
         if STAGE < 4:
             ring = ring[1:] + (fetch(base, next_base, block, S, position(S, STAGE, i + S.depth)),)
         elif i + S.depth < T.tiles:

@@ -20,7 +20,7 @@ from kog_triton.schedule.tiles import LAYER, Tiles
 Tensor = torch.Tensor
 Get = Callable[[str], Tensor]  # a canonical weight, on the device
 HALF = {False: torch.bfloat16, True: torch.float16}
-PATIENCE = 1 << 22  # tries of a wait: seconds
+PATIENCE = 1 << 22  # of a wait, in units of 1,024 ns: 4 seconds
 
 
 @dataclass
@@ -29,6 +29,8 @@ class Memory:
 
     pointers: Pointers
     weight_bytes: int
+    blank_words: Tensor  # zeros: what `pointers.words` and `error` hold before a launch
+    blank_error: Tensor
 
 
 def allocate(
@@ -84,7 +86,8 @@ def allocate(
         mailbox=new_mailbox(tiles, num_slots, device),
         limit=PATIENCE,
     )
-    return Memory(pointers, arena.nbytes + embed.nbytes)
+    weight_bytes = arena.nbytes + embed.nbytes
+    return Memory(pointers, weight_bytes, torch.zeros_like(words), torch.zeros_like(pointers.error))
 
 
 def new_cache(tiles: Tiles, num_slots: int, device: torch.device) -> Tensor:

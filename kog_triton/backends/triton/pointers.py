@@ -36,4 +36,4 @@ class Pointers(NamedTuple):
     logits: Any  # float32 [1, vocab]; with ALL_LOGITS a row for every position from the first on
     mailbox: Any  # int64 [slots, mailbox_words], mapped
     # ---- scalars ----
-    limit: Any  # tries of a wait, each a read past the L1: about half a microsecond
+    limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries

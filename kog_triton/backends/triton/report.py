@@ -87,7 +87,8 @@ def _compile(source: ASTSource, target: str) -> CompileReport:
     amd = target.startswith("gfx")
     num_warps = NUM_WARPS // 2 if amd else NUM_WARPS
     machine = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
-    compiled = triton.compile(source, target=machine, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}  # as the backend launches it
+    compiled = triton.compile(source, target=machine, options=options)
     read = _read_amd if amd else _read_nvidia
     registers, spilled, instructions = read(compiled.asm)
     return CompileReport(

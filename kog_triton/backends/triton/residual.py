@@ -11,10 +11,13 @@ import triton.language as tl
 from kog_triton.backends.triton.words import (
     complain,
     complain_also,
+    half_bits,
     high,
     index,
     load_polled,
+    load_words,
     low,
+    poll_on,
     publish_planes,
     settle,
     unpack_f32,
@@ -59,14 +62,25 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def gained(x, gains, CHUNKS: tl.constexpr):
-    """x times the norm's gains, and the sum of squares of x."""
-    out = ()
+def rms_norm(x, gains, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """x over its root mean square, times the norm's gains."""
     square = x[0] * 0.0
     for c in tl.static_range(CHUNKS):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
-        out = out + (x[2 * c] * gains[2 * c], x[2 * c + 1] * gains[2 * c + 1])
-    return out, tl.sum(square)
+    scale = tl.rsqrt(tl.sum(square) / S.hidden_size + S.norm_eps)
+    out = ()
+    for i in tl.static_range(2 * CHUNKS):
+        out = out + (x[i] * scale * gains[i],)
+    return out
+
+
+@triton.jit
+def rounded(x, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """Planes as a matrix reads them: words of two values in the model's 16-bit type."""
+    out = ()
+    for c in tl.static_range(CHUNKS):
+        out = out + ((half_bits(x[2 * c + 1], S) << 16) | half_bits(x[2 * c], S),)
+    return out
 
 
 @triton.jit
@@ -166,11 +180,7 @@ def add_past(
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
     ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
     bad = tl.max((words ^ turn) & 1)
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        words = load_polled(ptr, mask, turn, S)
-        bad = tl.max((words ^ turn) & 1)
-        tries += 1
+    words, bad = poll_on(words, bad, load_words, (ptr, mask), turn, alive, p, S)
     if (bad != 0) & (alive != 0):
         REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
         base, turn = past_buffer(which, it - S.delay, p, S)

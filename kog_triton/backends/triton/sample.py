@@ -12,8 +12,7 @@ import triton.language as tl
 from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.noise import NOISE_SCALE, gumbel, random_word
 from kog_triton.backends.triton.slots import EXPIRED_ID, NO_LOGITS, NONE_ALLOWED_ID, VOID_ID, field
-from kog_triton.backends.triton.sync import load_shared
-from kog_triton.backends.triton.words import POLLED, complain
+from kog_triton.backends.triton.words import POLLED, wait_tagged
 
 GREEDY: tl.constexpr = tl.constexpr(int(Flag.GREEDY))
 
@@ -73,20 +72,9 @@ def winner(epoch, alive, p, S: tl.constexpr):
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 4)
     j = tl.arange(0, 4)[:, None] * S.num_blocks + tl.arange(0, NB)[None, :]
     mask = (tl.arange(0, NB) < S.num_blocks)[None, :] & (tl.arange(0, 4) >= 0)[:, None]
-    tag = epoch.to(tl.int64)
     ptr = candidates(epoch, p, S) + j
-    w = load_shared(ptr, mask, tag << 32, S)
-    bad = tl.max(((w >> 32) != tag).to(tl.int32))
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_shared(ptr, mask, tag << 32, S)
-        bad = tl.max(((w >> 32) != tag).to(tl.int32))
-        tries += 1
-    if (bad != 0) & (alive != 0):
-        complain(p.words, 0, epoch, "sample winner", 0, p)
-    alive = tl.where(bad != 0, 0, alive)
+    w, alive = wait_tagged(ptr, mask, epoch, alive, "sample winner", p, S)
     part = tl.arange(0, 4)[:, None]
-    w = w & 0xFFFFFFFF
     high = tl.sum(tl.where(part == 0, w, 0), axis=0)
     low = tl.sum(tl.where(part == 1, w, 0), axis=0)
     ids = tl.sum(tl.where(part == 2, w, 0), axis=0).to(tl.int32)

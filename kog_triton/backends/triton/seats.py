@@ -8,7 +8,7 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import OFFSETS, Flag, decode, encode, encode_logits
 from kog_triton.backends.triton.edits import END, SEEN
 from kog_triton.backends.triton.pointers import Pointers
-from kog_triton.backends.triton.slots import mailbox_offsets
+from kog_triton.backends.triton.slots import POSITION, TOKEN, mailbox_offsets
 from kog_triton.schedule.tiles import Tiles
 
 
@@ -57,9 +57,10 @@ def _write(to: torch.Tensor, words: np.ndarray) -> None:
 
 
 def start(states: torch.Tensor, position: int, token: int) -> None:
-    """The state of every block before `token` runs at `position`; POSITION and TOKEN come first."""
-    states.zero_()
-    states[:, 0], states[:, 1] = position, token
+    """The state of every block before `token` runs at `position`; a copy, so that no kernel runs beside ours."""
+    new = torch.zeros(states.shape, dtype=states.dtype)
+    new[:, POSITION.value], new[:, TOKEN.value] = position, token
+    states.copy_(new)
 
 
 def _ids(ids: np.ndarray, like: torch.Tensor) -> torch.Tensor:

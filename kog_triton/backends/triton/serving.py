@@ -163,7 +163,7 @@ class Serving:
                 time.sleep(POLL_S)
             raise
         self.poll()
-        states = self._pointers.states[:, 0].tolist()
+        states = self._pointers.states.cpu()[:, 0].tolist()
         expired = self._launcher.expired()
         for slot in list(mailbox.resumed):
             mailbox.prefilled[slot] = states[slot][POSITION.value]

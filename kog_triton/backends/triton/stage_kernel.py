@@ -20,7 +20,7 @@ from kog_triton.backends.triton.head import (
 )
 from kog_triton.backends.triton.layer import down_proj, gate_up_proj, o_proj, qkv_proj
 from kog_triton.backends.triton.matvec import fill, rowwise
-from kog_triton.backends.triton.residual import load_embedding, load_gains
+from kog_triton.backends.triton.residual import load_embedding, load_gains, rounded
 from kog_triton.backends.triton.words import index, investigate
 
 
@@ -40,7 +40,7 @@ def load_stream(x, lane, S: tl.constexpr):
 
 
 @triton.jit
-def store_stream(out, x, scale, lane, place, S: tl.constexpr):
+def store_stream(out, x, lane, place, S: tl.constexpr):
     """The same back, by one block of the lane."""
     Q: tl.constexpr = S.stages[0]
     WORDS: tl.constexpr = Q.tile_words
@@ -49,7 +49,7 @@ def store_stream(out, x, scale, lane, place, S: tl.constexpr):
     for c in tl.static_range(2 * CHUNKS):
         j = c // 2 * WORDS + index(WORDS)
         at = out + lane * S.hidden_size + c % 2 * HALF
-        tl.store(at + j, x[c] * scale, mask=(j < HALF) & (place == 0))
+        tl.store(at + j, x[c], mask=(j < HALF) & (place == 0))
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     stream = load_stream(x, lane, S)
     if STAGE == "embed":
         stream = load_embedding(token, p, S, Q.chunks, Q.tile_words)
-        store_stream(out, stream, 1.0, lane, place, S)
+        store_stream(out, stream, lane, place, S)
     elif STAGE == "qkv_proj":
         gains, ring = load_gains(2 * layer, lane, p, S), fill(base, block, S, 0)
         qkv_proj(stream, gains, layer, lane, place, block, base, base, ring, phase, p, S)
@@ -80,7 +80,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         stream, gains, ring, alive = o_proj(
             stream, layer, layer, lane, place, block, base, base, ring, phase, alive, p, S
         )
-        store_stream(out, stream, 1.0, lane, place, S)
+        store_stream(out, stream, lane, place, S)
     elif STAGE == "gate_up_proj":
         gains, ring = load_gains(2 * layer + 1, lane, p, S), fill(base, block, S, 2)
         gate_up_proj(stream, gains, layer, lane, place, block, base, base, ring, phase, p, S)
@@ -89,16 +89,16 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         stream, gains, ring, alive = down_proj(
             stream, layer, layer, lane, place, block, base, base, ring, phase, alive, p, S
         )
-        store_stream(out, stream, 1.0, lane, place, S)
+        store_stream(out, stream, lane, place, S)
     elif STAGE == "mix":
         gains = load_gains(2 * S.num_layers, lane, p, S)
         if S.head_mode == CONCAT:
             send_part(stream, gains, lane, place, 1, p, S, Q.chunks, Q.tile_words)
         else:
-            stream, scale, alive = mix_lanes(
+            stream, alive = mix_lanes(
                 stream, gains, lane, place, block, 1, alive, p, S, Q.chunks, Q.tile_words
             )
-            store_stream(out, stream, scale, lane, place, S)
+            store_stream(out, stream, lane, place, S)
     else:
         tl.static_assert(STAGE == "lm_head", "no such stage")
         ring = fill(head, block, S, 0)
@@ -114,7 +114,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             )
         else:
             first, _, vocab_first = head_rows(block, lane, place, S)
-            given = (p.logits, first, 1.0, vocab_first, 0)
-            given, ring = rowwise(head, head, block, ring, stream, given, S, 4, store_logits)
+            given = (p.logits, first, vocab_first, 0)
+            xs = rounded(stream, S, Q.chunks)
+            given, ring = rowwise(head, head, block, ring, xs, given, S, 4, store_logits)
     if alive == 0:
         investigate(p, S)

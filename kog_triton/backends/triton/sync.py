@@ -36,6 +36,29 @@ def meet(S: tl.constexpr):
 
 
 @triton.jit
+def pin(x, S: tl.constexpr):
+    """int32 x, computed once and in the layout it has: what follows may convert it, not compute it again in another."""
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+    elif S.vendor == "amd":
+        return tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [x], tl.int32, False, 1)
+    else:
+        return x
+
+
+@triton.jit
+def pin_address(ptr, S: tl.constexpr):
+    """The pointer, computed here: addresses that compilers compute long before would each keep registers."""
+    if S.vendor == "nvidia":
+        at = tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [ptr.to(tl.int64)], tl.int64, False, 1
+        )
+        return tl.multiple_of(at.to(ptr.dtype), 16)
+    else:
+        return ptr
+
+
+@triton.jit
 def fence(word, S: tl.constexpr):
     """Everything this block wrote is visible to whoever fences after seeing a later word of it."""
     meet(S)
@@ -53,14 +76,33 @@ def dot(a, b, S: tl.constexpr):
 
 
 @triton.jit
-def now(S: tl.constexpr):
-    """Nanoseconds on a clock that all blocks share."""
+def clock(S: tl.constexpr):
+    """Nanoseconds on a clock that all blocks share; the interpreter has none."""
     if S.vendor == "nvidia":
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
+    elif S.vendor == "amd":
+        # 100 MHz, whatever the core's clock does
+        return 10 * tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
+            "=s",
+            [],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
     else:
-        tl.static_assert(False, "the profile needs an NVIDIA GPU")
+        return tl.zeros((), tl.int64)
+
+
+@triton.jit
+def waited(since, tries, S: tl.constexpr):
+    """How long a wait has lasted that began at `since`, in units of 1,024 ns; in the interpreter its tries."""
+    if S.vendor == "cpu":
+        return tries
+    else:
+        return ((clock(S) - since) >> 10).to(tl.int32)
 
 
 @triton.jit
@@ -69,4 +111,4 @@ def stamp(p, it, point: tl.constexpr, S: tl.constexpr):
     if S.profile > 0:  # known at compile time, unlike what follows
         inside = it < S.profile
         at = (it * S.num_blocks + tl.program_id(0)) * 16 + point
-        tl.store(p.profile + at, now(S), mask=inside)
+        tl.store(p.profile + at, clock(S), mask=inside)

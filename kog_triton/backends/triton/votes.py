@@ -12,8 +12,8 @@ import triton.language as tl
 from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.noise import MAX_DISTANCE, weight
 from kog_triton.backends.triton.slots import field
-from kog_triton.backends.triton.sync import load_shared, store_shared
-from kog_triton.backends.triton.words import POLLED, complain
+from kog_triton.backends.triton.sync import store_shared
+from kog_triton.backends.triton.words import POLLED, wait_tagged
 
 TOP_P: tl.constexpr = tl.constexpr(int(Flag.TOP_P))
 DIGITS: tl.constexpr = tl.constexpr(16)  # of a cut, two bits each
@@ -46,17 +46,9 @@ def vote(values, round, block, alive, p, S: tl.constexpr):
     store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
     j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
     ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)
-    w = load_shared(ptr, mask, tag << 32, S)
-    bad = tl.max(((w >> 32) != tag).to(tl.int32))
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_shared(ptr, mask, tag << 32, S)
-        bad = tl.max(((w >> 32) != tag).to(tl.int32))
-        tries += 1
-    if (bad != 0) & (alive != 0):
-        complain(p.words, 0, round, "sample votes", 0, p)
-    w = (w & 0xFFFFFFFF) << (32 * (j & 1)).to(tl.int64)
-    return tl.sum(tl.reshape(w, (4, 2, NB)), axis=1), tl.where(bad != 0, 0, alive)
+    w, alive = wait_tagged(ptr, mask, round, alive, "sample votes", p, S)
+    w = w << (32 * (j & 1)).to(tl.int64)
+    return tl.sum(tl.reshape(w, (4, 2, NB)), axis=1), alive
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Words that carry their own readiness (schedule/wire.py defines them), and the polls that wait for them.
 
-A poll is bounded: it gives up after `limit` tries, each of them a read past the L1, and clears `alive`, after which
+A poll is bounded in time: it gives up after `limit` and clears `alive`, after which
 no poll of the block waits; its candidate then tells all blocks to leave (sample.py). A block writes down what it waited
 for, int32 [1 + blocks, RECORD], whose first word is 1 + the first block that did:
 
@@ -13,7 +13,7 @@ Places count from the start of the words arena. Words that number themselves (wa
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.sync import load_shared, meet, store_shared
+from kog_triton.backends.triton.sync import clock, load_shared, meet, store_shared, waited
 from kog_triton.model.spec import DType
 from kog_triton.schedule import wire
 
@@ -104,14 +104,28 @@ def pack_pair(first, second, phase, S: tl.constexpr):
 
 
 @triton.jit
+def operand_of(w, S: tl.constexpr):
+    """A word as a matrix reads it, two values of 16 bits without the phase: those of the pair times PAIR_SCALE in bfloat16."""
+    if S.f16:
+        return w & -2
+    else:
+        return turn_left(w, PAIR_TURN) | EXPONENT_TOP
+
+
+@triton.jit
+def unscaled(x, S: tl.constexpr):
+    """What operands, or sums over them, stand for."""
+    if S.f16:
+        return x
+    else:
+        return x * PAIR_UNIT
+
+
+@triton.jit
 def unpack_pair(w, S: tl.constexpr):
     """The two values of a word, float32."""
-    if S.f16:
-        both = w & -2
-        return low(both, S), high(both, S)
-    else:
-        both = turn_left(w, PAIR_TURN) | EXPONENT_TOP
-        return low(both, S) * PAIR_UNIT, high(both, S) * PAIR_UNIT
+    both = operand_of(w, S)
+    return unscaled(low(both, S), S), unscaled(high(both, S), S)
 
 
 @triton.jit
@@ -149,16 +163,54 @@ def settle(w):
 
 
 @triton.jit
+def poll(LOAD: tl.constexpr, given, phase, alive, p, S: tl.constexpr, SIZE: tl.constexpr = 0):
+    """LOAD(given, phase, S, SIZE) -> words, bad: again and again until bad is 0 or the time is up; its last answer."""
+    w, bad = LOAD(given, phase, S, SIZE)
+    return poll_on(w, bad, LOAD, given, phase, alive, p, S, SIZE)
+
+
+@triton.jit
+def poll_on(
+    w, bad, LOAD: tl.constexpr, given, phase, alive, p, S: tl.constexpr, SIZE: tl.constexpr = 0
+):
+    """The same, from a first answer that was asked for before."""
+    since, tries = clock(S), alive * 0
+    while (bad != 0) & (waited(since, tries, S) < p.limit * alive):
+        w, bad = LOAD(given, phase, S, SIZE)
+        tries += 1
+    return w, bad
+
+
+@triton.jit
+def load_words(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
+    """Words at pointers with a mask; 1 if any is stale."""
+    ptr, mask = given
+    w = load_polled(ptr, mask, phase, S)
+    return w, tl.max((w ^ phase) & 1)
+
+
+@triton.jit
+def load_tagged(given, tag, S: tl.constexpr, SIZE: tl.constexpr):
+    """int64 words at pointers with a mask, each of which carries `tag` in its upper half; 1 if any carries another."""
+    ptr, mask = given
+    w = load_shared(ptr, mask, tag << 32, S)
+    return w, tl.max(((w >> 32) != tag).to(tl.int32))
+
+
+@triton.jit
+def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constexpr):
+    """int64 words once all carry `number` in their upper halves: the lower ones, zero where masked, and alive."""
+    w, bad = poll(load_tagged, (ptr, mask), number.to(tl.int64), alive, p, S)
+    if (bad != 0) & (alive != 0):
+        complain(p.words, 0, number, reason, 0, p)
+    return w & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
 def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
     """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
-    ptr, mask = base + index, index < count
-    w = load_polled(ptr[:, None], mask[:, None], phase, S)
-    bad = tl.max((w ^ phase) & 1)
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_polled(ptr[:, None], mask[:, None], phase, S)
-        bad = tl.max((w ^ phase) & 1)
-        tries += 1
+    given = ((base + index)[:, None], (index < count)[:, None])
+    w, bad = poll(load_words, given, phase, alive, p, S)
     if (bad != 0) & (alive != 0):
         complain(base, count, phase, reason, layer, p)
     return tl.max(settle(w), axis=1), tl.where(bad != 0, 0, alive)
@@ -178,13 +230,7 @@ def wait_planes(
     CHUNKS: tl.constexpr,
 ):
     """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
-    w = load_planes(base, half, phase, S, WORDS, CHUNKS)
-    bad = stale(w, phase, 2 * CHUNKS)
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_planes(base, half, phase, S, WORDS, CHUNKS)
-        bad = stale(w, phase, 2 * CHUNKS)
-        tries += 1
+    w, bad = poll(load_planes, (base, half), phase, alive, p, S, (WORDS, CHUNKS))
     if (bad != 0) & (alive != 0):
         complain(base, 2 * half, phase, reason, layer, p)
     out = ()
@@ -194,7 +240,10 @@ def wait_planes(
 
 
 @triton.jit
-def load_planes(base, half, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr):
+def load_planes(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
+    base, half = given
+    WORDS: tl.constexpr = SIZE[0]
+    CHUNKS: tl.constexpr = SIZE[1]
     w = ()
     for c in tl.static_range(CHUNKS):
         j = c * WORDS + index(WORDS)
@@ -202,7 +251,7 @@ def load_planes(base, half, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS:
             load_polled(base + j, j < half, phase, S),
             load_polled(base + half + j, j < half, phase, S),
         )
-    return w
+    return w, stale(w, phase, 2 * CHUNKS)
 
 
 @triton.jit
@@ -218,32 +267,27 @@ def wait_pairs(
     WORDS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors of WORDS float32.
-
-    Behind them stand the values of a word that holds the phase alone, at most 2^-63; they meet weights of zero.
-    """
-    w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
-    bad = stale(w, phase, CHUNKS)
-    tries = 0
-    while (bad != 0) & (tries < p.limit * alive):
-        w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
-        bad = stale(w, phase, CHUNKS)
-        tries += 1
+    """`count` pair words once all carry `phase`, as operands: CHUNKS tensors of WORDS words, zeros behind the last."""
+    w, bad = poll(load_pairs, (base, count), phase, alive, p, S, (WORDS, CHUNKS))
     if (bad != 0) & (alive != 0):
         complain(base, count, phase, reason, layer, p)
     xs = ()
     for c in tl.static_range(CHUNKS):
-        xs = xs + unpack_pair(settle(w[c]), S)
+        j = c * WORDS + index(WORDS)
+        xs = xs + (tl.where(j < count, operand_of(settle(w[c]), S), 0),)
     return xs, tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
-def load_pairs(base, count, phase, S: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr):
+def load_pairs(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
+    base, count = given
+    WORDS: tl.constexpr = SIZE[0]
+    CHUNKS: tl.constexpr = SIZE[1]
     w = ()
     for c in tl.static_range(CHUNKS):
         j = c * WORDS + index(WORDS)
         w = w + (load_polled(base + j, j < count, phase, S),)
-    return w
+    return w, stale(w, phase, CHUNKS)
 
 
 @triton.jit
