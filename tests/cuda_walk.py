@@ -55,7 +55,7 @@ def compile_walk(layout, flags=("-O1",), split_least=None, merged_length=None, i
             assert text.count(f"{name} = {usual};") == 1
             text = text.replace(f"{name} = {usual};", f"{name} = {wanted};")
     sources = [HERE / "run.cpp", HERE / "kog/ptx.h"]
-    sources += sorted((include / "kog").glob("*.h"))
+    sources += sorted((include / "kog").rglob("*.h"))
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
     for source in sources:
         digest.update(source.read_bytes())

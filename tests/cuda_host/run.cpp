@@ -1,8 +1,11 @@
 // Runs every block of the kernel on one CPU thread, as fibers (kog/ptx.h). The generated header is
-// included first; STAGE makes it the kernel of one stage.
+// included first; STAGE makes it the kernel of one stage, COLUMNS that of several requests a step.
 #include GENERATED
 #ifdef STAGE
 #include <kog/stage.h>
+#elif defined(COLUMNS)
+#include <kog/columns/decode.h>
+#include <kog/watchdog.h>
 #else
 #include <kog/decode.h>
 #include <kog/watchdog.h>
@@ -20,6 +23,11 @@ static void* scheduler_stack;
 using Argument = StageCall;
 #else
 using Argument = Pointers;
+#endif
+#ifdef COLUMNS
+namespace walk = kog::columns;
+#else
+namespace walk = kog;
 #endif
 static const Argument* argument;
 constexpr int kPasses = 24;
@@ -87,9 +95,9 @@ static void body() {
     take_seats(b);
     sync_all(*current->block);
     if (b.warp < kWarps)
-      consume(b);
+      walk::consume(b);
     else if (b.warp == kWarps && b.in_warp == 0)
-      produce(b);
+      walk::produce(b);
     else if (b.warp == kWarps + 1)
       watch(b);
 #endif
@@ -152,7 +160,8 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   std::vector<BlockState> blocks(kog::kBlocks);
   std::vector<Fiber> fibers(static_cast<size_t>(count));
   const size_t shared =
-      kog::kRingChunks * (kog::kChunkBytes + 16) + kog::kPartialBytes + kog::kScratchBytes + 1024;
+      kog::kRingChunks * (kog::kChunkBytes + 16) + kog::kPartialBytes + kog::kScratchBytes +
+      kog::kSmallBytes;
   for (auto& b : blocks) b.shared.assign(shared, 0xff);
   for (int i = 0; i < count; i++) {
     fibers[i].block = &blocks[i / threads];

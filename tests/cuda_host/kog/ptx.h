@@ -140,6 +140,7 @@ inline uint2 load_relaxed2(const u32* p) { return {p[0], p[1]}; }
 inline u32 load_relaxed(const u32* p) { return *p; }
 inline ulonglong2 load_relaxed_pair(const u64* p) { return {p[0], p[1]}; }
 inline void store_relaxed(u32* p, u32 v) { *p = v; }
+inline void store_release(u32* p, u32 v) { *p = v; }
 inline void store_relaxed_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline u64 load_system(const u64* p) { return *p; }
 inline void store_system(u64* p, u64 v) { *p = v; }

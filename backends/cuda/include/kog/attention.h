@@ -53,10 +53,10 @@ KOG_DEVICE int splits_in_use(int length) {
   if (used <= kMerged) return used;
   return length <= kMergedLength ? kMerged : kSplits;
 }
-KOG_DEVICE Span span_of(int unit, int position, int window) {
+KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
-  s.head = unit / kSplits;
-  s.split = unit % kSplits;
+  s.head = head;
+  s.split = split_of_head;
   int first = first_position(position, window);
   int length = position + 1 - first;
   s.used = splits_in_use(length);
@@ -69,7 +69,7 @@ KOG_DEVICE Span span_of(int unit, int position, int window) {
   return s;
 }
 KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
-  int at = (b.lane * kKvHeads + head) * kSplits + split;
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
   return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
 }
 constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
@@ -101,7 +101,7 @@ struct Head {
   float2 near[kQuads], far[kQuads];
 
   KOG_DEVICE void receive(Block& b, int row, u32 phase) {
-    const u32* words = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride + row / 2;
+    const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
         b, Step::kAttentionQkv,
@@ -215,10 +215,10 @@ KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScra
     scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
 }
 
-// Merge the warps' results in order and publish the split's; four lanes a pair of values.
-KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 phase,
-                            const AttentionScratch& scratch) {
-  u32* words = split_words(b, span.head, span.split);
+// Merge the warps' results in order: put(head, pair, values, top) for each pair of a head's outputs, by
+// the first of its four lanes.
+template <class Put>
+KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
   for (int first = 0; first < kQueries * kHeadDim / 2; first += 8 * kWarps) {
     int i = first + b.thread / 4, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     if (first + b.warp * 8 >= kQueries * kHeadDim / 2) continue;
@@ -253,21 +253,19 @@ KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 ph
       out.y += shuffle_xor(out.y, mask);
     }
     if (!inside || b.thread % 4 != 0) continue;
-    store_relaxed(words + i, pack_pair(divide(out.x, sum), divide(out.y, sum), phase));
-    if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top + log2_fast(sum), phase));
+    put(head, pair, float2{divide(out.x, sum), divide(out.y, sum)}, top + log2_fast(sum));
   }
 }
 
-// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
-// step.
-KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit, position, window);
-  if (span.split >= span.used) {
-    u32* words = split_words(b, span.head, span.split);
-    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
-      store_relaxed(words + i, phase);
-    return;
-  }
+// A split's output and the logarithms of its sums as words.
+KOG_DEVICE void publish_split(u32* words, int head, int pair, float2 v, float top, u32 phase) {
+  store_relaxed(words + head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top, phase));
+}
+
+// A key/value head over one span of the context; `put` gets what merge_warps finds.
+template <class Put>
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Put put) {
   AttentionScratch scratch(b);
   const u16* keys = cache_of(b, span.head);
   const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
@@ -306,8 +304,23 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
     put_result(b, softmax, scratch);
   }
   sync_consumers();
-  merge_warps(b, span, walked, phase, scratch);
+  merge_warps(b, walked, scratch, put);
   stamp(b, Point::kAttentionSplit);
+}
+
+// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
+// step.
+KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
+  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+  u32* words = split_words(b, span.head, span.split);
+  if (span.split >= span.used) {
+    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
+      store_relaxed(words + i, phase);
+    return;
+  }
+  walk_span(b, span, position, phase, [&](int head, int pair, float2 v, float top) {
+    publish_split(words, head, pair, v, top, phase);
+  });
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.

@@ -1,0 +1,83 @@
+"""The layout of a kernel of several token columns: one step serves as many requests.
+
+It reads the same weight stream as the kernel of one token. Regions of words have a row a column, or hold
+the operands of all columns as warps read them (include/kog/columns/matvec.h); flags have a word a unit. What
+cannot take part is refused by name: requests then take turns, a token each, on the kernel of one token.
+"""
+
+from dataclasses import replace
+
+from kog_triton.backends.cuda.header import (
+    MERGED,
+    PARTIAL_BYTES,
+    PARTIAL_ROWS,
+    WARPS,
+    Layout,
+    Region,
+    add_head_regions,
+    add_region,
+    attention_bytes,
+    batch_units,
+    check_model,
+    up,
+)
+from kog_triton.errors import ModelError
+from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.lowering import matrix_stages
+
+COUNTS = (2, 4, 8)  # columns that kernels are made for
+SMALL_BYTES = 2048
+
+
+def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> Layout:
+    """Regions and shared memory for `columns` (COUNTS) requests a step; ModelError if they do not fit."""
+    check_model(lowering)
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    if schedule.num_shards != 1:
+        raise ModelError("requests of a model with lanes share the cuda kernel by turns")
+    stages = {stage.name: stage for stage in matrix_stages(schedule)}
+    slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
+    for name in ("qkv_proj", "gate_up_proj", "lm_head"):
+        if lowering.padded_k(stages[name]) > slices:
+            raise ModelError(f"{name}: a part of K outgrows a warp's slice of the residual stream")
+    splits = max(1, lowering.num_blocks // spec.num_kv_heads)
+    merged = min(MERGED, splits)
+    regions: dict[str, Region] = {}
+    add_region(regions, "qkv", -(-schedule.exchange("qkv").width // 2), columns)
+    for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
+        images = merged if name == "attention" else 1
+        add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
+    add_region(regions, "tops", spec.num_heads * columns, merged)
+    heads = spec.num_kv_heads * splits * columns
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
+    for name in ("attention_flags", "join_flags"):
+        add_region(regions, name, heads)
+    for name, stage in (("attention_out", "o_proj"), ("mlp_out", "down_proj")):
+        add_region(regions, name, spec.hidden_size, columns)
+        add_region(regions, name + "_flags", lowering.num_units(stages[stage]))
+    add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
+    add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
+    add_region(regions, "column_winner", 2 * 2 * columns)
+    add_head_regions(regions, lowering.num_blocks)
+    units = max(batch_units(lowering, stage, columns) for stage in stages.values())
+    layout = Layout(
+        lowering,
+        max_context,
+        regions,
+        splits,
+        scratch_bytes=0,
+        ring_chunks=0,
+        columns=columns,
+        partial_bytes=max(PARTIAL_BYTES, 2 * units * PARTIAL_ROWS * 4 * columns),
+        small_bytes=SMALL_BYTES,
+    )
+    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(spec, splits)
+    scratch = up(max(behind, *(layout.staged_bytes(s) for s in stages.values())), 128)
+    free = lowering.gpu.shared_bytes - layout.partial_bytes - scratch - SMALL_BYTES
+    ring = free // (lowering.chunk_bytes + 16)
+    if ring <= lowering.window_chunks:
+        raise ModelError(
+            f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
+            f"more than {lowering.window_chunks} are needed"
+        )
+    return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
