@@ -5,8 +5,14 @@ the operands of all columns as warps read them (include/kog/columns/matvec.h); f
 cannot take part is refused by name: requests then take turns, a token each, on the kernel of one token.
 """
 
-from dataclasses import replace
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
     MERGED,
     PARTIAL_BYTES,
@@ -21,10 +27,12 @@ from kog_triton.backends.cuda.header import (
     check_model,
     up,
 )
+
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
 
+log = logging.getLogger(__name__)
 COUNTS = (2, 4, 8)  # columns that kernels are made for
 SMALL_BYTES = 2048
 
@@ -81,3 +89,101 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
             f"more than {lowering.window_chunks} are needed"
         )
     return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
+
+
+@dataclass(frozen=True)
+class ColumnKernel:
+    """A kernel of several columns that is ready to run, with memory of its own layout."""
+
+    layout: Layout
+    kernel: Kernel
+    words: torch.Tensor
+    scores: torch.Tensor
+
+
+class Columns:
+    """The kernels of several columns of one model: compiled in a thread of their own when they are first
+    wanted, so that requests that run meanwhile take turns instead of waiting.
+
+    compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
+    load     makes it ready to run; by the thread that launches
+    """
+
+    def __init__(
+        self,
+        lowering: CudaLowering,
+        max_context: int,
+        counts: Sequence[int],
+        compile: Callable[[Layout], object],
+        load: Callable[[Layout], Kernel],
+    ) -> None:
+        self._compile, self._load = compile, load
+        self._layouts: dict[int, Layout] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._errors: dict[int, Exception] = {}
+        self._kernels: dict[int, ColumnKernel] = {}
+        for count in counts:
+            try:
+                self._layouts[count] = lay_out_columns(lowering, max_context, count)
+            except ModelError as error:
+                log.info("no kernel of %d columns: %s", count, error)
+                break
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Columns of the kernels that this model can have."""
+        return tuple(self._layouts)
+
+    @property
+    def most(self) -> int:
+        """Requests that a step serves at most; 1 if there is no kernel of columns."""
+        return max(self._layouts, default=1)
+
+    def ready(self, requests: int) -> bool:
+        """Whether so many requests can share a launch; begins to compile what that takes."""
+        if requests < 2 or not self._layouts:
+            return False
+        count = self._count(requests)
+        if count not in self._threads:
+            self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
+            self._threads[count].start()
+        if count in self._errors:
+            raise self._errors[count]
+        return not self._threads[count].is_alive()
+
+    def take(self, requests: int, device: torch.device) -> ColumnKernel:
+        """The kernel of the fewest columns that hold so many requests, which is `ready`."""
+        count = self._count(requests)
+        if count not in self._kernels:
+            layout = self._layouts[count]
+            vocab = layout.lowering.schedule.spec.vocab_size
+            self._kernels[count] = ColumnKernel(
+                layout,
+                self._load(layout),
+                torch.zeros(layout.total_words, dtype=torch.int32, device=device),
+                torch.zeros(1 + count, vocab, device=device),
+            )
+        return self._kernels[count]
+
+    @property
+    def kernels(self) -> tuple[ColumnKernel, ...]:
+        """Those in use."""
+        return tuple(self._kernels.values())
+
+    def memory_bytes(self) -> int:
+        return sum(k.words.nbytes + k.scores.nbytes for k in self.kernels)
+
+    def _count(self, requests: int) -> int:
+        return next(c for c in self._layouts if c >= min(requests, self.most))
+
+    def _run(self, count: int) -> None:
+        begun = time.perf_counter()
+        log.info(
+            "compiling the kernel of %d columns; until it is there, requests take turns", count
+        )
+        try:
+            self._compile(self._layouts[count])
+        except Exception as error:
+            self._errors[count] = error
+            return
+        log.info("the kernel of %d columns took %.1f s", count, time.perf_counter() - begun)

@@ -414,7 +414,11 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     held = min(steps, HELD_WORDS // words)
     # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.
-    return held if held == steps or (unit_period(steps, lo.fragments) == 1 and not is_wide(stage)) else 0
+    return (
+        held
+        if held == steps or (unit_period(steps, lo.fragments) == 1 and not is_wide(stage))
+        else 0
+    )
 
 
 def _camel(name: str, upper: bool = False) -> str:
