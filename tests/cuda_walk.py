@@ -221,9 +221,8 @@ class FiberBackend(CudaBackend):
 class ColumnBackend(FiberBackend):
     """The same with kernels of columns, compiled before anybody asks."""
 
-    column_counts = COUNTS
-
-    def __init__(self, weights, options, num_blocks=2, seed=0):
+    def __init__(self, weights, options, num_blocks=2, seed=0, counts=COUNTS):
+        self.column_counts = counts
         super().__init__(weights, options, num_blocks, seed)
         for count in self.columns.counts:
             while not self.columns.ready(count):

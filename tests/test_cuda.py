@@ -255,12 +255,12 @@ def tool(name):
     return found or pytest.skip(f"{name} is not there")
 
 
-def machine_code(layout, folder):
-    """(address, instruction) of the kernel, compiled by nvcc."""
+def machine_code(layout, folder, entry="decode.cu"):
+    """(address, instruction) of a kernel, compiled by nvcc."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not there")
     source = folder / "decode.cu"
-    source.write_text(header.render(layout) + (ROOT / "backends/cuda/decode.cu").read_text())
+    source.write_text(header.render(layout) + (ROOT / "backends/cuda" / entry).read_text())
     command = ["nvcc", "-cubin", "-std=c++20", "--gpu-architecture=sm_90a", str(source)]
     command += [f"-I{ROOT}/backends/cuda/include", "-o", str(folder / "decode.cubin")]
     subprocess.run(command, check=True, capture_output=True)

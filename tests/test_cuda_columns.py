@@ -11,13 +11,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from cuda_walk import INCLUDE, ROOT, ColumnBackend, FiberBackend, compile_walk, header, lower
+from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header, lower
+from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from ring_walker import spec_of
 from test_cuda import PLAIN, innermost, is_local, machine_code
 from test_cuda_life import Server, ended, held, tokens_of
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.errors import ModelError, RunError
 from kog_triton.model.shapes import named_shape
@@ -28,7 +28,16 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
 GREEDY = SamplingParams(temperature=0)
-PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77), (9, 9, 9), (4, 77, 4, 1, 3), (8, 1), (3, 3, 60), (1,))
+PROMPTS = (
+    (5, 17, 60),
+    (5, 90),
+    (31, 2, 8, 77),
+    (9, 9, 9),
+    (4, 77, 4, 1, 3),
+    (8, 1),
+    (3, 3, 60),
+    (1,),
+)
 COUNT = 5
 
 
@@ -36,9 +45,10 @@ def layout_of(spec, columns, num_blocks=0, max_context=1024):
     return lay_out_columns(lower(build(spec), GPUS["h200"], num_blocks), max_context, columns)
 
 
-def make(kind, spec=None, num_slots=3, num_blocks=2, seed=0):
+def make(kind, spec=None, num_slots=3, num_blocks=2, seed=0, **options):
     spec = spec or spec_of(dtype=DType.F16)
-    return kind(RandomWeights(spec), BackendOptions(num_slots=num_slots), num_blocks, seed)
+    weights, slots = RandomWeights(spec), BackendOptions(num_slots=num_slots)
+    return kind(weights, slots, num_blocks, seed, **options)
 
 
 def request(slot, prompt, count=COUNT, params=GREEDY, **options):
@@ -108,7 +118,10 @@ SHAPES = {
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), {}),
 }
-CUTS = (("kSplitLeast", "SPLIT_LEAST", "split_least"), ("kMergedLength", "MERGED_LENGTH", "merged_length"))
+CUTS = (
+    ("kSplitLeast", "SPLIT_LEAST", "split_least"),
+    ("kMergedLength", "MERGED_LENGTH", "merged_length"),
+)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +135,258 @@ def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, colu
             monkeypatch.setattr(header, constant, options[option])
     count = 8 if options else 4
     params = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-    requests = [
-        request(i, PROMPTS[i], count, params if i == 1 else GREEDY) for i in range(columns)
-    ]
+    requests = [request(i, PROMPTS[i], count, params if i == 1 else GREEDY) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
     for seed in (0, -7):
-        backend = make(ColumnBackend, spec, columns, blocks, seed)
+        backend = make(ColumnBackend, spec, columns, blocks, seed, counts=(columns,))
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)
         assert sum(k.kernel.launches for k in backend.columns.kernels) > 0
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return spec_of(dtype=DType.F16)
+
+
+ALLOWED = np.array([0x0F0F0F0F] * 3, np.uint32)
+MIXED = {  # of each column
+    "greedy": GREEDY,
+    "drawn": SamplingParams(temperature=2.0, seed=7),
+    "cut": SamplingParams(temperature=3.0, seed=8, top_k=9, top_p=0.8, logprobs=3),
+    "penalized": SamplingParams(
+        temperature=1.5, seed=9, repetition_penalty=1.7, logit_bias={3: 2.0, 60: -4.0}
+    ),
+    "masked": SamplingParams(temperature=1.0, seed=10, min_p=0.01),
+    "banned": SamplingParams(
+        temperature=0, min_tokens=2, end_token_ids=(5, 60), bad_words_token_ids=((9, 8), (7,))
+    ),
+    "told": SamplingParams(temperature=0, logprobs=5),
+}
+
+
+def test_every_way_to_choose_works_beside_every_other(spec):
+    """Plain columns, whose winners one block picks, beside those that all blocks choose one by one."""
+    requests = [
+        request(i, PROMPTS[i], 4, params, mask=(lambda out: ALLOWED) if name == "masked" else None)
+        for i, (name, params) in enumerate(MIXED.items())
+    ]
+    steps, cache = alone(spec, requests)
+    for seed in (0, -3):
+        backend = make(ColumnBackend, spec, 7, seed=seed, counts=(8,))
+        assert run(backend, *requests) == steps
+        assert torch.equal(backend.memory.cache, cache)
+
+
+# ---- life ----
+
+
+@pytest.fixture
+def backend(spec):
+    return make(ColumnBackend, spec, 3, counts=(2, 4))
+
+
+@pytest.fixture(scope="module")
+def apart(spec):
+    """What each prompt gives alone: steps, and keys and values."""
+    requests = [request(i, prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    steps, cache = alone(spec, requests)
+    return {p: ([s[0] for s in steps[i]], cache[i]) for i, p in enumerate(PROMPTS)}
+
+
+def launches(backend):
+    """Of the kernel of one token and of those of columns."""
+    return backend.kernel.launches, {
+        k.layout.columns: k.kernel.launches for k in backend.columns.kernels
+    }
+
+
+def assert_alone(backend, steps, slot, prompt, apart, count=COUNT):
+    tokens, cache = apart[prompt]
+    assert tokens_of(steps)[:count] == tokens[:count]
+    positions = len(prompt) + min(len(steps), 8) - 1
+    assert torch.equal(held(backend, slot, positions), cache[..., :positions, :])
+
+
+def test_requests_run_together_until_one_is_left(backend, apart):
+    """Three, then two, then one: every launch has a kernel that fits, and all make a token a step."""
+    mailbox = backend.new_mailbox()
+    for slot, count in enumerate((3, 5, 8)):
+        mailbox.post(request(slot, PROMPTS[slot], count))
+    backend.generate(mailbox)
+    steps = [mailbox.read(slot) for slot in range(3)]
+    for slot, count in enumerate((3, 5, 8)):
+        assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, count)
+        assert steps[slot][-1].finish == "length" and len(steps[slot]) == count
+    assert launches(backend) == (1, {4: 1, 2: 1})
+    assert mailbox.prefilled == {
+        slot: len(PROMPTS[slot]) + c - 1 for slot, c in enumerate((3, 5, 8))
+    }
+
+
+def test_a_request_joins_one_that_runs(backend, apart):
+    server = Server(backend, request(1, PROMPTS[0], 40))
+    server.read(1, 3)
+    server.post(request(0, PROMPTS[1]))
+    steps = server.finish()
+    assert_alone(backend, steps[0], 0, PROMPTS[1], apart)
+    assert_alone(backend, steps[1], 1, PROMPTS[0], apart, 8)
+    assert len(steps[1]) == 40 and launches(backend) == (2, {2: 1})
+
+
+def test_requests_take_turns_while_their_kernel_is_compiled(spec, apart):
+    backend = make(FiberBackend, spec)
+    ready, asked = backend.columns.ready, []
+    backend.columns = make(ColumnBackend, spec, 3, counts=(4,)).columns
+    backend.columns._load = lambda layout: backend._load("columns.cu", "kog_columns", layout)
+    ready = backend.columns.ready
+
+    def late(requests):
+        asked.append(requests)
+        return len(asked) > 20 and ready(requests)
+
+    backend.columns.ready = late
+    server = Server(backend, *(request(slot, PROMPTS[slot], 40) for slot in range(3)))
+    steps = server.finish()
+    for slot in range(3):
+        assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
+    assert backend.kernel.launches >= 1 and launches(backend)[1][4] >= 1
+
+
+def test_a_cancel_and_a_yield_end_a_step_of_columns(backend, apart):
+    server = Server(backend, *(request(slot, PROMPTS[slot], 30) for slot in range(3)))
+    server.read(0, 2)
+    server.mailbox.cancel(0)
+    while not ended(server.read(0, len(server.steps[0]) + 1)):
+        pass
+    server.mailbox.yield_now()
+    steps = server.finish()
+    assert steps[0][-1].finish == "cancel" and not ended(steps[1])
+    server.mailbox.resume()
+    server.start()
+    steps = server.finish()
+    for slot in (1, 2):
+        assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
+        assert len(steps[slot]) == 30
+
+
+def test_requests_that_end_in_the_same_step_all_end(backend, apart):
+    stop = apart[PROMPTS[0]][0][4]
+    got = run(
+        backend,
+        request(0, PROMPTS[0], 8, stop_token_ids=frozenset({stop})),
+        request(1, PROMPTS[3], 5),
+    )
+    assert [got[0][-1][1], got[1][-1][1]] == ["stop", "length"]
+    assert launches(backend) == (0, {2: 1})
+
+
+def test_a_nan_is_an_error_of_its_request_alone(backend, apart):
+    backend.memory.embed[99, 3] = torch.nan
+    mailbox = backend.new_mailbox()
+    for slot, prompt in enumerate([PROMPTS[0], (7, 99), PROMPTS[1]]):
+        mailbox.post(request(slot, prompt))
+    backend.generate(mailbox)
+    for slot, prompt in ((0, PROMPTS[0]), (2, PROMPTS[1])):
+        assert tokens_of(mailbox.read(slot)) == apart[prompt][0][:COUNT]
+    (failure,) = mailbox.read(1)
+    assert "NaN or +inf after 0 tokens" in str(failure.error)
+
+
+def test_more_requests_than_columns_all_progress(spec, apart, monkeypatch):
+    from kog_triton.backends.cuda import serving
+
+    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    backend = make(ColumnBackend, spec, 5, counts=(2,))
+    got = run(backend, *(request(i, PROMPTS[i], 8) for i in range(5)))
+    for i in range(5):
+        assert [s[0] for s in got[i]] == apart[PROMPTS[i]][0]
+    assert set(launches(backend)[1]) == {2}
+
+
+def test_a_long_prompt_beside_an_answer(spec):
+    """A column without logits beside one that has them, and steps in which none has."""
+    requests = [request(0, range(3, 43), 3), request(1, range(9, 21), 30)]
+    steps, cache = alone(spec, requests)
+    backend = make(ColumnBackend, spec, 2, counts=(2,), seed=5)
+    assert run(backend, *requests) == steps
+    assert torch.equal(backend.memory.cache, cache)
+
+
+def test_an_expired_wait_names_its_place_and_the_next_requests_run(backend, apart):
+    requests = [request(slot, PROMPTS[slot]) for slot in range(2)]
+    run(backend, *requests)  # loads the kernel
+    (kernel,) = (k.kernel for k in backend.columns.kernels)
+    backend.wait_ticks, kernel.absent = 2000, 1
+    mailbox = backend.new_mailbox()
+    for r in requests:
+        mailbox.post(r)
+    backend.generate(mailbox)
+    for slot in range(2):
+        (failure,) = mailbox.read(slot)
+        assert isinstance(failure.error, RunError)
+        assert re.search(
+            r"expired: rank 0, block 0, layer 0, (attention_qkv, word \d+ of qkv|"
+            r"o_proj_input, word \d+ of attention_flags), seen 0, wanted 1",
+            str(failure.error),
+        )
+    backend.wait_ticks, kernel.absent = 1 << 20, -1
+    got = run(backend, *requests)
+    assert [s[0] for s in got[1]] == apart[PROMPTS[1]][0][:COUNT]
+
+
+# ---- machine code ----
+
+
+@pytest.mark.parametrize(("name", "columns"), [("llama-3.2-1b", 8), ("qwen3-0.6b", 2)])
+def test_no_loop_that_streams_or_waits_spills(name, columns, tmp_path):
+    code = machine_code(layout_of(named_shape(name), columns), tmp_path, "columns.cu")
+    weights, polls = innermost(code, r"\bHMMA"), innermost(code, r"\bLDG.*STRONG\.GPU")
+    assert len(weights) >= 4 and len(polls) >= 8
+    for body in weights + polls:
+        assert not [what for what in body if is_local(what)]
+
+
+FAULTS = {
+    "a flag before its words": ("columns/flags.h", "epoch) {\n  sync_warp();", "epoch) {"),
+    "a column that reads another's stream": (
+        "columns/stream.h",
+        "words + column * kHidden",
+        "words + 0 * kHidden",
+    ),
+    "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
+    "an operand in another's place": (
+        "columns/matvec.h",
+        "token % S::kTokens * 2 + in_lane % 2",
+        "token % S::kTokens * 2",
+    ),
+    "no wait for the last layer": (
+        "columns/decode.h",
+        "    await_streams<DownProj",
+        "    if (false) await_streams<DownProj",
+    ),
+    "a winner of last step's": (
+        "columns/head.h",
+        "static_cast<u64>(++k.heads) << 32",
+        "static_cast<u64>(1) << 32",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(spec, tmp_path, name):
+    file, before, after = FAULTS[name]
+    shutil.copytree(INCLUDE, tmp_path / "include")
+    path = tmp_path / "include/kog" / file
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(before, after))
+    requests = [request(i, p, 6) for i, p in enumerate(PROMPTS[:4])]
+    steps, _ = alone(spec, requests)
+    with pytest.raises(AssertionError):
+        for seed in (-1, -2, -3, -4):
+            backend = make(ColumnBackend, spec, 4, 3, seed, counts=(4,))
+            run(backend, *requests[:2])
+            (kernel,) = (k.kernel for k in backend.columns.kernels)
+            kernel.library = compile_walk(kernel.layout, kernel.flags, include=tmp_path / "include")
+            assert run(backend, *requests) == steps
