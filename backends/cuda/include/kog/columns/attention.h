@@ -12,6 +12,12 @@
 
 namespace kog::columns {
 
+// Layers that the launch has run before this one: their phase; and what their flags carry.
+KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
+KOG_DEVICE u32 epoch_of(const Block& b, int steps) {
+  return static_cast<u32>(iteration_of(b, steps)) + 1;
+}
+
 KOG_DEVICE int position_of(const Block& b, int column, int steps) {
   return b.small->seats[column].first + steps;
 }
@@ -27,72 +33,72 @@ KOG_DEVICE u32* top_word(const Block& b, int split, int column, int query_head) 
   return b.p.words + TopsWords::kOffset + split * TopsWords::kStride + column * kHeads + query_head;
 }
 template <class Flags>
-KOG_DEVICE u32* split_flag(const Block& b, int column, int head, int split) {
-  return b.p.words + Flags::kOffset + (column * kKvHeads + head) * kSplits + split;
+KOG_DEVICE int split_flag(int column, int head, int split) {
+  return Flags::kOffset + (column * kKvHeads + head) * kSplits + split;
 }
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v) {
   int word = query_head * (kHeadDim / 2) + pair;
   store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, 0));
 }
 
-// each(span) for the units of this block, with their request in hand.
-template <class Each>
-KOG_DEVICE void for_each_unit(Block& b, int steps, Each each) {
-  int base = 0;
+// Makes unit number n of the layer, counted over the columns, the one in hand; false behind the last.
+KOG_DEVICE bool take_unit(Block& b, int steps, int n, Span& span) {
   for (int c = 0; c < b.p.num_seats; c++) {
-    int used = splits_of(b, c, steps), count = used * kKvHeads;
-    int first = base % kGroup;  // the place of the column's first unit
-    for (int n = (b.place + kGroup - first) % kGroup; n < count; n += kGroup) {
+    int used = splits_of(b, c, steps);
+    if (n < used * kKvHeads) {
       b.column = c;
       serve_seat(b, b.small->seats[c], position_of(b, c, steps));
-      each(span_of(n / used, n % used, b.small->position, kWindows[b.layer]));
+      span = span_of(n / used, n % used, b.small->position, kWindows[b.layer]);
+      return true;
     }
-    base += count;
+    n -= used * kKvHeads;
   }
+  return false;
 }
 
 // By all warps: the unit's words of this run are there.
 template <class Flags>
 KOG_DEVICE void finish_unit(const Block& b, const Span& span, u32 epoch) {
   sync_consumers();
-  if (b.warp == 0) raise_flag(b, split_flag<Flags>(b, b.column, span.head, span.split), epoch);
+  if (b.warp != 0) return;
+  raise_flag(b, b.p.words + split_flag<Flags>(b.column, span.head, span.split), epoch);
 }
 
-KOG_DEVICE void attention(Block& b, int steps, int iteration) {
-  u32 phase = phase_of(iteration), epoch = static_cast<u32>(iteration) + 1;
+KOG_DEVICE void attention(Block& b, int steps) {
+  u32 phase = phase_of(iteration_of(b, steps));
   bool many = false;
-  for_each_unit(b, steps, [&](const Span& span) {
-    u32* words = split_words(b, span.head, span.split);
+  Span span;
+  for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
     many |= span.used > kMerged;
     walk_span(b, span, b.small->position, phase, [&](int query, int pair, float2 v, float top) {
-      if (span.used > kMerged) return publish_split(words, query, pair, v, top, phase);
+      if (span.used > kMerged)
+        return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
       int query_head = span.head * kQueries + query;
       put_output(b, span.split, query_head, pair, v);
       if (pair == 0)
         store_relaxed(top_word(b, span.split, b.column, query_head), pack_f32(top, 0));
     });
-    finish_unit<AttentionFlagsWords>(b, span, epoch);
-  });
+    finish_unit<AttentionFlagsWords>(b, span, epoch_of(b, steps));
+  }
   if (!many) return;
-  for_each_unit(b, steps, [&](const Span& span) {
-    if (span.used <= kMerged || span.split >= kQueries) return;
-    await<(kSplits + 31) / 32>(
-        b, Step::kAttentionJoin,
-        [&](int i) {
-          int split = i * 32 + b.in_warp;
-          return split < span.used ? split_flag<AttentionFlagsWords>(b, b.column, span.head, split)
-                                   : nullptr;
-        },
-        epoch);
+  for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
+    if (span.used <= kMerged || span.split >= kQueries) continue;
+    int at[(kSplits + 31) / 32];
+#pragma unroll
+    for (int i = 0; i < (kSplits + 31) / 32; i++) {
+      int split = i * 32 + b.in_warp;
+      at[i] = split < span.used ? split_flag<AttentionFlagsWords>(b.column, span.head, split) : -1;
+    }
+    await(b, Step::kAttentionJoin, at, epoch_of(b, steps));
     join_many(b, span, phase,
               [&](int query_head, int pair, float2 v) { put_output(b, 0, query_head, pair, v); });
-    finish_unit<JoinFlagsWords>(b, span, epoch);
-  });
+    finish_unit<JoinFlagsWords>(b, span, epoch_of(b, steps));
+  }
 }
 
 // Until the attention of this warp's part of Stage's inputs is there.
 template <class Stage>
-KOG_DEVICE void await_attention(Block& b, int steps, u32 epoch) {
+KOG_DEVICE void await_attention(Block& b, int steps) {
   using S = Shape<Stage>;
   constexpr int kOfHead = kQueries * kHeadDim;  // values of a key/value head
   constexpr int kMostHeads = (S::kPartValues + kOfHead - 1) / kOfHead + 1;
@@ -100,44 +106,35 @@ KOG_DEVICE void await_attention(Block& b, int steps, u32 epoch) {
   constexpr int kMost = kMerged > kJoiners ? kMerged : kJoiners;
   int first = S::first_value(b) / kOfHead, last = S::first_value(b) + S::kPartValues;
   last = last < Stage::kCols ? last : Stage::kCols;
-  await<(kColumns * kMostHeads * kMost + 31) / 32>(
-      b, Step::kOProjInput,
-      [&](int i) {
-        int n = i * 32 + b.in_warp, split = n % kMost, column = n / kMost % kColumns;
-        int head = first + n / (kMost * kColumns);
-        u32* flag = nullptr;
-        if (column >= b.p.num_seats || head * kOfHead >= last) return flag;
-        int used = splits_of(b, column, steps);
-        if (used <= kMerged) {
-          if (split < used) flag = split_flag<AttentionFlagsWords>(b, column, head, split);
-        } else if (split < kJoiners) {
-          flag = split_flag<JoinFlagsWords>(b, column, head, split);
-        }
-        return flag;
-      },
-      epoch);
+  constexpr int kFlags = (kColumns * kMostHeads * kMost + 31) / 32;
+  int at[kFlags];
+#pragma unroll
+  for (int i = 0; i < kFlags; i++) {
+    int n = i * 32 + b.in_warp, split = n % kMost, column = n / kMost % kColumns;
+    int head = first + n / (kMost * kColumns);
+    at[i] = -1;
+    if (column >= b.p.num_seats || head * kOfHead >= last) continue;
+    int used = splits_of(b, column, steps);
+    if (used > kMerged && split < kJoiners)
+      at[i] = split_flag<JoinFlagsWords>(column, head, split);
+    if (used <= kMerged && split < used)
+      at[i] = split_flag<AttentionFlagsWords>(column, head, split);
+  }
+  await(b, Step::kOProjInput, at, epoch_of(b, steps));
 }
 
-// A lane's words of one step and set, joined from the images of `used` splits as ../attention.h does it.
-KOG_DEVICE Activation join_images(const Block& b, int place, int column, int query_head, int used) {
-  Activation w[kMerged], out;
-  u32 top[kMerged];
-  load_operand(image_words(b, 0) + place, w[0]);
-  if (used <= 1) return w[0];
-#pragma unroll
-  for (int s = 0; s < kMerged; s++)
-    if (s < used) {
-      if (s > 0) load_operand(image_words(b, s) + place, w[s]);
-      top[s] = load_relaxed(top_word(b, s, column, query_head));
-    }
+// A lane's words of one step and set, joined from those of `used` splits as ../attention.h does it.
+KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&top)[kMerged], int used) {
   float best = unpack_f32(top[0]), total = 0, sum[2 * kOperandWords] = {};
 #pragma unroll
-  for (int s = 1; s < kMerged; s++)
-    if (s < used) best = unpack_f32(top[s]) > best ? unpack_f32(top[s]) : best;
+  for (int s = 1; s < kMerged; s++) {
+    float other = unpack_f32(top[s]);
+    if (s < used) best = other > best ? other : best;
+  }
 #pragma unroll
   for (int s = 0; s < kMerged; s++) {
-    if (s >= used) continue;
     float share = exp2_fast(unpack_f32(top[s]) - best);
+    if (s >= used) continue;
     total += share;
 #pragma unroll
     for (int j = 0; j < kOperandWords; j++) {
@@ -146,6 +143,7 @@ KOG_DEVICE Activation join_images(const Block& b, int place, int column, int que
     }
   }
   float scale = divide(1.f, total);
+  Activation out;
 #pragma unroll
   for (int j = 0; j < kOperandWords; j++)
     out.w[j] = round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale);
@@ -154,30 +152,48 @@ KOG_DEVICE Activation join_images(const Block& b, int place, int column, int que
 
 // Wait for this warp's part of the attention's outputs and make it Stage's operands.
 template <class Stage>
-KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps, u32 epoch) {
+KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
   using S = Shape<Stage>;
-  await_attention<Stage>(b, steps, epoch);
-  int used[S::kSets], lane = b.in_warp % S::kLanes;
+  constexpr int kAtOnce = 2;  // steps whose words are on their way
+  await_attention<Stage>(b, steps);
+  int lane = b.in_warp % S::kLanes;
+  const u32* images = image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
 #pragma unroll
   for (int set = 0; set < S::kSets; set++) {
     int column = set * S::kTokens + lane / 8;
-    used[set] = column < b.p.num_seats ? splits_of(b, column, steps) : 0;
-    if (used[set] > kMerged) used[set] = 1;
-  }
+    // Words of columns without a request, and of values beyond the last, are zero.
+    int used = column < b.p.num_seats ? splits_of(b, column, steps) : 1;
+    if (used > kMerged) used = 1;
+    int most = static_cast<int>(largest_of_warp(static_cast<u32>(used)));
 #pragma unroll
-  for (int step = 0; step < Stage::kSteps; step++)
+    for (int first = 0; first < Stage::kSteps; first += kAtOnce) {
+      Activation w[kAtOnce][kMerged];
+      u32 top[kAtOnce][kMerged] = {};
 #pragma unroll
-    for (int set = 0; set < S::kSets; set++) {
-      int value = S::first_value(b) + step * kFragK + lane % 4 * (kFragK / 4);
-      int place = value / kFragK * S::kStepWords + set * S::kSetWords + lane * kOperandWords;
-      Activation w{};
-      if (used[set] > 0 && value < Stage::kCols)
-        w = join_images(b, place, set * S::kTokens + lane / 8, value / kHeadDim, used[set]);
-      if (step < Stage::kHeld)
-        to.held[step][set] = w;
-      else
-        to.store(step, set, w);
+      for (int s = 0; s < kMerged; s++) {
+        if (s >= most) break;
+        int split = s < used ? s : used - 1;
+#pragma unroll
+        for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
+          load_operand(images + split * AttentionWords::kStride + (first + i) * S::kStepWords +
+                           set * S::kSetWords,
+                       w[i][s]);
+          int head = (S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4)) / kHeadDim;
+          if (most > 1)
+            top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
+        Activation v = w[i][0];
+        if (used > 1) v = join_splits(w[i], top[i], used);
+        if (first + i < Stage::kHeld)
+          to.held[first + i][set] = v;
+        else
+          to.store(first + i, set, v);
+      }
     }
+  }
   sync_warp();
 }
 

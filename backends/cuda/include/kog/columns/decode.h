@@ -12,7 +12,7 @@ KOG_DEVICE void run_step(Block& b, Walk& k) {
   if (any_head(b, k.steps))
     run_head(b, k);
   else  // the next step overwrites what this one's blocks have read by then
-    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, k.epoch() - 1);
+    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
 }
 
 // After a step: a warp a column says what its token means and what comes next.

@@ -12,26 +12,26 @@ KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
   if (b.in_warp == 0) store_release(flag, epoch);
 }
 
-// Until the flags at flag(i), N a lane, nullptr for none, carry the epoch: the warp can then read what
-// was stored before they did.
-template <int N, class Flag>
-KOG_DEVICE void await(Block& b, Step step, Flag flag, u32 epoch) {
+// Until the flags at these places among the words, N a lane, below 0 for none, carry the epoch: the warp
+// can then read what was stored before they did.
+template <int N>
+KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
   u32 seen[N], late = 0;
 #pragma unroll
-  for (int i = 0; i < N; i++) seen[i] = flag(i) != nullptr ? load_relaxed(flag(i)) : epoch;
+  for (int i = 0; i < N; i++) seen[i] = at[i] >= 0 ? load_relaxed(b.p.words + at[i]) : epoch;
 #pragma unroll
   for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
   if (any_lane(late != 0)) {
     begin_wait(b);
     do {
-      u32 place = ~0u;
+      int place = -1;
 #pragma unroll
       for (int i = 0; i < N; i++)
-        if (seen[i] != epoch) place = place_of(b, flag(i));
-      if (give_up(b, step, place, epoch ^ late, epoch)) break;
+        if (seen[i] != epoch) place = at[i];
+      if (give_up(b, step, static_cast<u32>(place), epoch ^ late, epoch)) break;
 #pragma unroll
       for (int i = 0; i < N; i++)
-        if (seen[i] != epoch) seen[i] = load_relaxed(flag(i));
+        if (seen[i] != epoch) seen[i] = load_relaxed(b.p.words + at[i]);
       late = 0;
 #pragma unroll
       for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
@@ -46,16 +46,14 @@ KOG_DEVICE void await(Block& b, Step step, Flag flag, u32 epoch) {
 template <class Stage, class Flags, int kMost>
 KOG_DEVICE void await_rows(Block& b, Step step, int first, int last, u32 epoch) {
   constexpr int kUnitsMost = kMost / Stage::kUnitRows + 2, kFlags = (kUnitsMost + 31) / 32;
-  const u32* flags = b.p.words + Flags::kOffset;
-  int from = first / Stage::kUnitRows;
+  int from = first / Stage::kUnitRows, at[kFlags];
   int to = last > first ? (last + Stage::kUnitRows - 1) / Stage::kUnitRows : from;
-  await<kFlags>(
-      b, step,
-      [&](int i) {
-        int unit = from + i * 32 + b.in_warp;
-        return unit < to ? flags + unit : nullptr;
-      },
-      epoch);
+#pragma unroll
+  for (int i = 0; i < kFlags; i++) {
+    int unit = from + i * 32 + b.in_warp;
+    at[i] = unit < to ? Flags::kOffset + unit : -1;
+  }
+  await(b, step, at, epoch);
 }
 
 }  // namespace kog::columns

@@ -122,7 +122,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   b.begin_stage();
   Operands<LmHead> x(b);
   stage_streams(b, x, {stream_words<MlpOutWords>(b)}, 2 * kLayers, [&] {
-    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, k.epoch() - 1);
+    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
   });
   constexpr int kItems = Shape<LmHead>::kItems;
   float scale[kItems] = {};

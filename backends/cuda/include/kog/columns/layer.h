@@ -14,12 +14,9 @@ namespace kog::columns {
 // Of one consumer thread, from the first step to the last.
 struct Walk {
   Ring ring;
-  int turn = 0;       // which partial sums are free
-  int iteration = 0;  // layers run: the phase and the flags of every layer exchange
-  int heads = 0;      // exchanges of heads: their numbers
+  int turn = 0;   // which partial sums are free
+  int heads = 0;  // exchanges of heads: their numbers
   int steps = 0;
-
-  KOG_DEVICE u32 epoch() const { return static_cast<u32>(iteration) + 1; }
 };
 
 // The streams at a layer's start.
@@ -40,9 +37,9 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<QkvProj> x(b);
   stage_streams(b, x, layer_streams(b), 2 * b.layer, [&] {
-    if (b.layer > 0) await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, k.epoch() - 1);
+    if (b.layer > 0) await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
   });
-  u32 phase = phase_of(k.iteration);
+  u32 phase = phase_of(iteration_of(b, k.steps));
   const float* bias = bias_of<QkvProj>(b);
   float scale[Shape<QkvProj>::kItems] = {};
   run_units<QkvProj>(
@@ -62,7 +59,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
   stage_streams(b, x, {stream_words<AttentionOutWords>(b)}, 2 * b.layer + 1, [&] {
-    await_streams<OProj, AttentionOutFlagsWords>(b, Step::kAttentionOut, k.epoch());
+    await_streams<OProj, AttentionOutFlagsWords>(b, Step::kAttentionOut, epoch_of(b, k.steps));
   });
   u32* to = b.p.words + MlpWords::kOffset;
   const float* bias = bias_of<GateUpProj>(b);
@@ -79,7 +76,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
           store_relaxed(to + narrow_place(item.row / 4, item.column),
                         pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, 0));
       },
-      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, k.epoch()); });
+      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(b, k.steps)); });
 }
 
 // o_proj or down_proj: rows to the streams, from `x` on.
@@ -102,13 +99,13 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
           store_relaxed(stream_words<Words>(b) + item.column * kHiddenStride + item.row,
                         bits_of(asked.x + y));
       },
-      [&](int unit) { raise_flag(b, b.p.words + Flags::kOffset + unit, k.epoch()); });
+      [&](int unit) { raise_flag(b, b.p.words + Flags::kOffset + unit, epoch_of(b, k.steps)); });
 }
 
 KOG_DEVICE void o_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<OProj> operands(b);
-  stage_attention(b, operands, k.steps, k.epoch());
+  stage_attention(b, operands, k.steps);
   stamp(b, Point::kOProjInput);
   module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, kOBias>(b, k, operands,
                                                                   layer_streams(b));
@@ -150,7 +147,7 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, u32 epoch) {
 KOG_DEVICE void down_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<DownProj> operands(b);
-  stage_mlp(b, operands, k.epoch());
+  stage_mlp(b, operands, epoch_of(b, k.steps));
   stamp(b, Point::kDownProjInput);
   module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(
       b, k, operands, {stream_words<AttentionOutWords>(b)});
@@ -161,7 +158,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   qkv_proj(b, k);
   stamp(b, Point::kQkvProj);
   b.begin_stage();
-  attention(b, k.steps, k.iteration);
+  attention(b, k.steps);
   stamp(b, Point::kAttention);
   o_proj(b, k);
   stamp(b, Point::kOProj);
@@ -169,7 +166,6 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
   stamp(b, Point::kDownProj);
-  k.iteration++;
 }
 
 }  // namespace kog::columns
