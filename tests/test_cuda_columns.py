@@ -16,7 +16,7 @@ from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header
 from kog_triton.backends.cuda import serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from ring_walker import spec_of
-from test_cuda import PLAIN, innermost, is_local, machine_code
+from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_life import Server, ended, held, tokens_of
 
 from kog_triton.backends import BackendOptions
@@ -115,44 +115,56 @@ def test_a_model_without_columns_takes_turns():
 
 # ---- equal to alone ----
 
+ODD = f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=8, qkv_bias=True)
+EXTRAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True}
+# spec, columns, blocks; what changes where splits of the context begin and end
 SHAPES = {
-    **{name: (spec, options) for name, (spec, options, _) in PLAIN.items()},
+    "bf16": (spec_of(), 4, 3, {}),
+    "biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 4, 2, {}),
+    "sizes that divide by nothing": (ODD, 2, 4, {}),
+    "windows, splits": (f16_spec(windows=(5, 0, 3)), 8, 3, {"SPLIT_LEAST": 2}),
+    "joins of many splits by several warps": (
+        f16_spec(num_layers=2, num_heads=6, num_kv_heads=1, head_dim=24),
+        2,
+        6,
+        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 5},
+    ),
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
-    "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), {}),
+    "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
 }
-CUTS = {"split_least": "SPLIT_LEAST", "merged_length": "MERGED_LENGTH"}
+MORE = {
+    "sizes that divide by nothing": (ODD, 8, 3, {}),
+    "windows, many splits": (
+        f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, windows=(3, 0, 7)),
+        8,
+        0,
+        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 5},
+    ),
+    "bf16, all blocks": (spec_of(), 8, 0, {}),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "blocks"),
+    ("name", "shape"),
     [
-        ("bf16", 4, 0),
-        ("biases, norms, tied", 8, 3),
-        ("sizes that divide by nothing", 2, 0),
-        ("windows, splits", 8, 0),
-        ("joins of many splits by several warps", 4, 0),
-        ("a long K", 8, 3),
-        pytest.param("fp16", 8, 3, marks=pytest.mark.slow),
-        pytest.param("biases, norms, tied", 2, 0, marks=pytest.mark.slow),
-        pytest.param("sizes that divide by nothing", 8, 3, marks=pytest.mark.slow),
-        pytest.param("windows, splits", 2, 3, marks=pytest.mark.slow),
-        pytest.param("joins of many splits by one warp", 8, 0, marks=pytest.mark.slow),
-        pytest.param("a long K", 4, 0, marks=pytest.mark.slow),
+        *SHAPES.items(),
+        *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE.items()),
     ],
 )
-def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, columns, blocks):
-    spec, options = SHAPES[name]
-    for option, value in options.items():
-        monkeypatch.setattr(header, CUTS[option], value)
-    count = 8 if options else 4
-    params = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-    requests = [request(i, PROMPTS[i], count, params if i == 1 else GREEDY) for i in range(columns)]
+def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shape):
+    spec, columns, blocks, constants = shape
+    for constant, value in constants.items():
+        monkeypatch.setattr(header, constant, value)
+    told = SamplingParams(temperature=1.0, logprobs=2, seed=3)
+    requests = [
+        request(i, PROMPTS[i], 5 if constants else 3, told if i == 1 else GREEDY)
+        for i in range(columns)
+    ]
     steps, cache = alone(spec, requests, blocks)
-    for seed in (0, -7):
-        backend = make(ColumnBackend, spec, columns, blocks, seed, counts=(columns,))
-        assert run(backend, *requests) == steps
-        assert torch.equal(backend.memory.cache, cache)
-        assert sum(k.kernel.launches for k in backend.columns.kernels) > 0
+    backend = make(ColumnBackend, spec, columns, blocks, -7, counts=(columns,))
+    assert run(backend, *requests) == steps
+    assert torch.equal(backend.memory.cache, cache)
+    assert sum(k.kernel.launches for k in backend.columns.kernels) > 0
 
 
 @pytest.fixture(scope="module")
@@ -272,19 +284,27 @@ def test_requests_take_turns_while_their_kernel_is_compiled(spec, apart):
     assert backend.kernel.launches >= 1 and launches(backend)[1][4] >= 1
 
 
-def test_a_cancel_and_a_yield_end_a_step_of_columns(backend, apart):
+def test_a_cancel_ends_one_of_them(backend, apart):
     server = Server(backend, *(request(slot, PROMPTS[slot], 55) for slot in range(3)))
     server.read(0, 2)
     server.mailbox.cancel(0)
-    while not ended(server.read(0, len(server.steps[0]) + 1)):
-        pass
-    server.mailbox.yield_now()
     steps = server.finish()
-    assert steps[0][-1].finish == "cancel" and not ended(steps[1])
+    assert steps[0][-1].finish == "cancel" and len(steps[0]) < 55
+    for slot in (1, 2):
+        assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
+        assert len(steps[slot]) == 55
+
+
+def test_a_yield_returns_at_a_step_and_all_resume(backend, apart):
+    server = Server(backend, *(request(slot, PROMPTS[slot], 55) for slot in range(3)))
+    server.read(0, 2)
+    server.mailbox.yield_now()
+    assert not any(ended(steps) for steps in server.finish().values())
+    backend.forward_logits([1, 2, 3])  # leaves all slots alone
     server.mailbox.resume()
     server.start()
     steps = server.finish()
-    for slot in (1, 2):
+    for slot in range(3):
         assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
         assert len(steps[slot]) == 55
 

@@ -96,6 +96,11 @@ KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
   return r;
 }
 
+// (a * cos + z * sin) * scale, rounded alike in every kernel.
+KOG_DEVICE float turn(float a, float cos, float z, float sin, float scale) {
+  return product(fused(a, cos, product(z, sin)), scale);
+}
+
 // One head of q, k or v: neighbors and those half a head on, a lane.
 struct Head {
   float2 near[kQuads], far[kQuads];
@@ -122,22 +127,27 @@ struct Head {
       float square = 0;
 #pragma unroll
       for (int n = 0; n < kQuads; n++)
-        if (n * 32 + b.in_warp < kHeadDim / 4)
-          square += near[n].x * near[n].x + near[n].y * near[n].y + far[n].x * far[n].x +
-                    far[n].y * far[n].y;
+        if (n * 32 + b.in_warp < kHeadDim / 4) {
+          square = fused(near[n].x, near[n].x, square);
+          square = fused(near[n].y, near[n].y, square);
+          square = fused(far[n].x, far[n].x, square);
+          square = fused(far[n].y, far[n].y, square);
+        }
 #pragma unroll
       for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
       scale *= rsqrt_of(square / kHeadDim + kNormEps);
     }
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
-      near[n] = {near[n].x * r.gain[n].x, near[n].y * r.gain[n].y};
-      far[n] = {far[n].x * r.gain_far[n].x, far[n].y * r.gain_far[n].y};
-      float2 turned = {(near[n].x * r.cos[n].x - far[n].x * r.sin[n].x) * scale,
-                       (near[n].y * r.cos[n].y - far[n].y * r.sin[n].y) * scale};
-      far[n] = {(far[n].x * r.cos[n].x + near[n].x * r.sin[n].x) * scale,
-                (far[n].y * r.cos[n].y + near[n].y * r.sin[n].y) * scale};
-      near[n] = turned;
+      if constexpr (kQkNorm) {
+        near[n] = {product(near[n].x, r.gain[n].x), product(near[n].y, r.gain[n].y)};
+        far[n] = {product(far[n].x, r.gain_far[n].x), product(far[n].y, r.gain_far[n].y)};
+      }
+      float2 a = near[n], z = far[n];
+      near[n] = {turn(a.x, r.cos[n].x, -z.x, r.sin[n].x, scale),
+                 turn(a.y, r.cos[n].y, -z.y, r.sin[n].y, scale)};
+      far[n] = {turn(z.x, r.cos[n].x, a.x, r.sin[n].x, scale),
+                turn(z.y, r.cos[n].y, a.y, r.sin[n].y, scale)};
     }
   }
   // put(word, pair) for every word of a row of the cache; those behind the head are zero.

@@ -141,6 +141,7 @@ KOG_DEVICE u32 load_cache(const u32* p) {
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
 KOG_DEVICE bool any_lane(bool p) { return __any_sync(kWholeWarp, p); }
+KOG_DEVICE u32 lanes_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
@@ -185,6 +186,9 @@ KOG_DEVICE float divide(float a, float b) {
   asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+// Rounded as written: what the compiler may fuse, or not, would differ from kernel to kernel.
+KOG_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
+KOG_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 KOG_DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
 KOG_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 KOG_DEVICE float float_of(u32 x) { return __uint_as_float(x); }

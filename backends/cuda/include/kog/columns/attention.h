@@ -6,17 +6,10 @@
 //
 // An image holds o_proj's inputs of all columns where its warps find them (matvec.h).
 #pragma once
-#include <kog/columns/matvec.h>
+#include <kog/columns/stream.h>
 #include <kog/join.h>
-#include <kog/seat.h>
 
 namespace kog::columns {
-
-// Layers that the launch has run before this one: their phase; and what their flags carry.
-KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
-KOG_DEVICE u32 epoch_of(const Block& b, int steps) {
-  return static_cast<u32>(iteration_of(b, steps)) + 1;
-}
 
 KOG_DEVICE int position_of(const Block& b, int column, int steps) {
   return b.small->seats[column].first + steps;
@@ -36,9 +29,12 @@ template <class Flags>
 KOG_DEVICE int split_flag(int column, int head, int split) {
   return Flags::kOffset + (column * kKvHeads + head) * kSplits + split;
 }
-KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v) {
+KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v, u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, 0));
+  store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, phase));
+}
+KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u32 phase) {
+  store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
 }
 
 // Makes unit number n of the layer, counted over the columns, the one in hand; false behind the last.
@@ -64,6 +60,26 @@ KOG_DEVICE void finish_unit(const Block& b, const Span& span, u32 epoch) {
   raise_flag(b, b.p.words + split_flag<Flags>(b.column, span.head, span.split), epoch);
 }
 
+// What the unit's splits have found. Images that no split of the head fills keep step with the others by
+// the first one's hand.
+KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pair, float2 v, float top,
+                             u32 phase) {
+  int query_head = span.head * kQueries + query;
+  bool few = span.used <= kMerged;
+  if (few) {
+    put_output(b, span.split, query_head, pair, v, phase);
+    if (pair == 0) put_top(b, span.split, query_head, top, phase);
+  } else {
+    publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
+  }
+  if (span.split != 0) return;
+  for (int s = few ? span.used : 1; s < kMerged; s++) {
+    put_output(b, s, query_head, pair, float2{0, 0}, phase);
+    if (pair == 0) put_top(b, s, query_head, 0, phase);
+  }
+  if (!few && pair == 0) put_top(b, 0, query_head, 0, phase);
+}
+
 KOG_DEVICE void attention(Block& b, int steps) {
   u32 phase = phase_of(iteration_of(b, steps));
   bool many = false;
@@ -71,14 +87,10 @@ KOG_DEVICE void attention(Block& b, int steps) {
   for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
     many |= span.used > kMerged;
     walk_span(b, span, b.small->position, phase, [&](int query, int pair, float2 v, float top) {
-      if (span.used > kMerged)
-        return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
-      int query_head = span.head * kQueries + query;
-      put_output(b, span.split, query_head, pair, v);
-      if (pair == 0)
-        store_relaxed(top_word(b, span.split, b.column, query_head), pack_f32(top, 0));
+      publish_unit(b, span, query, pair, v, top, phase);
     });
-    finish_unit<AttentionFlagsWords>(b, span, epoch_of(b, steps));
+    if (span.used > kMerged) fence_gpu();  // words of many splits keep no step
+    finish_unit<AttentionFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }
   if (!many) return;
   for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
@@ -89,10 +101,13 @@ KOG_DEVICE void attention(Block& b, int steps) {
       int split = i * 32 + b.in_warp;
       at[i] = split < span.used ? split_flag<AttentionFlagsWords>(b.column, span.head, split) : -1;
     }
-    await(b, Step::kAttentionJoin, at, epoch_of(b, steps));
-    join_many(b, span, phase,
-              [&](int query_head, int pair, float2 v) { put_output(b, 0, query_head, pair, v); });
-    finish_unit<JoinFlagsWords>(b, span, epoch_of(b, steps));
+    await(b, Step::kAttentionJoin, at, epoch_of(iteration_of(b, steps)));
+    fence_gpu();  // pairs with the one before the flags
+    sync_warp();
+    join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
+      put_output(b, 0, query_head, pair, v, phase);
+    });
+    finish_unit<JoinFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }
 }
 
@@ -120,7 +135,7 @@ KOG_DEVICE void await_attention(Block& b, int steps) {
     if (used <= kMerged && split < used)
       at[i] = split_flag<AttentionFlagsWords>(column, head, split);
   }
-  await(b, Step::kOProjInput, at, epoch_of(b, steps));
+  await(b, Step::kOProjInput, at, epoch_of(iteration_of(b, steps)));
 }
 
 // A lane's words of one step and set, joined from those of `used` splits as ../attention.h does it.
@@ -156,33 +171,55 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
   using S = Shape<Stage>;
   constexpr int kAtOnce = 2;  // steps whose words are on their way
   await_attention<Stage>(b, steps);
+  u32 phase = phase_of(iteration_of(b, steps));
   int lane = b.in_warp % S::kLanes;
   const u32* images = image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
 #pragma unroll
   for (int set = 0; set < S::kSets; set++) {
     int column = set * S::kTokens + lane / 8;
-    // Words of columns without a request, and of values beyond the last, are zero.
-    int used = column < b.p.num_seats ? splits_of(b, column, steps) : 1;
+    // Words of columns without a request, and of values beyond the last, are never written.
+    bool mine = column < b.p.num_seats;
+    int used = mine ? splits_of(b, column, steps) : 1;
     if (used > kMerged) used = 1;
     int most = static_cast<int>(largest_of_warp(static_cast<u32>(used)));
 #pragma unroll
     for (int first = 0; first < Stage::kSteps; first += kAtOnce) {
       Activation w[kAtOnce][kMerged];
       u32 top[kAtOnce][kMerged] = {};
+      ask_until_ready(b, Step::kOProjInput, images, phase, [&] {
+        u32 bad = 0;
 #pragma unroll
-      for (int s = 0; s < kMerged; s++) {
-        if (s >= most) break;
-        int split = s < used ? s : used - 1;
+        for (int s = 0; s < kMerged; s++) {
+          if (s >= most) break;
+          int split = s < used ? s : used - 1;
 #pragma unroll
-        for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
-          load_operand(images + split * AttentionWords::kStride + (first + i) * S::kStepWords +
-                           set * S::kSetWords,
-                       w[i][s]);
-          int head = (S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4)) / kHeadDim;
-          if (most > 1)
-            top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
+          for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
+            int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
+            int head = value / kHeadDim;
+            load_operand(images + split * AttentionWords::kStride + (first + i) * S::kStepWords +
+                             set * S::kSetWords,
+                         w[i][s]);
+            if (most > 1)
+              top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
+          }
         }
-      }
+#pragma unroll
+        for (int s = 0; s < kMerged; s++) {
+          if (s >= most) break;
+#pragma unroll
+          for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
+            int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
+            u32 late = most > 1 ? top[i][s] ^ phase : 0;
+#pragma unroll
+            for (int j = 0; j < kOperandWords; j++) {
+              w[i][s].w[j] ^= phase;
+              late |= w[i][s].w[j];
+            }
+            if (mine && value < Stage::kCols) bad |= late;
+          }
+        }
+        return any_lane((bad & 1) != 0);
+      });
 #pragma unroll
       for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
         Activation v = w[i][0];

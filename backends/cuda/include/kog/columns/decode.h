@@ -9,10 +9,10 @@ namespace kog::columns {
 // All layers of one token a column, and the head if any column has logits.
 KOG_DEVICE void run_step(Block& b, Walk& k) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
-  if (any_head(b, k.steps))
-    run_head(b, k);
-  else  // the next step overwrites what this one's blocks have read by then
-    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
+  if (any_head(b, k.steps)) return run_head(b, k);
+  // What the next step overwrites has been read by those who wait here.
+  await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b, k.steps) - 1);
+  fence_gpu();  // this step's rows of the cache are there for all that comes
 }
 
 // After a step: a warp a column says what its token means and what comes next.

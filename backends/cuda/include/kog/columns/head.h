@@ -115,15 +115,19 @@ KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
   b.small->control = static_cast<u32>(v.y);
 }
 
+// The streams behind the last layer.
+KOG_DEVICE Streams last_streams(const Block& b) {
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+
 // The tokens of the columns that have logits in this step into small->chosen, for every thread.
 KOG_DEVICE void run_head(Block& b, Walk& k) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
   Operands<LmHead> x(b);
-  stage_streams(b, x, {stream_words<MlpOutWords>(b)}, 2 * kLayers, [&] {
-    await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
-  });
+  stage_streams(b, Step::kMlpOut, x, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
+  fence_gpu();  // this step's rows of the cache are there for all that comes
   constexpr int kItems = Shape<LmHead>::kItems;
   float scale[kItems] = {};
   int column[kItems];

@@ -19,9 +19,13 @@ struct Walk {
   int steps = 0;
 };
 
-// The streams at a layer's start.
+// The streams at a layer's start, and behind its attention.
 KOG_DEVICE Streams layer_streams(const Block& b) {
-  return {b.layer == 0 ? nullptr : stream_words<MlpOutWords>(b)};
+  if (b.layer == 0) return {nullptr, nullptr};
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+KOG_DEVICE Streams inner_streams(const Block& b) {
+  return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
 }
 
 template <class Stage>
@@ -36,10 +40,10 @@ KOG_DEVICE Units layer_units(const Block& b) {
 KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<QkvProj> x(b);
-  stage_streams(b, x, layer_streams(b), 2 * b.layer, [&] {
-    if (b.layer > 0) await_streams<DownProj, MlpOutFlagsWords>(b, Step::kMlpOut, epoch_of(b, k.steps) - 1);
-  });
-  u32 phase = phase_of(iteration_of(b, k.steps));
+  int iteration = iteration_of(b, k.steps);
+  stage_streams(b, Step::kMlpOut, x, layer_streams(b), 2 * b.layer, iteration - 1);
+  stamp(b, Point::kMlpOut);
+  u32 phase = phase_of(iteration);
   const float* bias = bias_of<QkvProj>(b);
   float scale[Shape<QkvProj>::kItems] = {};
   run_units<QkvProj>(
@@ -58,10 +62,11 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
-  stage_streams(b, x, {stream_words<AttentionOutWords>(b)}, 2 * b.layer + 1, [&] {
-    await_streams<OProj, AttentionOutFlagsWords>(b, Step::kAttentionOut, epoch_of(b, k.steps));
-  });
+  int iteration = iteration_of(b, k.steps);
+  stage_streams(b, Step::kAttentionOut, x, inner_streams(b), 2 * b.layer + 1, iteration);
+  stamp(b, Point::kAttentionOut);
   u32* to = b.p.words + MlpWords::kOffset;
+  u32 phase = phase_of(iteration);
   const float* bias = bias_of<GateUpProj>(b);
   float scale[Shape<GateUpProj>::kItems] = {};
   run_units<GateUpProj>(
@@ -74,15 +79,19 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
               next = shuffle_down(h, 2);
         if (item.there && item.row % 4 == 0)
           store_relaxed(to + narrow_place(item.row / 4, item.column),
-                        pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, 0));
+                        pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
       },
-      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(b, k.steps)); });
+      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration)); });
 }
 
-// o_proj or down_proj: rows to the streams, from `x` on.
-template <class Stage, class Words, class Flags, bool kBias>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, const Streams& x) {
+// o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache become
+// visible with them.
+template <class Stage, class Words, class Marks, bool kBias>
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, const Streams& x,
+                            bool last) {
   const float* bias = bias_of<Stage>(b);
+  u32* to = b.p.words + Words::kOffset;
+  u32 low[Shape<Stage>::kItems];
   struct Asked {
     float bias, x;
   };
@@ -92,14 +101,18 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
         return Asked{kBias && item.there ? bias[item.row] : 0.f,
                      item.there ? x.value(b, item.column, item.row) : 0.f};
       },
-      [&](int, const Item& item, float sum, const Asked& asked) {
+      [&](int i, const Item& item, float sum, const Asked& asked) {
+        u32 phase = phase_of(iteration_of(b, k.steps));
         // Rounded as a word that carries its readiness: a kernel of one token sends such.
-        float y = unpack_f32(pack_f32(sum + asked.bias, 0));
+        u32 word = bits_of(asked.x + unpack_f32(pack_f32(sum + asked.bias, 0)));
+        low[i] = item.there ? word & 1 : 0;
+        if (last) fence_gpu();  // pairs with the one behind the last layer
         if (item.there)
-          store_relaxed(stream_words<Words>(b) + item.column * kHiddenStride + item.row,
-                        bits_of(asked.x + y));
+          store_relaxed(to + item.column * kHiddenStride + item.row, (word & ~1u) | phase);
       },
-      [&](int unit) { raise_flag(b, b.p.words + Flags::kOffset + unit, epoch_of(b, k.steps)); });
+      [&](int unit) {
+        publish_marks<Stage, Marks>(b, unit, low, epoch_of(iteration_of(b, k.steps)));
+      });
 }
 
 KOG_DEVICE void o_proj(Block& b, Walk& k) {
@@ -108,38 +121,48 @@ KOG_DEVICE void o_proj(Block& b, Walk& k) {
   stage_attention(b, operands, k.steps);
   stamp(b, Point::kOProjInput);
   module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, kOBias>(b, k, operands,
-                                                                  layer_streams(b));
+                                                                        layer_streams(b), false);
+}
+
+// Until the units of gate_up_proj that this warp's part of down_proj's inputs comes from are there.
+KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
+  using S = Shape<DownProj>;
+  constexpr int kRows = GateUpProj::kUnitRows, kFlags = (2 * S::kPartValues / kRows + 33) / 32;
+  int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
+  last = last < DownProj::kCols ? last : DownProj::kCols;
+#pragma unroll
+  for (int i = 0; i < kFlags; i++) {
+    int unit = 2 * first / kRows + i * 32 + b.in_warp;
+    at[i] = first < last && unit * kRows < 2 * last ? MlpFlagsWords::kOffset + unit : -1;
+  }
+  await(b, Step::kDownProjInput, at, epoch);
 }
 
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
-KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, u32 epoch) {
+KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
   using S = Shape<DownProj>;
-  constexpr int kAtOnce = 4;  // steps on their way to scratch
-  int first = S::first_value(b), last = first + S::kPartValues;
-  last = last < DownProj::kCols ? last : DownProj::kCols;
-  await_rows<GateUpProj, MlpFlagsWords, 2 * S::kPartValues>(b, Step::kDownProjInput, 2 * first,
-                                                           2 * last, epoch);
-  const u32* from = b.p.words + MlpWords::kOffset + first / kFragK * S::kStepWords +
-                    b.in_warp % S::kLanes * kOperandWords;
-#pragma unroll
-  for (int step = 0; step < DownProj::kHeld; step++)
-#pragma unroll
-    for (int set = 0; set < S::kSets; set++)
-      load_operand(from + step * S::kStepWords + set * S::kSetWords, to.held[step][set]);
+  constexpr int kLeft = DownProj::kSteps - DownProj::kHeld;
+  constexpr int kAtOnce = kLeft < 4 ? kLeft : 4;  // steps on their way to scratch
+  await_mlp(b, epoch_of(iteration));
+  u32 phase = phase_of(iteration);
+  int lane = b.in_warp % S::kLanes, value = S::first_value(b) + lane % 4 * (kFragK / 4);
+  const u32* from = b.p.words + MlpWords::kOffset + S::first_value(b) / kFragK * S::kStepWords +
+                    lane * kOperandWords;
+  auto mine = [&](int step, int set) {
+    return set * S::kTokens + lane / 8 < b.p.num_seats && value + step * kFragK < DownProj::kCols;
+  };
+  if constexpr (DownProj::kHeld > 0)
+    receive<S>(b, Step::kDownProjInput, from, phase, to.held, mine);
 #pragma unroll 1
   for (int step = DownProj::kHeld; step < DownProj::kSteps; step += kAtOnce) {
-    Activation w[kAtOnce][S::kSets];
+    Activation w[kAtOnce > 0 ? kAtOnce : 1][S::kSets];
+    int first = step + kAtOnce <= DownProj::kSteps ? step : DownProj::kSteps - kAtOnce;
+    receive<S>(b, Step::kDownProjInput, from + first * S::kStepWords, phase, w,
+               [&](int i, int set) { return mine(first + i, set); });
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
 #pragma unroll
-      for (int set = 0; set < S::kSets; set++)
-        if (step + i < DownProj::kSteps)
-          load_operand(from + (step + i) * S::kStepWords + set * S::kSetWords, w[i][set]);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++)
-#pragma unroll
-      for (int set = 0; set < S::kSets; set++)
-        if (step + i < DownProj::kSteps) to.store(step + i, set, w[i][set]);
+      for (int set = 0; set < S::kSets; set++) to.store(first + i, set, w[i][set]);
   }
   sync_warp();
 }
@@ -147,10 +170,10 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, u32 epoch) {
 KOG_DEVICE void down_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<DownProj> operands(b);
-  stage_mlp(b, operands, epoch_of(b, k.steps));
+  stage_mlp(b, operands, iteration_of(b, k.steps));
   stamp(b, Point::kDownProjInput);
-  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(
-      b, k, operands, {stream_words<AttentionOutWords>(b)});
+  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(b, k, operands, inner_streams(b),
+                                                                 b.layer == kLayers - 1);
 }
 
 KOG_DEVICE void run_layer(Block& b, Walk& k) {

@@ -54,6 +54,31 @@ KOG_DEVICE void store_operand(u32* to, const Words<N>& v) {
     to[0] = v.w[0];
 }
 
+// Steps [0, kSteps) of narrow words at `from`, once those of the lanes' own columns carry the phase; it is
+// taken off. mine(step, set): whether the lane's words of them are ever written.
+template <class S, int kSteps, class Mine>
+KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
+                        Words<kOperandWords> (&w)[kSteps][S::kSets], Mine mine) {
+  ask_until_ready(b, step, from, phase, [&] {
+    u32 bad = 0;
+#pragma unroll
+    for (int i = 0; i < kSteps; i++)
+#pragma unroll
+      for (int set = 0; set < S::kSets; set++)
+        load_operand(from + i * S::kStepWords + set * S::kSetWords, w[i][set]);
+#pragma unroll
+    for (int i = 0; i < kSteps; i++)
+#pragma unroll
+      for (int set = 0; set < S::kSets; set++)
+#pragma unroll
+        for (int j = 0; j < kOperandWords; j++) {
+          w[i][set].w[j] ^= phase;
+          bad |= mine(i, set) ? w[i][set].w[j] : 0;
+        }
+    return any_lane((bad & 1) != 0);
+  });
+}
+
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {

@@ -1,48 +1,115 @@
 // The residual streams, one a column. Whoever computes a row of a module's output adds it to the stream and
 // publishes the sum: no block keeps a stream, each reads the whole of all of them at the next norm.
+//
+//   words   [column][row]: a float32 whose lowest bit is the phase
+//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run: they are the
+//           hints as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
+#include <kog/seat.h>
 
 namespace kog::columns {
 
-// Where the streams lie before a stage: in the embedding, or as words.
-struct Streams {
-  const u32* words;  // [column][kHiddenStride], or nullptr: at the start of a step
+constexpr int kMarks = kColumns / 2;  // words of 8 rows
 
+// Layers that the launch has run before this one; and what their flags carry.
+KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
+KOG_DEVICE u32 epoch_of(int iteration) { return static_cast<u32>(iteration) + 1; }
+
+KOG_DEVICE u32 mark_bit(u32 mark, int column, int row) {
+  return mark >> (8 * (column % 2) + row % 8) & 1;
+}
+
+// The streams as one exchange holds them, or the embedding.
+struct Streams {
+  const u32* words;  // nullptr: at the start of a step
+  const u32* marks;
+
+  template <class Words, class Marks>
+  KOG_DEVICE static Streams of(const Block& b) {
+    static_assert(Words::kStride == kHiddenStride);
+    return {b.p.words + Words::kOffset, b.p.words + Marks::kOffset};
+  }
   KOG_DEVICE const u16* embedding(const Block& b, int column) const {
     int token = b.small->seats[column].token;  // below 0: the request ends, and why
     return b.p.embed + static_cast<u64>(token > 0 ? token : 0) * kHiddenStride;
   }
-  KOG_DEVICE float4 quad(const Block& b, int column, int e) const {
-    if (words == nullptr) {
-      uint2 w = *reinterpret_cast<const uint2*>(embedding(b, column) + e);
-      return {low_of(w.x), second_of(w.x), low_of(w.y), second_of(w.y)};
-    }
-    uint4 w = load_relaxed4(words + column * kHiddenStride + e);
-    return {float_of(w.x), float_of(w.y), float_of(w.z), float_of(w.w)};
-  }
+  // A value that some warp of this block has received.
   KOG_DEVICE float value(const Block& b, int column, int e) const {
     if (words == nullptr) return widen(embedding(b, column)[e]);
-    return float_of(load_relaxed(words + column * kHiddenStride + e));
+    u32 word = load_relaxed(words + column * kHiddenStride + e);
+    u32 mark = load_relaxed(marks + e / 8 * kMarks + column / 2);
+    return float_of((word & ~1u) | mark_bit(mark, column, e));
   }
 };
-template <class Words>
-KOG_DEVICE u32* stream_words(const Block& b) {
-  static_assert(Words::kStride == kHiddenStride);
-  return b.p.words + Words::kOffset;
-}
 
-// Until this warp's slice of the streams is there.
-template <class Stage, class Flags>
-KOG_DEVICE void await_streams(Block& b, Step step, u32 epoch) {
-  int first = b.warp * kSlice, last = first + kSlice;
-  await_rows<Stage, Flags, kSlice>(b, step, first, last < kHidden ? last : kHidden, epoch);
-}
+// This lane's four values of each column from element e on, by a whole warp; zeros where there are none.
+struct Quads {
+  uint4 w[kColumns];
 
-// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for
-// `inverse_rms`. wait() comes once the gains are asked for.
-template <class Stage, class Wait>
-KOG_DEVICE void stage_streams(Block& b, Operands<Stage>& to, const Streams& x, int norm, Wait wait) {
+  KOG_DEVICE float value(int column, int j) const { return float_of(word_of(w[column], j)); }
+
+  KOG_DEVICE void embed(const Block& b, const Streams& x, int e) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      w[c] = uint4{0, 0, 0, 0};
+      if (c >= b.p.num_seats || e >= kHidden) continue;
+      uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, c) + e);
+      w[c] = {bits_of(low_of(v.x)), bits_of(second_of(v.x)), bits_of(low_of(v.y)),
+              bits_of(second_of(v.y))};
+    }
+  }
+  KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
+    const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
+    const u32* from = x.marks + e / 8 * kMarks;
+    u32 mark[kMarks];
+    ask_until_ready(b, step, from, epoch, [&] {
+      u32 late = 0;
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = epoch << 16;
+      if (e < kHidden) load_marks(from, mark);
+#pragma unroll
+      for (int i = 0; i < kMarks; i++)
+        if (2 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
+      return any_lane(late != 0);
+    });
+    ask_until_ready(b, step, x.words + e, phase, [&] {
+      u32 bad = 0;
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) {
+        w[c] = uint4{phase, phase, phase, phase};
+        if (c < b.p.num_seats && e < kHidden) w[c] = load_relaxed4(x.words + c * kHiddenStride + e);
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) bad |= stale(w[c], e, kHidden, phase);
+      return any_lane(bad != 0);
+    });
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      u32 low = c < b.p.num_seats ? mark[c / 2] >> (8 * (c % 2) + e % 8) : 0;
+      w[c] = {(w[c].x & ~1u) | (low & 1), (w[c].y & ~1u) | (low >> 1 & 1),
+              (w[c].z & ~1u) | (low >> 2 & 1), (w[c].w & ~1u) | (low >> 3 & 1)};
+    }
+  }
+
+ private:
+  KOG_DEVICE static void load_marks(const u32* from, u32 (&mark)[kMarks]) {
+    if constexpr (kColumns == 8) {
+      uint4 v = load_relaxed4(from);
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = word_of(v, i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = load_relaxed(from + i);
+    }
+  }
+};
+
+// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for `inverse_rms`.
+// `iteration`: the run whose outputs complete x.
+template <class Stage>
+KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
+                              int iteration) {
   using S = Shape<Stage>;
   static_assert(Stage::kWide && Stage::kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
@@ -52,29 +119,26 @@ KOG_DEVICE void stage_streams(Block& b, Operands<Stage>& to, const Streams& x, i
     gain[i] = float4{0, 0, 0, 0};
     if (e < kHidden) gain[i] = *reinterpret_cast<const float4*>(b.p.gains + norm * kHiddenStride + e);
   }
-  wait();
   float square[kColumns] = {};
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
     bool staged = local < kSlice && e < Stage::kPaddedK;
-    float4 v[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; c++) {
-      v[c] = float4{0, 0, 0, 0};
-      if (c < b.p.num_seats && staged && e < kHidden) v[c] = x.quad(b, c, e);
-    }
+    Quads v;
+    if (x.words == nullptr)
+      v.embed(b, x, staged ? e : kHiddenStride);
+    else
+      v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
     u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStaged + at;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
-      const float values[4] = {v[c].x, v[c].y, v[c].z, v[c].w};
       float scaled[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        square[c] += values[j] * values[j];
-        scaled[j] = values[j] * g[j];
+        square[c] = fused(v.value(c, j), v.value(c, j), square[c]);
+        scaled[j] = product(v.value(c, j), g[j]);
       }
       if (!staged) continue;
 #pragma unroll
@@ -101,12 +165,40 @@ KOG_DEVICE void stage_streams(Block& b, Operands<Stage>& to, const Streams& x, i
     for (int set = 0; set < S::kSets; set++) to.held[step][set] = to.load(step, set);
 }
 
+// Until this warp's slice of the streams has come, which it does not need.
+KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iteration) {
+  Quads v;
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) v.receive(b, step, x, element(b, i), iteration);
+}
+
 // 1 / rms of the column's stream staged last; after a barrier that all warps have passed since.
 KOG_DEVICE float inverse_rms(const Block& b, int column) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; i++) sum += b.small->squares[column * kWarps + i];
   return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
+}
+
+// Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
+template <class Stage, class Marks>
+KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Shape<Stage>::kItems],
+                              u32 epoch) {
+  constexpr int kItems = Shape<Stage>::kItems, kRows = Stage::kUnitRows;
+  u32 bits[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
+  int group = b.in_warp / kMarks, pair = b.in_warp % kMarks;
+  if (group >= kRows / 8 || unit * kRows + 8 * group >= kHidden) return;
+  u32 mark = epoch << 16;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int first = (2 * pair + half) * kRows + 8 * group;
+#pragma unroll
+    for (int i = 0; i < kItems; i++)
+      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xffu) << 8 * half;
+  }
+  store_relaxed(b.p.words + Marks::kOffset + (unit * (kRows / 8) + group) * kMarks + pair, mark);
 }
 
 }  // namespace kog::columns
