@@ -186,7 +186,7 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
     for (int first = 0; first < Stage::kSteps; first += kAtOnce) {
       Activation w[kAtOnce][kMerged];
       u32 top[kAtOnce][kMerged] = {};
-      ask_until_ready(b, Step::kOProjInput, images, phase, [&] {
+      ask_until_ready(b, Step::kOProjInput, place_of(b, images), phase ^ 1, phase, [&] {
         u32 bad = 0;
 #pragma unroll
         for (int s = 0; s < kMerged; s++) {

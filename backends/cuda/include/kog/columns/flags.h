@@ -13,40 +13,38 @@ KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
   if (b.in_warp == 0) store_relaxed(flag, epoch);
 }
 
+// Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one place, so
+// that its code is there once. `place` and `seen` are what an error tells of.
+template <class Ask>
+KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 place, u32 seen, u32 wanted, Ask ask) {
+  bool waits = false;
+  while (ask()) {
+    if (!waits) begin_wait(b);
+    waits = true;
+    if (give_up(b, step, place, seen, wanted)) break;
+  }
+  if (waits) end_wait(b);
+}
+
 // Until the flags at these places among the words, N a lane, below 0 for none, carry the epoch.
 template <int N>
 KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
-  u32 seen[N], late = 0;
+  u32 seen[N];
 #pragma unroll
-  for (int i = 0; i < N; i++) seen[i] = at[i] >= 0 ? load_relaxed(b.p.words + at[i]) : epoch;
+  for (int i = 0; i < N; i++) seen[i] = at[i] >= 0 ? ~epoch : epoch;
+  int place = -1;
 #pragma unroll
-  for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
-  if (!any_lane(late != 0)) return;
-  begin_wait(b);
-  do {
-    int place = -1;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-      if (seen[i] != epoch) place = at[i];
-    if (give_up(b, step, static_cast<u32>(place), epoch ^ late, epoch)) break;
+  for (int i = 0; i < N; i++)
+    if (at[i] >= 0) place = at[i];
+  ask_until_ready(b, step, static_cast<u32>(place), epoch - 1, epoch, [&] {
+    u32 late = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (seen[i] != epoch) seen[i] = load_relaxed(b.p.words + at[i]);
-    late = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
-  } while (any_lane(late != 0));
-  end_wait(b);
-}
-
-// Ask until ask() finds nothing stale: it returns, for the whole warp, whether anything is.
-template <class Ask>
-KOG_DEVICE void ask_until_ready(Block& b, Step step, const u32* place, u32 phase, Ask ask) {
-  if (!ask()) return;
-  begin_wait(b);
-  while (!give_up(b, step, place_of(b, place), phase ^ 1, phase) && ask()) {
-  }
-  end_wait(b);
+    return any_lane(late != 0);
+  });
 }
 
 }  // namespace kog::columns

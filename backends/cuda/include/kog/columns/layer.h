@@ -145,11 +145,13 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
   constexpr int kAtOnce = kLeft < 4 ? kLeft : 4;  // steps on their way to scratch
   await_mlp(b, epoch_of(iteration));
   u32 phase = phase_of(iteration);
-  int lane = b.in_warp % S::kLanes, value = S::first_value(b) + lane % 4 * (kFragK / 4);
+  // The lane's words of a step: every other one of a quarter (narrow_place).
+  int lane = b.in_warp % S::kLanes, value = S::first_value(b) + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
   const u32* from = b.p.words + MlpWords::kOffset + S::first_value(b) / kFragK * S::kStepWords +
                     lane * kOperandWords;
-  auto mine = [&](int step, int set) {
-    return set * S::kTokens + lane / 8 < b.p.num_seats && value + step * kFragK < DownProj::kCols;
+  auto mine = [&](int step, int set, int word) {
+    bool inside = value + step * kFragK + 4 * word < DownProj::kCols;
+    return set * S::kTokens + lane / 8 < b.p.num_seats && inside;
   };
   if constexpr (DownProj::kHeld > 0)
     receive<S>(b, Step::kDownProjInput, from, phase, to.held, mine);
@@ -158,7 +160,7 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
     Activation w[kAtOnce > 0 ? kAtOnce : 1][S::kSets];
     int first = step + kAtOnce <= DownProj::kSteps ? step : DownProj::kSteps - kAtOnce;
     receive<S>(b, Step::kDownProjInput, from + first * S::kStepWords, phase, w,
-               [&](int i, int set) { return mine(first + i, set); });
+               [&](int i, int set, int word) { return mine(first + i, set, word); });
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
 #pragma unroll

@@ -55,11 +55,11 @@ KOG_DEVICE void store_operand(u32* to, const Words<N>& v) {
 }
 
 // Steps [0, kSteps) of narrow words at `from`, once those of the lanes' own columns carry the phase; it is
-// taken off. mine(step, set): whether the lane's words of them are ever written.
+// taken off. mine(step, set, word): whether the lane's word of them is ever written.
 template <class S, int kSteps, class Mine>
 KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
                         Words<kOperandWords> (&w)[kSteps][S::kSets], Mine mine) {
-  ask_until_ready(b, step, from, phase, [&] {
+  ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
@@ -73,7 +73,7 @@ KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
 #pragma unroll
         for (int j = 0; j < kOperandWords; j++) {
           w[i][set].w[j] ^= phase;
-          bad |= mine(i, set) ? w[i][set].w[j] : 0;
+          bad |= mine(i, set, j) ? w[i][set].w[j] : 0;
         }
     return any_lane((bad & 1) != 0);
   });

@@ -63,7 +63,7 @@ struct Quads {
     const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
     const u32* from = x.marks + e / 8 * kMarks;
     u32 mark[kMarks];
-    ask_until_ready(b, step, from, epoch, [&] {
+    ask_until_ready(b, step, place_of(b, from), epoch - 1, epoch, [&] {
       u32 late = 0;
 #pragma unroll
       for (int i = 0; i < kMarks; i++) mark[i] = epoch << 16;
@@ -73,7 +73,7 @@ struct Quads {
         if (2 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
       return any_lane(late != 0);
     });
-    ask_until_ready(b, step, x.words + e, phase, [&] {
+    ask_until_ready(b, step, place_of(b, x.words + e), phase ^ 1, phase, [&] {
       u32 bad = 0;
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
