@@ -7,6 +7,7 @@ alone on the kernel of one token, bit for bit, and it may go from one kernel to 
 import re
 import shutil
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -78,6 +79,17 @@ def alone(spec, requests, num_blocks=2):
     return steps, backend.memory.cache.clone()
 
 
+def staggered(backend, requests):
+    """The same steps from different positions on: what every other slot begins with is there already."""
+    out = []
+    for r in requests:
+        held = len(r.prompt) - 1 if r.slot % 2 else 0
+        if held:
+            run(backend, request(r.slot, r.prompt[:held], 1))
+        out.append(replace(r, cached=held))
+    return out
+
+
 # ---- layout ----
 
 
@@ -123,22 +135,22 @@ SHAPES = {
     "biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 4, 2, {}),
     "sizes that divide by nothing": (ODD, 2, 4, {}),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), 8, 3, {"SPLIT_LEAST": 2}),
-    "joins of many splits by several warps": (
+    "joins of many splits": (
         f16_spec(num_layers=2, num_heads=6, num_kv_heads=1, head_dim=24),
         2,
         6,
-        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 5},
+        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 6},
     ),
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
 }
 MORE = {
     "sizes that divide by nothing": (ODD, 8, 3, {}),
-    "windows, many splits": (
-        f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, windows=(3, 0, 7)),
-        8,
-        0,
-        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 5},
+    "windows, joins of many splits by several warps": (
+        f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, windows=(3, 0, 11)),
+        4,
+        9,
+        {"SPLIT_LEAST": 1, "MERGED_LENGTH": 9},
     ),
     "bf16, all blocks": (spec_of(), 8, 0, {}),
 }
@@ -157,12 +169,12 @@ def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shap
         monkeypatch.setattr(header, constant, value)
     told = SamplingParams(temperature=1.0, logprobs=2, seed=3)
     requests = [
-        request(i, PROMPTS[i], 5 if constants else 3, told if i == 1 else GREEDY)
+        request(i, PROMPTS[i] * 2, 6 if constants else 2, told if i == 1 else GREEDY)
         for i in range(columns)
     ]
     steps, cache = alone(spec, requests, blocks)
     backend = make(ColumnBackend, spec, columns, blocks, -7, counts=(columns,))
-    assert run(backend, *requests) == steps
+    assert run(backend, *staggered(backend, requests)) == steps
     assert torch.equal(backend.memory.cache, cache)
     assert sum(k.kernel.launches for k in backend.columns.kernels) > 0
 
@@ -442,11 +454,12 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     monkeypatch.setattr(header, "SPLIT_LEAST", 2)
     spec = f16_spec(num_layers=2)
     requests = [request(i, p, 6) for i, p in enumerate(PROMPTS[:4])]
-    steps, cache = alone(spec, requests)
-    backend = make(ColumnBackend, spec, 4, 3, -1, counts=(4,))
+    steps, cache = alone(spec, requests, 6)
+    backend = make(ColumnBackend, spec, 4, 6, -1, counts=(4,))
     run(backend, *requests[:2])  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=tmp_path / "include")
+    requests = staggered(backend, requests)
     backend.wait_ticks = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
