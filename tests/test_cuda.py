@@ -129,7 +129,7 @@ def assert_close(walk, weights, count, limit):
 
 
 PLAIN = {
-    "bf16": (spec_of(), {}, 0.12),
+    "bf16": (spec_of(), {}, 0.06),
     "fp16": (f16_spec(), {}, 0.015),
     "biases, norms, tied": (
         f16_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True),
@@ -167,6 +167,16 @@ def test_lanes_agree_with_the_reference(head):
     spec = f16_spec(**LANES, head=head, lane_norms=head is Head.MEAN)
     weights = RandomWeights(spec)
     assert_close(Walk(spec, weights, 8), weights, 4, 0.02)
+
+
+@pytest.mark.parametrize("region", ["attention", "splits"])
+def test_stores_that_land_late_change_nothing(region):
+    """A word's writers change from layer to layer: only what they have read of it orders their stores."""
+    spec, options, _ = PLAIN["joins of many splits by one warp"]
+    walk, tokens = Walk(spec, RandomWeights(spec), **options), tokens_of(spec, 10)
+    expected = walk.forward_logits(tokens)
+    walk.store_late(region, rounds=100)  # some layers
+    assert np.array_equal(walk.forward_logits(tokens, seed=1, limit=4000), expected)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +266,7 @@ def tool(name):
 
 
 def machine_code(layout, folder, entry="decode.cu"):
-    """(address, instruction) of a kernel, compiled by nvcc."""
+    """(address, instruction) of the kernel, compiled by nvcc."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not there")
     source = folder / "decode.cu"
@@ -310,8 +320,50 @@ def test_no_loop_that_streams_or_waits_spills(name, tmp_path):
         assert not [what for what in body if is_local(what)]
 
 
+def registers(text):
+    """Numbers of the registers that are named in an instruction's operands."""
+    return {
+        int(first) + more
+        for first, wide in re.findall(r"(?<![A-Z])R(\d+)((?:\.64)?)", text)
+        for more in range(2 if wide else 1)
+    }
+
+
+def used_too_early(code):
+    """Loads of the cache ahead of attention's wait, and what reads them before its first poll."""
+    begin = min(at for at, what in code if "LDG.E.NA" in what)
+    found, held = [], {}
+    for _, what in [c for c in code if c[0] >= begin]:
+        if "STRONG.GPU" in what:
+            return found
+        opcode, _, operands = re.sub(r"^@!?U?P\w+ ", "", what).partition(" ")
+        target, _, sources = operands.partition(",")
+        if "LDG.E.NA" in opcode:
+            first = int(re.match(r"\s*R(\d+)", target).group(1))
+            width = next((n for w, n in ((".128", 4), (".64", 2)) if w in opcode), 1)
+            held |= dict.fromkeys(range(first, first + width), what)
+        else:
+            found += [(held[r], what) for r in registers(sources) & held.keys()]
+    raise AssertionError("no poll behind the loads")
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"])
+def test_no_wait_for_the_cache_comes_before_the_wait_for_queries(name, tmp_path):
+    """A register moved out of a load's way cost 2 us a layer of Qwen3-0.6B on an H200."""
+    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
+    assert used_too_early(code) == []
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_walk_hardly_spills(name, tmp_path):
     """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
     code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
+    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+
+
+@pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b"])
+def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name, tmp_path):
+    """Or it would be other code, and its time nobody's."""
+    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path, "stage.cu")
+    assert len([what for _, what in code if "USETMAXREG" in what]) == 2
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS

@@ -155,7 +155,7 @@ def test_logits_after_every_relaunch_are_those_of_one_run(backend):
 
 def test_requests_at_different_depths_take_turns(monkeypatch):
     """From one token to the next, splits are joined by those who read them and by a step of their own."""
-    monkeypatch.setattr(header, "SPLIT_LEAST", 1)
+    monkeypatch.setattr(header, "split_least", lambda spec: 1)
     monkeypatch.setattr(header, "MERGED_LENGTH", 7)
     spec = spec_of(dtype=DType.F16, hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
     backend = FiberBackend(RandomWeights(spec), BackendOptions(num_slots=2), 5, seed=3)
@@ -269,6 +269,25 @@ def test_an_expired_wait_names_its_place_and_the_next_request_runs(backend, alon
         )
     backend.wait_ticks, backend.kernel.absent = 1 << 20, -1
     assert run(backend, request(1, PROMPTS[1]))[1] == alone[PROMPTS[1]][0]
+
+
+def test_a_wait_that_ends_as_it_is_given_up_is_not_blamed_on_another(backend, tmp_path):
+    """The watchdog is held up until what it found late has come: the warp's next wait is not the one it means."""
+    shutil.copytree(INCLUDE, tmp_path / "include")
+    path = tmp_path / "include/kog/watchdog.h"
+    text, late = path.read_text(), "compare_and_swap(&b.small->waits[b.in_warp], began"
+    held = "while (load_volatile(&b.small->waits[b.in_warp]) == began) sleep_a_while();"
+    assert text.count(late) == 1
+    path.write_text(text.replace(late, f"{held}\n{late}"))
+    backend.kernel.library = compile_walk(backend.layout, include=tmp_path / "include")
+    backend.wait_ticks = 3
+    mailbox = backend.new_mailbox()
+    mailbox.post(request(0, PROMPTS[0]))
+    backend.generate(mailbox)
+    (failure,) = mailbox.read(0)
+    assert re.search(
+        r"expired: rank 0, block \d, for a word that came while it gave up,", str(failure.error)
+    )
 
 
 def test_the_kernel_goes_on_from_a_library_prefill():

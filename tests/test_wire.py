@@ -62,6 +62,21 @@ def test_a_float_loses_its_lowest_bit_alone(phase):
     assert (np.abs(x - y)[normal] <= np.abs(x)[normal] * 2.0**-23).all()
 
 
+def in_word(values, dtype):
+    """What a word can hold of 16-bit values: bfloat16 below 2^64, else an infinity."""
+    if dtype is DType.F16:
+        return values
+    return np.where(np.abs(values) >= 2.0**64, np.copysign(np.inf, values), values)
+
+
+def firsts(values, phase, dtype, beside=0.0):
+    """Each value as the first of a pair, there and back."""
+    pairs = np.stack([values, np.full_like(values, beside)], 1).ravel()
+    words = wire.pack_pair(pairs, phase, dtype)
+    assert (wire.phases(words) == phase).all()
+    return wire.unpack_pair(words, dtype)[0::2]
+
+
 @pytest.mark.parametrize("phase", [0, 1])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_second_of_a_pair_is_whole(dtype, phase):
@@ -69,16 +84,14 @@ def test_the_second_of_a_pair_is_whole(dtype, phase):
     words = wire.pack_pair(np.stack([np.ones_like(values), values], 1).ravel(), phase, dtype)
     assert (wire.phases(words) == phase).all()
     back = wire.unpack_pair(words, dtype)
-    np.testing.assert_array_equal(back[1::2], values)
+    np.testing.assert_array_equal(back[1::2], in_word(values, dtype))
     assert (back[0::2] == 1).all()
 
 
 @pytest.mark.parametrize("phase", [0, 1])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_first_of_a_pair_is_rounded_to_fifteen_bits(dtype, phase):
-    values = wire.from_half(ALL, dtype)
-    pairs = np.stack([values, np.zeros_like(values)], 1).ravel()
-    back = wire.unpack_pair(wire.pack_pair(pairs, phase, dtype), dtype)[0::2]
+def test_the_first_of_a_float16_pair_is_rounded_to_fifteen_bits(phase):
+    values = wire.from_half(ALL, DType.F16)
+    back = firsts(values, phase, DType.F16)
     assert (np.isnan(back) == np.isnan(values)).all()
     even = ALL % 2 == 0
     kept = even & ~np.isnan(values)
@@ -86,16 +99,42 @@ def test_the_first_of_a_pair_is_rounded_to_fifteen_bits(dtype, phase):
     # An odd pattern lies in the middle of two even ones: the one that is a multiple of four is taken.
     odd = ~even & ~np.isnan(values)
     target = np.where(ALL % 4 == 1, ALL - 1, ALL + 1).astype(np.uint16)
-    np.testing.assert_array_equal(back[odd], wire.from_half(target, dtype)[odd])
+    np.testing.assert_array_equal(back[odd], wire.from_half(target, DType.F16)[odd])
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(DType.F16, 65504.0), (DType.BF16, 3.3895314e38)])
-def test_overflow_is_an_infinity_that_shows(dtype, most):
+@pytest.mark.parametrize("beside", [0.0, -1.0, np.nan])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_the_first_of_a_bfloat16_pair_is_whole_but_for_tiny_ones(phase, beside):
+    values = wire.from_half(ALL, DType.BF16)
+    back, size = firsts(values, phase, DType.BF16, beside), np.abs(values)
+    kept = ~(size < 2.0**-63)
+    np.testing.assert_array_equal(back[kept], in_word(values, DType.BF16)[kept])
+    np.testing.assert_array_equal(back[~kept], np.copysign(2.0**-63, values[~kept]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_pair_is_rounded_once_to_nearest_even(dtype):
+    values = floats()
+    values = values[np.isfinite(values) & (np.abs(values) < 2.0**63)]
+    values = values[np.abs(values) >= 2.0**-62]
+    rounded = wire.from_half(halves(values, dtype), dtype)
+    back = wire.unpack_pair(wire.pack_pair(np.repeat(values, 2), 1, dtype), dtype)
+    np.testing.assert_array_equal(back[1::2], rounded)
+    if dtype is DType.BF16:
+        np.testing.assert_array_equal(back[0::2], rounded)
+
+
+# The largest float16's lowest bit is one: as the first of a pair it is rounded up.
+MOST = {DType.F16: (65504.0, np.inf), DType.BF16: (2.0**64 - 2.0**56, 2.0**64 - 2.0**56)}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_overflow_is_an_infinity_that_shows(dtype):
+    most, first = MOST[dtype]
     values = np.array([most, most, -most, -most], np.float32)
     back = wire.unpack_pair(wire.pack_pair(values, 1, dtype), dtype)
-    # The largest value's lowest bit is one: as the first of a pair it is rounded up.
-    np.testing.assert_array_equal(back, np.array([np.inf, most, -np.inf, -most], np.float32))
-    beyond = np.array([3.4028235e38, -3.4028235e38], np.float32)
+    np.testing.assert_array_equal(back, np.array([first, most, -first, -most], np.float32))
+    beyond = np.array([3.4028235e38, -3.4028235e38, 2.0**64, -(2.0**64)], np.float32)
     np.testing.assert_array_equal(
         wire.unpack_pair(wire.pack_pair(beyond, 0, dtype), dtype), np.sign(beyond) * np.inf
     )

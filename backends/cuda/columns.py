@@ -29,7 +29,7 @@ from kog_triton.backends.cuda.header import (
 )
 
 from kog_triton.errors import ModelError
-from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.cuda import MMA_ROWS, CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,11 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     if schedule.num_shards != 1:
         raise ModelError("requests of a model with lanes share the cuda kernel by turns")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
+    for name in stages:
+        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+            raise ModelError(
+                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+            )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
         if lowering.padded_k(stages[name]) > slices:
@@ -60,7 +65,7 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
     for name in ("attention_flags", "join_flags"):
         add_region(regions, name, heads)
-    for name, stage in (("attention_out", "o_proj"), ("mlp_out", "down_proj")):
+    for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
         rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
         add_region(regions, name + "_flags", rows // 8 * columns // 2)

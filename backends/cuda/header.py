@@ -19,6 +19,7 @@ from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.sampling import definition, fixed
+from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, unit_period
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Prologue, Stage
@@ -31,7 +32,7 @@ MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
-SPLIT_LEAST = 64  # positions that make another split worth its while: one tile each for 4 warps
+SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 MERGED = 4  # splits that are joined by those who read them
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
@@ -211,11 +212,22 @@ def row_dim(spec: ModelSpec) -> int:
     return up(spec.head_dim, 16)
 
 
+def tile_rows(spec: ModelSpec) -> int:
+    """Positions that one warp takes at once: two tiles of wider heads would not fit into registers."""
+    return 16 if row_dim(spec) <= 64 else 8
+
+
+def split_least(spec: ModelSpec) -> int:
+    """Positions that make another split of the context worth its while."""
+    return SPLIT_TILES * tile_rows(spec)
+
+
 def attention_bytes(spec: ModelSpec, splits: int) -> int:
     """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
-    merge = WARPS * -(-group // head_groups) * (row + 4 + 2)
+    slots = head_groups * max(1, WARPS // head_groups // 2)  # half of the warps find room at once
+    merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
     return rows + 4 * max(merge, joins)
@@ -252,6 +264,7 @@ def render(layout: Layout) -> str:
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks,
+        "calm_chunks": lo.calm_chunks,
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
         "ahead_ticks": AHEAD_TICKS,
         "columns": layout.columns,
@@ -259,7 +272,8 @@ def render(layout: Layout) -> str:
         "small_bytes": layout.small_bytes,
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
-        "split_least": SPLIT_LEAST,
+        "tile_rows": tile_rows(spec),
+        "split_least": split_least(spec),
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,
@@ -274,6 +288,8 @@ def render(layout: Layout) -> str:
         "most_seats": MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
+        "pair_turn": wire.TURN,
+        "exponent_top": wire.EXPONENT_TOP,
     }
     mixes = layout.region("part").stride > 0
     flags = {
@@ -296,6 +312,7 @@ def render(layout: Layout) -> str:
     lines += [f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in flags.items()]
     lines.append(f"{KNOWN} long long kCacheStride = {math.prod(layout.cache_shape)};")
     lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
+    lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
     lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
     lines += [f"{KNOWN} int {_camel('k_' + k.lower())} = {v};" for k, v in reduces.items()]
     lines += protocol.declarations()
@@ -317,6 +334,7 @@ def render(layout: Layout) -> str:
             "cols": stage.cols,
             "parts": tiling.k_parts,
             "unit_rows": tiling.unit_rows,
+            "fragment_rows": tiling.fragment_rows,
             "padded_k": lo.padded_k(stage),
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
@@ -400,7 +418,7 @@ STEPS = (
 def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
     tiling, steps = lo.tilings[stage.name], lo.steps(stage)
-    # rows x parts is the same for every tiling
+    # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
     return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)
@@ -414,11 +432,8 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     held = min(steps, HELD_WORDS // words)
     # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.
-    return (
-        held
-        if held == steps or (unit_period(steps, lo.fragments) == 1 and not is_wide(stage))
-        else 0
-    )
+    some = unit_period(steps, lo.fragments) == 1 and not is_wide(stage)
+    return held if held == steps or some else 0
 
 
 def _camel(name: str, upper: bool = False) -> str:

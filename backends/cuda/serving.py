@@ -238,13 +238,16 @@ def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
 
 def check_waits(memory: Memory, layout: Layout) -> None:
     """RunError that names the first wait of a launch that expired."""
-    flag, block, step, layer, word, seen, wanted = memory.error.tolist()[:7]
-    if flag:
-        place = layout.place_of(STEPS[step], word)
-        raise RunError(
-            f"a wait of the cuda kernel expired: rank 0, block {block}, layer {layer}, {place}, "
-            f"seen {seen}, wanted {wanted}, after {memory.mailbox[Word.STEPS]} steps"
-        )
+    flag, block, step, layer, word, seen, wanted, told = memory.error.tolist()
+    if not flag:
+        return
+    what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
+    if not told:
+        what = "for a word that came while it gave up"
+    raise RunError(
+        f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
+        f"after {memory.mailbox[Word.STEPS]} steps"
+    )
 
 
 class Heart:

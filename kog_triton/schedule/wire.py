@@ -1,12 +1,17 @@
 """Words that carry their own readiness: 32 bits, of which bit 0 is a phase that flips at every rewrite.
 
-A reader that finds the phase it waits for has the value too: no flag, no reset, no fence. The price is the
-lowest bit of the value: of a float32 (Wire.F32), or of the first of two 16-bit values (Wire.PAIR).
+A reader that finds the phase it waits for has the value too: no flag, no reset, no fence. The price is one
+bit of the value: of a float32 (Wire.F32), or of the first of two 16-bit values (Wire.PAIR).
 
-    F32    value[31:1] phase             truncated: 2^-23 relative
-    PAIR   second[31:16] first[15:1] phase   first is rounded to nearest, ties to even, on 15 bits
+    F32          value[31:1] phase              truncated: 2^-23 relative
+    PAIR, fp16   second[31:16] first[15:1] phase    first is rounded to nearest, ties to even, on 15 bits
+    PAIR, bf16   second[31:16] first[15:0], both times 2^64, then turned right by 14 bits
 
-A NaN stays a NaN. A 16-bit overflow becomes an infinity, which the logits show.
+The turn brings the top bit of first's exponent to bit 0. That bit is one from 2^-63 on: it can give way to the
+phase, and no mantissa is touched. A smaller first, zero too, counts as 2^-63 of its sign. Readers may multiply by
+values that still carry the factor: a power of two changes no rounding.
+
+A NaN stays a NaN. What is too large, from 2^64 on in bf16, becomes an infinity, which the logits show.
 """
 
 import numpy as np
@@ -16,6 +21,9 @@ from kog_triton.model.spec import DType
 Array = np.ndarray
 NAN = {DType.BF16: 0x7FC0, DType.F16: 0x7E00}  # quiet NaNs whose low bit is free
 LEAST_NAN_PAYLOAD = 0x7FC00000
+SCALE = {DType.BF16: 2.0**64, DType.F16: 1.0}  # of both values of a pair
+TURN = 14  # of a pair in bf16: what brings the top bit of first's exponent to bit 0
+EXPONENT_TOP = 1 << TURN
 
 
 def pack_f32(values: Array, phase: int) -> Array:
@@ -31,19 +39,31 @@ def unpack_f32(words: Array) -> Array:
 
 def pack_pair(values: Array, phase: int, dtype: DType) -> Array:
     """float32 [2 n] to words uint32 [n]."""
-    bits = to_half(values, dtype).astype(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = to_half(values * np.float32(SCALE[dtype]), dtype).astype(np.uint32)
     first, second = bits[0::2], bits[1::2]
-    nan = np.isnan(values[0::2])
-    first = np.where(nan, np.uint32(NAN[dtype]), first + ((first >> 1) & 1) & np.uint32(0xFFFE))
-    return (second << 16) | (first & np.uint32(0xFFFE)) | np.uint32(phase)
+    if dtype is DType.BF16:
+        first = np.where(first & EXPONENT_TOP, first, first & 0x8000)
+        words = _turned_right(second << 16 | first, TURN)
+    else:
+        nan = np.isnan(values[0::2])
+        first = np.where(nan, np.uint32(NAN[dtype]), first + ((first >> 1) & 1))
+        words = second << 16 | first & 0xFFFF
+    return (words & np.uint32(0xFFFFFFFE)) | np.uint32(phase)
 
 
 def unpack_pair(words: Array, dtype: DType) -> Array:
     """Words uint32 [n] to float32 [2 n]."""
-    out = np.empty(2 * len(words), np.uint16)
-    out[0::2] = words & np.uint32(0xFFFE)
-    out[1::2] = words >> 16
-    return from_half(out, dtype)
+    if dtype is DType.BF16:
+        both = _turned_right(words, 32 - TURN) | np.uint32(EXPONENT_TOP)
+    else:
+        both = words & np.uint32(0xFFFFFFFE)
+    halves = np.stack([both & 0xFFFF, both >> 16], 1).ravel().astype(np.uint16)
+    return from_half(halves, dtype) / np.float32(SCALE[dtype])
+
+
+def _turned_right(words: Array, by: int) -> Array:
+    return words >> np.uint32(by) | words << np.uint32(32 - by)
 
 
 def phases(words: Array) -> Array:

@@ -15,10 +15,10 @@ from kog_triton.backends.triton.words import (
     complain,
     complain_also,
     in_range,
-    low,
     pack_f32,
     publish_pairs,
     unpack_f32,
+    unpack_pair,
 )
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step
@@ -30,8 +30,8 @@ SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
 def elements(ptr, index, mask, phase, S: tl.constexpr):
     """16-bit elements out of pair words, by element index: values, and whether a word was stale."""
     w = load_shared(ptr + (index >> 1), mask, phase, S)
-    bits = tl.where((index & 1) == 1, (w >> 16) & 0xFFFF, w & 0xFFFE)
-    return tl.where(mask, low(bits, S), 0.0), (w ^ phase) & 1
+    first, second = unpack_pair(w, S)
+    return tl.where(mask, tl.where((index & 1) == 1, second, first), 0.0), (w ^ phase) & 1
 
 
 @triton.jit
@@ -180,9 +180,7 @@ def one_head(
     q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
     # The new key and value as everybody will read them from the cache: rounded.
     k = rotate(k, k_other, k_gain, k_gain_other, cos, sin, S)
-    if S.f16:
-        k = in_range(k)
-    k16 = k.to(p.kv.dtype.element_ty)
+    k16 = in_range(k, S).to(p.kv.dtype.element_ty)
     v16 = v.to(p.kv.dtype.element_ty)
     here = cache + position * D + col + g[:, None] * 0
     once = kv_mask & (g == 0)[:, None]

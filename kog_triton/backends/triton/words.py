@@ -14,10 +14,17 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.sync import load_shared, meet, store_shared
+from kog_triton.model.spec import DType
+from kog_triton.schedule import wire
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
 RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
+# Of pairs in bf16 (schedule/wire.py)
+PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
+PAIR_UNIT: tl.constexpr = tl.constexpr(1 / wire.SCALE[DType.BF16])
+PAIR_TURN: tl.constexpr = tl.constexpr(wire.TURN)
+EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 # The stage that waits and the exchange it waits for; an error names a wait by its place here.
 WAITS = (
     "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
@@ -58,18 +65,17 @@ def high(w, S: tl.constexpr):
 
 
 @triton.jit
-def in_range(x):
-    """x where float16 holds it, else NaN: an infinity could pass unseen, as the score of a key that weighs nothing."""
-    return tl.where(
-        tl.abs(x) < 65520.0, x, float("nan")
-    )  # 65520 is the least that rounds to infinity
+def in_range(x, S: tl.constexpr):
+    """x where the model's type holds it, else NaN: an infinity could pass unseen, as a key's that weighs nothing."""
+    LEAST: tl.constexpr = 65520.0 if S.f16 else 3.3961775292304957e38  # that rounds to infinity
+    return tl.where(tl.abs(x) < LEAST, x, float("nan"))
 
 
 @triton.jit
 def half_bits(x, S: tl.constexpr):
     """float32 rounded to the model's 16-bit type, its bits in int32; what float16 cannot hold is a NaN."""
     if S.f16:
-        bits = in_range(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        bits = in_range(x, S).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         return bits & 0xFFFF
     else:
         b = x.to(tl.int32, bitcast=True)
@@ -78,20 +84,34 @@ def half_bits(x, S: tl.constexpr):
 
 
 @triton.jit
-def pack_pair(first, second, phase, S: tl.constexpr):
-    a, b = half_bits(first, S), half_bits(second, S)
-    nan: tl.constexpr = 0x7E00 if S.f16 else 0x7FC0
-    if S.f16:
-        void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
-    else:
-        void = first != first
-    a = tl.where(void, nan, (a + ((a >> 1) & 1)) & 0xFFFE)
-    return (b << 16) | a | phase
+def turn_left(w, BY: tl.constexpr):
+    w = w.to(tl.uint32, bitcast=True)
+    return ((w << BY) | (w >> (32 - BY))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def unpack_first(w, S: tl.constexpr):
-    return low(w & -2, S)
+def pack_pair(first, second, phase, S: tl.constexpr):
+    """Two float32 as a word; what is too large for it is a NaN in float16."""
+    if S.f16:
+        a, b = half_bits(first, S), half_bits(second, S)
+        void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
+        w = (b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))
+    else:
+        a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
+        a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
+        w = turn_left((b << 16) | a, 32 - PAIR_TURN)
+    return (w & -2) | phase
+
+
+@triton.jit
+def unpack_pair(w, S: tl.constexpr):
+    """The two values of a word, float32."""
+    if S.f16:
+        both = w & -2
+        return low(both, S), high(both, S)
+    else:
+        both = turn_left(w, PAIR_TURN) | EXPONENT_TOP
+        return low(both, S) * PAIR_UNIT, high(both, S) * PAIR_UNIT
 
 
 @triton.jit
@@ -198,7 +218,10 @@ def wait_pairs(
     WORDS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors of WORDS float32."""
+    """`count` pair words once all carry `phase`, as even and odd planes: 2 * CHUNKS tensors of WORDS float32.
+
+    Behind them stand the values of a word that holds the phase alone, at most 2^-63; they meet weights of zero.
+    """
     w = load_pairs(base, count, phase, S, WORDS, CHUNKS)
     bad = stale(w, phase, CHUNKS)
     tries = 0
@@ -210,9 +233,7 @@ def wait_pairs(
         complain(base, count, phase, reason, layer, p)
     xs = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + index(WORDS)
-        word = tl.where(j < count, settle(w[c]), 0)
-        xs = xs + (unpack_first(word, S), high(word, S))
+        xs = xs + unpack_pair(settle(w[c]), S)
     return xs, tl.where(bad != 0, 0, alive)
 
 

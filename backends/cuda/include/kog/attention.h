@@ -1,7 +1,8 @@
 // Attention of one new token: a block takes one key/value head and one split of the context.
 //
 //   before the wait   the first tile of keys and values, rotation and gains
-//   the wait          one poll a warp: a query head each, then the new key, then the new value
+//   the wait          one poll a warp, the last warps first, which have no tile in a short context:
+//                     a query head each, then the new key, then the new value
 //   walk              16 warps over the tiles (cache.h, softmax.h)
 //   merge             over the warps in shared memory; the split's output and the logarithm of its
 //                     sum become words
@@ -18,6 +19,8 @@ namespace kog {
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
 constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
+// The results of half of the warps find room at once.
+constexpr int kSlots = kWarpsAGroup > 1 ? kWarpsAGroup / 2 : 1;  // of a group of warps
 constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
 constexpr int kUnits = kKvHeads * kSplits;
 constexpr int kResultStride = kRowDim + 4;
@@ -29,14 +32,14 @@ struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
   u16* key;
   u16* value;
-  float* results;  // [warp][head][kResultStride]
-  float2* tops;    // [warp][head]: maximum and sum
+  float* results;  // [head group][slot][head][kResultStride]
+  float2* tops;    // [head group][slot][head]: maximum and sum
   KOG_DEVICE explicit AttentionScratch(const Block& b) {
     queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
     key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
     value = key + kRowDim;
     results = reinterpret_cast<float*>(value + kRowDim);
-    tops = reinterpret_cast<float2*>(results + kWarps * kGroupHeads * kResultStride);
+    tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
   }
 };
 
@@ -53,6 +56,11 @@ KOG_DEVICE int splits_in_use(int length) {
   if (used <= kMerged) return used;
   return length <= kMergedLength ? kMerged : kSplits;
 }
+// Whether the layer's splits are joined in a step of their own (join.h).
+KOG_DEVICE bool has_join(const Block& b, int position) {
+  int first = first_position(position, kWindows[b.layer]);
+  return splits_in_use(position + 1 - first) > kMerged;
+}
 KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
   s.head = head;
@@ -67,6 +75,17 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   s.end = first + static_cast<int>((split + 1) * parts / used);
   s.newest = s.split == s.used - 1;
   return s;
+}
+// The words of `attention` change with each step that joins, not with each layer. If layers without
+// one wrote them to keep step, nobody would read that, and two blocks' stores to a word, a layer apart,
+// could land in either order.
+KOG_DEVICE u32 join_phase(const Block& b) {
+  return phase_of(static_cast<int>(load_volatile(&b.small->joins)));
+}
+// At the end of a layer: the next one reads it behind a barrier.
+KOG_DEVICE void count_join(const Block& b, int position) {
+  if (b.thread == 0 && has_join(b, position))
+    store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
 KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
   int at = (words_row(b) * kKvHeads + head) * kSplits + split;
@@ -170,25 +189,37 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
     u32 high = round_pair<kF16>(v.x, v.y);
-    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - second_of(high));
-    int lane = word / kKeyWords, in_lane = word % kKeyWords;
+    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
+    using Quarter = Keys::Quarter;
+    int lane = word % Quarter::kStride / Quarter::kPiece,
+        in_lane = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
     *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
   });
+}
+// Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
+KOG_DEVICE u32 infinities_void(u32 both) {
+  constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
+  if ((both & kInfinite) == kInfinite) both |= kQuiet;
+  if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
+  return both;
 }
 // The new key or value, rounded as everybody will read it.
 KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
   head.each(b, [&](int word, float2 v) {
-    u32 w = round_pair<kF16>(v.x, v.y);
+    u32 w = infinities_void(round_pair<kF16>(v.x, v.y));
     reinterpret_cast<u32*>(scratch)[word] = w;
     reinterpret_cast<u32*>(cache)[word] = w;
   });
 }
 
+// Which of the heads that a split waits for a warp receives first.
+KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
+
 // Heads of q by warps, the new k and v by two more where this block takes the newest position.
 KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
                         const AttentionScratch& scratch, const Rotation& rotation) {
   u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-  for (int h = b.warp; h < kQueries + 2; h += kWarps) {
+  for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
     if (h >= kQueries && !span.newest) continue;
     bool is_key = h == kQueries;
     int row =
@@ -200,7 +231,7 @@ KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
       continue;
     }
     // Rotations were asked for before the wait, for each warp's first head.
-    Rotation r = h == b.warp ? rotation : load_rotation(b, position, is_key);
+    Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
     head.rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)));
     if (is_key)
       append(b, head, scratch.key, cache);
@@ -209,60 +240,132 @@ KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
   }
 }
 
-// A warp's result among the results.
-KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScratch& scratch) {
-  float total = s.total();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int head = b.in_warp % 4 * 2 + i;
-    if (head >= kGroupHeads) continue;
-    float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride + Values::column(b);
-#pragma unroll
-    for (int t = 0; t < kDimSteps; t++)
-      *reinterpret_cast<float2*>(to + 2 * t) = {s.out[t][i], s.out[t][i + 2]};
+// One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
+struct Slot {
+  static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
+  float* results;
+  float2* tops;
+
+  KOG_DEVICE Slot(const Block& b, const AttentionScratch& scratch) {
+    int slot = (b.warp / kWarpsAGroup * kSlots + b.warp % kWarpsAGroup % kSlots) * kGroupHeads;
+    results = scratch.results + slot * kResultStride;
+    tops = scratch.tops + slot;
   }
-  if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
-    scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
+  // each(where, t): the kPiece words from t on of head i, which lie there.
+  template <class Each>
+  KOG_DEVICE void each_piece(const Block& b, int i, Each each) const {
+    int head = b.in_warp % 4 * 2 + i;
+    if (head >= kGroupHeads) return;
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t += kPiece)
+      each(results + head * kResultStride + Values::dimension(b, t), t);
+  }
+
+  KOG_DEVICE void put(const Block& b, const Softmax& s) const {
+    float total = s.total();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](float* at, int t) {
+        if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
+          float4* wide = reinterpret_cast<float4*>(at);
+          wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
+          wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
+        } else {
+#pragma unroll
+          for (int n = 0; n < kPiece; n++)
+            *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
+        }
+      });
+    if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
+      tops[b.in_warp / 4] = {s.top, total};
+  }
+
+  // Add what another warp put there to `s`.
+  KOG_DEVICE void absorb(const Block& b, Softmax& s) const {
+    int head = b.in_warp / 4;
+    float2 theirs = tops[head < kGroupHeads ? head : 0];
+    float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
+    s.rescale(b, exp2_fast(s.top - top));
+    s.top = top;
+    if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all lanes of the head
+    float shares[2] = {shuffle(share, b.in_warp % 4 * 8), shuffle(share, b.in_warp % 4 * 8 + 4)};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](const float* at, int t) {
+#pragma unroll
+        for (int n = 0; n < kPiece; n++) {
+          s.out[t + n][i] = fused(shares[i], at[2 * n], s.out[t + n][i]);
+          s.out[t + n][i + 2] = fused(shares[i], at[2 * n + 1], s.out[t + n][i + 2]);
+        }
+      });
+    sync_warp();  // all lanes have read
+  }
+};
+
+// The results of `walked` warps of each group to shared memory, for merge_warps: those that find no room
+// are added to others first.
+KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
+                            const AttentionScratch& scratch) {
+  int walker = b.warp % kWarpsAGroup;
+  Slot slot(b, scratch);
+  if (walked > kSlots) {
+    if (walks && walker >= kSlots) slot.put(b, softmax);
+    sync_consumers();
+    if (walker + kSlots < walked && walks) slot.absorb(b, softmax);
+  }
+  if (walks && walker < kSlots) slot.put(b, softmax);
+  sync_consumers();
 }
 
+// Lanes that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
+constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
+                         : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
+                                                                      : 1;
+
 // Merge the warps' results in order: put(head, pair, values, top) for each pair of a head's outputs, by
-// the first of its four lanes.
+// one lane.
 template <class Put>
 KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
-  for (int first = 0; first < kQueries * kHeadDim / 2; first += 8 * kWarps) {
-    int i = first + b.thread / 4, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
-    if (first + b.warp * 8 >= kQueries * kHeadDim / 2) continue;
-    bool inside = i < kQueries * kHeadDim / 2;
-    int at = (head / kGroupHeads * kWarpsAGroup) * kGroupHeads + head % kGroupHeads;
+  constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
+  constexpr int kEach = (kSlots + kSharers - 1) / kSharers;  // results of one lane
+  walked = walked < kSlots ? walked : kSlots;
+  for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
+    int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
+    bool inside = i < kPairs;
+    int at = head / kGroupHeads * kSlots * kGroupHeads + head % kGroupHeads;
     float top = kNoScore, sum = 0;
     float2 out = {0, 0};
-#pragma unroll 1
-    for (int w = b.thread % 4; inside && w < walked; w += 4) {
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
       float t = scratch.tops[at + w * kGroupHeads].x;
       top = t > top ? t : top;
     }
 #pragma unroll
-    for (int mask = 1; mask <= 2; mask <<= 1) {
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
       float other = shuffle_xor(top, mask);
       top = other > top ? other : top;
     }
-#pragma unroll 1
-    for (int w = b.thread % 4; inside && w < walked; w += 4) {
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
       float2 t = scratch.tops[at + w * kGroupHeads];
-      float share = exp2_fast(t.x - top);
       float2 v = *reinterpret_cast<const float2*>(
           scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
+      float share = exp2_fast(t.x - top);
       sum += share * t.y;
       out.x += share * v.x;
       out.y += share * v.y;
     }
 #pragma unroll
-    for (int mask = 1; mask <= 2; mask <<= 1) {
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
       sum += shuffle_xor(sum, mask);
       out.x += shuffle_xor(out.x, mask);
       out.y += shuffle_xor(out.y, mask);
     }
-    if (!inside || b.thread % 4 != 0) continue;
+    if (!inside || b.in_warp % kSharers != 0) continue;
     put(head, pair, float2{divide(out.x, sum), divide(out.y, sum)}, top + log2_fast(sum));
   }
 }
@@ -291,13 +394,13 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
   Values value;
   key.load(b, keys, at, cached);
   value.load(b, values, at, cached);
-  Rotation rotation = load_rotation(b, position, b.warp == kQueries);
+  Rotation rotation = load_rotation(b, position, first_received(b) == kQueries);
   receive(b, span, position, phase, scratch, rotation);
   stamp(b, Point::kAttentionQkv);
   sync_consumers();
 
+  Softmax softmax;
   if (walks) {
-    Softmax softmax;
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
     for (; at < span.end; at += kWarpsAGroup * kTileRows) {
       int newest = span.newest ? position - at : kTileRows, next = at + kWarpsAGroup * kTileRows;
@@ -311,9 +414,8 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
       softmax.add(value, p);
       value.load(b, values, next, cached);
     }
-    put_result(b, softmax, scratch);
   }
-  sync_consumers();
+  put_results(b, walks, walked, softmax, scratch);
   merge_warps(b, walked, scratch, put);
   stamp(b, Point::kAttentionSplit);
 }
@@ -340,7 +442,8 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int used = splits_in_use(length);
   if (used > kMerged)
     return stage_words<Stage>(
-        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride, phase);
+        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
+        join_phase(b));
   Inputs<Stage> in(b);
   constexpr int kCount = Inputs<Stage>::kCount;
   uint4 q[kCount][kMerged];
@@ -395,8 +498,9 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
       total += share;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        sum[2 * j] += share * first_of(word_of(q[i][s], j));
-        sum[2 * j + 1] += share * second_of(word_of(q[i][s], j));
+        u32 both = operand_of(word_of(q[i][s], j));
+        sum[2 * j] += share * low_of(both);
+        sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);

@@ -52,14 +52,16 @@ struct Small {
   Candidate global[kWarps];
   Seat seats[kMostSeats];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
+  u32 uses[kColumns * kMerged];  // layers that had a split (columns/attention.h)
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may
-  u32 leave;  // no wait of this block waits any longer: 1 + the warp that waited too long, or kOthers
+  u32 leave;   // no wait of this block waits any longer
+  u32 joins;   // attentions whose splits were joined in a step of their own
   u32 issued;  // chunks that the producer has asked for, if kProfile
-  u32 waits[kWarps];  // when a warp's wait began; 0: it does not wait
+  u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
 };
-constexpr u32 kOthers = 1 + kWarps;  // another block gave up
+constexpr u32 kExpired = 2;
 static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in header.py");
 
 struct Block {
@@ -112,12 +114,12 @@ KOG_DEVICE void end_wait(const Block& b) {
   if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], 0);
 }
 KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leave) != 0; }
-// Whether to end the wait in vain. Of the warp that waited too long the first lane whose own word is
-// stale tells of it; `place` is the first word that it waits for, by its number, or the ring's slot.
+// Whether to end the wait in vain. The first lane of the expired wait whose own word is stale tells of
+// it; `place` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
+// it was told: the wait may have ended meanwhile, and the warp stand in another.
 KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 wanted) {
-  u32 leave = load_volatile(&b.small->leave);
-  if (!any_lane(leave != 0)) return false;
-  if (leave == 1u + static_cast<u32>(b.warp) && seen != wanted &&
+  if (!any_lane(must_leave(b))) return false;
+  if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
     store_relaxed(b.p.error + 3, static_cast<u32>(b.layer));

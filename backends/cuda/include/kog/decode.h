@@ -3,6 +3,7 @@
 #pragma once
 #include <kog/head.h>
 #include <kog/outcome.h>
+#include <kog/produce.h>
 
 namespace kog {
 
@@ -22,12 +23,13 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
   b.begin_stage();
   load_gains(b, 0, k.gain);
   int token = turn.of(b).token;
-  embed(b, token > 0 ? token : 0, k.x);  // below 0: the request ends, and why
+  k.embedded.load(b, token > 0 ? token : 0);  // below 0: the request ends, and why
 }
 
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
+  k.embedded.unpack(b, k.x);
   for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
   if (turn.has_head(b)) run_head(b, k, b.small->position);
 }
@@ -53,7 +55,7 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
   tell_host(b, seat.slot, token, made, turn.steps + 1);
-  return made > 0 ? outcome_of(b, token, made) : static_cast<int>(kRunning);
+  return made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
 }
 
 KOG_DEVICE void consume(Block& b) {

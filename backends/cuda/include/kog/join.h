@@ -45,16 +45,17 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   for (int n = 0; n < kPairs; n++) out[n] = float2{0, 0};
 #pragma unroll
   for (int i = 0; i < kJoined * kPairs; i++) {
-    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total);
+    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total) * kPairUnit;
     if (at(kTops + i) == nullptr) continue;
-    out[i % kPairs].x += weight * first_of(w[kTops + i]);
-    out[i % kPairs].y += weight * second_of(w[kTops + i]);
+    u32 both = operand_of(w[kTops + i]);
+    out[i % kPairs].x += weight * low_of(both);
+    out[i % kPairs].y += weight * high_of(both);
   }
 }
 
-KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v, u32 phase) {
+KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v) {
   u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
-  store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
+  store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, join_phase(b)));
 }
 
 // Join the splits of a head for query heads split, split + used, ...: put(query head, pair, values).
@@ -92,24 +93,20 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
   }
 }
 
-// A split's share of its head's join. Few splits are joined by their readers: then what is published
-// only keeps step.
+// A split's share of its head's join.
 KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit / kSplits, unit % kSplits, position, window);
   if (span.split >= span.used) return;
-  if (span.used > kMerged)
-    return join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
-      publish_output(b, query_head, pair, v, phase);
-    });
-  for (int query = span.split; query < kQueries; query += span.used)
-    for (int pair = b.thread; pair < kHeadDim / 2; pair += 32 * kWarps)
-      publish_output(b, span.head * kQueries + query, pair, float2{0, 0}, phase);
+  join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
+    publish_output(b, query_head, pair, v);
+  });
 }
 
 KOG_DEVICE void attention(Block& b, int position, u32 phase) {
   int window = kWindows[b.layer];
   for (int unit = b.place; unit < kUnits; unit += kGroup)
     walk_split(b, unit, position, window, phase);
+  if (!has_join(b, position)) return;
   for (int unit = b.place; unit < kUnits; unit += kGroup)
     join_splits(b, unit, position, window, phase);
 }

@@ -1,18 +1,15 @@
 // Why a request ends with a token, and what the host is told of it.
 #pragma once
-#include <kog/edit.h>
+#include <kog/sample.h>
+#include <kog/seat.h>
 
 namespace kog {
 
 // What the token means for the request: kRunning, or why it ends; by whole warps.
-KOG_DEVICE int outcome_of(const Block& b, int token, int made) {
-  const u32* r = b.request;
+KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int made) {
   if (token < 0) return token == kNothing ? kNothingAllowed : kNotFinite;
-  List stops = list_of(b, Request::kStopIds);
-  bool stop = false;
-  for (int i = b.in_warp; i < stops.count; i += 32) stop |= static_cast<int>(stops.at[i]) == token;
-  if (any_lane(stop)) return kStop;
-  if (made >= static_cast<int>(r[Request::kMost])) return kLength;
+  if (ending.stops_at(b, token)) return kStop;
+  if (made >= static_cast<int>(ending.most)) return kLength;
   return static_cast<int>(b.small->control);
 }
 

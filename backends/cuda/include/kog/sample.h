@@ -68,15 +68,18 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
     const u64* from = winner_words(b, heads) + 4 * b.thread;
     u64 epoch = static_cast<u64>(heads + 1);
     ulonglong2 key = {epoch << 32, epoch << 32}, rest = key;
+    u64 oldest = epoch;
     auto ask = [&] {
       if (b.thread < kBlocks) key = load_relaxed_pair(from), rest = load_relaxed_pair(from + 2);
-      return any_lane(key.x >> 32 != epoch || key.y >> 32 != epoch || rest.x >> 32 != epoch ||
-                      rest.y >> 32 != epoch);
+      oldest = key.x < key.y ? key.x : key.y;
+      oldest = rest.x < oldest ? rest.x : oldest;
+      oldest = (rest.y < oldest ? rest.y : oldest) >> 32;
+      return any_lane(oldest != epoch);
     };
     if (ask()) {
       begin_wait(b);
       while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
-                      static_cast<u32>(rest.x >> 32), static_cast<u32>(epoch)) &&
+                      static_cast<u32>(oldest), static_cast<u32>(epoch)) &&
              ask()) {
       }
       end_wait(b);

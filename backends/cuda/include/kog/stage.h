@@ -2,7 +2,7 @@
 // that the host has laid out (stages.py), which finds there what the stage has made of them.
 #pragma once
 #include <kog/head.h>
-#include <kog/watchdog.h>
+#include <kog/roles.h>
 
 namespace kog {
 
@@ -60,7 +60,7 @@ KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
     const u32* from = reinterpret_cast<const u32*>(b.scratch) +
                       (2 * word / kFragK * 2 + in_lane % 2) * kColumnWords +
                       in_fragment / (2 * kLaneWords) * (kLaneWords / 2) + in_lane / 2;
-    store_relaxed(to + word, pack_pair(low_of(*from), second_of(*from), phase));
+    store_relaxed(to + word, pack_operand(*from, phase));
   }
 }
 
@@ -73,7 +73,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   Ahead<GateUpProj> gate_up_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
-      embed(b, c.token, k.x);
+      k.embedded.load(b, c.token);
+      k.embedded.unpack(b, k.x);
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);
@@ -88,7 +89,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       o_weights.take(b, k.ring);
       stage_words<OProj>(b, Step::kOProjInput,
                          b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
-                         phase_of(k.iteration));
+                         join_phase(b));
       o_proj(b, k, o_weights);
       join_attention_out(b, k);
       break;
@@ -163,12 +164,9 @@ KOG_DEVICE void produce_stage(Block& b, StageId which) {
 
 KOG_DEVICE void run_stage(Block& b, const StageCall& c) {
   b.layer = c.layer;
-  if (b.warp < kWarps)
-    consume_stage(b, c);
-  else if (b.warp == kWarps && b.in_warp == 0)
-    produce_stage(b, static_cast<StageId>(c.which));
-  else if (b.warp == kWarps + 1)
-    watch(b);
+  run_roles(
+      b, [&] { consume_stage(b, c); },
+      [&] { produce_stage(b, static_cast<StageId>(c.which)); });
 }
 
 }  // namespace kog

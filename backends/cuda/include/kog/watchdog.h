@@ -18,11 +18,12 @@ KOG_DEVICE void watch(Block& b) {
     bool late = began != 0 && now - since > b.p.limit;
     if (late && compare_and_swap(b.p.error, 0, 1) == 0) {
       store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
-      store_volatile(&b.small->leave, 1u + static_cast<u32>(b.in_warp));
+      compare_and_swap(&b.small->waits[b.in_warp], began, kExpired);  // unless it has ended
+      store_volatile(&b.small->leave, 1);
     }
     sync_warp();
     if (b.in_warp == 0 && load_volatile(&b.small->leave) == 0 && load_relaxed(b.p.error) != 0)
-      store_volatile(&b.small->leave, kOthers);
+      store_volatile(&b.small->leave, 1);
   }
 }
 

@@ -6,7 +6,6 @@
 namespace kog {
 
 constexpr u32 kNanF32 = 0x7fc00000u;
-constexpr u32 kNanPair = kF16 ? 0x7e00u : 0x7fc0u;
 
 KOG_DEVICE u32 phase_of(int iteration) { return static_cast<u32>(iteration + 1) & 1; }
 
@@ -15,21 +14,40 @@ KOG_DEVICE u32 pack_f32(float v, u32 phase) {
 }
 KOG_DEVICE float unpack_f32(u32 w) { return float_of(w & ~1u); }
 
-// The first value is rounded once more, to the 15 bits that remain.
-KOG_DEVICE u32 pack_pair(float first, float second, u32 phase) {
-  u32 both = round_pair<kF16>(first, second);
-  u32 low = both & 0xffffu;
-  low = first != first ? kNanPair : (low + ((low >> 1) & 1)) & 0xfffeu;
-  return (both & 0xffff0000u) | low | phase;
-}
 // 16 bits of the model's type.
 KOG_DEVICE float widen(u32 bits) {
   if constexpr (kF16) return widen_f16(static_cast<u16>(bits));
   return float_of(bits << 16);
 }
-KOG_DEVICE float first_of(u32 w) { return widen(w & 0xfffeu); }
-KOG_DEVICE float second_of(u32 w) { return widen(w >> 16); }
-KOG_DEVICE float low_of(u32 w) { return widen(w & 0xffffu); }
+KOG_DEVICE float low_of(u32 both) { return widen(both & 0xffffu); }
+KOG_DEVICE float high_of(u32 both) { return widen(both >> 16); }
+
+// An operand is a pair as the tensor core takes it, first in the low half. Both values are multiplied
+// by kPairScale: sums over operands are multiplied by kPairUnit in the end.
+constexpr float kPairUnit = 1 / kPairScale;
+KOG_DEVICE u32 round_operand(float first, float second) {
+  return round_pair<kF16>(first * kPairScale, second * kPairScale);
+}
+KOG_DEVICE u32 turn_left(u32 w, int by) { return w << by | w >> (32 - by); }
+
+KOG_DEVICE u32 pack_operand(u32 both, u32 phase) {
+  if constexpr (kF16) {
+    u32 low = both & 0xffffu;
+    low = (both & 0x7c00u) == 0x7c00u ? low : low + ((low >> 1) & 1);
+    return (both & 0xffff0000u) | (low & 0xfffeu) | phase;
+  }
+  u32 small = both & 0xffff8000u;  // a first whose exponent lacks the bit that readers set
+  return (turn_left((both & kExponentTop) != 0 ? both : small, 32 - kPairTurn) & ~1u) | phase;
+}
+KOG_DEVICE u32 pack_pair(float first, float second, u32 phase) {
+  return pack_operand(round_operand(first, second), phase);
+}
+KOG_DEVICE u32 operand_of(u32 w) {
+  if constexpr (kF16) return w & ~1u;
+  return turn_left(w, kPairTurn) | kExponentTop;
+}
+KOG_DEVICE float first_of(u32 w) { return low_of(operand_of(w)) * kPairUnit; }
+KOG_DEVICE float second_of(u32 w) { return high_of(operand_of(w)) * kPairUnit; }
 
 KOG_DEVICE u32 word_of(const uint4& q, int i) {
   return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;

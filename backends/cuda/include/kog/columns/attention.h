@@ -60,24 +60,29 @@ KOG_DEVICE void finish_unit(const Block& b, const Span& span, u32 epoch) {
   raise_flag(b, b.p.words + split_flag<Flags>(b.column, span.head, span.split), epoch);
 }
 
-// What the unit's splits have found. Images that no split of the head fills keep step with the others by
-// the first one's hand.
+// Words of an image change with each layer that has the split, not with each layer: what nobody reads
+// would not be ordered before the next block's store to it.
+KOG_DEVICE u32 image_phase(const Block& b, int column, int split) {
+  return phase_of(static_cast<int>(b.small->uses[column * kMerged + split]));
+}
+// At the end of a layer: the next one reads it behind a barrier.
+KOG_DEVICE void count_uses(const Block& b, int steps) {
+  static_assert(kColumns * kMerged <= 32);
+  int column = b.in_warp / kMerged, split = b.in_warp % kMerged;
+  if (b.warp != 0 || column >= b.p.num_seats) return;
+  int used = splits_of(b, column, steps);
+  if (split < (used > kMerged ? 1 : used)) b.small->uses[b.in_warp]++;
+}
+
+// What a unit has found.
 KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pair, float2 v, float top,
                              u32 phase) {
   int query_head = span.head * kQueries + query;
-  bool few = span.used <= kMerged;
-  if (few) {
-    put_output(b, span.split, query_head, pair, v, phase);
-    if (pair == 0) put_top(b, span.split, query_head, top, phase);
-  } else {
-    publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
-  }
-  if (span.split != 0) return;
-  for (int s = few ? span.used : 1; s < kMerged; s++) {
-    put_output(b, s, query_head, pair, float2{0, 0}, phase);
-    if (pair == 0) put_top(b, s, query_head, 0, phase);
-  }
-  if (!few && pair == 0) put_top(b, 0, query_head, 0, phase);
+  if (span.used > kMerged)
+    return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
+  phase = image_phase(b, b.column, span.split);
+  put_output(b, span.split, query_head, pair, v, phase);
+  if (pair == 0) put_top(b, span.split, query_head, top, phase);
 }
 
 KOG_DEVICE void attention(Block& b, int steps) {
@@ -105,7 +110,7 @@ KOG_DEVICE void attention(Block& b, int steps) {
     fence_gpu();  // pairs with the one before the flags
     sync_warp();
     join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
-      put_output(b, 0, query_head, pair, v, phase);
+      put_output(b, 0, query_head, pair, v, image_phase(b, b.column, 0));
     });
     finish_unit<JoinFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }
@@ -114,7 +119,7 @@ KOG_DEVICE void attention(Block& b, int steps) {
 // Until the attention of this warp's part of Stage's inputs is there.
 template <class Stage>
 KOG_DEVICE void await_attention(Block& b, int steps) {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   constexpr int kOfHead = kQueries * kHeadDim;  // values of a key/value head
   constexpr int kMostHeads = (S::kPartValues + kOfHead - 1) / kOfHead + 1;
   constexpr int kJoiners = kSplits < kQueries ? kSplits : kQueries;
@@ -153,8 +158,8 @@ KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&to
     total += share;
 #pragma unroll
     for (int j = 0; j < kOperandWords; j++) {
-      sum[2 * j] += share * first_of(w[s].w[j]);
-      sum[2 * j + 1] += share * second_of(w[s].w[j]);
+      sum[2 * j] += share * low_of(w[s].w[j]);
+      sum[2 * j + 1] += share * high_of(w[s].w[j]);
     }
   }
   float scale = divide(1.f, total);
@@ -168,10 +173,9 @@ KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&to
 // Wait for this warp's part of the attention's outputs and make it Stage's operands.
 template <class Stage>
 KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   constexpr int kAtOnce = 2;  // steps whose words are on their way
   await_attention<Stage>(b, steps);
-  u32 phase = phase_of(iteration_of(b, steps));
   int lane = b.in_warp % S::kLanes;
   const u32* images = image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
 #pragma unroll
@@ -182,11 +186,14 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
     int used = mine ? splits_of(b, column, steps) : 1;
     if (used > kMerged) used = 1;
     int most = static_cast<int>(largest_of_warp(static_cast<u32>(used)));
+    u32 phase[kMerged];
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) phase[s] = image_phase(b, column, s < used ? s : used - 1);
 #pragma unroll
     for (int first = 0; first < Stage::kSteps; first += kAtOnce) {
       Activation w[kAtOnce][kMerged];
       u32 top[kAtOnce][kMerged] = {};
-      ask_until_ready(b, Step::kOProjInput, place_of(b, images), phase ^ 1, phase, [&] {
+      ask_until_ready(b, Step::kOProjInput, place_of(b, images), phase[0] ^ 1, phase[0], [&] {
         u32 bad = 0;
 #pragma unroll
         for (int s = 0; s < kMerged; s++) {
@@ -209,11 +216,12 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
 #pragma unroll
           for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
             int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
-            u32 late = most > 1 ? top[i][s] ^ phase : 0;
+            // Of one split the logarithms stay behind with those who need none.
+            u32 late = used > 1 ? top[i][s] ^ phase[s] : 0;
 #pragma unroll
             for (int j = 0; j < kOperandWords; j++) {
-              w[i][s].w[j] ^= phase;
-              late |= w[i][s].w[j];
+              late |= w[i][s].w[j] ^ phase[s];
+              w[i][s].w[j] = operand_of(w[i][s].w[j]);
             }
             if (mine && value < Stage::kCols) bad |= late;
           }

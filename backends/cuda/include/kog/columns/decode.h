@@ -21,7 +21,9 @@ KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
   int position = position_of(b, column, k.steps), made = position - seat.first_head + 1;
   int token = made > 0 ? b.small->chosen[column] : 0;
   b.request = request_of(b, column);
-  int outcome = made > 0 ? outcome_of(b, token, made) : static_cast<int>(kRunning);
+  Ending ending;
+  ending.load(b);
+  int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
   int next = token;
   if (made <= 0)
     next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
@@ -50,6 +52,7 @@ KOG_DEVICE void consume(Block& b) {
   int outcome = kRunning, last = 0;
   pair_clocks(b, 0);
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
+  if (b.thread < kColumns * kMerged) b.small->uses[b.thread] = 0;
   while (outcome == kRunning) {
     run_step(b, k);
     b.turn++;

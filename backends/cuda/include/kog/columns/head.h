@@ -128,7 +128,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   Operands<LmHead> x(b);
   stage_streams(b, Step::kMlpOut, x, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
   fence_gpu();  // this step's rows of the cache are there for all that comes
-  constexpr int kItems = Shape<LmHead>::kItems;
+  constexpr int kItems = Cut<LmHead>::kItems;
   float scale[kItems] = {};
   int column[kItems];
   Candidate mine[kItems];

@@ -45,7 +45,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   stamp(b, Point::kMlpOut);
   u32 phase = phase_of(iteration);
   const float* bias = bias_of<QkvProj>(b);
-  float scale[Shape<QkvProj>::kItems] = {};
+  float scale[Cut<QkvProj>::kItems] = {};
   run_units<QkvProj>(
       b, k.ring, k.turn, layer_units<QkvProj>(b), x,
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
@@ -68,7 +68,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   u32* to = b.p.words + MlpWords::kOffset;
   u32 phase = phase_of(iteration);
   const float* bias = bias_of<GateUpProj>(b);
-  float scale[Shape<GateUpProj>::kItems] = {};
+  float scale[Cut<GateUpProj>::kItems] = {};
   run_units<GateUpProj>(
       b, k.ring, k.turn, layer_units<GateUpProj>(b), x,
       [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
@@ -91,7 +91,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
                             bool last) {
   const float* bias = bias_of<Stage>(b);
   u32* to = b.p.words + Words::kOffset;
-  u32 low[Shape<Stage>::kItems];
+  u32 low[Cut<Stage>::kItems];
   struct Asked {
     float bias, x;
   };
@@ -104,7 +104,8 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
       [&](int i, const Item& item, float sum, const Asked& asked) {
         u32 phase = phase_of(iteration_of(b, k.steps));
         // Rounded as a word that carries its readiness: a kernel of one token sends such.
-        u32 word = bits_of(asked.x + unpack_f32(pack_f32(sum + asked.bias, 0)));
+        float y = sum * kPairUnit + asked.bias;
+        u32 word = bits_of(asked.x + unpack_f32(pack_f32(y, 0)));
         low[i] = item.there ? word & 1 : 0;
         if (last) fence_gpu();  // pairs with the one behind the last layer
         if (item.there)
@@ -126,7 +127,7 @@ KOG_DEVICE void o_proj(Block& b, Walk& k) {
 
 // Until the units of gate_up_proj that this warp's part of down_proj's inputs comes from are there.
 KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
-  using S = Shape<DownProj>;
+  using S = Cut<DownProj>;
   constexpr int kRows = GateUpProj::kUnitRows, kFlags = (2 * S::kPartValues / kRows + 33) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
@@ -140,7 +141,7 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
 
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
-  using S = Shape<DownProj>;
+  using S = Cut<DownProj>;
   constexpr int kLeft = DownProj::kSteps - DownProj::kHeld;
   constexpr int kAtOnce = kLeft < 4 ? kLeft : 4;  // steps on their way to scratch
   await_mlp(b, epoch_of(iteration));
@@ -190,6 +191,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   gate_up_proj(b, k);
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
+  count_uses(b, k.steps);
   stamp(b, Point::kDownProj);
 }
 

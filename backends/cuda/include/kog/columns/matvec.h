@@ -19,7 +19,8 @@ constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
 constexpr int kPadWords = 8;  // between steps of wide operands: other banks for those who stage them
 
 template <class Stage>
-struct Shape {
+struct Cut {
+  static_assert(Stage::kFragmentRows == 8);
   static constexpr int kTokens = Stage::kWide ? 2 : kColumns < 4 ? kColumns : 4;  // of a set
   static constexpr int kSets = kColumns / kTokens;
   static constexpr int kSetWords = kTokens * kFragK / 2 * (Stage::kWide ? 2 : 1);
@@ -54,8 +55,8 @@ KOG_DEVICE void store_operand(u32* to, const Words<N>& v) {
     to[0] = v.w[0];
 }
 
-// Steps [0, kSteps) of narrow words at `from`, once those of the lanes' own columns carry the phase; it is
-// taken off. mine(step, set, word): whether the lane's word of them is ever written.
+// Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns carry the
+// phase. mine(step, set, word): whether the lane's word of them is ever written.
 template <class S, int kSteps, class Mine>
 KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
                         Words<kOperandWords> (&w)[kSteps][S::kSets], Mine mine) {
@@ -72,8 +73,8 @@ KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
       for (int set = 0; set < S::kSets; set++)
 #pragma unroll
         for (int j = 0; j < kOperandWords; j++) {
-          w[i][set].w[j] ^= phase;
-          bad |= mine(i, set, j) ? w[i][set].w[j] : 0;
+          bad |= mine(i, set, j) ? w[i][set].w[j] ^ phase : 0;
+          w[i][set].w[j] = operand_of(w[i][set].w[j]);
         }
     return any_lane((bad & 1) != 0);
   });
@@ -82,7 +83,7 @@ KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
   Activation held[Stage::kHeld > 0 ? Stage::kHeld : 1][S::kSets];
   u32* staged;  // this lane's words of step kFirst, set 0
@@ -110,10 +111,10 @@ struct Operands {
 // Where a narrow operand's word `word` of K (two values) is for a token, in words from the first step.
 struct Narrow {
   static constexpr bool kWide = false;
-  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps;
+  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8;
 };
 KOG_DEVICE int narrow_place(int word, int token) {
-  using S = Shape<Narrow>;
+  using S = Cut<Narrow>;
   int in_step = word % (kFragK / 2), in_lane = in_step % kLaneWords;
   int lane = (token % S::kTokens * 2 + in_lane % 2) * 4 + in_step / kLaneWords;
   return word / (kFragK / 2) * S::kStepWords + token / S::kTokens * S::kSetWords +
@@ -133,7 +134,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], int set, float*
     sum += shuffle_xor(sum, 1);
     if (quarter % 2 == 0) to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = sum;
   } else {
-    constexpr int kTokens = Shape<Stage>::kTokens;
+    constexpr int kTokens = Cut<Stage>::kTokens;
     float odd = c[0][3] + c[1][3];
     if (quarter < kTokens) to[(kTokens * set + quarter) * Stage::kUnitRows + row] = even + odd;
   }
@@ -143,7 +144,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], int set, float*
 template <class Stage>
 KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, int left,
                                 float* to) {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
   // Operands in registers need indices that are known, and so does a period of several units.
   constexpr int kUnrolled = kPeriod > 1 || Stage::kHeld > 0 ? kPeriodChunks<Stage> : 1;
@@ -151,7 +152,7 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
 #pragma unroll kUnrolled
   for (int i = 0; i < kPeriodChunks<Stage>; i++) {
     if (kPeriod > 1 && i * kFragments / kSteps >= left) break;
-    Chunk chunk;
+    Chunk<Stage> chunk;
     chunk.take(b, ring);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) {
@@ -194,7 +195,7 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 template <class Stage, class Before, class After, class Done>
 KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
                           const Operands<Stage>& x, Before before, After after, Done done) {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   static_assert(Stage::kBatch <= kWarps);
   float* partials = b.partials + (turn++ & 1) * (kPartialBytes / 8);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;

@@ -55,8 +55,8 @@ struct Quads {
       w[c] = uint4{0, 0, 0, 0};
       if (c >= b.p.num_seats || e >= kHidden) continue;
       uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, c) + e);
-      w[c] = {bits_of(low_of(v.x)), bits_of(second_of(v.x)), bits_of(low_of(v.y)),
-              bits_of(second_of(v.y))};
+      w[c] = {bits_of(low_of(v.x)), bits_of(high_of(v.x)), bits_of(low_of(v.y)),
+              bits_of(high_of(v.y))};
     }
   }
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
@@ -110,7 +110,7 @@ struct Quads {
 template <class Stage>
 KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
                               int iteration) {
-  using S = Shape<Stage>;
+  using S = Cut<Stage>;
   static_assert(Stage::kWide && Stage::kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
 #pragma unroll
@@ -144,7 +144,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
         u32 high = round_pair<kF16>(scaled[2 * odd], scaled[2 * odd + 1]);
-        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high), scaled[2 * odd + 1] - second_of(high));
+        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high), scaled[2 * odd + 1] - high_of(high));
         int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
         u32* words = step + c / 2 * S::kSetWords;
         words[lane * kOperandWords] = high;
@@ -182,9 +182,9 @@ KOG_DEVICE float inverse_rms(const Block& b, int column) {
 
 // Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
 template <class Stage, class Marks>
-KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Shape<Stage>::kItems],
+KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Stage>::kItems],
                               u32 epoch) {
-  constexpr int kItems = Shape<Stage>::kItems, kRows = Stage::kUnitRows;
+  constexpr int kItems = Cut<Stage>::kItems, kRows = Stage::kUnitRows;
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
