@@ -27,6 +27,7 @@ if str(ROOT / "backends") not in kog_triton.backends.__path__:
 
 from kog_triton.backends.cuda import header, memory, serving  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
+from kog_triton.backends.cuda.columns import COUNTS  # noqa: E402
 from kog_triton.backends.cuda.serving import UNLIMITED  # noqa: E402
 
 from kog_triton.backends import Availability  # noqa: E402
@@ -40,6 +41,11 @@ CACHE = Path(tempfile.gettempdir()) / "kog-cuda-walk"
 MOST = 4_000_000  # rounds
 POLL_S = 2e-3  # how often the host looks for tokens
 GREEDY = SamplingParams(temperature=0)
+FLAGS = {
+    "decode.cu": ("-O1",),
+    "stage.cu": ("-O1", "-DSTAGE"),
+    "columns.cu": ("-O1", "-DCOLUMNS"),
+}
 
 
 def layout_of(spec, num_blocks=0, max_context=64):
@@ -56,7 +62,7 @@ def build_walk(
         if wanted:
             text, count = re.subn(rf"{name} = \d+;", f"{name} = {wanted};", text)
             assert count == 1
-    sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").glob("*.h"))]
+    sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
     for path in sources:
         digest.update(path.read_bytes())
@@ -202,7 +208,9 @@ class FiberLaunch(threading.Thread):
 
 
 class FiberBackend(CudaBackend):
-    """The CUDA backend with the emulated GPU in the place of a real one."""
+    """The CUDA backend with the emulated GPU in the place of a real one; requests take turns."""
+
+    column_counts = ()
 
     @classmethod
     def availability(cls):
@@ -223,6 +231,19 @@ class FiberBackend(CudaBackend):
     def _open_device(self):
         return torch.device("cpu"), GPUS["h200"]
 
+    def _compile(self, source, layout):
+        compile_walk(layout, FLAGS[source])
+
     def _load(self, source, entry, layout):
-        flags = ("-O1", "-DSTAGE") if entry == "kog_stage" else ("-O1",)
-        return FiberKernel(layout, flags, self._seed)
+        return FiberKernel(layout, FLAGS[source], self._seed)
+
+
+class ColumnBackend(FiberBackend):
+    """The same with kernels of columns, compiled before anybody asks."""
+
+    def __init__(self, weights, options, num_blocks=2, seed=0, counts=COUNTS):
+        self.column_counts = counts
+        super().__init__(weights, options, num_blocks, seed)
+        for count in self.columns.counts:
+            while not self.columns.ready(count):
+                time.sleep(0.01)

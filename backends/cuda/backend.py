@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kog_triton.backends.cuda.columns import COUNTS, Columns
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import Layout, lay_out, render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
@@ -19,6 +20,7 @@ from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
     UNLIMITED,
     Finished,
+    Launch,
     Launcher,
     check_launch,
     check_waits,
@@ -47,6 +49,7 @@ DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 class CudaBackend:
     name = "cuda"
     num_devices = 1
+    column_counts = COUNTS  # of the kernels that serve several requests together
     _blank: torch.Tensor | None = None  # zeros
 
     @classmethod
@@ -89,8 +92,16 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
-        self.kernel = self._open_kernel("decode.cu", "kog_decode")
+        self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
         self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+        counts = [c for c in self.column_counts if c < 2 * options.num_slots]
+        self.columns = Columns(
+            lowering,
+            self.max_context,
+            counts,
+            partial(self._compile, "columns.cu"),
+            partial(self._open_kernel, "columns.cu", "kog_columns"),
+        )
         self.library = open_library(
             options,
             weights,
@@ -105,13 +116,15 @@ class CudaBackend:
         torch.zeros(1, device=device)  # makes torch's context, which the driver calls need
         return device, find_gpu(torch.cuda.get_device_name(device))
 
-    def _open_kernel(self, source: str, entry: str) -> Kernel:
-        self._kernels.append(self._load(source, entry, self.layout))
+    def _open_kernel(self, source: str, entry: str, layout: Layout) -> Kernel:
+        self._kernels.append(self._load(source, entry, layout))
         return self._kernels[-1]
 
+    def _compile(self, source: str, layout: Layout) -> bytes:
+        return compile_cubin(render(layout), source)
+
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
-        cubin = compile_cubin(render(layout), source)
-        return Kernel(cubin, entry, layout.shared_bytes, self.device)
+        return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)
 
     # ---- doors ----
 
@@ -120,15 +133,11 @@ class CudaBackend:
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields."""
-        memory = self.memory
-
-        def launch(slots: list[int], most_steps: int) -> Finished:
-            return self._launch(memory, slots, most_steps)
 
         def seat(request: Request) -> int:
             return self._seat(request, mailbox)
 
-        serve(Launcher(self.layout, memory, seat, launch), mailbox)
+        serve(Launcher(self.memory, self.columns, seat, self._launch_slots), mailbox)
 
     def _seat(self, request: Request, mailbox: Mailbox) -> int:
         scored = request.prompt_logprobs is not None
@@ -179,7 +188,8 @@ class CudaBackend:
 
     def _stage_runner(self) -> StageRunner:
         if self._stages is None:
-            kernel, memory = self._open_kernel("stage.cu", "kog_stage"), self.memory.apart()
+            kernel = self._open_kernel("stage.cu", "kog_stage", self.layout)
+            memory = self.memory.apart()
 
             def launch(call: StageCall, before: Callable[[], None]) -> float:
                 blocks, threads = self.layout.lowering.num_blocks, self.layout.threads
@@ -217,7 +227,7 @@ class CudaBackend:
         weights = m.weights.nbytes + m.embed.nbytes
         total = sum(getattr(m, name).nbytes for name in TENSORS)
         blank = 0 if self._blank is None else self._blank.nbytes
-        other = total - weights - m.cache.nbytes + blank
+        other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
         if self.library is not None:
             held = self.library.memory_bytes()
             weights, other = weights + held["weights"], other + held["other"]
@@ -231,6 +241,14 @@ class CudaBackend:
         del self.memory
 
     # ---- a launch ----
+
+    def _launch_slots(self, slots: list[int], most_steps: int, together: bool) -> Launch:
+        """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
+        if not together:
+            return Launch(slots, self.layout, self._launch(self.memory, slots, most_steps))
+        step = self.columns.take(len(slots), self.device)
+        memory = replace(self.memory, words=step.words, scores=step.scores)
+        return Launch(slots, step.layout, self._launch(memory, slots, most_steps, step.kernel))
 
     def _launch(
         self,

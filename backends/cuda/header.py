@@ -5,6 +5,8 @@ Python needs as well: where each exchange lies in the words, and how shared memo
 
     words    regions of 32-bit words, one row a shard (and slot); rows start on 16 bytes, regions on 128
     shared   ring | mbarriers | partial sums, twice | scratch (activations, or attention) | small things
+
+A kernel of several token columns (include/kog/columns) has regions and scratch of its own: columns.py.
 """
 
 import math
@@ -28,6 +30,7 @@ HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give u
 BINS = 256  # of a histogram of logits
 MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
+PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 MERGED = 4  # splits that are joined by those who read them
@@ -36,6 +39,8 @@ HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
 AHEAD_TICKS = 1600  # between two chunks on their way there
+STEP_PADDING = 8  # words between steps of wide operands (columns/matvec.h)
+HELD_WORDS = 32  # registers for operands in a kernel of several columns
 JOINED = 8  # splits that one warp joins
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
@@ -63,11 +68,18 @@ class Layout:
     scratch_bytes: int
     ring_chunks: int
     threads: int = THREADS + HELPERS
+    columns: int = 1  # requests that one step serves
+    partial_bytes: int = PARTIAL_BYTES
+    small_bytes: int = SMALL_BYTES
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
 
     @property
     def total_words(self) -> int:
-        return _up(max(r.end for r in self.regions.values()), 32)
+        return up(max(r.end for r in self.regions.values()), 32)
+
+    def region(self, name: str) -> Region:
+        """Empty if this kernel has no such exchange."""
+        return self.regions.get(name, Region(0, 0))
 
     def place_of(self, step: str, word: int) -> str:
         """Where a wait stood: what its error record says, in names."""
@@ -88,35 +100,33 @@ class Layout:
         heads = spec.num_kv_heads // lanes
         return (spec.num_layers, lanes, heads, 2, self.max_context, row_dim(spec))
 
+    def staged_bytes(self, stage: Stage) -> int:
+        """Of a matrix stage's inputs in scratch."""
+        lo = self.lowering
+        if self.columns == 1:
+            return _staged_bytes(lo, stage)
+        words = self.columns * lo.frag_k // 2
+        parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
+        if is_wide(stage):
+            return parts * steps * (2 * words + STEP_PADDING) * 4
+        return parts * (steps - held_steps(lo, stage, self.columns)) * words * 4
+
     @property
     def shared_bytes(self) -> int:
         ring = self.ring_chunks * (self.lowering.chunk_bytes + 16)
-        return ring + _partial_bytes() + self.scratch_bytes + SMALL_BYTES
+        return ring + self.partial_bytes + self.scratch_bytes + self.small_bytes
 
 
 def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
+    check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    if schedule.num_ranks != 1:
-        raise ModelError("the cuda backend runs on one GPU: choose --gpus 1")
-    if spec.head_dim > 256 or spec.head_dim % 8:
-        raise ModelError(
-            f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
-        )
-    if spec.group > HEADS_AT_ONCE * WARPS:
-        raise ModelError(
-            f"{spec.group} query heads a key/value head: the cuda backend takes "
-            f"{HEADS_AT_ONCE * WARPS}"
-        )
-    if spec.num_experts:
-        raise ModelError("the cuda backend has no experts")
     lanes, group = schedule.num_shards, lowering.group_size(schedule.stage("qkv_proj"))
     splits = max(1, group // spec.lane_kv_heads)
     regions: dict[str, Region] = {}
 
     def add(name: str, width: int, rows: int = lanes, buffers: int = 1) -> None:
-        at = _up(max((r.end for r in regions.values()), default=0), 32)
-        regions[name] = Region(at, _up(width, 4), rows, buffers)
+        add_region(regions, name, width, rows, buffers)
 
     for name in ("qkv", "attention", "mlp"):
         add(name, -(-schedule.exchange(name).width // 2))
@@ -132,14 +142,11 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
-    blocks = lowering.num_blocks
-    add("winner", 4 * 2 * blocks, 1, 2)
-    add("peak", 2 * 2 * blocks, 1)
-    add("bin_part", BINS * 4 * 2 * blocks, 1)
-    add("bin", BINS * 4 * 2, 1)
-    add("best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)
-    scratch = max(_activation_bytes(lowering), _attention_bytes(lowering, splits))
-    free = lowering.gpu.shared_bytes - _partial_bytes() - scratch - SMALL_BYTES
+    add_head_regions(regions, lowering.num_blocks)
+    before = _staged_bytes(lowering, schedule.stage("o_proj"))
+    scratch = max(_activation_bytes(lowering), before + attention_bytes(spec, splits))
+    scratch = up(scratch, 128)
+    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
     if ring < 2 * lowering.window_chunks:
         raise ModelError(
@@ -149,15 +156,45 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     return Layout(lowering, max_context, regions, splits, scratch, ring)
 
 
+def check_model(lowering: CudaLowering) -> None:
+    """ModelError naming what no kernel of this folder can do."""
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    if schedule.num_ranks != 1:
+        raise ModelError("the cuda backend runs on one GPU: choose --gpus 1")
+    if spec.head_dim > 256 or spec.head_dim % 8:
+        raise ModelError(
+            f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
+        )
+    if spec.group > HEADS_AT_ONCE * WARPS:
+        raise ModelError(
+            f"{spec.group} query heads a key/value head: the cuda backend takes "
+            f"{HEADS_AT_ONCE * WARPS}"
+        )
+    if spec.num_experts:
+        raise ModelError("the cuda backend has no experts")
+
+
+def add_region(
+    regions: dict[str, Region], name: str, width: int, rows: int = 1, buffers: int = 1
+) -> None:
+    at = up(max((r.end for r in regions.values()), default=0), 32)
+    regions[name] = Region(at, up(width, 4), rows, buffers)
+
+
+def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
+    """What all blocks tell each other about one token's logits."""
+    add_region(regions, "winner", 4 * 2 * blocks, 1, 2)
+    add_region(regions, "peak", 2 * 2 * blocks)
+    add_region(regions, "bin_part", BINS * 4 * 2 * blocks)
+    add_region(regions, "bin", BINS * 4 * 2)
+    add_region(regions, "best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)
+
+
 def _uses(spec: ModelSpec, how: Reduce) -> bool:
     return spec.num_lanes > 1 and how in spec.reduce_attention + spec.reduce_mlp
 
 
-def _partial_bytes() -> int:
-    return 2 * PARTIAL_ROWS * WARPS * 4
-
-
-def _is_wide(stage: Stage) -> bool:
+def is_wide(stage: Stage) -> bool:
     """Whether activations come as float32 (kept as two 16-bit parts) or as 16-bit words."""
     return stage.prologue is Prologue.RMS_NORM or stage.source == "y"
 
@@ -167,12 +204,12 @@ def _activation_bytes(lowering: CudaLowering) -> int:
 
 
 def _staged_bytes(lowering: CudaLowering, stage: Stage) -> int:
-    return lowering.padded_k(stage) * (4 if _is_wide(stage) else 2)
+    return lowering.padded_k(stage) * (4 if is_wide(stage) else 2)
 
 
 def row_dim(spec: ModelSpec) -> int:
     """Values of a row of the cache: a head, padded with zeros to steps of the tensor core."""
-    return _up(spec.head_dim, 16)
+    return up(spec.head_dim, 16)
 
 
 def tile_rows(spec: ModelSpec) -> int:
@@ -185,20 +222,18 @@ def split_least(spec: ModelSpec) -> int:
     return SPLIT_TILES * tile_rows(spec)
 
 
-def _attention_bytes(lowering: CudaLowering, splits: int) -> int:
+def attention_bytes(spec: ModelSpec, splits: int) -> int:
     """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
-    spec = lowering.schedule.spec
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
     slots = head_groups * max(1, WARPS // head_groups // 2)  # half of the warps find room at once
     merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
-    before = _staged_bytes(lowering, lowering.schedule.stage("o_proj"))
-    return _up(before + rows + 4 * max(merge, joins), 128)
+    return rows + 4 * max(merge, joins)
 
 
-def _up(n: int, multiple: int) -> int:
+def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
@@ -219,7 +254,7 @@ def render(layout: Layout) -> str:
         "vocab": spec.vocab_size,
         "max_context": layout.max_context,
         "delay": spec.delay,
-        "past_buffers": layout.regions["mlp_out_past"].buffers,
+        "past_buffers": layout.region("mlp_out_past").buffers,
         "blocks": lo.num_blocks,
         "group": lo.group_size(schedule.stage("qkv_proj")),
         "warps": WARPS,
@@ -232,7 +267,9 @@ def render(layout: Layout) -> str:
         "calm_chunks": lo.calm_chunks,
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
         "ahead_ticks": AHEAD_TICKS,
-        "partial_bytes": _partial_bytes(),
+        "columns": layout.columns,
+        "partial_bytes": layout.partial_bytes,
+        "small_bytes": layout.small_bytes,
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
         "tile_rows": tile_rows(spec),
@@ -240,7 +277,7 @@ def render(layout: Layout) -> str:
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,
-        "attention_scratch_at": _staged_bytes(lo, schedule.stage("o_proj")),
+        "attention_scratch_at": layout.staged_bytes(schedule.stage("o_proj")),
         "joined": JOINED,
         "request_words": request_words.capacity(spec.vocab_size),
         "mask_words": -(-spec.vocab_size // 32),
@@ -254,7 +291,7 @@ def render(layout: Layout) -> str:
         "pair_turn": wire.TURN,
         "exponent_top": wire.EXPONENT_TOP,
     }
-    mixes = layout.regions["part"].stride > 0
+    mixes = layout.region("part").stride > 0
     flags = {
         "profile": layout.profile_tokens > 0,
         "f16": spec.dtype is DType.F16,
@@ -263,8 +300,8 @@ def render(layout: Layout) -> str:
         "mlp_bias": spec.mlp_bias,
         "qk_norm": spec.qk_norm,
         "lane_norms": spec.lane_norms,
-        "has_past": layout.regions["mlp_out_past"].stride > 0,
-        "has_now": layout.regions["mlp_out_now"].stride > 0,
+        "has_past": layout.region("mlp_out_past").stride > 0,
+        "has_now": layout.region("mlp_out_now").stride > 0,
         "mixes": mixes,
         "mean": mixes and spec.head is Head.MEAN,
         "concat": mixes and spec.head is Head.CONCAT,
@@ -302,13 +339,14 @@ def render(layout: Layout) -> str:
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
-            "batch": _batch(lo, stage),
+            "batch": batch_units(lo, stage, layout.columns),
+            "held": held_steps(lo, stage, layout.columns),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
         bias_at += stage.rows * schedule.num_shards if stage is not head else 0
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
-        wide = str(_is_wide(stage)).lower()
+        wide = str(is_wide(stage)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
             f"static constexpr bool kWide = {wide}; }};"
@@ -377,13 +415,25 @@ STEPS = (
 )
 
 
-def _batch(lo: CudaLowering, stage: Stage) -> int:
-    """Units whose partial sums are held at once: one row a thread, whole chunks."""
-    tiling = lo.tilings[stage.name]
-    most = PARTIAL_ROWS // MMA_ROWS  # rows x parts are never more than for these
+def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
+    """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
+    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    # rows x parts are never more than for these
+    most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    steps = lo.steps(stage)
     return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)
+
+
+def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
+    if columns == 1:
+        return 0
+    words = lo.frag_k // 16 * max(1, columns // (2 if is_wide(stage) else 4))
+    steps = lo.steps(stage)
+    held = min(steps, HELD_WORDS // words)
+    # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.
+    some = unit_period(steps, lo.fragments) == 1 and not is_wide(stage)
+    return held if held == steps or some else 0
 
 
 def _camel(name: str, upper: bool = False) -> str:

@@ -85,7 +85,7 @@ class Memory:
     tokens: Tensor  # int32 [slots, positions + 1]
     request: Tensor  # int32 [slots, request_words.capacity]
     counts: Tensor  # int32 [slots, vocab], the kernel's own
-    scores: Tensor  # float32 [2, vocab], the kernel's own
+    scores: Tensor  # float32 [1 + columns, vocab], the kernel's own
     masks: Tensor  # int64 [slots, ceil(vocab / 32)], on the host: see request_words.mask_words
     logprobs: Tensor  # int64 [slots, positions + 1, RECORD_WORDS], on the host: see logprob_words
     states: Tensor  # int32 [slots, 2]: the next position and its token
@@ -179,7 +179,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         tokens=ints(num_slots, positions),
         request=ints(num_slots, capacity(spec.vocab_size)),
         counts=ints(num_slots, spec.vocab_size),
-        scores=torch.zeros((2, spec.vocab_size), device=device),
+        scores=torch.zeros((1 + layout.columns, spec.vocab_size), device=device),
         masks=mapped(num_slots, -(-spec.vocab_size // 32)),
         logprobs=mapped(num_slots, positions, RECORD_WORDS),
         states=ints(num_slots, 2),

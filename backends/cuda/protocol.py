@@ -12,6 +12,7 @@ class Word(IntEnum):
     CONTROL  the host's: Outcome.YIELD ends the launch behind the next token that has logits
     OUTCOME  and SLOT: why the launch ended, and whose step was its last
     STEPS    and TIME: the heartbeat, steps of this launch and when the last one ended
+    COLUMNS  and those behind it: the outcome of each column of a kernel of several
     """
 
     CONTROL = 0
@@ -19,6 +20,7 @@ class Word(IntEnum):
     SLOT = 3
     STEPS = 4
     TIME = 5
+    COLUMNS = 8
 
 
 class Outcome(IntEnum):
@@ -46,7 +48,7 @@ class StageId(IntEnum):
     LM_HEAD = 7
 
 
-MAILBOX_WORDS = 8
+MAILBOX_WORDS = 16
 
 
 def declarations() -> list[str]:

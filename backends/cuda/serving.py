@@ -4,8 +4,9 @@
       ^                                                        the others: next launch
       a request that arrives, is cancelled or yields ends the launch at a token boundary
 
-A launch serves its requests a token each in turn, and ends when one of them does. All that a request needs
-is in the memory of its slot, so that the next launch goes on bit for bit.
+A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
+kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. All that
+a request needs is in the memory of its slot, so that the next launch, of whichever kind, goes on bit for bit.
 """
 
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from kog_triton.backends.cuda.columns import Columns
 from kog_triton.backends.cuda.header import MOST_SEATS, STEPS, Layout
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.protocol import Outcome, Word
@@ -55,13 +57,26 @@ class Live:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A launch in flight, of a kernel of this layout."""
+
+    slots: list[int]
+    layout: Layout
+    finished: Finished
+
+    @property
+    def together(self) -> bool:
+        return self.layout.columns > 1
+
+
+@dataclass(frozen=True)
 class Launcher:
     """What serving needs of a backend."""
 
-    layout: Layout
     memory: Memory
+    columns: Columns
     seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
-    launch: Callable[[list[int], int], Finished]  # slots in turn, most steps
+    launch: Callable[[list[int], int, bool], Launch]  # slots, most steps, whether in columns
 
 
 def serve(launcher: Launcher, mailbox: Mailbox) -> None:
@@ -95,11 +110,13 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     """One launch; requests that were posted meanwhile. Those that ended are gone from `live`."""
     words = launcher.memory.mailbox.numpy()
     arrivals: list[Request] = []
-    slots = list(live)[:MOST_SEATS]
-    finished = launcher.launch(slots, _most_steps(live, slots))
+    columns = launcher.columns
+    together = columns.ready(len(live))
+    slots = list(live)[: columns.most if together else MOST_SEATS]
+    launch = launcher.launch(slots, _most_steps(live, slots), together)
     heart = Heart()
     while True:
-        done = finished.query()  # before the words: what it leaves behind is then complete
+        done = launch.finished.query()  # before the words: what it leaves behind is then complete
         for slot in slots:
             _read(launcher.memory, mailbox, live[slot])
         if done:
@@ -108,12 +125,13 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
         if (
             arrivals
             or _stops(mailbox)
+            or (not together and columns.ready(len(live)))
             or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
         ):
             words[Word.CONTROL] = Outcome.YIELD
         heart.listen(int(words[Word.STEPS]))
         time.sleep(POLL_S)
-    _settle(launcher, mailbox, live, slots)
+    _settle(launcher.memory, mailbox, live, launch)
     return arrivals
 
 
@@ -170,23 +188,27 @@ def _put_mask(memory: Memory, one: Live, mask: np.ndarray | None, epoch: int) ->
     memory.masks[one.request.slot].numpy().view(np.uint64)[:] = words
 
 
-def _settle(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live], slots: list[int]) -> None:
+def _settle(memory: Memory, mailbox: Mailbox, live: dict[int, Live], launch: Launch) -> None:
     """After a launch: requests that ended leave, those that were served go to the end of the line."""
+    slots = launch.slots
     try:
-        outcome, last = check_launch(launcher.memory, launcher.layout)
+        outcome, last = check_launch(memory, launch.layout)
     except RunError as error:
         for slot in slots:
             if live.pop(slot).finish is None:
                 mailbox.push(slot, Failure(error))
         return
-    positions = launcher.memory.states.cpu()[:, 0].tolist()
-    served = slots[: slots.index(last) + 1]
+    outcomes, served = {last: outcome}, slots[: slots.index(last) + 1]
+    if launch.together:
+        words = memory.mailbox[Word.COLUMNS :].tolist()
+        outcomes, served = {s: Outcome(w) for s, w in zip(slots, words, strict=False)}, slots
+    positions = memory.states.cpu()[:, 0].tolist()
     for slot in slots:
         one = live.pop(slot) if slot in served else live[slot]
         live[slot] = one
         one.position = mailbox.prefilled[slot] = positions[slot]
-        if slot == last and one.finish is None and one.error is None:
-            one.error = _why_ended(outcome, one)
+        if slot in outcomes and one.finish is None and one.error is None:
+            one.error = _why_ended(outcomes[slot], one)
         if one.error is not None:
             mailbox.push(slot, Failure(one.error))
         if one.finish is not None or one.error is not None:
@@ -195,7 +217,7 @@ def _settle(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live], slots: 
 
 def _why_ended(outcome: Outcome, one: Live) -> Exception | None:
     """The error of a request that the kernel ended without a last token; None if it goes on."""
-    if outcome is Outcome.YIELD:
+    if outcome in (Outcome.YIELD, Outcome.RUNNING):
         return None
     if outcome is Outcome.NOT_FINITE:
         return RunError(f"the logits hold NaN or +inf after {one.made} tokens: the run is void")

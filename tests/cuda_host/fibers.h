@@ -1,9 +1,13 @@
 // The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
-// a block run. The generated header is included first; STAGE makes it the kernel of one stage.
+// a block run. The generated header is included first; STAGE makes it the kernel of one stage,
+// COLUMNS that of several requests a step.
 #pragma once
 #include GENERATED
 #ifdef STAGE
 #include <kog/stage.h>
+#elif defined(COLUMNS)
+#include <kog/columns/decode.h>
+#include <kog/roles.h>
 #else
 #include <kog/decode.h>
 #include <kog/roles.h>
@@ -22,11 +26,15 @@ using Argument = StageCall;
 #else
 using Argument = Pointers;
 #endif
+#ifdef COLUMNS
+namespace walk = kog::columns;
+#else
+namespace walk = kog;
+#endif
 static const Argument* argument;
 constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives; looks at a flag
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kBlockWarps = kThreads / 32;
-constexpr size_t kSmallBytes = 1024;
 constexpr size_t kSharedBytes =
     kRingChunks * (kChunkBytes + 16) + kPartialBytes + kScratchBytes + kSmallBytes;
 
@@ -79,7 +87,7 @@ static void run_thread() {
   init_ring(b);
   take_seats(b);
   sync_all(*current->block);
-  run_roles(b, [&] { consume(b); }, [&] { produce(b); });
+  run_roles(b, [&] { walk::consume(b); }, [&] { walk::produce(b); });
 #endif
 }
 KOG_EMULATED void body() {

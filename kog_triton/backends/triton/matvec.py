@@ -107,7 +107,7 @@ def add_chunk(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
-    """weight @ the pairs of operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
+    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     CHUNKS: tl.constexpr = T.chunks

@@ -105,7 +105,7 @@ def pack_pair(first, second, phase, S: tl.constexpr):
 
 @triton.jit
 def operand_of(w, S: tl.constexpr):
-    """A word as a matrix reads it, two values of 16 bits without the phase: those of the pair times PAIR_SCALE in bfloat16."""
+    """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
     if S.f16:
         return w & -2
     else:

@@ -199,6 +199,15 @@ KOG_EMULATED bool any_lane(bool p) {
   host::meet();
   return any != 0;
 }
+KOG_EMULATED u32 lanes_with(bool p) {
+  host::Warp& w = host::warp();
+  w.value[host::lane()] = p;
+  host::meet();
+  u32 bits = 0;
+  for (int i = 0; i < 32; i++) bits |= static_cast<u32>(w.value[i]) << i;
+  host::meet();
+  return bits;
+}
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::lane() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::lane() ^ mask); }
 inline float shuffle_down(float v, int by) {
@@ -252,6 +261,10 @@ inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
 inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float divide(float a, float b) { return a / b; }
+inline float product(float a, float b) { return a * b; }
+inline float fused(float a, float b, float c) {
+  return static_cast<float>(static_cast<double>(a) * b + c);
+}
 inline float rsqrt_of(float x) { return 1.f / std::sqrt(x); }
 inline u32 bits_of(float x) {
   u32 b;

@@ -61,10 +61,10 @@ KOG_DEVICE bool has_join(const Block& b, int position) {
   int first = first_position(position, kWindows[b.layer]);
   return splits_in_use(position + 1 - first) > kMerged;
 }
-KOG_DEVICE Span span_of(int unit, int position, int window) {
+KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
-  s.head = unit / kSplits;
-  s.split = unit % kSplits;
+  s.head = head;
+  s.split = split_of_head;
   int first = first_position(position, window);
   int length = position + 1 - first;
   s.used = splits_in_use(length);
@@ -88,7 +88,7 @@ KOG_DEVICE void count_join(const Block& b, int position) {
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
 KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
-  int at = (b.lane * kKvHeads + head) * kSplits + split;
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
   return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
 }
 constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
@@ -115,12 +115,17 @@ KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
   return r;
 }
 
+// (a * cos + z * sin) * scale, rounded alike in every kernel.
+KOG_DEVICE float turn(float a, float cos, float z, float sin, float scale) {
+  return product(fused(a, cos, product(z, sin)), scale);
+}
+
 // One head of q, k or v: neighbors and those half a head on, a lane.
 struct Head {
   float2 near[kQuads], far[kQuads];
 
   KOG_DEVICE void receive(Block& b, int row, u32 phase) {
-    const u32* words = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride + row / 2;
+    const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
         b, Step::kAttentionQkv,
@@ -141,22 +146,27 @@ struct Head {
       float square = 0;
 #pragma unroll
       for (int n = 0; n < kQuads; n++)
-        if (n * 32 + b.in_warp < kHeadDim / 4)
-          square += near[n].x * near[n].x + near[n].y * near[n].y + far[n].x * far[n].x +
-                    far[n].y * far[n].y;
+        if (n * 32 + b.in_warp < kHeadDim / 4) {
+          square = fused(near[n].x, near[n].x, square);
+          square = fused(near[n].y, near[n].y, square);
+          square = fused(far[n].x, far[n].x, square);
+          square = fused(far[n].y, far[n].y, square);
+        }
 #pragma unroll
       for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
       scale *= rsqrt_of(square / kHeadDim + kNormEps);
     }
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
-      near[n] = {near[n].x * r.gain[n].x, near[n].y * r.gain[n].y};
-      far[n] = {far[n].x * r.gain_far[n].x, far[n].y * r.gain_far[n].y};
-      float2 turned = {(near[n].x * r.cos[n].x - far[n].x * r.sin[n].x) * scale,
-                       (near[n].y * r.cos[n].y - far[n].y * r.sin[n].y) * scale};
-      far[n] = {(far[n].x * r.cos[n].x + near[n].x * r.sin[n].x) * scale,
-                (far[n].y * r.cos[n].y + near[n].y * r.sin[n].y) * scale};
-      near[n] = turned;
+      if constexpr (kQkNorm) {
+        near[n] = {product(near[n].x, r.gain[n].x), product(near[n].y, r.gain[n].y)};
+        far[n] = {product(far[n].x, r.gain_far[n].x), product(far[n].y, r.gain_far[n].y)};
+      }
+      float2 a = near[n], z = far[n];
+      near[n] = {turn(a.x, r.cos[n].x, -z.x, r.sin[n].x, scale),
+                 turn(a.y, r.cos[n].y, -z.y, r.sin[n].y, scale)};
+      far[n] = {turn(z.x, r.cos[n].x, a.x, r.sin[n].x, scale),
+                turn(z.y, r.cos[n].y, a.y, r.sin[n].y, scale)};
     }
   }
   // put(word, pair) for every word of a row of the cache; those behind the head are zero.
@@ -277,15 +287,15 @@ struct Slot {
     float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
     s.rescale(b, exp2_fast(s.top - top));
     s.top = top;
-    if (b.in_warp % 4 == 0) s.sum += share * theirs.y;  // a sum of all lanes of the head
+    if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all lanes of the head
     float shares[2] = {shuffle(share, b.in_warp % 4 * 8), shuffle(share, b.in_warp % 4 * 8 + 4)};
 #pragma unroll
     for (int i = 0; i < 2; i++)
       each_piece(b, i, [&](const float* at, int t) {
 #pragma unroll
         for (int n = 0; n < kPiece; n++) {
-          s.out[t + n][i] += shares[i] * at[2 * n];
-          s.out[t + n][i + 2] += shares[i] * at[2 * n + 1];
+          s.out[t + n][i] = fused(shares[i], at[2 * n], s.out[t + n][i]);
+          s.out[t + n][i + 2] = fused(shares[i], at[2 * n + 1], s.out[t + n][i + 2]);
         }
       });
     sync_warp();  // all lanes have read
@@ -312,13 +322,13 @@ constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
                          : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
                                                                       : 1;
 
-// Merge the warps' results in order and publish the split's.
-KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 phase,
-                            const AttentionScratch& scratch) {
+// Merge the warps' results in order: put(head, pair, values, top) for each pair of a head's outputs, by
+// one lane.
+template <class Put>
+KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
   constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
   constexpr int kEach = (kSlots + kSharers - 1) / kSharers;  // results of one lane
   walked = walked < kSlots ? walked : kSlots;
-  u32* words = split_words(b, span.head, span.split);
   for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
     int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     bool inside = i < kPairs;
@@ -356,21 +366,19 @@ KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 ph
       out.y += shuffle_xor(out.y, mask);
     }
     if (!inside || b.in_warp % kSharers != 0) continue;
-    store_relaxed(words + i, pack_pair(divide(out.x, sum), divide(out.y, sum), phase));
-    if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top + log2_fast(sum), phase));
+    put(head, pair, float2{divide(out.x, sum), divide(out.y, sum)}, top + log2_fast(sum));
   }
 }
 
-// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
-// step.
-KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit, position, window);
-  if (span.split >= span.used) {
-    u32* words = split_words(b, span.head, span.split);
-    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
-      store_relaxed(words + i, phase);
-    return;
-  }
+// A split's output and the logarithms of its sums as words.
+KOG_DEVICE void publish_split(u32* words, int head, int pair, float2 v, float top, u32 phase) {
+  store_relaxed(words + head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top, phase));
+}
+
+// A key/value head over one span of the context; `put` gets what merge_warps finds.
+template <class Put>
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Put put) {
   AttentionScratch scratch(b);
   const u16* keys = cache_of(b, span.head);
   const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
@@ -408,8 +416,23 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
     }
   }
   put_results(b, walks, walked, softmax, scratch);
-  merge_warps(b, span, walked, phase, scratch);
+  merge_warps(b, walked, scratch, put);
   stamp(b, Point::kAttentionSplit);
+}
+
+// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
+// step.
+KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
+  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+  u32* words = split_words(b, span.head, span.split);
+  if (span.split >= span.used) {
+    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
+      store_relaxed(words + i, phase);
+    return;
+  }
+  walk_span(b, span, position, phase, [&](int head, int pair, float2 v, float top) {
+    publish_split(words, head, pair, v, top, phase);
+  });
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.

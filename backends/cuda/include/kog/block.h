@@ -19,7 +19,7 @@ struct Pointers {
   int* tokens;            // [slots][positions + 1]: the prompts, and what bad words look back on
   const u32* request;     // [slots][kRequestWords]: see Request
   u32* counts;            // [slots][vocab]: of a penalized request's ids (edit.h)
-  float* scores;          // [2][vocab]: logits of one token, raw and edited
+  float* scores;          // [1 + columns][vocab]: logits of one token edited, raw ones of each column
   u64* masks;             // mapped: [slots][kMaskWords], the ids allowed next, under their epoch
   u64* logprobs;          // mapped: [slots][positions + 1][kRecordWords]
   int* states;            // [slots][2]: the next position and its token
@@ -47,10 +47,12 @@ struct Seat {
 
 // The end of shared memory: small things that warps tell each other.
 struct Small {
-  float squares[kWarps];
+  float squares[kColumns * kWarps];
   Candidate local[kWarps];
   Candidate global[kWarps];
   Seat seats[kMostSeats];
+  int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
+  u32 uses[kColumns * kMerged];  // layers that had a split (columns/attention.h)
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may
@@ -60,7 +62,7 @@ struct Small {
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
 };
 constexpr u32 kExpired = 2;
-static_assert(sizeof(Small) <= 1024, "Small outgrew its room in header.py");
+static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in header.py");
 
 struct Block {
   const Pointers& p;
@@ -74,6 +76,7 @@ struct Block {
   u8* scratch;
   Small* small;
   int layer;
+  int column = 0;      // of the token in hand, in a kernel of columns (columns/)
   i64 ring_ticks = 0;  // that this warp waited for weights, if kProfile
   int turn = 0;        // of the profile: which of its tokens this is
 
@@ -149,6 +152,10 @@ KOG_DEVICE void pair_clocks(const Block& b, int end) {
     store_pair(b.p.clocks + 2 * (2 * b.block + end), static_cast<u64>(clock_ticks()), now);
   }
 }
+
+// The row of an exchange's words: the lane's or, in a kernel of columns, where there is one lane, the
+// column's.
+KOG_DEVICE int words_row(const Block& b) { return kColumns > 1 ? b.column : b.lane; }
 
 template <class Stage>
 KOG_DEVICE int stage_place(const Block& b) {

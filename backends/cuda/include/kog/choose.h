@@ -13,7 +13,13 @@ namespace kog {
 struct HeadStep {
   int heads, position;
   u32 control;
+  int column = 0;  // whose logits, in a kernel of columns
 };
+
+// What a column's raw logits are kept in; the edited ones of the token in hand lie before them.
+KOG_DEVICE float* raw_scores(const Pointers& p, int column) {
+  return p.scores + static_cast<u64>(1 + column) * kVocab;
+}
 
 // The token that all blocks agree on where logits are edited, cut or told to the host. They lie in
 // memory, each row by its owner's store. Out of line, and with a Block of its own: it must cost the
@@ -24,11 +30,11 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
   sync_consumers();  // all logits are there, and the partial sums are free
   u32 flags = request[Request::kFlags];
   Rows rows = own_rows(b);
-  const float* raw = p.scores;
+  const float* raw = raw_scores(p, h.column);
   const float* logits = raw;
   if ((flags & kEdited) != 0) {
-    edit_logits(b, rows, b.small->token, h.position, raw, p.scores + kVocab);
-    logits = p.scores + kVocab;
+    edit_logits(b, rows, b.small->token, h.position, raw, p.scores);
+    logits = p.scores;
   }
   Peaks peaks = {0, 0, false};
   u32* room = reinterpret_cast<u32*>(b.partials);
@@ -45,7 +51,7 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) {
     if (cuts && !(field.holds(logits[id]) && field.depth(logits[id]) <= cut)) continue;
     bool finite = raw[id] < float_of(kInfinity);
-    Candidate c = candidate(b, finite ? logits[id] : raw[id], id, h.position + 1);
+    Candidate c = candidate(request, finite ? logits[id] : raw[id], id, h.position + 1);
     if (beats(c, mine)) mine = c;
   }
   bool tells = (flags & kLogprobs) != 0 && peaks.finite;

@@ -2,17 +2,10 @@
 // the walk of one block.
 #pragma once
 #include <kog/head.h>
+#include <kog/outcome.h>
 #include <kog/produce.h>
 
 namespace kog {
-
-// What the token means for the request: kRunning, or why it ends; by whole warps.
-KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int made) {
-  if (token < 0) return token == kNothing ? kNothingAllowed : kNotFinite;
-  if (ending.stops_at(b, token)) return kStop;
-  if (made >= static_cast<int>(ending.most)) return kLength;
-  return static_cast<int>(b.small->control);
-}
 
 // The one thread that writes to the host while the kernel runs: late to have work of its own.
 KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
@@ -21,11 +14,7 @@ KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 
 KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps) {
   if (!is_speaker(b)) return;
   u64 now = nanoseconds();
-  if (made > 0) {
-    u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
-    store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token),
-                      now);
-  }
+  if (made > 0) tell_token(b, slot, token, made, now);
   store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
 }
 

@@ -8,7 +8,7 @@ namespace kog {
 // Where the logits of one head are kept for whoever wants more than the token.
 KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
   if ((flags & kAllLogits) != 0) return b.p.logits + static_cast<u64>(heads) * kVocab;
-  return b.p.scores;
+  return raw_scores(b.p, 0);
 }
 
 // Logits and the token that all blocks agree on; the host's word is asked for by one thread of all.
@@ -37,7 +37,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
         if ((flags & (kAllLogits | kWantsMore)) != 0)
           kept_logits(b, flags, k.heads)[first + row] = sum * scale;
         if ((flags & kWantsMore) != 0) return;
-        Candidate c = candidate(b, sum * scale, first + row, position + 1);
+        Candidate c = candidate(b.request, sum * scale, first + row, position + 1);
         if (beats(c, mine)) mine = c;
       });
   stamp(b, Point::kQkvProj);

@@ -55,14 +55,12 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
 
 KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v) {
   u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
-  if (pair < kHeadDim / 2)
-    store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, join_phase(b)));
+  store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, join_phase(b)));
 }
 
-// Join the splits of a head for query heads split, split + used, ... and publish them.
-KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit, position, window);
-  if (span.split >= span.used) return;
+// Join the splits of a head for query heads split, split + used, ...: put(query head, pair, values).
+template <class Put>
+KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
   int queries = (kQueries - span.split + span.used - 1) / span.used;
   int parts = (span.used + kJoined - 1) / kJoined;
   float* sums = AttentionScratch(b).results;
@@ -74,9 +72,10 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
 #pragma unroll
     for (int n = 0; n < kPairs; n++) {
       int pair = n * 32 + b.in_warp;
+      if (pair >= kHeadDim / 2) continue;
       if (parts == 1)
-        publish_output(b, span.head * kQueries + query, pair, out[n]);
-      else if (pair < kHeadDim / 2)
+        put(span.head * kQueries + query, pair, out[n]);
+      else
         *reinterpret_cast<float2*>(sums + item * kHeadDim + 2 * pair) = out[n];
     }
   }
@@ -90,8 +89,17 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
       v.y += sums[(item + n) * kHeadDim + 2 * pair + 1];
     }
     int query = span.split + i / (kHeadDim / 2) * span.used;
-    publish_output(b, span.head * kQueries + query, pair, v);
+    put(span.head * kQueries + query, pair, v);
   }
+}
+
+// A split's share of its head's join.
+KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
+  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+  if (span.split >= span.used) return;
+  join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
+    publish_output(b, query_head, pair, v);
+  });
 }
 
 KOG_DEVICE void attention(Block& b, int position, u32 phase) {

@@ -56,8 +56,8 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
     float v[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      square += x[4 * i + j] * x[4 * i + j];
-      v[j] = x[4 * i + j] * gain[4 * i + j];
+      square = fused(x[4 * i + j], x[4 * i + j], square);
+      v[j] = product(x[4 * i + j], gain[4 * i + j]);
     }
     if (local < kSlice && e < Stage::kPaddedK)
 #pragma unroll

@@ -9,7 +9,7 @@ namespace kog {
 // would come late, and answers to polls wait behind it.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   for (int unit = b.place; unit < kUnits; unit += kGroup) {
-    Span span = span_of(unit, position, kWindows[layer]);
+    Span span = span_of(unit / kSplits, unit % kSplits, position, kWindows[layer]);
     int rows = span.end - span.start;
     if (span.split >= span.used) continue;
     if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;

@@ -107,6 +107,10 @@ KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
+// What this thread has seen to be stored comes before the word, for whoever reads it and then fences.
+KOG_DEVICE void store_release(u32* p, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu ----
@@ -149,6 +153,7 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
 KOG_DEVICE bool any_lane(bool p) { return __any_sync(kWholeWarp, p); }
+KOG_DEVICE u32 lanes_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
@@ -193,6 +198,9 @@ KOG_DEVICE float divide(float a, float b) {
   asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+// Rounded as written: what the compiler may fuse, or not, would differ from kernel to kernel.
+KOG_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
+KOG_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 KOG_DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
 KOG_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 KOG_DEVICE float float_of(u32 x) { return __uint_as_float(x); }

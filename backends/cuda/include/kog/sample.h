@@ -19,9 +19,8 @@ KOG_DEVICE bool beats(const Candidate& a, const Candidate& b) {
 KOG_DEVICE Candidate nobody() { return {-infinity(), 0x7fffffff}; }
 
 // What a logit competes with. One that is not finite must win.
-KOG_DEVICE Candidate candidate(const Block& b, float logit, int id, int position) {
+KOG_DEVICE Candidate candidate(const u32* r, float logit, int id, int position) {
   if (!(logit < float_of(kInfinity))) return {infinity(), kNoNumber};
-  const u32* r = b.request;
   if ((r[Request::kFlags] & kGreedy) != 0) return {static_cast<double>(logit), id};
   u32 word = random_word(static_cast<u32>(id), static_cast<u32>(position), r[Request::kSample],
                          r[Request::kSeed], r[Request::kSeed + 1]);

@@ -63,7 +63,7 @@ struct Softmax {
 
   // `share`: what the new maximum of head lane / 4 leaves of what was summed.
   KOG_DEVICE void rescale(const Block& b, float share) {
-    sum *= share;
+    sum = product(sum, share);
     float first = shuffle(share, b.in_warp % 4 * 8), second = shuffle(share, b.in_warp % 4 * 8 + 4);
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++) {

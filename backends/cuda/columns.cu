@@ -1,0 +1,13 @@
+// The third entry point: several requests, a token of each a step. The generated header stands before this
+// text.
+#include <kog/columns/decode.h>
+#include <kog/roles.h>
+
+KOG_KERNEL void __launch_bounds__(kog::kThreads, 1)
+    kog_columns(const __grid_constant__ kog::Pointers p) {
+  kog::Block b(p);
+  kog::init_ring(b);
+  kog::take_seats(b);
+  __syncthreads();
+  kog::run_roles(b, [&] { kog::columns::consume(b); }, [&] { kog::columns::produce(b); });
+}

@@ -1,0 +1,195 @@
+"""The layout of a kernel of several token columns: one step serves as many requests.
+
+It reads the same weight stream as the kernel of one token. Regions of words have a row a column, or hold
+the operands of all columns as warps read them (include/kog/columns/matvec.h); flags have a word a unit. What
+cannot take part is refused by name: requests then take turns, a token each, on the kernel of one token.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.header import (
+    MERGED,
+    PARTIAL_BYTES,
+    PARTIAL_ROWS,
+    WARPS,
+    Layout,
+    Region,
+    add_head_regions,
+    add_region,
+    attention_bytes,
+    batch_units,
+    check_model,
+    up,
+)
+
+from kog_triton.errors import ModelError
+from kog_triton.schedule.cuda import MMA_ROWS, CudaLowering
+from kog_triton.schedule.lowering import matrix_stages
+
+log = logging.getLogger(__name__)
+COUNTS = (2, 4, 8)  # columns that kernels are made for
+SMALL_BYTES = 2048
+
+
+def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> Layout:
+    """Regions and shared memory for `columns` (COUNTS) requests a step; ModelError if they do not fit."""
+    check_model(lowering)
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    if schedule.num_shards != 1:
+        raise ModelError("requests of a model with lanes share the cuda kernel by turns")
+    stages = {stage.name: stage for stage in matrix_stages(schedule)}
+    for name in stages:
+        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+            raise ModelError(
+                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+            )
+    slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
+    for name in ("qkv_proj", "gate_up_proj", "lm_head"):
+        if lowering.padded_k(stages[name]) > slices:
+            raise ModelError(f"{name}: a part of K outgrows a warp's slice of the residual stream")
+    splits = max(1, lowering.num_blocks // spec.num_kv_heads)
+    merged = min(MERGED, splits)
+    regions: dict[str, Region] = {}
+    add_region(regions, "qkv", -(-schedule.exchange("qkv").width // 2), columns)
+    for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
+        images = merged if name == "attention" else 1
+        add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
+    add_region(regions, "tops", spec.num_heads * columns, merged)
+    heads = spec.num_kv_heads * splits * columns
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
+    for name in ("attention_flags", "join_flags"):
+        add_region(regions, name, heads)
+    for name in ("attention_out", "mlp_out"):
+        add_region(regions, name, spec.hidden_size, columns)
+        rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
+        add_region(regions, name + "_flags", rows // 8 * columns // 2)
+    add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
+    add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
+    add_region(regions, "column_winner", 2 * 2 * columns)
+    add_head_regions(regions, lowering.num_blocks)
+    units = max(batch_units(lowering, stage, columns) for stage in stages.values())
+    layout = Layout(
+        lowering,
+        max_context,
+        regions,
+        splits,
+        scratch_bytes=0,
+        ring_chunks=0,
+        columns=columns,
+        partial_bytes=max(PARTIAL_BYTES, 2 * units * PARTIAL_ROWS * 4 * columns),
+        small_bytes=SMALL_BYTES,
+    )
+    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(spec, splits)
+    scratch = up(max(behind, *(layout.staged_bytes(s) for s in stages.values())), 128)
+    free = lowering.gpu.shared_bytes - layout.partial_bytes - scratch - SMALL_BYTES
+    ring = free // (lowering.chunk_bytes + 16)
+    if ring <= lowering.window_chunks:
+        raise ModelError(
+            f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
+            f"more than {lowering.window_chunks} are needed"
+        )
+    return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
+
+
+@dataclass(frozen=True)
+class ColumnKernel:
+    """A kernel of several columns that is ready to run, with memory of its own layout."""
+
+    layout: Layout
+    kernel: Kernel
+    words: torch.Tensor
+    scores: torch.Tensor
+
+
+class Columns:
+    """The kernels of several columns of one model: compiled in a thread of their own when they are first
+    wanted, so that requests that run meanwhile take turns instead of waiting.
+
+    compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
+    load     makes it ready to run; by the thread that launches
+    """
+
+    def __init__(
+        self,
+        lowering: CudaLowering,
+        max_context: int,
+        counts: Sequence[int],
+        compile: Callable[[Layout], object],
+        load: Callable[[Layout], Kernel],
+    ) -> None:
+        self._compile, self._load = compile, load
+        self._layouts: dict[int, Layout] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._errors: dict[int, Exception] = {}
+        self._kernels: dict[int, ColumnKernel] = {}
+        for count in counts:
+            try:
+                self._layouts[count] = lay_out_columns(lowering, max_context, count)
+            except ModelError as error:
+                log.info("no kernel of %d columns: %s", count, error)
+                break
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Columns of the kernels that this model can have."""
+        return tuple(self._layouts)
+
+    @property
+    def most(self) -> int:
+        """Requests that a step serves at most; 1 if there is no kernel of columns."""
+        return max(self._layouts, default=1)
+
+    def ready(self, requests: int) -> bool:
+        """Whether so many requests can share a launch; begins to compile what that takes."""
+        if requests < 2 or not self._layouts:
+            return False
+        count = self._count(requests)
+        if count not in self._threads:
+            self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
+            self._threads[count].start()
+        if count in self._errors:
+            raise self._errors[count]
+        return not self._threads[count].is_alive()
+
+    def take(self, requests: int, device: torch.device) -> ColumnKernel:
+        """The kernel of the fewest columns that hold so many requests, which is `ready`."""
+        count = self._count(requests)
+        if count not in self._kernels:
+            layout = self._layouts[count]
+            vocab = layout.lowering.schedule.spec.vocab_size
+            self._kernels[count] = ColumnKernel(
+                layout,
+                self._load(layout),
+                torch.zeros(layout.total_words, dtype=torch.int32, device=device),
+                torch.zeros(1 + count, vocab, device=device),
+            )
+        return self._kernels[count]
+
+    @property
+    def kernels(self) -> tuple[ColumnKernel, ...]:
+        """Those in use."""
+        return tuple(self._kernels.values())
+
+    def memory_bytes(self) -> int:
+        return sum(k.words.nbytes + k.scores.nbytes for k in self.kernels)
+
+    def _count(self, requests: int) -> int:
+        return next(c for c in self._layouts if c >= min(requests, self.most))
+
+    def _run(self, count: int) -> None:
+        begun = time.perf_counter()
+        log.info(
+            "compiling the kernel of %d columns; until it is there, requests take turns", count
+        )
+        try:
+            self._compile(self._layouts[count])
+        except Exception as error:
+            self._errors[count] = error
+            return
+        log.info("the kernel of %d columns took %.1f s", count, time.perf_counter() - begun)

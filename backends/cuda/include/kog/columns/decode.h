@@ -1,0 +1,98 @@
+// One launch serves up to kColumns requests together, a token of each a step, until one ends or the host
+// wants to speak: the walk of one block. Who is served does not change while it runs.
+#pragma once
+#include <kog/columns/head.h>
+#include <kog/outcome.h>
+
+namespace kog::columns {
+
+// All layers of one token a column, and the head if any column has logits.
+KOG_DEVICE void run_step(Block& b, Walk& k) {
+  for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
+  if (any_head(b, k.steps)) return run_head(b, k);
+  // What the next step overwrites has been read by those who wait here.
+  await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b, k.steps) - 1);
+  fence_gpu();  // this step's rows of the cache are there for all that comes
+}
+
+// After a step: a warp a column says what its token means and what comes next.
+KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
+  Seat& seat = b.small->seats[column];
+  int position = position_of(b, column, k.steps), made = position - seat.first_head + 1;
+  int token = made > 0 ? b.small->chosen[column] : 0;
+  b.request = request_of(b, column);
+  Ending ending;
+  ending.load(b);
+  int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
+  int next = token;
+  if (made <= 0)
+    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
+  if (b.in_warp != 0) return;
+  seat.token = next;
+  b.small->outcomes[column] = outcome;
+  if (b.block != 0) return;
+  u64 now = nanoseconds();
+  if (made > 0) tell_token(b, seat.slot, token, made, now);
+  if (column == 0)
+    store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(k.steps + 1), now);
+}
+
+// Where every request stands, for the next launch, and why it ends if it does; by one block.
+KOG_DEVICE void save_seats(const Block& b, int steps) {
+  if (b.thread >= b.p.num_seats) return;
+  const Seat& seat = b.small->seats[b.thread];
+  b.p.states[2 * seat.slot] = seat.first + steps;
+  b.p.states[2 * seat.slot + 1] = seat.token;
+  store_system(b.p.mailbox + Mailbox::kColumns + b.thread,
+               static_cast<u64>(b.small->outcomes[b.thread]));
+}
+
+KOG_DEVICE void consume(Block& b) {
+  Walk k;
+  int outcome = kRunning, last = 0;
+  pair_clocks(b, 0);
+  if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
+  if (b.thread < kColumns * kMerged) b.small->uses[b.thread] = 0;
+  while (outcome == kRunning) {
+    run_step(b, k);
+    b.turn++;
+    // The one place where the warps of a block learn of each other's expired waits.
+    if (any_consumer(must_leave(b))) {
+      outcome = kFailed;
+      break;
+    }
+    if (b.warp < b.p.num_seats) end_column(b, k, b.warp);
+    k.steps++;
+    sync_consumers();
+    for (int c = b.p.num_seats - 1; c >= 0; c--)
+      if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
+    if (k.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
+  }
+  pair_clocks(b, 1);
+  if (b.thread == 0) store_volatile(&b.small->stop, 1);
+  if (b.block != 0) return;
+  save_seats(b, k.steps);
+  if (b.thread == 0)
+    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
+                      static_cast<u64>(b.small->seats[last].slot));
+}
+
+// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the consumers
+// leave.
+KOG_DEVICE void produce(Block& b) {
+  int layers = 0;
+  for (int i = 0; i < kLayers; i++)
+    layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
+              chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
+  int head = chunks_of<LmHead>(b.place, 0);
+  Producer producer;
+  for (int steps = 0;; steps++) {
+    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
+    int chunks = layers + (any_head(b, steps) ? head : 0);
+    for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
+      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
+    if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
+  }
+}
+
+}  // namespace kog::columns

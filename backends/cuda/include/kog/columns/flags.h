@@ -1,0 +1,50 @@
+// Hints that a vector which many blocks read is there: a word a unit, which carries the number of the
+// layer's run. Words of several columns would be polled by the megabyte; a reader polls the hints of what it
+// needs, then reads once. Readiness is still in the words themselves (../words.h): what they are read as is
+// never older than their phase says, whatever the hint says, and no store waits for another.
+#pragma once
+#include <kog/words.h>
+
+namespace kog::columns {
+
+// Behind what the warp has stored.
+KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
+  sync_warp();
+  if (b.in_warp == 0) store_relaxed(flag, epoch);
+}
+
+// Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one place, so
+// that its code is there once. `place` and `seen` are what an error tells of.
+template <class Ask>
+KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 place, u32 seen, u32 wanted, Ask ask) {
+  bool waits = false;
+  while (ask()) {
+    if (!waits) begin_wait(b);
+    waits = true;
+    if (give_up(b, step, place, seen, wanted)) break;
+  }
+  if (waits) end_wait(b);
+}
+
+// Until the flags at these places among the words, N a lane, below 0 for none, carry the epoch.
+template <int N>
+KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
+  u32 seen[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) seen[i] = at[i] >= 0 ? ~epoch : epoch;
+  int place = -1;
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (at[i] >= 0) place = at[i];
+  ask_until_ready(b, step, static_cast<u32>(place), epoch - 1, epoch, [&] {
+    u32 late = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (seen[i] != epoch) seen[i] = load_relaxed(b.p.words + at[i]);
+#pragma unroll
+    for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
+    return any_lane(late != 0);
+  });
+}
+
+}  // namespace kog::columns

@@ -1,0 +1,181 @@
+// The head of all columns: logits of one pass over its rows, then a token a column that all blocks agree on.
+//
+//   plain requests   every block publishes its best of each column, one block a column picks the winner
+//                    and tells all
+//   the others       edited, cut or told to the host: ../choose.h, column after column
+#pragma once
+#include <kog/choose.h>
+#include <kog/columns/layer.h>
+
+namespace kog::columns {
+
+constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
+
+KOG_DEVICE const u32* request_of(const Block& b, int column) {
+  return b.p.request + b.small->seats[column].slot * kRequestWords;
+}
+KOG_DEVICE bool has_head(const Block& b, int column, int steps) {
+  return b.small->seats[column].first + steps >= b.small->seats[column].first_head;
+}
+KOG_DEVICE bool any_head(const Block& b, int steps) {
+  bool any = false;
+  for (int c = 0; c < b.p.num_seats; c++) any |= has_head(b, c, steps);
+  return any;
+}
+// A column whose next token takes nothing but every row's logit once.
+KOG_DEVICE bool is_plain(const Block& b, int column) {
+  return (request_of(b, column)[Request::kFlags] & kWantsMore) == 0;
+}
+
+KOG_DEVICE u64* best_of_column(const Block& b, int column, int block) {
+  return reinterpret_cast<u64*>(b.p.words + ColumnBestWords::kOffset) + 4 * (column * kBlocks + block);
+}
+KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
+  return reinterpret_cast<u64*>(b.p.words + ColumnWinnerWords::kOffset) + 2 * column;
+}
+
+// This block's best of every column, from its lanes' best of their items.
+template <int kItems>
+KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const int (&column)[kItems],
+                             u64 epoch, u32 control) {
+  Candidate* local = reinterpret_cast<Candidate*>(b.partials);  // [column][warp]
+  static_assert(kColumns * kWarps * sizeof(Candidate) <= kPartialBytes);
+  sync_consumers();  // the partial sums have been read
+#pragma unroll 1
+  for (int c = 0; c < b.p.num_seats; c++) {
+    Candidate best = nobody();
+#pragma unroll
+    for (int i = 0; i < kItems; i++)
+      if (column[i] == c && beats(mine[i], best)) best = mine[i];
+    best = best_of_warp(best);
+    if (b.in_warp == 0) local[c * kWarps + b.warp] = best;
+  }
+  sync_consumers();
+  if (b.warp >= b.p.num_seats) return;
+  Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
+  if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
+  u64 bits = bits_of(best.key);
+  u64* to = best_of_column(b, b.warp, b.block);
+  store_relaxed_pair(to, epoch | bits >> 32, epoch | (bits & 0xffffffffu));
+  store_relaxed_pair(to + 2, epoch | static_cast<u32>(best.id), epoch | control);
+}
+
+// The block whose warp 0 picks a column's winner.
+KOG_DEVICE int judge_of(int column) { return column * kBlocks / kColumns; }
+
+KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
+  Candidate best = nobody();
+  u32 control = 0;
+  for (int first = 0; first < kBlocks; first += 32) {
+    const u64* from =
+        first + b.in_warp < kBlocks ? best_of_column(b, column, first + b.in_warp) : nullptr;
+    ulonglong2 key = {epoch, epoch}, rest = key;
+    auto ask = [&] {
+      if (from != nullptr) key = load_relaxed_pair(from), rest = load_relaxed_pair(from + 2);
+      return any_lane((key.x ^ epoch) >> 32 != 0 || (key.y ^ epoch) >> 32 != 0 ||
+                      (rest.x ^ epoch) >> 32 != 0 || (rest.y ^ epoch) >> 32 != 0);
+    };
+    if (ask()) {
+      begin_wait(b);
+      while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
+                      static_cast<u32>(rest.x >> 32), static_cast<u32>(epoch >> 32)) &&
+             ask()) {
+      }
+      end_wait(b);
+    }
+    if (from == nullptr) continue;
+    Candidate c = {double_of(key.x << 32 | (key.y & 0xffffffffu)), static_cast<int>(rest.x)};
+    if (beats(c, best)) best = c;
+    if (first + b.in_warp == 0) control = static_cast<u32>(rest.y);
+  }
+  best = best_of_warp(best);
+  if (b.in_warp != 0 || must_leave(b)) return;
+  int token = best.key == -infinity() ? kNothing : best.id;
+  store_relaxed_pair(winner_of_column(b, column), epoch | static_cast<u32>(token), epoch | control);
+}
+
+// The tokens of plain columns to all threads, behind the next barrier; by one warp.
+KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
+  ulonglong2 v = {epoch, epoch};
+  const u64* from = winner_of_column(b, b.in_warp % kColumns);
+  auto ask = [&] {
+    if (mine) v = load_relaxed_pair(from);
+    return any_lane((v.x ^ epoch) >> 32 != 0 || (v.y ^ epoch) >> 32 != 0);
+  };
+  if (ask()) {
+    begin_wait(b);
+    while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
+                    static_cast<u32>(v.x >> 32), static_cast<u32>(epoch >> 32)) &&
+           ask()) {
+    }
+    end_wait(b);
+  }
+  if (!mine) return;
+  b.small->chosen[b.in_warp] = static_cast<int>(v.x);
+  b.small->control = static_cast<u32>(v.y);
+}
+
+// The streams behind the last layer.
+KOG_DEVICE Streams last_streams(const Block& b) {
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+
+// The tokens of the columns that have logits in this step into small->chosen, for every thread.
+KOG_DEVICE void run_head(Block& b, Walk& k) {
+  u32 control = 0;
+  if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
+  b.begin_stage();
+  Operands<LmHead> x(b);
+  stage_streams(b, Step::kMlpOut, x, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
+  fence_gpu();  // this step's rows of the cache are there for all that comes
+  constexpr int kItems = Cut<LmHead>::kItems;
+  float scale[kItems] = {};
+  int column[kItems];
+  Candidate mine[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; i++) {
+    column[i] = item_of<LmHead>(b, 0, i).column;
+    mine[i] = nobody();
+  }
+  run_units<LmHead>(
+      b, k.ring, k.turn, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
+      [&](int i, const Item& item, float sum, int) {
+        if (!item.there || !has_head(b, item.column, k.steps)) return;
+        if (scale[i] == 0) scale[i] = inverse_rms(b, item.column);
+        const u32* request = request_of(b, item.column);
+        if ((request[Request::kFlags] & kWantsMore) != 0) {
+          raw_scores(b.p, item.column)[item.row] = sum * scale[i];
+          return;
+        }
+        Candidate c = candidate(request, sum * scale[i], item.row,
+                                position_of(b, item.column, k.steps) + 1);
+        if (beats(c, mine[i])) mine[i] = c;
+      },
+      [](int) {});
+  stamp(b, Point::kQkvProj);
+  bool plain = false;
+  for (int c = 0; c < b.p.num_seats; c++) plain |= is_plain(b, c) && has_head(b, c, k.steps);
+  if (plain) {
+    u64 epoch = static_cast<u64>(++k.heads) << 32;
+    publish_best(b, mine, column, epoch, control);
+    if (b.warp == 0) {
+      for (int c = 0; c < b.p.num_seats; c++)
+        if (judge_of(c) == b.block && is_plain(b, c) && has_head(b, c, k.steps)) judge(b, c, epoch);
+      bool waits = b.in_warp < b.p.num_seats && is_plain(b, b.in_warp) &&
+                   has_head(b, b.in_warp, k.steps);
+      gather_winners(b, waits, epoch);
+    }
+  }
+  for (int c = 0; c < b.p.num_seats; c++) {
+    if (is_plain(b, c) || !has_head(b, c, k.steps)) continue;
+    sync_consumers();  // the request in hand is the last one's for nobody
+    serve_seat(b, b.small->seats[c], position_of(b, c, k.steps));
+    choose(b.p, b.request, {k.heads, b.small->position, control, c});
+    k.heads++;
+    sync_consumers();
+    b.small->chosen[c] = agreed(b);  // every thread writes the same
+  }
+  stamp(b, Point::kAttention);
+}
+
+}  // namespace kog::columns

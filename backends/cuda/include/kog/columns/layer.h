@@ -1,0 +1,198 @@
+// One layer of all columns, as one block walks it.
+//
+//   x --norm--> qkv_proj ==> attention ==> o_proj ==> x --norm--> gate_up_proj ==> down_proj ==> x
+//                       words         flags     flags                         flags         flags
+//
+// What a block may overwrite, and when, is as in a kernel of one token: before it writes an exchange, it
+// has seen the flags of a module's rows that every block raised after it had read.
+#pragma once
+#include <kog/columns/attention.h>
+#include <kog/columns/stream.h>
+
+namespace kog::columns {
+
+// Of one consumer thread, from the first step to the last.
+struct Walk {
+  Ring ring;
+  int turn = 0;   // which partial sums are free
+  int heads = 0;  // exchanges of heads: their numbers
+  int steps = 0;
+};
+
+// The streams at a layer's start, and behind its attention.
+KOG_DEVICE Streams layer_streams(const Block& b) {
+  if (b.layer == 0) return {nullptr, nullptr};
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+KOG_DEVICE Streams inner_streams(const Block& b) {
+  return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
+}
+
+template <class Stage>
+KOG_DEVICE const float* bias_of(const Block& b) {
+  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt;
+}
+template <class Stage>
+KOG_DEVICE Units layer_units(const Block& b) {
+  return units_of<Stage>(b.place, b.layer);
+}
+
+KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  Operands<QkvProj> x(b);
+  int iteration = iteration_of(b, k.steps);
+  stage_streams(b, Step::kMlpOut, x, layer_streams(b), 2 * b.layer, iteration - 1);
+  stamp(b, Point::kMlpOut);
+  u32 phase = phase_of(iteration);
+  const float* bias = bias_of<QkvProj>(b);
+  float scale[Cut<QkvProj>::kItems] = {};
+  run_units<QkvProj>(
+      b, k.ring, k.turn, layer_units<QkvProj>(b), x,
+      [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
+      [&](int i, const Item& item, float sum, float asked) {
+        if (scale[i] == 0 && item.there) scale[i] = inverse_rms(b, item.column);
+        float v = sum * scale[i] + asked, next = shuffle_down(v, 1);
+        u32* to = b.p.words + QkvWords::kOffset + item.column * QkvWords::kStride + item.row / 2;
+        if (item.there && item.row % 2 == 0)
+          store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
+      },
+      [](int) {});
+}
+
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  Operands<GateUpProj> x(b);
+  int iteration = iteration_of(b, k.steps);
+  stage_streams(b, Step::kAttentionOut, x, inner_streams(b), 2 * b.layer + 1, iteration);
+  stamp(b, Point::kAttentionOut);
+  u32* to = b.p.words + MlpWords::kOffset;
+  u32 phase = phase_of(iteration);
+  const float* bias = bias_of<GateUpProj>(b);
+  float scale[Cut<GateUpProj>::kItems] = {};
+  run_units<GateUpProj>(
+      b, k.ring, k.turn, layer_units<GateUpProj>(b), x,
+      [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
+      [&](int i, const Item& item, float sum, float asked) {
+        if (scale[i] == 0 && item.there) scale[i] = inverse_rms(b, item.column);
+        float v = sum * scale[i] + asked, up = shuffle_down(v, 1);
+        float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
+              next = shuffle_down(h, 2);
+        if (item.there && item.row % 4 == 0)
+          store_relaxed(to + narrow_place(item.row / 4, item.column),
+                        pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
+      },
+      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration)); });
+}
+
+// o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache become
+// visible with them.
+template <class Stage, class Words, class Marks, bool kBias>
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, const Streams& x,
+                            bool last) {
+  const float* bias = bias_of<Stage>(b);
+  u32* to = b.p.words + Words::kOffset;
+  u32 low[Cut<Stage>::kItems];
+  struct Asked {
+    float bias, x;
+  };
+  run_units<Stage>(
+      b, k.ring, k.turn, layer_units<Stage>(b), operands,
+      [&](const Item& item) {
+        return Asked{kBias && item.there ? bias[item.row] : 0.f,
+                     item.there ? x.value(b, item.column, item.row) : 0.f};
+      },
+      [&](int i, const Item& item, float sum, const Asked& asked) {
+        u32 phase = phase_of(iteration_of(b, k.steps));
+        // Rounded as a word that carries its readiness: a kernel of one token sends such.
+        float y = sum * kPairUnit + asked.bias;
+        u32 word = bits_of(asked.x + unpack_f32(pack_f32(y, 0)));
+        low[i] = item.there ? word & 1 : 0;
+        if (last) fence_gpu();  // pairs with the one behind the last layer
+        if (item.there)
+          store_relaxed(to + item.column * kHiddenStride + item.row, (word & ~1u) | phase);
+      },
+      [&](int unit) {
+        publish_marks<Stage, Marks>(b, unit, low, epoch_of(iteration_of(b, k.steps)));
+      });
+}
+
+KOG_DEVICE void o_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  Operands<OProj> operands(b);
+  stage_attention(b, operands, k.steps);
+  stamp(b, Point::kOProjInput);
+  module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, kOBias>(b, k, operands,
+                                                                        layer_streams(b), false);
+}
+
+// Until the units of gate_up_proj that this warp's part of down_proj's inputs comes from are there.
+KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
+  using S = Cut<DownProj>;
+  constexpr int kRows = GateUpProj::kUnitRows, kFlags = (2 * S::kPartValues / kRows + 33) / 32;
+  int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
+  last = last < DownProj::kCols ? last : DownProj::kCols;
+#pragma unroll
+  for (int i = 0; i < kFlags; i++) {
+    int unit = 2 * first / kRows + i * 32 + b.in_warp;
+    at[i] = first < last && unit * kRows < 2 * last ? MlpFlagsWords::kOffset + unit : -1;
+  }
+  await(b, Step::kDownProjInput, at, epoch);
+}
+
+// Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
+KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
+  using S = Cut<DownProj>;
+  constexpr int kLeft = DownProj::kSteps - DownProj::kHeld;
+  constexpr int kAtOnce = kLeft < 4 ? kLeft : 4;  // steps on their way to scratch
+  await_mlp(b, epoch_of(iteration));
+  u32 phase = phase_of(iteration);
+  // The lane's words of a step: every other one of a quarter (narrow_place).
+  int lane = b.in_warp % S::kLanes, value = S::first_value(b) + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
+  const u32* from = b.p.words + MlpWords::kOffset + S::first_value(b) / kFragK * S::kStepWords +
+                    lane * kOperandWords;
+  auto mine = [&](int step, int set, int word) {
+    bool inside = value + step * kFragK + 4 * word < DownProj::kCols;
+    return set * S::kTokens + lane / 8 < b.p.num_seats && inside;
+  };
+  if constexpr (DownProj::kHeld > 0)
+    receive<S>(b, Step::kDownProjInput, from, phase, to.held, mine);
+#pragma unroll 1
+  for (int step = DownProj::kHeld; step < DownProj::kSteps; step += kAtOnce) {
+    Activation w[kAtOnce > 0 ? kAtOnce : 1][S::kSets];
+    int first = step + kAtOnce <= DownProj::kSteps ? step : DownProj::kSteps - kAtOnce;
+    receive<S>(b, Step::kDownProjInput, from + first * S::kStepWords, phase, w,
+               [&](int i, int set, int word) { return mine(first + i, set, word); });
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+      for (int set = 0; set < S::kSets; set++) to.store(first + i, set, w[i][set]);
+  }
+  sync_warp();
+}
+
+KOG_DEVICE void down_proj(Block& b, Walk& k) {
+  b.begin_stage();
+  Operands<DownProj> operands(b);
+  stage_mlp(b, operands, iteration_of(b, k.steps));
+  stamp(b, Point::kDownProjInput);
+  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(b, k, operands, inner_streams(b),
+                                                                 b.layer == kLayers - 1);
+}
+
+KOG_DEVICE void run_layer(Block& b, Walk& k) {
+  stamp(b, Point::kStart);
+  qkv_proj(b, k);
+  stamp(b, Point::kQkvProj);
+  b.begin_stage();
+  attention(b, k.steps);
+  stamp(b, Point::kAttention);
+  o_proj(b, k);
+  stamp(b, Point::kOProj);
+  gate_up_proj(b, k);
+  stamp(b, Point::kGateUpProj);
+  down_proj(b, k);
+  count_uses(b, k.steps);
+  stamp(b, Point::kDownProj);
+}
+
+}  // namespace kog::columns

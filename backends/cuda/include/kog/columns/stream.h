@@ -1,0 +1,204 @@
+// The residual streams, one a column. Whoever computes a row of a module's output adds it to the stream and
+// publishes the sum: no block keeps a stream, each reads the whole of all of them at the next norm.
+//
+//   words   [column][row]: a float32 whose lowest bit is the phase
+//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run: they are the
+//           hints as well (flags.h)
+#pragma once
+#include <kog/columns/matvec.h>
+#include <kog/seat.h>
+
+namespace kog::columns {
+
+constexpr int kMarks = kColumns / 2;  // words of 8 rows
+
+// Layers that the launch has run before this one; and what their flags carry.
+KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
+KOG_DEVICE u32 epoch_of(int iteration) { return static_cast<u32>(iteration) + 1; }
+
+KOG_DEVICE u32 mark_bit(u32 mark, int column, int row) {
+  return mark >> (8 * (column % 2) + row % 8) & 1;
+}
+
+// The streams as one exchange holds them, or the embedding.
+struct Streams {
+  const u32* words;  // nullptr: at the start of a step
+  const u32* marks;
+
+  template <class Words, class Marks>
+  KOG_DEVICE static Streams of(const Block& b) {
+    static_assert(Words::kStride == kHiddenStride);
+    return {b.p.words + Words::kOffset, b.p.words + Marks::kOffset};
+  }
+  KOG_DEVICE const u16* embedding(const Block& b, int column) const {
+    int token = b.small->seats[column].token;  // below 0: the request ends, and why
+    return b.p.embed + static_cast<u64>(token > 0 ? token : 0) * kHiddenStride;
+  }
+  // A value that some warp of this block has received.
+  KOG_DEVICE float value(const Block& b, int column, int e) const {
+    if (words == nullptr) return widen(embedding(b, column)[e]);
+    u32 word = load_relaxed(words + column * kHiddenStride + e);
+    u32 mark = load_relaxed(marks + e / 8 * kMarks + column / 2);
+    return float_of((word & ~1u) | mark_bit(mark, column, e));
+  }
+};
+
+// This lane's four values of each column from element e on, by a whole warp; zeros where there are none.
+struct Quads {
+  uint4 w[kColumns];
+
+  KOG_DEVICE float value(int column, int j) const { return float_of(word_of(w[column], j)); }
+
+  KOG_DEVICE void embed(const Block& b, const Streams& x, int e) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      w[c] = uint4{0, 0, 0, 0};
+      if (c >= b.p.num_seats || e >= kHidden) continue;
+      uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, c) + e);
+      w[c] = {bits_of(low_of(v.x)), bits_of(high_of(v.x)), bits_of(low_of(v.y)),
+              bits_of(high_of(v.y))};
+    }
+  }
+  KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
+    const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
+    const u32* from = x.marks + e / 8 * kMarks;
+    u32 mark[kMarks];
+    ask_until_ready(b, step, place_of(b, from), epoch - 1, epoch, [&] {
+      u32 late = 0;
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = epoch << 16;
+      if (e < kHidden) load_marks(from, mark);
+#pragma unroll
+      for (int i = 0; i < kMarks; i++)
+        if (2 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
+      return any_lane(late != 0);
+    });
+    ask_until_ready(b, step, place_of(b, x.words + e), phase ^ 1, phase, [&] {
+      u32 bad = 0;
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) {
+        w[c] = uint4{phase, phase, phase, phase};
+        if (c < b.p.num_seats && e < kHidden) w[c] = load_relaxed4(x.words + c * kHiddenStride + e);
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) bad |= stale(w[c], e, kHidden, phase);
+      return any_lane(bad != 0);
+    });
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      u32 low = c < b.p.num_seats ? mark[c / 2] >> (8 * (c % 2) + e % 8) : 0;
+      w[c] = {(w[c].x & ~1u) | (low & 1), (w[c].y & ~1u) | (low >> 1 & 1),
+              (w[c].z & ~1u) | (low >> 2 & 1), (w[c].w & ~1u) | (low >> 3 & 1)};
+    }
+  }
+
+ private:
+  KOG_DEVICE static void load_marks(const u32* from, u32 (&mark)[kMarks]) {
+    if constexpr (kColumns == 8) {
+      uint4 v = load_relaxed4(from);
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = word_of(v, i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMarks; i++) mark[i] = load_relaxed(from + i);
+    }
+  }
+};
+
+// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for `inverse_rms`.
+// `iteration`: the run whose outputs complete x.
+template <class Stage>
+KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
+                              int iteration) {
+  using S = Cut<Stage>;
+  static_assert(Stage::kWide && Stage::kPaddedK <= kWarps * kSlice);
+  float4 gain[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int e = element(b, i);
+    gain[i] = float4{0, 0, 0, 0};
+    if (e < kHidden) gain[i] = *reinterpret_cast<const float4*>(b.p.gains + norm * kHiddenStride + e);
+  }
+  float square[kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
+    bool staged = local < kSlice && e < Stage::kPaddedK;
+    Quads v;
+    if (x.words == nullptr)
+      v.embed(b, x, staged ? e : kHiddenStride);
+    else
+      v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
+    const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
+    int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
+    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStaged + at;
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      float scaled[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        square[c] = fused(v.value(c, j), v.value(c, j), square[c]);
+        scaled[j] = product(v.value(c, j), g[j]);
+      }
+      if (!staged) continue;
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        u32 high = round_pair<kF16>(scaled[2 * odd], scaled[2 * odd + 1]);
+        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high), scaled[2 * odd + 1] - high_of(high));
+        int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
+        u32* words = step + c / 2 * S::kSetWords;
+        words[lane * kOperandWords] = high;
+        words[(lane + 4) * kOperandWords] = low;
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; c++) {
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) square[c] += shuffle_xor(square[c], mask);
+    if (b.in_warp == 0) b.small->squares[c * kWarps + b.warp] = square[c];
+  }
+  sync_staged<Stage::kParts == kWarps>();
+#pragma unroll
+  for (int step = 0; step < Stage::kHeld; step++)
+#pragma unroll
+    for (int set = 0; set < S::kSets; set++) to.held[step][set] = to.load(step, set);
+}
+
+// Until this warp's slice of the streams has come, which it does not need.
+KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iteration) {
+  Quads v;
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) v.receive(b, step, x, element(b, i), iteration);
+}
+
+// 1 / rms of the column's stream staged last; after a barrier that all warps have passed since.
+KOG_DEVICE float inverse_rms(const Block& b, int column) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; i++) sum += b.small->squares[column * kWarps + i];
+  return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
+}
+
+// Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
+template <class Stage, class Marks>
+KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Stage>::kItems],
+                              u32 epoch) {
+  constexpr int kItems = Cut<Stage>::kItems, kRows = Stage::kUnitRows;
+  u32 bits[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
+  int group = b.in_warp / kMarks, pair = b.in_warp % kMarks;
+  if (group >= kRows / 8 || unit * kRows + 8 * group >= kHidden) return;
+  u32 mark = epoch << 16;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int first = (2 * pair + half) * kRows + 8 * group;
+#pragma unroll
+    for (int i = 0; i < kItems; i++)
+      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xffu) << 8 * half;
+  }
+  store_relaxed(b.p.words + Marks::kOffset + (unit * (kRows / 8) + group) * kMarks + pair, mark);
+}
+
+}  // namespace kog::columns
