@@ -133,8 +133,7 @@ ODD = f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=8, qk
 EXTRAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True}
 # spec, columns, blocks; what changes where splits of the context begin and end
 SHAPES = {
-    "bf16": (spec_of(), 4, 3, {}),
-    "biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 4, 2, {}),
+    "bf16, biases, norms, tied": (spec_of(**EXTRAS, tied_embeddings=True), 4, 2, {}),
     "sizes that divide by nothing": (ODD, 2, 4, {}),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), 8, 3, {"split_least": lambda spec: 2}),
     "joins of many splits": (
@@ -147,6 +146,7 @@ SHAPES = {
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
 }
 MORE = {
+    "fp16, biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 8, 3, {}),
     "sizes that divide by nothing": (ODD, 8, 3, {}),
     "windows, joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, windows=(3, 0, 11)),

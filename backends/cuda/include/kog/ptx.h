@@ -107,10 +107,6 @@ KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
-// What this thread has seen to be stored comes before the word, for whoever reads it and then fences.
-KOG_DEVICE void store_release(u32* p, u32 v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu ----

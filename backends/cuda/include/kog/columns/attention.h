@@ -1,7 +1,7 @@
-// Attention of one new token a column: the units in use (column, key/value head, split) are dealt out to
-// the blocks, each walked as in a kernel of one token (../attention.h).
+// Attention of one new token a column: the units in use (column, key/value head, split) are dealt
+// out to the blocks, each walked as in a kernel of one token (../attention.h).
 //
-//   few splits    image `split` of o_proj's operands, and the logarithms: joined by those who read them
+//   few splits    image `split` of o_proj's operands, and the logarithms: joined by their readers
 //   many splits   words, joined by the blocks that made them into image 0
 //
 // An image holds o_proj's inputs of all columns where its warps find them (matvec.h).
@@ -29,7 +29,8 @@ template <class Flags>
 KOG_DEVICE int split_flag(int column, int head, int split) {
   return Flags::kOffset + (column * kKvHeads + head) * kSplits + split;
 }
-KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v, u32 phase) {
+KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
+                           u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
   store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, phase));
 }
@@ -37,7 +38,7 @@ KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u3
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
 }
 
-// Makes unit number n of the layer, counted over the columns, the one in hand; false behind the last.
+// Makes unit n of the layer, counted over the columns, the one in hand; false behind the last.
 KOG_DEVICE bool take_unit(Block& b, int steps, int n, Span& span) {
   for (int c = 0; c < b.p.num_seats; c++) {
     int used = splits_of(b, c, steps);
@@ -60,8 +61,8 @@ KOG_DEVICE void finish_unit(const Block& b, const Span& span, u32 epoch) {
   raise_flag(b, b.p.words + split_flag<Flags>(b.column, span.head, span.split), epoch);
 }
 
-// Words of an image change with each layer that has the split, not with each layer: what nobody reads
-// would not be ordered before the next block's store to it.
+// Words of an image change with each layer that has the split, not with each layer: what nobody
+// reads would not be ordered before the next block's store to it.
 KOG_DEVICE u32 image_phase(const Block& b, int column, int split) {
   return phase_of(static_cast<int>(b.small->uses[column * kMerged + split]));
 }
@@ -75,8 +76,8 @@ KOG_DEVICE void count_uses(const Block& b, int steps) {
 }
 
 // What a unit has found.
-KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pair, float2 v, float top,
-                             u32 phase) {
+KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pair, float2 v,
+                             float top, u32 phase) {
   int query_head = span.head * kQueries + query;
   if (span.used > kMerged)
     return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
@@ -144,7 +145,8 @@ KOG_DEVICE void await_attention(Block& b, int steps) {
 }
 
 // A lane's words of one step and set, joined from those of `used` splits as ../attention.h does it.
-KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&top)[kMerged], int used) {
+KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&top)[kMerged],
+                                  int used) {
   float best = unpack_f32(top[0]), total = 0, sum[2 * kOperandWords] = {};
 #pragma unroll
   for (int s = 1; s < kMerged; s++) {
@@ -177,7 +179,8 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
   constexpr int kAtOnce = 2;  // steps whose words are on their way
   await_attention<Stage>(b, steps);
   int lane = b.in_warp % S::kLanes;
-  const u32* images = image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
+  const u32* images =
+      image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
 #pragma unroll
   for (int set = 0; set < S::kSets; set++) {
     int column = set * S::kTokens + lane / 8;

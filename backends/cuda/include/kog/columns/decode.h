@@ -1,5 +1,5 @@
-// One launch serves up to kColumns requests together, a token of each a step, until one ends or the host
-// wants to speak: the walk of one block. Who is served does not change while it runs.
+// One launch serves up to kColumns requests together, a token of each a step, until one ends or the
+// host wants to speak: the walk of one block. Who is served does not change while it runs.
 #pragma once
 #include <kog/columns/head.h>
 #include <kog/outcome.h>
@@ -77,8 +77,8 @@ KOG_DEVICE void consume(Block& b) {
                       static_cast<u64>(b.small->seats[last].slot));
 }
 
-// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the consumers
-// leave.
+// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the
+// consumers leave.
 KOG_DEVICE void produce(Block& b) {
   int layers = 0;
   for (int i = 0; i < kLayers; i++)

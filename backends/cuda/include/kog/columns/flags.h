@@ -1,7 +1,8 @@
-// Hints that a vector which many blocks read is there: a word a unit, which carries the number of the
-// layer's run. Words of several columns would be polled by the megabyte; a reader polls the hints of what it
-// needs, then reads once. Readiness is still in the words themselves (../words.h): what they are read as is
-// never older than their phase says, whatever the hint says, and no store waits for another.
+// Hints that a vector which many blocks read is there: a word a unit, which carries the number of
+// the layer's run. Words of several columns would be polled by the megabyte; a reader polls the
+// hints of what it needs, then reads once. Readiness is still in the words themselves (../words.h):
+// what they are read as is never older than their phase says, whatever the hint says, and no store
+// waits for another.
 #pragma once
 #include <kog/words.h>
 
@@ -13,8 +14,8 @@ KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
   if (b.in_warp == 0) store_relaxed(flag, epoch);
 }
 
-// Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one place, so
-// that its code is there once. `place` and `seen` are what an error tells of.
+// Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one
+// place, so that its code is there once. `place` and `seen` are what an error tells of.
 template <class Ask>
 KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 place, u32 seen, u32 wanted, Ask ask) {
   bool waits = false;

@@ -1,7 +1,8 @@
-// The head of all columns: logits of one pass over its rows, then a token a column that all blocks agree on.
+// The head of all columns: logits of one pass over its rows, then a token a column that all blocks
+// agree on.
 //
-//   plain requests   every block publishes its best of each column, one block a column picks the winner
-//                    and tells all
+//   plain requests   every block publishes its best of each column; one block a column picks the
+//                    winner and tells all
 //   the others       edited, cut or told to the host: ../choose.h, column after column
 #pragma once
 #include <kog/choose.h>
@@ -28,7 +29,8 @@ KOG_DEVICE bool is_plain(const Block& b, int column) {
 }
 
 KOG_DEVICE u64* best_of_column(const Block& b, int column, int block) {
-  return reinterpret_cast<u64*>(b.p.words + ColumnBestWords::kOffset) + 4 * (column * kBlocks + block);
+  u64* all = reinterpret_cast<u64*>(b.p.words + ColumnBestWords::kOffset);
+  return all + 4 * (column * kBlocks + block);
 }
 KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
   return reinterpret_cast<u64*>(b.p.words + ColumnWinnerWords::kOffset) + 2 * column;

@@ -1,10 +1,10 @@
 // One layer of all columns, as one block walks it.
 //
 //   x --norm--> qkv_proj ==> attention ==> o_proj ==> x --norm--> gate_up_proj ==> down_proj ==> x
-//                       words         flags     flags                         flags         flags
+//                       words         words     words                         words         words
 //
-// What a block may overwrite, and when, is as in a kernel of one token: before it writes an exchange, it
-// has seen the flags of a module's rows that every block raised after it had read.
+// What a block may overwrite, and when, is as in a kernel of one token: before it writes an exchange,
+// it has received a module's rows, which every block sent after it had read.
 #pragma once
 #include <kog/columns/attention.h>
 #include <kog/columns/stream.h>
@@ -81,11 +81,13 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
           store_relaxed(to + narrow_place(item.row / 4, item.column),
                         pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
       },
-      [&](int unit) { raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration)); });
+      [&](int unit) {
+        raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration));
+      });
 }
 
-// o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache become
-// visible with them.
+// o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache
+// become visible with them.
 template <class Stage, class Words, class Marks, bool kBias>
 KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, const Streams& x,
                             bool last) {
@@ -147,7 +149,8 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
   await_mlp(b, epoch_of(iteration));
   u32 phase = phase_of(iteration);
   // The lane's words of a step: every other one of a quarter (narrow_place).
-  int lane = b.in_warp % S::kLanes, value = S::first_value(b) + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
+  int lane = b.in_warp % S::kLanes;
+  int value = S::first_value(b) + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
   const u32* from = b.p.words + MlpWords::kOffset + S::first_value(b) / kFragK * S::kStepWords +
                     lane * kOperandWords;
   auto mine = [&](int step, int set, int word) {

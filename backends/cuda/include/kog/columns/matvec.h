@@ -1,12 +1,13 @@
-// Weight @ activations of kColumns tokens: a warp multiplies each fragment of the stream (../matvec.h)
-// with a set of tokens an instruction, which are columns of the other operand:
+// Weight @ activations of kColumns tokens: a warp multiplies each fragment of the stream
+// (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
 //   narrow   up to 4 tokens: [even, odd] of each
 //
-// Every token's sums are made by the operations, in the order, of a kernel of one token: who shares the
-// step does not change a bit of them. Operands of a step of K, in memory or in scratch: the sets one
-// after the other, a lane's words side by side. A warp holds those of its first steps in registers.
+// Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
+// the step does not change a bit of them. Operands of a step of K, in memory or in scratch: the
+// sets one after the other, a lane's words side by side. A warp holds those of its first steps in
+// registers.
 //
 //   partial sums [part of K][unit][token][row]; a warp adds and finishes a unit
 #pragma once
@@ -16,7 +17,7 @@
 namespace kog::columns {
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
-constexpr int kPadWords = 8;  // between steps of wide operands: other banks for those who stage them
+constexpr int kPadWords = 8;  // between steps of wide operands: their stagers meet other banks
 
 template <class Stage>
 struct Cut {
@@ -55,8 +56,8 @@ KOG_DEVICE void store_operand(u32* to, const Words<N>& v) {
     to[0] = v.w[0];
 }
 
-// Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns carry the
-// phase. mine(step, set, word): whether the lane's word of them is ever written.
+// Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns
+// carry the phase. mine(step, set, word): whether the lane's word of them is ever written.
 template <class S, int kSteps, class Mine>
 KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
                         Words<kOperandWords> (&w)[kSteps][S::kSets], Mine mine) {
@@ -108,7 +109,8 @@ struct Operands {
   }
 };
 
-// Where a narrow operand's word `word` of K (two values) is for a token, in words from the first step.
+// Where a narrow operand's word `word` of K (two values) is for a token, in words from the first
+// step.
 struct Narrow {
   static constexpr bool kWide = false;
   static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8;
@@ -176,8 +178,8 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
     for (int set = 0; set < S::kSets; set++) put_sums<Stage>(b, c[set], set, to);
 }
 
-// One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding nor a
-// column without a request.
+// One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding
+// nor a column without a request.
 struct Item {
   int row, column;
   bool there;

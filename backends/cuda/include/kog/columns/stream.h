@@ -1,9 +1,10 @@
-// The residual streams, one a column. Whoever computes a row of a module's output adds it to the stream and
-// publishes the sum: no block keeps a stream, each reads the whole of all of them at the next norm.
+// The residual streams, one a column. Whoever computes a row of a module's output adds it to the
+// stream and publishes the sum: no block keeps a stream, each reads the whole of all of them at the
+// next norm.
 //
 //   words   [column][row]: a float32 whose lowest bit is the phase
-//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run: they are the
-//           hints as well (flags.h)
+//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run, which is
+//           the hint as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
 #include <kog/seat.h>
@@ -43,7 +44,8 @@ struct Streams {
   }
 };
 
-// This lane's four values of each column from element e on, by a whole warp; zeros where there are none.
+// This lane's four values of each column from element e on, by a whole warp; zeros where there are
+// none.
 struct Quads {
   uint4 w[kColumns];
 
@@ -105,8 +107,8 @@ struct Quads {
   }
 };
 
-// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for `inverse_rms`.
-// `iteration`: the run whose outputs complete x.
+// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for
+// `inverse_rms`. `iteration`: the run whose outputs complete x.
 template <class Stage>
 KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
                               int iteration) {
@@ -116,8 +118,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int e = element(b, i);
-    gain[i] = float4{0, 0, 0, 0};
-    if (e < kHidden) gain[i] = *reinterpret_cast<const float4*>(b.p.gains + norm * kHiddenStride + e);
+    // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
+    const float* from = b.p.gains + norm * kHiddenStride + (e < kHidden ? e : 0);
+    gain[i] = *reinterpret_cast<const float4*>(from);
   }
   float square[kColumns] = {};
 #pragma unroll
@@ -144,7 +147,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
         u32 high = round_pair<kF16>(scaled[2 * odd], scaled[2 * odd + 1]);
-        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high), scaled[2 * odd + 1] - high_of(high));
+        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high),
+                                   scaled[2 * odd + 1] - high_of(high));
         int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
         u32* words = step + c / 2 * S::kSetWords;
         words[lane * kOperandWords] = high;
