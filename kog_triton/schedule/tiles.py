@@ -20,6 +20,9 @@ from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 # One tile on its way. NVIDIA: 32 KB are 5 % slower (H200, benchmarks/README.md). AMD, where half as many warps hold
 # it: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036 bytes spilled, none with 32 KB).
 TILE_BYTES = {"nvidia": 64 * 1024, "amd": 32 * 1024, "cpu": 64 * 1024}
+# From this width on the words of x take registers that a large tile wants (H200, Qwen3-8B: 236 tokens/s with 32 KB, 224
+# with 64; Laneformer-2B, 3,072 wide, wants 64 KB).
+WIDE = 4096
 UNROLLED = 32  # tiles of one stage that are laid out without a loop
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -190,7 +193,10 @@ def lower_tiles(
             "the triton backend reduces lanes at once, late or never: "
             "not at once in some modules and never in others"
         )
-    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes or TILE_BYTES[vendor])
+    if not tile_bytes:
+        wide = vendor == "nvidia" and spec.hidden_size >= WIDE
+        tile_bytes = TILE_BYTES[vendor] // (2 if wide else 1)
+    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
     return Tiles(
         vendor=vendor,
         num_layers=spec.num_layers,

@@ -66,6 +66,12 @@ def fence(word, S: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.constexpr_function
+def loop_stages(S):
+    """Steps of a loop that Triton may keep on their way in shared memory: on AMD that would take all 64 KB of it."""
+    return 3 if S.vendor == "nvidia" else 1
+
+
 @triton.jit
 def dot(a, b, S: tl.constexpr):
     """a @ b in float32. Triton's interpreter multiplies the bits of bfloat16, so it gets float32 operands."""
