@@ -3,8 +3,8 @@
     prepare -> Job        a prompt and its parameters, checked and resolved
     start -> Generation   one sample in a slot: one that holds its beginning, else the oldest
 
-The backend's `generate` runs in a thread of the engine's own, which lives while requests do. Every
-method may be called from any thread. A slot remembers the ids whose keys and values it holds, so
+The backend's `generate` runs in a thread of the engine's own, which lives while requests do and a
+second longer. Every method may be called from any thread. A slot remembers the ids whose keys and values it holds, so
 that a prompt which starts with them is computed from where they end; an error makes it forget.
 """
 
@@ -25,6 +25,10 @@ from kog_triton.metrics import Peak
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
 from kog_triton.text.grammar import Grammar, Grammars
+
+# How long the thread waits for another request: to start one, and its first CUDA calls, cost a first token
+# 0.1 to 0.3 ms. It keeps the engine in memory as long.
+LINGER_S = 1.0
 
 
 @dataclass
@@ -186,6 +190,7 @@ class Engine:
             slot.busy, slot.tokens, slot.salt, slot.error = True, [], job.cache_salt, None
             mailbox.post(request)
             self._num_posted += 1
+            self._lock.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
                 self._thread.start()
@@ -253,18 +258,20 @@ class Engine:
                 self._lock.notify_all()
 
     def _serve(self) -> None:
-        """The thread: run the backend until every posted request was served."""
+        """The thread: run the backend until every posted request was served and no other comes."""
         num_served = 0
         while True:
             with self._lock:
                 self._inside = False
                 self._lock.notify_all()
                 self._lock.wait_for(lambda: not self._paused or self.closed)
-                mailbox = self._mailbox
-                if num_served == self._num_posted or self.closed or mailbox is None:
-                    self._thread = None
+                mailbox, all_served = self._mailbox, num_served == self._num_posted
+                if all_served or self.closed or mailbox is None:
                     why = "the engine was closed" if self.closed else "the backend left it"
                     self._fail_all(RunError(f"the request did not finish: {why}"))
+                    if all_served and not self.closed and self._another(num_served):
+                        continue
+                    self._thread = None
                     return
                 num_served, self._inside = self._num_posted, True
             try:
@@ -278,6 +285,11 @@ class Engine:
                     for slot in self._slots:
                         slot.tokens = []
                     self._mailbox = None
+
+    def _another(self, num_served: int) -> bool:
+        """Whether a further request came within LINGER_S; the lock is held, and let go meanwhile."""
+        self._lock.wait_for(lambda: self.closed or self._num_posted != num_served, LINGER_S)
+        return self._num_posted != num_served and not self.closed
 
     def _fail_all(self, error: BaseException) -> None:
         """Tell every reader that no more steps come; one that has its last step never looks."""

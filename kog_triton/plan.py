@@ -96,7 +96,8 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
         cut = (
             f"chunks of {partition.chunk_bytes} bytes, {partition.ring_chunks} in the ring, "
-            f"{partition.window_chunks} in flight; fragments of 8 x {partition.frag_k}"
+            f"{partition.calm_chunks} to {partition.window_chunks} in flight; fragments of 8 x "
+            f"{partition.frag_k} or 4 x {2 * partition.frag_k}"
         )
     else:
         total = sum(

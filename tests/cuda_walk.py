@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -44,35 +45,38 @@ def layout_of(spec, num_blocks=0, max_context=64):
     return header.lay_out(lowering, max_context)
 
 
-def compile_walk(layout, flags=("-O1",), split_least=None, merged_length=None, include=INCLUDE):
-    """The shared library of one model, kept by content."""
+def build_walk(
+    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None
+) -> Path:
+    """What g++ makes of one model and a source of cuda_host; kept by content."""
     text = header.render(layout)
-    for name, usual, wanted in (
-        ("kSplitLeast", header.SPLIT_LEAST, split_least),
-        ("kMergedLength", header.MERGED_LENGTH, merged_length),
-    ):
+    for name, wanted in (("kSplitLeast", split_least), ("kMergedLength", merged_length)):
         if wanted:
-            assert text.count(f"{name} = {usual};") == 1
-            text = text.replace(f"{name} = {usual};", f"{name} = {wanted};")
-    sources = [HERE / "run.cpp", HERE / "kog/ptx.h"]
-    sources += sorted((include / "kog").glob("*.h"))
+            text, count = re.subn(rf"{name} = \d+;", f"{name} = {wanted};", text)
+            assert count == 1
+    sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").glob("*.h"))]
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
+    for path in sources:
+        digest.update(path.read_bytes())
     CACHE.mkdir(exist_ok=True)
-    stem = CACHE / digest.hexdigest()[:24]
-    library = stem.with_suffix(".so")
-    if not library.exists():
-        draft = CACHE / f"{stem.name}.{os.getpid()}"
+    made = CACHE / digest.hexdigest()[:24]
+    if not made.exists():
+        draft = CACHE / f"{made.name}.{os.getpid()}"
         draft.with_suffix(".h").write_text(text)
         subprocess.run(
-            ["g++", "-std=c++20", "-shared", "-fPIC", "-Wno-unknown-pragmas", *flags,
+            ["g++", "-std=c++20", "-Wno-unknown-pragmas", *flags,
              f'-DGENERATED="{draft.with_suffix(".h")}"', f"-I{HERE}", f"-I{include}",
-             str(HERE / "run.cpp"), "-o", str(draft)],
+             str(source), "-o", str(draft)],
             check=True,
         )  # fmt: skip
-        os.replace(draft, library)
-    loaded = ctypes.CDLL(str(library))
+        os.replace(draft, made)
+    return made
+
+
+def compile_walk(layout, flags=("-O1",), include=INCLUDE, **changes):
+    """The shared library of one model."""
+    made = build_walk(layout, HERE / "run.cpp", ("-shared", "-fPIC", *flags), include, **changes)
+    loaded = ctypes.CDLL(str(made))
     loaded.kog_run.restype = ctypes.c_long
     return loaded
 
@@ -92,7 +96,9 @@ class Walk:
     ):
         self.spec = spec
         self.layout = layout_of(spec, num_blocks, max_context)
-        self.library = compile_walk(self.layout, flags, split_least, merged_length)
+        self.library = compile_walk(
+            self.layout, flags, split_least=split_least, merged_length=merged_length
+        )
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 
     def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=-1, control=0):

@@ -206,7 +206,7 @@ class RingWalker:
     def _multiply(self, stage, key, rows, inputs) -> np.ndarray:
         """rows x K from the stream: warps hold parts of K, sums are added in warp order."""
         lo, tiling = self.lo, self.lo.tilings[stage.name]
-        parts, steps, frag_k = tiling.k_parts, lo.steps(stage), lo.frag_k
+        parts, steps, (high, wide) = tiling.k_parts, lo.steps(stage), lo.fragment(stage)
         if not self.exact:
             inputs = wire.from_half(
                 wire.to_half(inputs.astype(np.float32), self.spec.dtype), self.spec.dtype
@@ -214,15 +214,15 @@ class RingWalker:
         padded = np.zeros(lo.padded_k(stage))
         padded[: len(inputs)] = inputs
         units = len(rows) // tiling.unit_rows
-        taken = []  # [fragments, warps, 8, frag_k] of each chunk, in the order in which warps consume them
+        taken = []  # [fragments, warps, *fragment] of each chunk, in the order in which warps consume them
         while len(taken) * lo.fragments < units * steps:
-            chunk = self.streams[key].take().reshape(WARPS, lo.fragments, 8, frag_k)
+            chunk = self.streams[key].take().reshape(WARPS, lo.fragments, high, wide)
             taken.append(chunk.swapaxes(0, 1))
         if not units:
             return np.zeros(0)
         fragments = np.concatenate(taken)[: units * steps]
-        fragments = fragments.reshape(units, steps, WARPS // parts, parts, 8, frag_k)
-        slices = padded.reshape(parts, steps, frag_k)
+        fragments = fragments.reshape(units, steps, WARPS // parts, parts, high, wide)
+        slices = padded.reshape(parts, steps, wide)
         partial = np.einsum("usgprk,psk->ugrp", fragments, slices, optimize=True)
         return sum(partial[..., part] for part in range(parts)).reshape(-1)
 

@@ -85,6 +85,28 @@ def test_decode_on_the_demo(cli):
     assert "tg4 @ d5" in out and "right" in out and "read bandwidth measured" in out
 
 
+def test_every_depth_has_a_record_of_its_own(cli, llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ("decode", "--model", str(llama), "--rounds=2", "--warmup=1", "--max-tokens=3")
+    rest = ("--depth", "9", "5", "9", "--save", "deep", "--target-tps", "1e9")
+    code, record, out, err = cli(*argv, *rest)
+    assert code == 5 and record is None, "no record has the name without a depth"
+    assert "tg3 @ d9: target of 1e+09" in err and "; tg3 @ d5: target" in err
+    for depth in (9, 5):
+        record = json.loads((tmp_path / f"record-d{depth}.json").read_text())
+        jsonschema.Draft202012Validator(SCHEMA).validate(record)
+        assert record["test"]["name"] == f"tg3 @ d{depth}" and f"tg3 @ d{depth}" in out
+        assert record["test"]["prompt_tokens"] == depth and not record["target"]["met"]
+        (kept,) = (tmp_path / "benchmarks" / "results" / "cpu").glob(f"*-deep-d{depth}.json")
+        assert json.loads(kept.read_text()) == record
+
+
+def test_the_deepest_is_refused_before_anything_is_measured(cli):
+    code, _, out, err = cli("decode", *FEW[:-1], "5", "2000")
+    assert code == 2 and out == "" and "do not fit the 1024 of demo" in err
+    assert "bench: " not in err
+
+
 def test_prefill_times_the_prompt_alone(cli):
     code, record, out, _ = cli(
         "prefill", "--prompt-tokens", "40", "--rounds", "3", "--warmup", "1", "--backend=reference"
@@ -106,7 +128,7 @@ def test_compare_takes_all_and_says_who_is_absent(cli, llama):
     assert rows["transformers"]["version"].startswith("transformers 5")
     for name in ("cuda", "llama-bench", "torch-graph"):
         assert rows[name]["status"] == "absent" and f"{name}: absent: {rows[name]['note']}" in out
-    assert "never ran anywhere" in rows["llama-bench"]["note"]
+    assert "with a tiny model" in rows["llama-bench"]["note"]
     assert "CPU only" in rows["torch-graph"]["note"]
 
 

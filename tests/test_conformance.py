@@ -14,7 +14,6 @@ import torch
 from cuda_walk import INCLUDE, FiberBackend, compile_walk
 from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
-from triton_cases import InterpretedBackend
 
 from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.mailbox import Request
@@ -32,6 +31,8 @@ BACKENDS = {
     "triton": TritonBackend,
 }
 if os.environ.get("TRITON_INTERPRET") == "1":  # else Triton compiles for the GPU here
+    from triton_cases import InterpretedBackend
+
     BACKENDS["triton on a CPU"] = InterpretedBackend
 ON_GPU = {"cuda", "triton"}
 SLOW = {"triton on a CPU"}  # a step takes seconds: test_triton_interpreter.py has smaller ones

@@ -155,7 +155,7 @@ def test_logits_after_every_relaunch_are_those_of_one_run(backend):
 
 def test_requests_at_different_depths_take_turns(monkeypatch):
     """From one token to the next, splits are joined by those who read them and by a step of their own."""
-    monkeypatch.setattr(header, "SPLIT_LEAST", 1)
+    monkeypatch.setattr(header, "split_least", lambda spec: 1)
     monkeypatch.setattr(header, "MERGED_LENGTH", 7)
     spec = spec_of(dtype=DType.F16, hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
     backend = FiberBackend(RandomWeights(spec), BackendOptions(num_slots=2), 5, seed=3)

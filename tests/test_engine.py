@@ -1,5 +1,6 @@
 """A request's life on the fake backend: what comes back, and what can go wrong."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from fake_backend import FakeBackend, next_logits
 from fake_checkpoint import END, MAX_CONTEXT, make_checkpoint
 
-from kog_triton import LLM, SamplingParams
+from kog_triton import LLM, SamplingParams, engine
 from kog_triton.errors import RequestError, RunError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -316,12 +317,34 @@ def test_closing_ends_what_runs(folder):
         llm.generate("a", GREEDY)
 
 
-def test_no_thread_is_left_behind(llm):
+def backend_threads():
+    return [t for t in threading.enumerate() if t.name == "kog-backend"]
+
+
+def test_no_thread_is_left_behind(llm, monkeypatch):
+    monkeypatch.setattr(engine, "LINGER_S", 0.05)
     llm.generate(["a", "b", "c"], GREEDY)
     deadline = time.monotonic() + 2
-    while any(t.name == "kog-backend" for t in threading.enumerate()):
+    while backend_threads():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert llm.generate("a", GREEDY)[0].outputs[0].text  # another thread serves it
+
+
+def test_one_thread_serves_requests_that_follow_each_other(llm):
+    seen = set()
+    for prompt in ("a", "fail b", "crash c", "d"):  # also behind one that went wrong
+        with contextlib.suppress(RunError):
+            llm.generate(prompt, GREEDY)
+        seen.update(backend_threads())
+    assert len(seen) == 1
+    with llm.engine.paused():
+        stream = llm.stream("e", GREEDY)
+        time.sleep(0.05)  # it was posted, and waits: the thread that idled woke up in a pause
+        assert llm.engine.num_free_slots == len(llm.engine._slots) - 1 and not llm.engine._inside
+    assert list(stream)[-1].output.outputs[0].text
+    llm.close()
+    assert not backend_threads()
 
 
 def test_an_interrupt_cancels_and_the_slot_is_forgotten(folder, narrow, monkeypatch):

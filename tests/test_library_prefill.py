@@ -124,6 +124,46 @@ WAYS = {
 }
 
 
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here"
+)
+
+
+def run_fused(name, dtype):
+    """A padded bucket, then a chunk behind it, through Triton's interpreter."""
+    ours, held = prefill_of(name, dtype, fused=True), empty_cache(name, dtype)
+    for first, end in ((0, 3), (3, 6)):
+        ours.run(tokens_of(6)[first:end], first, held)
+    return held
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("one key head, yarn", F32), ("qwen3", BF16), ("mistral", F16), ("lanes at once", F32)],
+)
+def test_fused_kernels_compute_the_same(name, dtype):
+    assert_filled(run_fused(name, dtype), name, dtype, 6)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["normed", "turned", "gated"])
+def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
+    from kog_triton.backends import library_prefill_fused as kernels
+
+    right = getattr(kernels, kernel)
+    wrong = {
+        "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
+        "turned": lambda qkv, norms, rope, spec, first, cache: right(
+            qkv, None, rope, spec, first, cache
+        ),
+        "gated": lambda h: right(h.flip(-1)),
+    }[kernel]
+    monkeypatch.setattr(kernels, kernel, wrong)
+    with pytest.raises(AssertionError):
+        assert_filled(run_fused("qwen3", BF16), "qwen3", BF16, 6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SPECS)
 def test_keys_and_values_equal_the_reference(name, way):
@@ -289,7 +329,7 @@ def test_a_gpu_fills_the_same_cache_without_waiting(name, dtype):
 # ---- what the kernel leaves ----
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+@interpreted
 def test_the_triton_kernel_goes_on_from_it():
     """The kernel's own cache is the library's up to rounding, and so is the text that follows."""
     from concurrent_interpreter import concurrent

@@ -208,7 +208,7 @@ def fault_one_weight(walker):
 def fault_k_split(walker):
     tilings = walker.lo.tilings
     old = tilings["down_proj"]
-    tilings["down_proj"] = Tiling(old.unit_rows, old.k_parts // 2, 2 * old.k_step)
+    tilings["down_proj"] = replace(old, k_parts=old.k_parts // 2, k_step=2 * old.k_step)
 
 
 def fault_missing_word(walker):
@@ -282,24 +282,27 @@ def test_other_shapes_lower_with_little_padding(shape, ranks):
     assert padded <= 1.09 * spec.bytes_per_token  # wide fragments, whose loop is twice as fast
 
 
-def test_fragment_layout_is_the_stated_one():
-    """Lane 4 * row + quarter of fragment (step) of warp (group, part) holds that row's K values."""
-    spec = spec_of(hidden_size=512, num_heads=6)
-    lowering = lower(build(spec), H200, 4)
-    stage = lowering.schedule.stage("qkv_proj")
+@pytest.mark.parametrize("high, hidden", [(8, 512), (4, 1536)])
+def test_fragment_layout_is_the_stated_one(high, hidden):
+    """Fragment (step) of warp (group, part) holds, row by row, as many K values of each."""
+    spec = spec_of(hidden_size=hidden, intermediate_size=8960, num_heads=6)
+    lowering = lower(build(spec), H200, 4 if high == 8 else 128)
+    stage = lowering.schedule.stage("qkv_proj" if high == 8 else "down_proj")
+    assert lowering.fragment(stage) == (high, 8 // high * lowering.frag_k)
+    wide = lowering.fragment(stage)[1]
     from kog_triton.schedule.packing import pack_stage
 
     w = np.arange(stage.rows * stage.cols, dtype=np.uint16).reshape(stage.rows, stage.cols)
     chunks = pack_stage(lowering, stage, 0, 1, 0, w)
     tiling, rows = lowering.tilings[stage.name], lowering.block_rows(stage, 0, 1)
-    flat = chunks.transpose(0, 2, 1, 3, 4).reshape(-1, 16, 8, lowering.frag_k)
+    flat = chunks.transpose(0, 2, 1, 3, 4).reshape(-1, 16, high, wide)
     steps = lowering.steps(stage)
-    for n, warp, row in ((0, 0, 0), (1, 3, 5), (steps, 15, 7)):
+    for n, warp, row in ((0, 0, 0), (1, 3, 5 % high), (steps, 14, high - 1)):
         unit, step = divmod(n, steps)
         group, part = divmod(warp, tiling.k_parts)
-        source = rows[unit * tiling.unit_rows + group * 8 + row]
-        k = (part * steps + step) * lowering.frag_k
-        np.testing.assert_array_equal(flat[n, warp, row], w[source, k : k + lowering.frag_k])
+        source = rows[unit * tiling.unit_rows + group * high + row]
+        k = (part * steps + step) * wide
+        np.testing.assert_array_equal(flat[n, warp, row], w[source, k : k + wide])
 
 
 def test_packing_with_torch_equals_numpy():
@@ -364,7 +367,7 @@ def test_check_refuses(change, message):
 
 def test_check_finds_rows_without_owner():
     schedule = build(spec_of())
-    tilings = {s.name: Tiling(8, 16, 16) for s in matrix_stages(schedule)}
+    tilings = {s.name: Tiling(8, 16, 16, 8) for s in matrix_stages(schedule)}
 
     class Broken(Partition):
         def block_units(self, stage, layer, block, rank=0):

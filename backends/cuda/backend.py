@@ -130,9 +130,9 @@ class CudaBackend:
         serve(Launcher(self.layout, memory, seat, launch), mailbox)
 
     def _seat(self, request: Request, mailbox: Mailbox) -> int:
-        words = encode(request, self.spec.vocab_size)
         scored = request.prompt_logprobs is not None
         start = self._score_prompt(request, mailbox) if scored else self._prefill(request)
+        words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
         self.memory.write_request(request.slot, words, request.prompt, start)
         return start
 

@@ -29,7 +29,7 @@ BINS = 256  # of a histogram of logits
 MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
-SPLIT_LEAST = 64  # positions that make another split worth its while: one tile each for 4 warps
+SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 MERGED = 4  # splits that are joined by those who read them
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
@@ -175,6 +175,16 @@ def row_dim(spec: ModelSpec) -> int:
     return _up(spec.head_dim, 16)
 
 
+def tile_rows(spec: ModelSpec) -> int:
+    """Positions that one warp takes at once: two tiles of wider heads would not fit into registers."""
+    return 16 if row_dim(spec) <= 64 else 8
+
+
+def split_least(spec: ModelSpec) -> int:
+    """Positions that make another split of the context worth its while."""
+    return SPLIT_TILES * tile_rows(spec)
+
+
 def _attention_bytes(lowering: CudaLowering, splits: int) -> int:
     """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
     spec = lowering.schedule.spec
@@ -218,12 +228,14 @@ def render(layout: Layout) -> str:
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks,
+        "calm_chunks": lo.calm_chunks,
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
         "ahead_ticks": AHEAD_TICKS,
         "partial_bytes": _partial_bytes(),
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
-        "split_least": SPLIT_LEAST,
+        "tile_rows": tile_rows(spec),
+        "split_least": split_least(spec),
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,
@@ -284,6 +296,7 @@ def render(layout: Layout) -> str:
             "cols": stage.cols,
             "parts": tiling.k_parts,
             "unit_rows": tiling.unit_rows,
+            "fragment_rows": tiling.fragment_rows,
             "padded_k": lo.padded_k(stage),
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
@@ -366,7 +379,7 @@ STEPS = (
 def _batch(lo: CudaLowering, stage: Stage) -> int:
     """Units whose partial sums are held at once: one row a thread, whole chunks."""
     tiling = lo.tilings[stage.name]
-    most = PARTIAL_ROWS // MMA_ROWS  # rows x parts is the same for every tiling
+    most = PARTIAL_ROWS // MMA_ROWS  # rows x parts are never more than for these
     most = min(most, THREADS // tiling.unit_rows)
     steps = lo.steps(stage)
     return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)

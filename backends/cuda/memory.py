@@ -17,6 +17,7 @@ from kog_triton.backends.cuda.protocol import MAILBOX_WORDS
 from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import Flag, capacity, decode
+from kog_triton.backends.upload import upload
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.packing import pack_blocks
@@ -111,19 +112,19 @@ class Memory:
     def write_request(
         self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
     ) -> None:
-        """Lay a request into a slot, to be computed from position `start` on.
+        """Lay a request into a slot, to be computed from position `start` on, in the stream's order.
 
         words uint32, from `request_words.encode`.
         """
-        self.request[slot, : words.size] = torch.from_numpy(words.view(np.int32))
+        upload(torch.from_numpy(words.view(np.int32)), self.request[slot, : words.size])
         fields, _ = decode(words)
         flags = Flag(int(fields["flags"]))
         if flags & Flag.MASKED:
             self.masks[slot].zero_()
         if flags & Flag.LOGPROBS:
             self.logprobs[slot, : int(fields["most"])].zero_()
-        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-        self.states[slot] = torch.tensor([start, prompt[start]], dtype=torch.int32)
+        upload(torch.tensor(prompt, dtype=torch.int32), self.tokens[slot, : len(prompt)])
+        upload(torch.tensor([start, prompt[start]], dtype=torch.int32), self.states[slot])
         self.outbox[slot].zero_()
 
     def apart(self) -> "Memory":

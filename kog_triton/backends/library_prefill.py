@@ -14,7 +14,8 @@ same stream finds the cache filled. One thread at a time may use it.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +24,7 @@ from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.library_prefill_pass import PrefillPass
 from kog_triton.backends.library_prefill_weights import load_layer
 from kog_triton.backends.mailbox import Request
+from kog_triton.backends.upload import upload
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
@@ -92,6 +94,7 @@ class LibraryPrefill:
     """Runs prompts of one model on one device.
 
     embed  rows [vocab, hidden] that the caller holds already; loaded if None
+    fused  Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     Raises ModelError for models with experts.
     """
 
@@ -105,6 +108,7 @@ class LibraryPrefill:
         embed: Tensor | None = None,
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
+        fused: bool | None = None,
     ) -> None:
         if spec.num_experts:
             raise ModelError("library prefill runs dense models only: choose --prefill kernel")
@@ -118,7 +122,9 @@ class LibraryPrefill:
         longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
         table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
         rope = torch.complex(table[:, 0], table[:, 1])
-        self._pass = PrefillPass(spec, embed, layers, rope)
+        if fused is None:
+            fused = device.type == "cuda" and find_spec("triton") is not None
+        self._pass = PrefillPass(spec, embed, layers, rope, fused)
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
@@ -140,16 +146,18 @@ class LibraryPrefill:
         """
         if not token_ids:
             return
-        self._check(token_ids, first, cache)
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        self._check(ids, first, cache)
+        size = next((s for s in self._sizes if s >= len(ids)), 0)
+        if size and first == 0:
+            self._run_bucket(ids, size, cache)
+            return
         with self._settings():
-            size = next((s for s in self._sizes if s >= len(token_ids)), 0)
-            if size and first == 0:
-                self._run_bucket(token_ids, size, cache)
-            else:
-                ids = self._upload(token_ids)
-                for part in ids.split(self.chunk):
-                    self._pass.run(part, first, cache)
-                    first += len(part)
+            there = torch.empty_like(ids, device=self.device)
+            upload(ids, there)
+            for part in there.split(self.chunk):
+                self._pass.run(part, first, cache)
+                first += len(part)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held: "weights", the layers' once more; "other", the buckets' cache and tables."""
@@ -162,17 +170,19 @@ class LibraryPrefill:
 
     # ---- buckets ----
 
-    def _run_bucket(self, token_ids: Sequence[int], size: int, cache: Tensor) -> None:
-        count = len(token_ids)
+    def _run_bucket(self, ids: Tensor, size: int, cache: Tensor) -> None:
+        count = len(ids)
         # Padded with a token of its own: another request's might hold NaN, which a weight of zero
         # does not undo.
-        padding = [token_ids[-1]] * (size - count)
-        self._ids[:size].copy_(self._upload([*token_ids, *padding]))
-        if size in self._graphs:
-            self._graphs[size].replay()
-        else:
-            self._pad(size)
-        cache[..., :count, :].copy_(self._scratch[..., :count, :])
+        padded = torch.cat([ids, ids[-1:].expand(size - count)])
+        with torch.inference_mode(), self._on_device():
+            upload(padded, self._ids[:size])
+            if size in self._graphs:
+                self._graphs[size].replay()  # with the settings that it was captured with
+            else:
+                with self._settings():
+                    self._pad(size)
+            cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
@@ -196,7 +206,7 @@ class LibraryPrefill:
     @contextmanager
     def _settings(self) -> Iterator[None]:
         """Sums of products in float32, and attention that no new length makes slow at first."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_device():
             if self.device.type != "cuda":
                 yield
                 return
@@ -208,29 +218,26 @@ class LibraryPrefill:
             # Not cuDNN's: it builds a plan for every length.
             kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
             try:
-                with torch.cuda.device(self.device), sdpa_kernel(kinds):
+                with sdpa_kernel(kinds):
                     yield
             finally:
                 for name, value in zip(names, before, strict=True):
                     setattr(products, name, value)
 
-    def _upload(self, token_ids: Sequence[int]) -> Tensor:
-        ids = torch.tensor(token_ids, dtype=torch.int64)
-        if self.device.type == "cuda":
-            ids = ids.pin_memory()  # from pageable memory the copy would wait for the stream
-        return ids.to(self.device, non_blocking=True)
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _check(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
+    def _check(self, ids: Tensor, first: int, cache: Tensor) -> None:
         want = (*self._scratch.shape[:4], self.spec.head_dim)
         if (*cache.shape[:4], *cache.shape[5:]) != want or cache.dtype != self._scratch.dtype:
             raise ModelError(
                 f"the cache is {cache.dtype} {tuple(cache.shape)}: library prefill wants "
                 f"{self._scratch.dtype} [{', '.join(map(str, want[:4]))}, positions, {want[4]}]"
             )
-        end, room = first + len(token_ids), min(self.max_context, cache.shape[4])
+        end, room = first + len(ids), min(self.max_context, cache.shape[4])
         if first < 0 or end > room:
             raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
-        for token in (min(token_ids), max(token_ids)):
+        for token in (int(ids.min()), int(ids.max())):
             if not 0 <= token < self.spec.vocab_size:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary of {self.spec.vocab_size}"

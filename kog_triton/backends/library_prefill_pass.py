@@ -7,6 +7,8 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see library_pre
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -16,17 +18,27 @@ from kog_triton.backends.library_prefill_weights import LayerWeights
 from kog_triton.model.spec import ModelSpec, Reduce
 
 Tensor = torch.Tensor
+FUSED = "kog_triton.backends.library_prefill_fused"
 MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
 
 
 class PrefillPass:
-    """The layers of one model. `rope` is complex64 [positions, d / 2]: cos + i sin, by position."""
+    """The layers of one model. `rope` is complex64 [positions, d / 2]: cos + i sin, by position.
+
+    fused  what lies between matrix products runs in Triton's kernels (library_prefill_fused.py)
+    """
 
     def __init__(
-        self, spec: ModelSpec, embed: Tensor, layers: Sequence[LayerWeights], rope: Tensor
+        self,
+        spec: ModelSpec,
+        embed: Tensor,
+        layers: Sequence[LayerWeights],
+        rope: Tensor,
+        fused: bool = False,
     ) -> None:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.dtype = layers[0].qkv.dtype
+        self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
@@ -39,30 +51,53 @@ class PrefillPass:
         end = first + len(ids)
         bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
         past: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
+        y = self._norm(x, self.layers[0].attention_norm)
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            q = self._queries(w, self._norm(x, w.attention_norm), first, cache[index])
+            q = self._queries(w, y, first, cache[index])
             if index == spec.num_layers - 1:
                 return
             start, mask = bounds[window]
             a = attend(q, cache[index, :, :, :, start:end], mask)
             o = product(a, w.o, w.o_bias)
-            self._join(x, o, spec.reduce_attention[index], past["attention"])
-            h = product(self._norm(x, w.mlp_norm), w.gate_up, w.gate_up_bias)
-            gate, up = h.chunk(2, -1)
-            o = product(silu(gate).mul_(up), w.down, w.down_bias)
-            self._join(x, o, spec.reduce_mlp[index], past["mlp"])
+            how = spec.reduce_attention[index]
+            h = product(
+                self._joined(x, o, how, past["attention"], w.mlp_norm), w.gate_up, w.gate_up_bias
+            )
+            o = product(self._gated(h), w.down, w.down_bias)
+            gain = self.layers[index + 1].attention_norm
+            y = self._joined(x, o, spec.reduce_mlp[index], past["mlp"], gain)
+
+    def _joined(
+        self, x: Tensor, o: Tensor, how: Reduce, past: list[Tensor], gain: Tensor
+    ) -> Tensor:
+        """Add module outputs o to x in place, and what the next module reads of it."""
+        if self._fused is not None and self.spec.num_lanes == 1:
+            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, o)
+        self._join(x, o, how, past)
+        return self._norm(x, gain)
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         """x / rms(x) * gain in the products' dtype; [S, T, hidden]."""
+        if self._fused is not None:
+            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, None)
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         normed = rms_norm(x, x.shape[-1:], None, self.spec.norm_eps)
         return torch.mul(normed, gain, out=out)
+
+    def _gated(self, h: Tensor) -> Tensor:
+        if self._fused is not None:
+            return self._fused.gated(h)
+        gate, up = h.chunk(2, -1)
+        return silu(gate).mul_(up)
 
     def _queries(self, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
         turning = heads + spec.lane_kv_heads
-        qkv = product(y, w.qkv, w.qkv_bias).unflatten(-1, (-1, spec.head_dim))
+        qkv = product(y, w.qkv, w.qkv_bias)
+        if self._fused is not None:
+            return self._fused.turned(qkv, w.qk_norm, self.rope, spec, first, cache)
+        qkv = qkv.unflatten(-1, (-1, spec.head_dim))
         turned = qkv[:, :, :turning].float()
         if w.qk_norm is not None:
             turned = rms_norm(turned, turned.shape[-1:], None, spec.norm_eps).mul_(w.qk_norm)

@@ -1,6 +1,6 @@
 """`kog bench` and `python -m kog_triton.bench`: tokens/s of one request beside floor and peers.
 
-    decode    tg128 @ d32: tokens behind a prompt of --depth ids
+    decode    tg128 @ d32: tokens behind a prompt of --depth ids; several depths, a record each
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
     stages    each stage alone, against the floor of its own bytes
@@ -13,7 +13,7 @@ wrong or a target not met.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     deep.add_argument(
         "--depth",
         type=_positive,
-        default=DEPTH,
+        nargs="+",
+        default=[DEPTH],
         metavar="N",
-        help="ids of the prompt (%(default)s)",
+        help=f"ids of the prompt ({DEPTH}); of several each is measured, with a record of its own",
     )
     decoding = argparse.ArgumentParser(add_help=False, parents=[deep])
     decoding.add_argument(
@@ -145,6 +146,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     if args.kind == "prefill":
         prompt, tokens = args.prompt_tokens, 1
         test = f"pp{prompt}"
+        model.check_room(prompt + tokens)
     else:
         prompt, tokens = args.depth, args.max_tokens
         if tokens < 2:
@@ -152,7 +154,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
                 "--max-tokens 1 leaves no time between tokens: use kog bench prefill"
             )
         test = f"tg{tokens} @ d{prompt}"
-    model.check_room(prompt + tokens)
+        model.check_room(args.deepest + tokens)
     task = Task(
         model=model,
         device=device,
@@ -209,7 +211,7 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     device, word = find_device(args.device)
     backends, _ = _backends(args, word)
     model = open_model(args.model, args.shape, device)
-    model.check_room(args.depth + 1)
+    model.check_room(args.deepest + 1)
     task = StageTask(
         model=model,
         device=device,
@@ -279,24 +281,48 @@ def _body(argv: Sequence[str] | None) -> int:
         else:
             print(text)
         return 0
-    record = {"startup": _started, "stages": _staged}.get(args.kind, _measured)(args, argv)
-    if args.json:
-        write(record, args.json)
-    if args.save:
-        write(record, kept_file(record, args.save))
-    if not args.quiet:
-        from kog_triton.bench.show import show
+    failures = []
+    for one in _each_depth(args):
+        record = {"startup": _started, "stages": _staged}.get(one.kind, _measured)(one, argv)
+        if one.json:
+            write(record, one.json)
+        if one.save:
+            write(record, kept_file(record, one.save))
+        if not one.quiet:
+            from kog_triton.bench.show import show
 
-        show(record)
+            show(record)
+        failures += _failures(record)
+    if failures:
+        raise RunError("; ".join(failures))
+    return 0
+
+
+def _each_depth(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The arguments of each record: one depth of those asked for, beside the `deepest`.
+
+    Of several depths each record goes to files whose names end in the depth.
+    """
+    depths: list[int] = list(dict.fromkeys(getattr(args, "depth", ())))
+    if not depths:
+        yield args
+    for depth in depths:
+        own: dict[str, Any] = {"depth": depth, "deepest": max(depths)}
+        if len(depths) > 1:
+            own["json"] = args.json and args.json.with_stem(f"{args.json.stem}-d{depth}")
+            own["save"] = args.save and f"{args.save}-d{depth}"
+        yield argparse.Namespace(**vars(args) | own)
+
+
+def _failures(record: dict[str, Any]) -> list[str]:
+    """What makes the command fail, behind the name of the test; a missed target is one of them."""
     failures, target = list(record["failures"]), record["target"]
     if target and not target["met"]:
         failures.append(
             f"target of {target['tokens_per_s']:g} tokens/s not met: "
             f"{target['by'] or 'no backend'} reached {target['reached']:,.1f}"
         )
-    if failures:
-        raise RunError("; ".join(failures))
-    return 0
+    return [f"{record['test']['name']}: {line}" for line in failures]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -104,6 +104,11 @@ def notes(record: dict[str, Any]) -> list[str]:
     test, machine = record["test"], record["machine"]
     lines = [f"{row['name']}: {row['status']}: {row['note']}" for row in _untimed(record)]
     lines += [
+        f"{row['name']}: {row['note']}"
+        for row in record["rows"]
+        if row["kind"] == "peer" and row["status"] == "timed" and row["note"]
+    ]
+    lines += [
         f"{row['name']}: rounds did not give the same tokens"
         for row in record["rows"]
         if row["repeatable"] is False

@@ -4,9 +4,9 @@ Our backends are driven through their own door, the mailbox, without a tokenizer
 is the time until its id is in the caller's thread. Peers (peers/) keep the same contract.
 """
 
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,6 +69,7 @@ class BackendSubject:
         self._backend = backend(weights, options)
         self.spec = self._backend.spec
         self._mailbox = self._backend.new_mailbox()
+        self._server = ThreadPoolExecutor(1, "bench-backend")
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._backend.forward_logits(token_ids)
@@ -77,21 +78,12 @@ class BackendSubject:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
         params = params.resolve(self.spec.vocab_size, (), lambda text: [])
         request = Request(0, tuple(prompt), params, seed=0, max_tokens=count)
-        errors: list[BaseException] = []
-
-        def serve() -> None:
-            try:
-                self._backend.generate(self._mailbox)
-            except BaseException as error:
-                errors.append(error)
-
-        server = threading.Thread(target=serve, name="bench-backend", daemon=True)
         run = Run(time.perf_counter())
         self._mailbox.post(request)
-        server.start()
+        served = self._server.submit(self._backend.generate, self._mailbox)
         try:
             while len(run.tokens) < count:
-                alive = server.is_alive()  # before reading: it pushes nothing after it has ended
+                alive = not served.done()  # before reading: it pushes nothing after it has ended
                 steps = self._mailbox.read(0, POLL_S if alive else 0)
                 for step in steps:
                     if isinstance(step, Failure):
@@ -99,12 +91,11 @@ class BackendSubject:
                     run.add(step.token)
                     run.device_ns.append(step.device_ns)
                 if not steps and not alive:
-                    raise _as_error(errors[0] if errors else RunError("it made too few tokens"))
+                    raise _as_error(served.exception() or RunError("it made too few tokens"))
         finally:
             if len(run.tokens) < count:
                 self._mailbox.cancel(0)  # Ctrl-C: no thread may stay inside a backend that closes
-            server.join()
-            if errors:  # what a crash left behind is not trusted
+            if served.exception():  # what a crash left behind is not trusted
                 self._mailbox = self._backend.new_mailbox()
         return run
 
@@ -112,6 +103,7 @@ class BackendSubject:
         return self._backend.memory_bytes()
 
     def close(self) -> None:
+        self._server.shutdown()
         self._backend.close()
 
 

@@ -2,16 +2,18 @@
 
 Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
 chunks; a chunk holds FRAGMENTS fragments for each of the 16 warps; a fragment is 8 rows by `frag_k` values
-of K, row by row, which is what one lane of mma.m16n8k16 reads as one 8- or 16-byte load (thread = 4 * row +
-quarter of frag_k). A warp owns one part of K and one group of 8 rows of a unit:
+of K, or 4 rows by twice as many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once
+(include/kog/matvec.h). Four rows suit a matrix whose rows are few and divide badly among the blocks. A warp
+owns one part of K and one group of rows of a unit:
 
-    unit    = warps_rows x 8 rows, by all of K       (warps_k x warps_rows = 16 warps)
+    unit    = warps_rows x 8 or 4 rows, by all of K       (warps_k x warps_rows = 16 warps)
     warp    = rows_group * warps_k + k_part
     stream  = stages in order > units > steps along the warp's K > fragment
 
 Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (prototypes on H200: benchmarks/README.md).
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,18 +24,24 @@ from kog_triton.schedule.schedule import Epilogue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import KB, Gpu
 
 WARPS = 16  # consumer warps; one more warp fills the ring
-MMA_ROWS = 8  # weight rows of one mma.m16n8k16
+FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
+MMA_ROWS = FRAGMENT_ROWS[0]
 # (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
 # larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
 CHUNKS = ((32, 2), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md).
 WINDOW_BYTES = 48 * KB
+CALM_BYTES = 32 * KB  # the same while the block has chunks to go on with
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
-UNROLLED = 16
+UNROLLED = 18
 # Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones: an
 # estimate, not a measurement.
 NARROW_COST = 1.1
+# Where K is cut in as many parts as there are warps, each stages its own part of the activations and
+# waits for no other warp; else all meet at a barrier. The same: an estimate.
+SHARED_COST = 1.02
+FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take three shuffles for one
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class CudaLowering(Partition):
-    """A partition with the stream's layout. Tilings: unit_rows = 8 * warps_rows, k_parts = warps_k."""
+    """A partition with the stream's layout. Tilings: unit_rows = fragment_rows * warps_rows, k_parts = warps_k."""
 
     gpu: Gpu
     frag_k: int
@@ -67,6 +75,10 @@ class CudaLowering(Partition):
         return max(1, WINDOW_BYTES // self.chunk_bytes)
 
     @property
+    def calm_chunks(self) -> int:
+        return max(1, CALM_BYTES // self.chunk_bytes)
+
+    @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring: partial sums twice, activations of the widest stage, words."""
         partials = 2 * PARTIAL_ROWS * WARPS * 4
@@ -77,9 +89,15 @@ class CudaLowering(Partition):
     def padded_k(self, stage: Stage) -> int:
         return self.tilings[stage.name].padded_k(stage.cols)
 
+    def fragment(self, stage: Stage) -> tuple[int, int]:
+        """Rows and values of K of one fragment: always as many bytes."""
+        rows = self.tilings[stage.name].fragment_rows
+        return rows, MMA_ROWS // rows * self.frag_k
+
     def steps(self, stage: Stage) -> int:
         """Fragments along K of one warp, for one unit."""
-        return self.padded_k(stage) // self.tilings[stage.name].k_parts // self.frag_k
+        k = self.fragment(stage)[1]
+        return self.padded_k(stage) // self.tilings[stage.name].k_parts // k
 
     def stage_chunks(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
         """Chunks of one run of a stage by the block at this place of its group."""
@@ -160,10 +178,11 @@ def unit_period(steps: int, fragments: int) -> int:
 def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int) -> Tiling:
     """The K split of one stage that pads least."""
     options = []
-    for warps_k in (16, 8, 4, 2):
-        for k_step in (frag_k, frag_k * fragments):
-            tiling = Tiling(MMA_ROWS * WARPS // warps_k, warps_k, k_step)
-            steps = tiling.padded_k(stage.cols) // warps_k // frag_k
+    for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
+        k = MMA_ROWS // rows * frag_k
+        for k_step in (k, k * fragments):
+            tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
+            steps = tiling.padded_k(stage.cols) // warps_k // k
             period = unit_period(steps, fragments)
             if period > 1 and period * steps > UNROLLED:
                 continue
@@ -175,5 +194,7 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
             ]
             overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
             # The slowest block sets the stage's time, the sum the bytes.
-            options.append((overtaken, max(chunks), sum(chunks), -warps_k, tiling))
+            slowest = max(chunks) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
+            bytes_read = sum(chunks) * (1 if warps_k == WARPS else SHARED_COST)
+            options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
     return min(options, key=lambda option: option[:4])[4]

@@ -23,6 +23,9 @@ class Tiling:
     unit_rows: int  # rows that one block takes at once, in `row_order`
     k_parts: int = 1  # parts of K that are summed in order
     k_step: int = 1  # every part is zero-padded to a multiple of this
+    fragment_rows: int = (
+        0  # rows of what one warp multiplies at once, where that is the stage's own
+    )
 
     def padded_k(self, cols: int) -> int:
         part = self.k_parts * self.k_step

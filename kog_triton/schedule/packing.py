@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
 
@@ -16,11 +16,11 @@ from kog_triton.schedule.schedule import Stage
 def pack_stage(
     lowering: CudaLowering, stage: Stage, layer: int, block: int, rank: int, w: Any
 ) -> Any:
-    """One block's chunks of one stage: [chunks, warps, fragments, 8, frag_k] of w [rows, cols].
+    """One block's chunks of one stage: [chunks, warps, fragments, *fragment] of w [rows, cols].
 
     `w` is the shard's matrix, gate above up; of the head, the rows that the rank scores.
     """
-    tiling, frag_k = lowering.tilings[stage.name], lowering.frag_k
+    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = lowering.block_rows(stage, layer, lowering.place(stage, block), rank)
     units = len(rows) // tiling.unit_rows
@@ -28,21 +28,21 @@ def pack_stage(
     real = np.flatnonzero(rows != PADDING)
     flat[_index(w, real), : stage.cols] = w[_index(w, rows[real])]
     # rows: unit, group of 8, row; K: part, step, value  ->  unit, step, warp (group, part), row, value
-    shape = (units, WARPS // parts, MMA_ROWS, parts, steps, frag_k)
+    shape = (units, WARPS // parts, high, parts, steps, wide)
     ordered = _permute(flat.reshape(shape), (0, 4, 1, 3, 2, 5))
-    ordered = ordered.reshape(units * steps, WARPS, MMA_ROWS * frag_k)
+    ordered = ordered.reshape(units * steps, WARPS, high * wide)
     chunks = -(-units * steps // lowering.fragments)
-    out = _new(w, (chunks * lowering.fragments, WARPS, MMA_ROWS * frag_k))
+    out = _new(w, (chunks * lowering.fragments, WARPS, high * wide))
     out[: units * steps] = ordered
-    out = out.reshape(chunks, lowering.fragments, WARPS, MMA_ROWS, frag_k)
+    out = out.reshape(chunks, lowering.fragments, WARPS, high, wide)
     return _permute(out, (0, 2, 1, 3, 4))
 
 
 def pack_blocks(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
 ) -> Any:
-    """`pack_stage` of several blocks with equally many units: [blocks, chunks, warps, fragments, 8, frag_k]."""
-    tiling, frag_k = lowering.tilings[stage.name], lowering.frag_k
+    """`pack_stage` of several blocks with equally many units: [blocks, chunks, warps, fragments, *fragment]."""
+    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = np.stack(
         [lowering.block_rows(stage, layer, lowering.place(stage, b), rank) for b in blocks]
@@ -51,12 +51,12 @@ def pack_blocks(
     flat = _new(w, (rows.size, lowering.padded_k(stage)))
     real = np.flatnonzero(rows.reshape(-1) != PADDING)
     flat[_index(w, real), : stage.cols] = w[_index(w, rows.reshape(-1)[real])]
-    shape = (count, units, WARPS // parts, MMA_ROWS, parts, steps, frag_k)
+    shape = (count, units, WARPS // parts, high, parts, steps, wide)
     ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
     chunks = -(-units * steps // lowering.fragments)
-    out = _new(w, (count, chunks * lowering.fragments, WARPS, MMA_ROWS, frag_k))
-    out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, MMA_ROWS, frag_k)
-    out = out.reshape(count, chunks, lowering.fragments, WARPS, MMA_ROWS, frag_k)
+    out = _new(w, (count, chunks * lowering.fragments, WARPS, high, wide))
+    out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
+    out = out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
     return _permute(out, (0, 1, 3, 2, 4, 5))
 
 

@@ -38,7 +38,8 @@ MODELS = {
 def backend_of(model, slots=1):
     weights, changes = MODELS[model]
     spec = spec_of(dtype=DType.F16, max_context=512, **({"num_layers": 2} | changes))
-    options = BackendOptions(device="nvidia", max_context=512, num_slots=slots)
+    # A library rounds otherwise, so that its keys and values would not give the logits compared with.
+    options = BackendOptions(device="nvidia", max_context=512, num_slots=slots, prefill="kernel")
     return CudaBackend(weights(spec, device="cuda"), options)
 
 

@@ -1,7 +1,8 @@
 """llama.cpp's llama-bench, if it is on the PATH and a GGUF file of the same model is given.
 
-It times itself and shows no tokens: its text is not checked, and a record says so. Its definition of
-tg differs in one point: it starts from any token at the given depth.
+It times itself and shows no tokens: its text is not checked, and a record says so. That the file holds
+this model is judged by its number of parameters and its bytes, which also tell a quantized one. Its
+definition of tg differs in one point: it starts from any token at the given depth.
 """
 
 import json
@@ -17,9 +18,13 @@ import numpy as np
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.subjects import Run
 from kog_triton.errors import RunError
+from kog_triton.model.spec import ModelSpec
 
-RAN = "this adapter never ran anywhere"
+RAN = "this adapter has run on a CPU only, with a tiny model"
 TIMEOUT_S = 600
+# Of parameters and of bytes: llama.cpp counts tables for RoPE too, and keeps norms in float32.
+LIKENESS = 0.01
+FIELDS = ("avg_ns", "build_commit", "backends", "model_type", "model_n_params", "model_size")
 
 
 def absent(setting: Setting) -> str:
@@ -38,14 +43,16 @@ class LlamaBench:
         assert setting.gguf is not None, "absent() looked"
         self._gguf = setting.gguf
         self.spec = setting.weights.spec
-        self.version = "llama.cpp"
+        seen = self._ask(n_prompt=1, n_gen=0, depth=0)
+        check_model(seen, self.spec)
+        self.version = "llama.cpp {build_commit} ({backends}), {model_type}".format(**seen)
+        self._weight_bytes = int(seen["model_size"])
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         raise RunError("llama-bench gives no logits")
 
     def generate(self, prompt: Sequence[int], count: int) -> Run:
         prefill = self._ask(n_prompt=len(prompt), n_gen=0, depth=0)
-        self.version = f"llama.cpp {prefill['build_commit']}"
         run = Run(time.perf_counter())
         at = run.submitted + prefill["avg_ns"] / 1e9
         step = 0.0
@@ -68,7 +75,7 @@ class LlamaBench:
         return only_result(done.stdout)
 
     def memory_bytes(self) -> dict[str, int]:
-        return {}
+        return {"weights": self._weight_bytes}
 
     def close(self) -> None:
         pass
@@ -85,10 +92,23 @@ def only_result(text: str) -> dict[str, Any]:
         results = json.loads(text)
     except ValueError as error:
         raise RunError(f"llama-bench printed no JSON: {text[:80]!r}") from error
-    if not isinstance(results, list) or len(results) != 1 or "avg_ns" not in results[0]:
-        raise RunError("llama-bench did not print the one test that it was asked for")
+    one = isinstance(results, list) and len(results) == 1 and isinstance(results[0], dict)
+    missing = [name for name in FIELDS if name not in results[0]] if one else FIELDS
+    if missing:
+        raise RunError(f"llama-bench did not print one test with {missing[0]!r}")
     result: dict[str, Any] = results[0]
     return result
+
+
+def check_model(result: dict[str, Any], spec: ModelSpec) -> None:
+    """RunError if the file holds another model than the others run, or one of other types."""
+    size = spec.num_parameters * spec.dtype.bytes
+    for name, want in (("model_n_params", spec.num_parameters), ("model_size", size)):
+        if abs(result[name] - want) > LIKENESS * want:
+            raise RunError(
+                f"the GGUF file is another model ({result['model_type']}): its {name} is "
+                f"{result[name]}, and this model's {want}; convert it as {spec.dtype.name.lower()}"
+            )
 
 
 def open_peer(setting: Setting) -> LlamaBench:

@@ -1,20 +1,28 @@
-// The kernel's instructions on one CPU thread: every GPU thread is a fiber, a collective is a
-// rendezvous.
+// The kernel's instructions on a CPU: every GPU thread is a fiber, a collective is a rendezvous.
 //
 // Stands in for backends/cuda/include/kog/ptx.h (the include path decides). Fibers run round robin
 // in an order that a seed shuffles, so that blocks drift apart in ways of their own; bulk copies
-// land late. It proves layout, arithmetic, barriers and waits, not the memory order of a GPU: here
-// all memory is one.
+// land late. All blocks share one CPU thread (run.cpp), where memory has one order and what is
+// proved is layout, arithmetic, barriers and waits; or each has its own (threads.cpp, KOG_THREADS),
+// where what they exchange is seen late and ThreadSanitizer judges the rest (concurrent.h).
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
 #define KOG_DEVICE inline
 #define KOG_DEVICE_NOINLINE inline
 #define KOG_CONSTANT static const
+
+// What the emulation itself does is no access of the kernel's: a judge does not look at it.
+#ifdef KOG_THREADS
+#define KOG_OWN thread_local
+#define KOG_EMULATED __attribute__((no_sanitize("thread"))) inline
+#else
+#define KOG_OWN
+#define KOG_EMULATED inline
+#endif
 
 struct uint2 {
   unsigned x, y;
@@ -50,27 +58,26 @@ struct Copy {
   int delay;
 };
 
-struct Store {
-  u32* to;
-  u32 value;
-  i64 lands;
-};
-
 struct Warp {
   int arrived = 0;
   u64 turn = 0;
+  bool looked = false;  // whether somebody else has done something: it waits
+  int blocked = 0;      // lanes at the block's barrier, or past it, and which one that is
+  u64 barrier = 0;
   u64 value[32];
   u32 a[32][4], b[32][2];
 };
+constexpr int kMostWarps = 32, kMostCopies = 512;
 
 struct BlockState {
-  std::vector<u8> shared;
-  Warp warps[32];
+  u8* shared = nullptr;
+  Warp warps[kMostWarps];
   int arrived = 0;
   u64 turn = 0;
   bool pending = false, result = false;
-  std::vector<Copy> copies;
-  std::vector<Store> stores;  // that are late
+  Copy copies[kMostCopies];
+  int num_copies = 0;
+  struct Witness* witness = nullptr;  // concurrent.h
 };
 
 struct Fiber {
@@ -80,23 +87,14 @@ struct Fiber {
   bool done = false;
 };
 
-extern Fiber* current;
-extern i64 ticks;
+extern KOG_OWN Fiber* current;
+extern KOG_OWN i64 ticks;
 void yield();
 void land_copies(BlockState& block);
 
-// Stores to words in [late_first, late_last) land up to `late_rounds` rounds late: one block's in order
-// where they are to the same word, all others in any order.
-extern const u32 *late_first, *late_last;
-extern i64 late_rounds;
-inline i64 land_at(const u32* p) {
-  u64 mixed = (reinterpret_cast<u64>(p) + static_cast<u64>(ticks)) * 0x9e3779b97f4a7c15ull;
-  return ticks + static_cast<i64>((mixed >> 40) % static_cast<u64>(late_rounds));
-}
-
-inline Warp& warp() { return current->block->warps[current->thread / 32]; }
-inline int lane() { return current->thread % 32; }
-inline void meet() {
+KOG_EMULATED Warp& warp() { return current->block->warps[current->thread / 32]; }
+KOG_EMULATED int lane() { return current->thread % 32; }
+KOG_EMULATED void meet() {
   Warp& w = warp();
   u64 mine = w.turn;
   if (++w.arrived == 32) {
@@ -106,7 +104,7 @@ inline void meet() {
   while (w.turn == mine) yield();
 }
 template <class T>
-T exchange(T v, int from) {
+KOG_EMULATED T exchange(T v, int from) {
   Warp& w = warp();
   u64 bits = 0;
   std::memcpy(&bits, &v, sizeof v);
@@ -117,7 +115,7 @@ T exchange(T v, int from) {
   std::memcpy(&v, &bits, sizeof v);
   return v;
 }
-inline float from_half(u32 h, bool f16) {
+KOG_EMULATED float from_half(u32 h, bool f16) {
   float out;
   if (!f16) {
     u32 bits = h << 16;
@@ -129,7 +127,7 @@ inline float from_half(u32 h, bool f16) {
   std::memcpy(&x, &bits, 2);
   return static_cast<float>(x);
 }
-inline u32 to_half(float v, bool f16) {
+KOG_EMULATED u32 to_half(float v, bool f16) {
   if (f16) {
     _Float16 x = static_cast<_Float16>(v);
     u16 bits;
@@ -143,46 +141,48 @@ inline u32 to_half(float v, bool f16) {
 }
 
 }  // namespace host
+}  // namespace kog
 
-inline int thread_index() { return host::current->thread; }
-inline int block_index() { return host::current->block_index; }
+#ifdef KOG_THREADS
+#include <kog/concurrent.h>
+#else
+#include <kog/alone.h>
+#endif
+
+namespace kog {
+
+KOG_EMULATED int thread_index() { return host::current->thread; }
+KOG_EMULATED int block_index() { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
 template <int>
-void take_registers() {}
+KOG_EMULATED void take_registers() {}
 template <int>
-void give_registers() {}
-inline i64 clock_ticks() { return host::ticks; }
-inline u64 nanoseconds() { return static_cast<u64>(host::ticks); }
-inline u8* shared_memory() { return host::current->block->shared.data(); }
+KOG_EMULATED void give_registers() {}
+KOG_EMULATED i64 clock_ticks() { return host::ticks; }
+KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
+KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 
-inline uint4 load_relaxed4(const u32* p) { return {p[0], p[1], p[2], p[3]}; }
-inline uint2 load_relaxed2(const u32* p) { return {p[0], p[1]}; }
-inline u32 load_relaxed(const u32* p) { return *p; }
-inline ulonglong2 load_relaxed_pair(const u64* p) { return {p[0], p[1]}; }
-inline void store_relaxed(u32* p, u32 v) {
-  if (p >= host::late_first && p < host::late_last)
-    host::current->block->stores.push_back({p, v, host::land_at(p)});
-  else
-    *p = v;
+inline uint4 load_relaxed4(const u32* p) {
+  return {host::load(p), host::load(p + 1), host::load(p + 2), host::load(p + 3)};
 }
-inline void store_relaxed_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
-inline u64 load_system(const u64* p) { return *p; }
-inline void store_system(u64* p, u64 v) { *p = v; }
+inline uint2 load_relaxed2(const u32* p) { return {host::load(p), host::load(p + 1)}; }
+inline u32 load_relaxed(const u32* p) { return host::load(p); }
+inline ulonglong2 load_relaxed_pair(const u64* p) { return {host::load(p), host::load(p + 1)}; }
+inline void store_relaxed(u32* p, u32 v) { host::store(p, v); }
+inline void store_relaxed_pair(u64* p, u64 a, u64 b) { host::store(p, a), host::store(p + 1, b); }
+inline u64 load_system(const u64* p) { return host::load(p); }
+inline void store_system(u64* p, u64 v) { host::store(p, v); }
 inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
-inline void store_system_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
-inline u32 compare_and_swap(u32* p, u32 expected, u32 v) {
-  u32 old = *p;
-  if (old == expected) *p = v;
-  return old;
-}
-inline void fence_gpu() {}
+inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b); }
+inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
+inline void fence_gpu() { host::fence(); }
 template <class T>
-T load_cache(const T* p) {
-  return *p;
+T load_cache(const T* p, bool there) {
+  return there ? *p : T{};
 }
 
-inline void sync_warp() { host::meet(); }
-inline bool any_lane(bool p) {
+KOG_EMULATED void sync_warp() { host::meet(); }
+KOG_EMULATED bool any_lane(bool p) {
   host::Warp& w = host::warp();
   w.value[host::lane()] = p;
   host::meet();
@@ -200,7 +200,7 @@ inline float shuffle_down(float v, int by) {
 inline float shuffle(float v, int lane) { return host::exchange(v, lane); }
 inline u32 shuffle(u32 v, int lane) { return host::exchange(v, lane); }
 template <class Join>
-u32 join_lanes(u32 v, Join join) {
+KOG_EMULATED u32 join_lanes(u32 v, Join join) {
   host::Warp& w = host::warp();
   w.value[host::lane()] = v;
   host::meet();
@@ -216,9 +216,10 @@ inline u32 sum_of_warp(u32 v) {
   return join_lanes(v, [](u32 a, u32 b) { return a + b; });
 }
 
-inline bool any_consumer(bool p) {
+KOG_EMULATED bool any_consumer(bool p) {
   host::BlockState& b = *host::current->block;
   u64 mine = b.turn;
+  host::note_arrival(mine);
   b.pending |= p;
   if (++b.arrived == 512) {
     b.arrived = 0;
@@ -226,13 +227,17 @@ inline bool any_consumer(bool p) {
     b.pending = false;
     b.turn++;
   }
+  host::Warp& w = host::warp();
+  w.blocked = w.barrier == mine ? w.blocked + 1 : 1;
+  w.barrier = mine;
   while (b.turn == mine) host::yield();
+  host::note_leaving(mine);
   return b.result;
 }
 inline void sync_consumers() { any_consumer(false); }
 
-inline void add_shared(u32* p, u32 v) { *p += v; }
-inline void add_shared(u64* p, u64 v) { *p += v; }
+inline void add_shared(u32* p, u32 v) { host::add(p, v); }
+inline void add_shared(u64* p, u64 v) { host::add(p, v); }
 
 inline float log2_fast(float x) { return std::log2(x); }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
@@ -270,7 +275,7 @@ inline float widen_f16(u16 x) { return host::from_half(x, true); }
 // kHalves times 8 values of K: c[16][8] += a[16][8 * kHalves] * b[8 * kHalves][8], laid out as PTX
 // says of mma.m16n8k16 and m16n8k8.
 template <bool kF16, int kHalves>
-void multiply_halves(float (&c)[4], const u32* a, const u32* b) {
+KOG_EMULATED void multiply_halves(float (&c)[4], const u32* a, const u32* b) {
   host::Warp& w = host::warp();
   int lane = host::lane();
   for (int i = 0; i < 2 * kHalves; i++) w.a[lane][i] = a[i];
@@ -305,39 +310,49 @@ struct HostBarrier {
   u32 state;  // bit 31: phase; below: bytes due
 };
 static_assert(sizeof(HostBarrier) == 8);
-inline HostBarrier* host_barrier(u64* b) { return reinterpret_cast<HostBarrier*>(b); }
-inline void barrier_complete(HostBarrier* b) {
+KOG_EMULATED HostBarrier* host_barrier(u64* b) { return reinterpret_cast<HostBarrier*>(b); }
+KOG_EMULATED void barrier_complete(HostBarrier* b) {
   if (b->due != 0 || (b->state & 0x7fffffffu) != 0) return;
   b->due = b->expected;
   b->state ^= 0x80000000u;
 }
-inline void barrier_init(u64* b, u32 arrivals) {
+KOG_EMULATED void barrier_init(u64* b, u32 arrivals) {
   *host_barrier(b) = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0};
 }
 inline void barrier_init_fence() {}
-inline void barrier_expect(u64* b, u32 bytes) {
+KOG_EMULATED void barrier_expect(u64* b, u32 bytes) {
+  host::note_release(b);
   host_barrier(b)->state += bytes;
   host_barrier(b)->due--;
   barrier_complete(host_barrier(b));
 }
-inline void barrier_arrive(u64* b) {
+KOG_EMULATED void barrier_arrive(u64* b) {
+  host::note_release(b);
   host_barrier(b)->due--;
   barrier_complete(host_barrier(b));
 }
 // Whether the phase of this parity has ended.
-inline bool barrier_try(u64* b, u32 parity) {
-  if (host_barrier(b)->state >> 31 != parity) return true;
+KOG_EMULATED bool barrier_try(u64* b, u32 parity) {
+  if (host_barrier(b)->state >> 31 != parity) {
+    host::note_acquire(b);
+    return true;
+  }
   host::land_copies(*host::current->block);
   host::yield();
   return false;
 }
 inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
-inline void fetch_to_l2(const void*, u32) {}
-inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
-  host::current->block->copies.push_back(
-      {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)});
+inline u64 read_once() { return 0; }
+inline void fetch_to_l2(const void*, u32, u64 = 0) {}
+KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
+  host::BlockState& block = *host::current->block;
+  host::note_release(&block.copies);
+  block.copies[block.num_copies++] = {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)};
 }
-inline u32 load_volatile(const u32* p) { return *static_cast<const volatile u32*>(p); }
-inline void store_volatile(u32* p, u32 v) { *static_cast<volatile u32*>(p) = v; }
+KOG_EMULATED u32 load_volatile(const u32* p) {
+  host::warp().looked = true;
+  return host::load_own(p);
+}
+inline void store_volatile(u32* p, u32 v) { host::store_own(p, v); }
 
 }  // namespace kog

@@ -3,8 +3,8 @@
 // A warp takes kTileRows positions at once. Scores: heads are the rows of one operand, 8 positions the
 // columns of the other, so a lane holds a quarter of one key a group of 8. Outputs: dimensions are the
 // rows, positions the depth, heads the columns, so a lane holds an eighth of the values at 2 positions
-// a group of 8. Which dimension stands in which row or step is ours to choose: each lane's are side by
-// side. Rows of the cache are padded with zeros to kRowDim.
+// a group of 8. Which dimension stands in which row or step is ours to choose (Pieces). Rows of the
+// cache are padded with zeros to kRowDim.
 #pragma once
 #include <kog/words.h>
 
@@ -14,88 +14,98 @@ constexpr int kRowDim = (kHeadDim + 15) / 16 * 16;
 constexpr int kDimSteps = kRowDim / 16;
 constexpr int kKeyWords = kRowDim / 8;     // of one key in one lane
 constexpr int kValueWords = kRowDim / 16;  // of one value in one lane
-// Wider heads take half as many positions: two tiles have to fit into registers.
-constexpr int kTileRows = kRowDim <= 64 ? 16 : 8;
 
-template <int N>
-KOG_DEVICE void load_cache_words(u32 (&w)[N], const u16* from) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      uint4 v = load_cache(reinterpret_cast<const uint4*>(from) + i);
-      w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
-    }
-  } else if constexpr (N % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      uint2 v = load_cache(reinterpret_cast<const uint2*>(from) + i);
-      w[2 * i] = v.x, w[2 * i + 1] = v.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) w[i] = load_cache(reinterpret_cast<const u32*>(from) + i);
+// A lane's words of a row come in pieces of a load each; the pieces of the lanes that share the row lie
+// side by side, so that one load of a warp reads whole sectors.
+template <int kWords>
+constexpr int kPieceOf = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
+template <int kWords, int kSharers>
+struct Pieces {
+  static constexpr int kPiece = kPieceOf<kWords>, kCount = kWords / kPiece,
+                       kStride = kSharers * kPiece;
+  // Where in the row word `word` of sharer `which` is, in words.
+  KOG_DEVICE static int at(int which, int word) {
+    return word / kPiece * kStride + which * kPiece + word % kPiece;
   }
-}
+  KOG_DEVICE static void load(u32 (&w)[kWords], const u16* row, int which, bool there) {
+    const u32* from = reinterpret_cast<const u32*>(row) + which * kPiece;
+#pragma unroll
+    for (int i = 0; i < kCount; i++, from += kStride) {
+      if constexpr (kPiece == 4) {
+        uint4 v = load_cache(reinterpret_cast<const uint4*>(from), there);
+        w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+      } else if constexpr (kPiece == 2) {
+        uint2 v = load_cache(reinterpret_cast<const uint2*>(from), there);
+        w[2 * i] = v.x, w[2 * i + 1] = v.y;
+      } else {
+        w[i] = load_cache(from, there);
+      }
+    }
+  }
+};
 
-// Keys of one tile: group j holds the key at position 8 * j + lane / 4 of the tile.
+// Keys of one tile: group j holds the key at position 8 * j + lane / 4 of the tile, a quarter a lane.
 struct Keys {
+  using Quarter = Pieces<kKeyWords, 4>;
   u32 w[kTileRows / 8][kKeyWords];
 
   KOG_DEVICE static int row(const Block& b, int j) { return 8 * j + b.in_warp / 4; }
-  KOG_DEVICE static int column(const Block& b) { return b.in_warp % 4 * (kRowDim / 4); }
   // Positions [at, end) of `from`; zeros behind them.
   KOG_DEVICE void load(const Block& b, const u16* from, int at, int end) {
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
       int position = at + row(b, j);
-#pragma unroll
-      for (int i = 0; i < kKeyWords; i++) w[j][i] = 0;
-      if (position < end)
-        load_cache_words(w[j], from + static_cast<u64>(position) * kRowDim + column(b));
+      Quarter::load(w[j], from + static_cast<u64>(position) * kRowDim, b.in_warp % 4,
+                    position < end);
     }
   }
   // The tile's key number `which` is this one, in shared memory.
   KOG_DEVICE void patch(const Block& b, int which, const u16* key) {
-    const u32* from = reinterpret_cast<const u32*>(key + column(b));
+    const u32* from = reinterpret_cast<const u32*>(key);
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)
       if (row(b, j) == which)
 #pragma unroll
-        for (int i = 0; i < kKeyWords; i++) w[j][i] = from[i];
+        for (int i = 0; i < kKeyWords; i++) w[j][i] = from[Quarter::at(b.in_warp % 4, i)];
   }
 };
 
-// Values of one tile: row i holds the value at position `row` of the tile.
+// Values of one tile: row i holds the value at position `row` of the tile, an eighth a lane.
 struct Values {
+  using Eighth = Pieces<kValueWords, 8>;
   u32 w[kTileRows / 4][kValueWords];
 
   KOG_DEVICE static int row(const Block& b, int i) {
     return i / 2 * 8 + b.in_warp % 4 * 2 + i % 2;
   }
-  KOG_DEVICE static int column(const Block& b) { return b.in_warp / 4 * (kRowDim / 8); }
+  // The first of the two dimensions of word `word` of this lane.
+  KOG_DEVICE static int dimension(const Block& b, int word) {
+    return 2 * Eighth::at(b.in_warp / 4, word);
+  }
   KOG_DEVICE void load(const Block& b, const u16* from, int at, int end) {
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; i++) {
       int position = at + row(b, i);
-#pragma unroll
-      for (int n = 0; n < kValueWords; n++) w[i][n] = 0;
-      if (position < end)
-        load_cache_words(w[i], from + static_cast<u64>(position) * kRowDim + column(b));
+      Eighth::load(w[i], from + static_cast<u64>(position) * kRowDim, b.in_warp / 4,
+                   position < end);
     }
   }
   KOG_DEVICE void patch(const Block& b, int which, const u16* value) {
-    const u32* from = reinterpret_cast<const u32*>(value + column(b));
+    const u32* from = reinterpret_cast<const u32*>(value);
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; i++)
       if (row(b, i) == which)
 #pragma unroll
-        for (int n = 0; n < kValueWords; n++) w[i][n] = from[n];
+        for (int n = 0; n < kValueWords; n++) w[i][n] = from[Eighth::at(b.in_warp / 4, n)];
   }
 };
 
+KOG_DEVICE u16* cache_at(const Block& b, int slot, int layer, int head) {
+  u64 home = (static_cast<u64>(layer) * kLanes + b.lane) * kKvHeads + head;
+  return b.p.cache + slot * kCacheStride + home * 2 * kMaxContext * kRowDim;
+}
 KOG_DEVICE u16* cache_of(const Block& b, int head) {
-  u64 home = (static_cast<u64>(b.layer) * kLanes + b.lane) * kKvHeads + head;
-  return b.p.cache + b.small->slot * kCacheStride + home * 2 * kMaxContext * kRowDim;
+  return cache_at(b, b.small->slot, b.layer, head);
 }
 
 }  // namespace kog

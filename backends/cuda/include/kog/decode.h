@@ -2,18 +2,15 @@
 // the walk of one block.
 #pragma once
 #include <kog/head.h>
+#include <kog/produce.h>
 
 namespace kog {
 
 // What the token means for the request: kRunning, or why it ends; by whole warps.
-KOG_DEVICE int outcome_of(const Block& b, int token, int made) {
-  const u32* r = b.request;
+KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int made) {
   if (token < 0) return token == kNothing ? kNothingAllowed : kNotFinite;
-  List stops = list_of(b, Request::kStopIds);
-  bool stop = false;
-  for (int i = b.in_warp; i < stops.count; i += 32) stop |= static_cast<int>(stops.at[i]) == token;
-  if (any_lane(stop)) return kStop;
-  if (made >= static_cast<int>(r[Request::kMost])) return kLength;
+  if (ending.stops_at(b, token)) return kStop;
+  if (made >= static_cast<int>(ending.most)) return kLength;
   return static_cast<int>(b.small->control);
 }
 
@@ -37,12 +34,13 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
   b.begin_stage();
   load_gains(b, 0, k.gain);
   int token = turn.of(b).token;
-  embed(b, token > 0 ? token : 0, k.x);  // below 0: the request ends, and why
+  k.embedded.load(b, token > 0 ? token : 0);  // below 0: the request ends, and why
 }
 
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
+  k.embedded.unpack(b, k.x);
   for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
   if (turn.has_head(b)) run_head(b, k, b.small->position);
 }
@@ -68,7 +66,7 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
   tell_host(b, seat.slot, token, made, turn.steps + 1);
-  return made > 0 ? outcome_of(b, token, made) : static_cast<int>(kRunning);
+  return made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
 }
 
 KOG_DEVICE void consume(Block& b) {

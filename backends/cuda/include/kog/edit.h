@@ -111,7 +111,8 @@ KOG_DEVICE void edit_logits(Block& b, Rows rows, int token, int position, const 
   int made = tokens_made(b, position);
   u32* counts = b.p.counts + static_cast<u64>(b.small->slot) * kVocab;
   if ((flags & kPenalized) != 0) count_token(b, rows, counts, token, made);
-  if (b.thread == 0) store_relaxed(sequence_of(b) + position, static_cast<u32>(token));
+  if (b.thread == 0 && made > 0)
+    store_relaxed(sequence_of(b) + position, static_cast<u32>(token));
   u32* mask = reinterpret_cast<u32*>(b.partials);
   if ((flags & kMasked) != 0) stage_mask(b, rows, made, mask);
   sync_consumers();

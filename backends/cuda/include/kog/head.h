@@ -41,6 +41,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
         if (beats(c, mine)) mine = c;
       });
   stamp(b, Point::kQkvProj);
+  k.ending.load(b);
   if ((flags & kWantsMore) != 0) {
     choose(b.p, b.request, {k.heads, position, control});
   } else {

@@ -18,6 +18,8 @@ struct Walk {
   int heads = 0;      // heads run: the phase of the head's
   Turns attention_out, mlp_out;
   float x[kHeld], gain[kHeld];
+  Embedded embedded;  // the next token's
+  Ending ending;
 };
 
 template <class Stage>
@@ -39,7 +41,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   float scale = 0;
   run_rows<QkvProj>(
       b, k.ring, k.turn, layer_units<QkvProj>(b), NothingAhead<QkvProj>(),
-      [&](int row, bool owner) { return kQkvBias && owner ? bias[row] : 0.f; },
+      [&](int row, bool owner) { return kQkvBias ? bias[owner ? row : 0] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
         float v = sum * scale + asked, next = shuffle_down(v, 1);
@@ -57,7 +59,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) 
   float scale = 0;
   run_rows<GateUpProj>(
       b, k.ring, k.turn, layer_units<GateUpProj>(b), ahead,
-      [&](int row, bool owner) { return kMlpBias && owner ? bias[row] : 0.f; },
+      [&](int row, bool owner) { return kMlpBias ? bias[owner ? row : 0] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
         float v = sum * scale + asked, up = shuffle_down(v, 1);
@@ -82,7 +84,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
   run_rows<Stage>(
       b, k.ring, k.turn, layer_units<Stage>(b), taken,
       [&](int row, bool owner) {
-        return Asked{kBias && owner ? bias[row] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
+        return Asked{kBias ? bias[owner ? row : 0] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
       },
       [&](int row, bool owner, float sum, Asked& asked) {
         if (last) fence_gpu();  // pairs with the one after the gather

@@ -6,6 +6,10 @@
 //
 //     0, 1   what the even words meet, high and low part        2, 3   what the odd words meet
 //
+// Or it is 4 rows by two such steps of K, the first in lanes 0-15, the second in lanes 16-31: rows 0-3
+// and 4-7 multiply the even words of each, 8-11 and 12-15 the odd ones, and columns 0 to 7 hold what
+// they meet in the same order.
+//
 // float32 activations come as two 16-bit parts, x = high + low, and keep 16 bits of mantissa or more;
 // values that came as 16-bit words have no low part and still carry their factor (words.h). Scratch
 // holds, a fragment, one such column after the other: [high even, low even, high odd, low odd] (wide)
@@ -155,10 +159,29 @@ using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane'
 template <class Stage>
 constexpr int kBatchRows = Stage::kBatch * Stage::kUnitRows;  // rows of a batch
 template <class Stage>
-constexpr int kStepBytes = kColumnWords * 4 * (Stage::kWide ? 4 : 2);
+constexpr int kStepBytes = kColumnWords * 4 * (Stage::kWide ? 4 : 2);  // of kFragK values of K
 
-// The sums of one unit and one part of K to shared memory: lane 4 * row + 0 holds those of even
-// words, + 1 those of odd ones.
+// How the lanes share a fragment of Stage: which step of K, of the kSteps in one, and where in memory.
+template <class Stage>
+struct Shape {
+  static constexpr int kHalves = 8 / Stage::kFragmentRows;  // steps of kFragK values in a fragment
+
+  // Of a fragment, row by row, this lane's bytes.
+  KOG_DEVICE static int at(const Block& b) {
+    if constexpr (kHalves == 1) return b.in_warp * (kLaneWords * 4);
+    return (b.in_warp / 4 % 4 * 8 + b.in_warp / 16 * 4 + b.in_warp % 4) * (kLaneWords * 4);
+  }
+  // The step of K and the column of scratch, of those it has, that meet this lane's column of the operand.
+  KOG_DEVICE static int half(const Block& b) { return kHalves == 1 ? 0 : b.in_warp / 8 % 2; }
+  KOG_DEVICE static int column(const Block& b) {
+    int odd = kHalves == 1 ? b.in_warp / 8 % 2 : b.in_warp / 16, low = b.in_warp / 4 % 2;
+    return Stage::kWide ? 2 * odd + low : odd;
+  }
+};
+
+// The sums of one unit and one part of K to shared memory. Of 8 rows, lane 4 * row + 0 holds those of
+// even words, + 1 those of odd ones; of 4, they lie in lanes 4 * row, 4 * (row + 4) + 1, 4 * row + 2
+// and 4 * (row + 4) + 3.
 template <class Stage>
 KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], float* to) {
   float even = c[0][0] + c[1][0], odd = c[0][2] + c[1][2];
@@ -166,30 +189,41 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], float* to) {
     even += c[0][1] + c[1][1];
     odd += c[0][3] + c[1][3];
   }
-  float sum = b.in_warp % 2 == 0 ? even : odd;
-  sum += shuffle_xor(sum, 1);
-  if (b.in_warp % 4 == 0) to[b.in_warp / 4] = sum;
+  if constexpr (Shape<Stage>::kHalves == 1) {
+    float sum = b.in_warp % 2 == 0 ? even : odd;
+    sum += shuffle_xor(sum, 1);
+    if (b.in_warp % 4 == 0) to[b.in_warp / 4] = sum;
+  } else {
+    float sum = b.in_warp % 4 < 2 ? even : odd;
+    sum = b.in_warp % 2 == b.in_warp / 16 ? sum : 0;
+    sum += shuffle_xor(sum, 1);
+    sum += shuffle_xor(sum, 2);
+    sum += shuffle_xor(sum, 16);
+    if (b.in_warp < 16 && b.in_warp % 4 == 0) to[b.in_warp / 4] = sum;
+  }
 }
 
 // What a warp's part of K is multiplied with: in registers where that is little.
 template <class Stage>
 struct Staged {
   static constexpr bool kHeldAll = Stage::kSteps <= 8;
+  static constexpr int kHalves = Shape<Stage>::kHalves;
   const u8* from;
   Activation held[kHeldAll ? Stage::kSteps : 1];
 
   KOG_DEVICE explicit Staged(const Block& b) {
-    int column = Stage::kWide ? b.in_warp / 4 % 4 : b.in_warp / 8 % 2;
-    from = b.scratch + b.warp % Stage::kParts * Stage::kSteps * kStepBytes<Stage> +
-           (column * kColumnWords + b.in_warp % 4 * (kLaneWords / 2)) * 4;
+    from = b.scratch +
+           (b.warp % Stage::kParts * Stage::kSteps * kHalves + Shape<Stage>::half(b)) *
+               kStepBytes<Stage> +
+           (Shape<Stage>::column(b) * kColumnWords + b.in_warp % 4 * (kLaneWords / 2)) * 4;
     if constexpr (kHeldAll)
 #pragma unroll
       for (int i = 0; i < Stage::kSteps; i++)
-        held[i] = Activation::load(from + i * kStepBytes<Stage>);
+        held[i] = Activation::load(from + i * kHalves * kStepBytes<Stage>);
   }
   KOG_DEVICE Activation operator[](int step) const {
     if constexpr (kHeldAll) return held[step];
-    return Activation::load(from + step * kStepBytes<Stage>);
+    return Activation::load(from + step * kHalves * kStepBytes<Stage>);
   }
 };
 
@@ -199,11 +233,12 @@ template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
 
 // One warp's part of the next chunk.
+template <class Stage>
 struct Chunk {
   Fragment w[kFragments];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    const u8* from = ring.wait(b) + b.warp * kFragments * kFragmentBytes + b.in_warp * (kLaneWords * 4);
+    const u8* from = ring.wait(b) + b.warp * kFragments * kFragmentBytes + Shape<Stage>::at(b);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentBytes);
     ring.release(b);
@@ -223,7 +258,7 @@ struct Ahead {
           ? kRoom
           : Stage::kUnits / Stage::kGroup / Stage::kPeriod;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
-  Chunk chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
+  Chunk<Stage> chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
@@ -233,7 +268,7 @@ struct Ahead {
 template <class Stage>
 struct NothingAhead {
   static constexpr int kPeriods = 0, kUnits = 0;
-  Chunk chunks[1];
+  Chunk<Stage> chunks[1];
 };
 
 // The sums of one period, of whose units `left` are there. next(i): chunk i of it.
@@ -246,7 +281,7 @@ KOG_DEVICE void multiply_period(Block& b, const Staged<Stage>& x, int left, floa
 #pragma unroll kUnrolled
   for (int i = 0; i < kPeriodChunks<Stage>; i++) {
     if (kPeriod > 1 && i * kFragments / kSteps >= left) break;
-    Chunk chunk = next(i);
+    Chunk<Stage> chunk = next(i);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) {
       int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
@@ -267,7 +302,7 @@ template <class Stage, class Taken>
 KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const Taken& taken) {
   constexpr int kPeriod = Stage::kPeriod;
   Staged<Stage> x(b);
-  float* to = partials + b.warp % Stage::kParts * kBatchRows<Stage> + b.warp / Stage::kParts * 8;
+  float* to = partials + b.warp % Stage::kParts * kBatchRows<Stage> + b.warp / Stage::kParts * Stage::kFragmentRows;
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++)
     multiply_period<Stage>(b, x, kPeriod, to + p * kPeriod * Stage::kUnitRows,
@@ -275,7 +310,7 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const
   to += Taken::kUnits * Stage::kUnitRows;
   for (int unit = Taken::kUnits; unit < units; unit += kPeriod, to += kPeriod * Stage::kUnitRows)
     multiply_period<Stage>(b, x, units - unit, to, [&](int) {
-      Chunk chunk;
+      Chunk<Stage> chunk;
       chunk.take(b, ring);
       return chunk;
     });

@@ -111,25 +111,37 @@ KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu ----
 
-KOG_DEVICE uint4 load_cache(const uint4* p) {
+// Zero where there is nothing to load. One statement: were zero and the loaded value joined by the
+// compiler, a move between registers would wait for the load on the spot.
+KOG_DEVICE uint4 load_cache(const uint4* p, bool there) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<u32>(there))
+      : "memory");
   return v;
 }
-KOG_DEVICE uint2 load_cache(const uint2* p) {
+KOG_DEVICE uint2 load_cache(const uint2* p, bool there) {
   uint2 v;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(v.x), "=r"(v.y)
-               : "l"(p)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
+      "@p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(p), "r"(static_cast<u32>(there))
+      : "memory");
   return v;
 }
-KOG_DEVICE u32 load_cache(const u32* p) {
+KOG_DEVICE u32 load_cache(const u32* p, bool there) {
   u32 v;
-  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %0, 0;\n"
+      "@p ld.global.L1::no_allocate.u32 %0, [%1];\n}"
+      : "=&r"(v)
+      : "l"(p), "r"(static_cast<u32>(there))
+      : "memory");
   return v;
 }
 
@@ -276,14 +288,25 @@ KOG_DEVICE bool barrier_test(u64* b, u32 parity) {
       : "memory");
   return ok != 0;
 }
+// How the L2 treats what is read once a token: it leaves first.
+KOG_DEVICE u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 KOG_DEVICE void fetch_to_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+KOG_DEVICE void fetch_to_l2(const void* from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 KOG_DEVICE u32 load_volatile(const u32* p) { return *static_cast<const volatile u32*>(p); }

@@ -4,28 +4,42 @@
 
 namespace kog {
 
-KOG_DEVICE void embed(const Block& b, int token, float (&x)[kHeld]) {
-#pragma unroll
-  for (int i = 0; i < kGroups; i++) {
-    int e = element(b, i);
-    uint2 w = {0, 0};
-    if (e < kHidden)
-      w = *reinterpret_cast<const uint2*>(b.p.embed + static_cast<u64>(token) * kHiddenStride + e);
-    x[4 * i] = low_of(w.x);
-    x[4 * i + 1] = high_of(w.x);
-    x[4 * i + 2] = low_of(w.y);
-    x[4 * i + 3] = high_of(w.y);
-  }
+// What is asked for before a wait and used after it is loaded by every lane, even those that have no
+// element, from a place that exists: a value that were either loaded or zero would be moved between
+// registers, and so waited for, at once.
+KOG_DEVICE int place_of_element(const Block& b, int i) {
+  int e = element(b, i);
+  return e < kHidden ? e : 0;
 }
 
-// Gains of one norm (two a layer, then the last); asked for before a wait, used after it.
+// A token's row of the embedding, 16 bits a value.
+struct Embedded {
+  uint2 w[kGroups];
+
+  KOG_DEVICE void load(const Block& b, int token) {
+    const u16* from = b.p.embed + static_cast<u64>(token) * kHiddenStride;
+#pragma unroll
+    for (int i = 0; i < kGroups; i++)
+      w[i] = *reinterpret_cast<const uint2*>(from + place_of_element(b, i));
+  }
+  KOG_DEVICE void unpack(const Block& b, float (&x)[kHeld]) const {
+#pragma unroll
+    for (int i = 0; i < kGroups; i++) {
+      bool inside = element(b, i) < kHidden;
+      x[4 * i] = inside ? low_of(w[i].x) : 0;
+      x[4 * i + 1] = inside ? high_of(w[i].x) : 0;
+      x[4 * i + 2] = inside ? low_of(w[i].y) : 0;
+      x[4 * i + 3] = inside ? high_of(w[i].y) : 0;
+    }
+  }
+};
+
+// Gains of one norm (two a layer, then the last); lanes without an element multiply zeros with them.
 KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
   const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
-    int e = element(b, i);
-    float4 g = {0, 0, 0, 0};
-    if (e < kHidden) g = *reinterpret_cast<const float4*>(from + e);
+    float4 g = *reinterpret_cast<const float4*>(from + place_of_element(b, i));
     gain[4 * i] = g.x;
     gain[4 * i + 1] = g.y;
     gain[4 * i + 2] = g.z;

@@ -49,6 +49,7 @@ KOG_DEVICE void init_ring(Block& b) {
 struct Producer {
   u32 count = 0, slot = 0;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
+  u64 policy = read_once();
 
   // False once the consumers have left.
   KOG_DEVICE bool wait(Block& b, u64* barrier, u32 parity) {
@@ -67,20 +68,27 @@ struct Producer {
       if (load_volatile(&b.small->stop) != 0) return false;
       if (fetched >= last || clock_ticks() < due) continue;
       fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
-                  kChunkBytes);
+                  kChunkBytes, policy);
       fetched++;
       due = clock_ticks() + kAheadTicks;
     }
     return true;
   }
+  // Few bytes in flight, since polls queue behind them: kCalmChunks while the consumers have chunks
+  // to go on with, kWindowChunks when they have eaten all that came.
+  KOG_DEVICE bool wait_for_window(Block& b) {
+    u32 calm = count - kCalmChunks, hungry = count - kWindowChunks;
+    u64 *landed = &b.full[calm % kRingChunks], *eaten = &b.empty[hungry % kRingChunks];
+    u32 landed_parity = (calm / kRingChunks) & 1, eaten_parity = (hungry / kRingChunks) & 1;
+    while (!barrier_test(landed, landed_parity) && !barrier_test(eaten, eaten_parity))
+      if (load_volatile(&b.small->stop) != 0) return false;
+    return true;
+  }
   KOG_DEVICE bool fill(Block& b, const u8* from, int left) {
     if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
-    if (count >= kWindowChunks) {  // few bytes in flight: polls queue behind them
-      u32 oldest = count - kWindowChunks;
-      if (!wait(b, &b.full[oldest % kRingChunks], (oldest / kRingChunks) & 1)) return false;
-    }
+    if (count >= kWindowChunks && !wait_for_window(b)) return false;
     barrier_expect(&b.full[slot], kChunkBytes);
-    bulk_load(b.ring + slot * kChunkBytes, from, kChunkBytes, &b.full[slot]);
+    bulk_load(b.ring + slot * kChunkBytes, from, kChunkBytes, &b.full[slot], policy);
     count++;
     if constexpr (kProfile) store_volatile(&b.small->issued, count);
     slot = slot + 1 == kRingChunks ? 0 : slot + 1;
@@ -94,23 +102,5 @@ struct Producer {
       }
   }
 };
-
-// Chunks of one token: all layers, then the head if the token has one. Runs ahead until the
-// consumers leave.
-KOG_DEVICE void produce(Block& b) {
-  int layers = 0;
-  for (int i = 0; i < kLayers; i++)
-    layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-              chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
-  int head = chunks_of<LmHead>(stage_place<LmHead>(b), 0);
-  Producer producer;
-  for (Turn turn;; turn.steps++) {
-    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int chunks = layers + (turn.has_head(b) ? head : 0);
-    for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
-    if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
-  }
-}
 
 }  // namespace kog

@@ -27,6 +27,28 @@ struct Turn {
   KOG_DEVICE bool has_head(const Block& b) const { return position(b) >= of(b).first_head; }
 };
 
+// What says whether a token ends its request: asked for before the blocks agree on the token.
+struct Ending {
+  u32 most, count, first;  // tokens, stop ids, and of those the one of this lane
+  const u32* stops;
+
+  KOG_DEVICE void load(const Block& b) {
+    u32 at = b.request[Request::kStopIds], mine = at + static_cast<u32>(b.in_warp);
+    most = b.request[Request::kMost];
+    count = b.request[Request::kStopIds + 1];
+    stops = b.request + at;
+    first = b.request[mine < kRequestWords ? mine : 0];
+  }
+  // By whole warps.
+  KOG_DEVICE bool stops_at(const Block& b, int token) const {
+    u32 lane = static_cast<u32>(b.in_warp);
+    bool stop = lane < count && static_cast<int>(first) == token;
+#pragma unroll 1
+    for (u32 i = lane + 32; i < count; i += 32) stop |= static_cast<int>(stops[i]) == token;
+    return any_lane(stop);
+  }
+};
+
 // Make the seat's request the one in hand; every thread writes the same.
 KOG_DEVICE void serve_seat(Block& b, const Seat& seat, int position) {
   b.request = b.p.request + seat.slot * kRequestWords;

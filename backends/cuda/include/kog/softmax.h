@@ -24,21 +24,22 @@ struct Softmax {
   // words of the first step, high and low parts as rows 0-7 and 8-15.
   KOG_DEVICE void weigh(const Block& b, const uint4* queries, const Keys& keys, int count,
                         float (&p)[kTileRows / 8][2]) {
-    float c[kTileRows / 8][4] = {};
+    // Two chains of sums: each product waits for the one before it in its chain.
+    float c[2][kTileRows / 8][4] = {};
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++) {
       uint4 q = queries[t * 32];
       u32 a[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
       for (int j = 0; j < kTileRows / 8; j++)
-        multiply_add<kF16>(c[j], a, {keys.w[j][2 * t], keys.w[j][2 * t + 1]});
+        multiply_add<kF16>(c[t % 2][j], a, {keys.w[j][2 * t], keys.w[j][2 * t + 1]});
     }
     float best = top;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        p[j][i] = c[j][i] + c[j][i + 2];
+        p[j][i] = c[0][j][i] + c[1][j][i] + (c[0][j][i + 2] + c[1][j][i + 2]);
         bool valid = 8 * j + b.in_warp % 4 * 2 + i < count;
         if (!valid) p[j][i] = kNoScore;
         best = p[j][i] > best ? p[j][i] : best;
@@ -48,7 +49,7 @@ struct Softmax {
       float other = shuffle_xor(best, mask);
       best = other > best ? other : best;
     }
-    if (any_lane(best > top)) rescale(b, exp2_fast(top - best));
+    if (any_lane(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
     top = best;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)

@@ -73,7 +73,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   Ahead<GateUpProj> gate_up_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
-      embed(b, c.token, k.x);
+      k.embedded.load(b, c.token);
+      k.embedded.unpack(b, k.x);
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);

@@ -1,0 +1,188 @@
+// The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
+// a block run. The generated header is included first; STAGE makes it the kernel of one stage.
+#pragma once
+#include GENERATED
+#ifdef STAGE
+#include <kog/stage.h>
+#else
+#include <kog/decode.h>
+#include <kog/roles.h>
+#endif
+#include <sys/mman.h>
+
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace kog::host {
+
+KOG_OWN Fiber* current;
+KOG_OWN i64 ticks;
+static KOG_OWN void* scheduler_stack;
+#ifdef STAGE
+using Argument = StageCall;
+#else
+using Argument = Pointers;
+#endif
+static const Argument* argument;
+constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives; looks at a flag
+constexpr size_t kStackBytes = 128 << 10;
+constexpr int kBlockWarps = kThreads / 32;
+constexpr size_t kSmallBytes = 1024;
+constexpr size_t kSharedBytes =
+    kRingChunks * (kChunkBytes + 16) + kPartialBytes + kScratchBytes + kSmallBytes;
+
+// Saves the callee-saved registers and swaps stacks (System V x86-64).
+extern "C" void kog_switch(void** save, void* load);
+asm(R"(
+.text
+.globl kog_switch
+kog_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+KOG_EMULATED void yield_fiber() { kog_switch(&current->stack_top, scheduler_stack); }
+void yield() { yield_fiber(); }
+
+// The whole block meets once after the ring is set up.
+KOG_EMULATED void sync_all(BlockState& b) {
+  u64 mine = b.turn;
+  note_arrival(mine);
+  if (++b.arrived == kThreads) {
+    b.arrived = 0;
+    b.turn++;
+  }
+  while (b.turn == mine) yield();
+  note_leaving(mine);
+}
+
+static void run_thread() {
+#ifdef STAGE
+  Block b(argument->p);
+  init_ring(b);
+  sync_all(*current->block);
+  run_stage(b, *argument);
+#else
+  Block b(*argument);
+  init_ring(b);
+  take_seats(b);
+  sync_all(*current->block);
+  run_roles(b, [&] { consume(b); }, [&] { produce(b); });
+#endif
+}
+KOG_EMULATED void body() {
+  run_thread();
+  current->done = true;
+  yield();
+  __builtin_trap();
+}
+
+// One block, and which of its warps runs next.
+class BlockRunner {
+ public:
+  explicit BlockRunner(int index) : fibers_(kThreads), shared_(kSharedBytes, 0xff) {
+    stacks_ = static_cast<u8*>(mmap(nullptr, kStackBytes * kThreads, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    state_.shared = shared_.data();
+    for (int i = 0; i < kThreads; i++) {
+      fibers_[i] = {nullptr, &state_, index, i};
+      start(fibers_[i], stacks_ + kStackBytes * static_cast<size_t>(i));
+    }
+  }
+  ~BlockRunner() { munmap(stacks_, kStackBytes * kThreads); }
+  BlockRunner(const BlockRunner&) = delete;
+
+  BlockState& state() { return state_; }
+  const Small& small() const {
+    return *reinterpret_cast<const Small*>(&shared_[kSharedBytes - kSmallBytes]);
+  }
+  bool ended() const { return ended_ == kThreads; }
+
+  // Every warp goes on for a while, in an order that `random` sets unless it is null; with `holds`
+  // single warps do not, for many rounds.
+  void round(std::mt19937* random, bool holds) {
+    int first = random ? static_cast<int>((*random)() % kBlockWarps) : 0;
+    if (holds) hold(*random);
+    for (int w = 0; w < kBlockWarps; w++) {
+      int warp = (w + first) % kBlockWarps;
+      if (warp != held_) run_warp(warp);
+    }
+  }
+
+ private:
+  KOG_EMULATED static void start(Fiber& f, u8* stack) {
+    void** top = reinterpret_cast<void**>(stack + kStackBytes - 64);
+    *--top = nullptr;  // where a call would have left its return address: keeps the stack aligned
+    *--top = reinterpret_cast<void*>(&body);
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    f.stack_top = top;
+  }
+  void hold(std::mt19937& random) {
+    if (held_rounds_-- > 0) return;
+    bool begins = random() % 40 == 0;
+    held_ = begins ? static_cast<int>(random() % kBlockWarps) : -1;
+    held_rounds_ = begins ? static_cast<int>(random() % 60) : 0;
+  }
+  // Let a warp go on for a few of its collectives, or less where it waits.
+  KOG_EMULATED void run_warp(int index) {
+    Fiber* lanes = &fibers_[32 * index];
+    Warp& warp = state_.warps[index];
+    if (warp.blocked == 32 && warp.barrier == state_.turn) return;
+    begin_warp(state_, index);
+    int looks = 0;
+    for (int pass = 0; pass < kPasses && looks < kLooks; pass++) {
+      u64 turn = warp.turn;
+      warp.looked = false;
+      for (int lane = 0; lane < 32; lane++) {
+        if (lanes[lane].done) continue;
+        current = &lanes[lane];
+        kog_switch(&scheduler_stack, current->stack_top);
+        ended_ += lanes[lane].done;
+      }
+      looks += warp.looked;
+      if (warp.turn == turn) break;
+    }
+    end_warp(state_);
+  }
+
+  std::vector<Fiber> fibers_;
+  std::vector<u8> shared_;
+  BlockState state_;
+  u8* stacks_;
+  int ended_ = 0;
+  int held_ = -1, held_rounds_ = 0;
+};
+
+KOG_EMULATED void land_copy(const Copy& c) {
+  copy_in_bulk(c);
+  host_barrier(c.barrier)->state -= c.bytes;
+  barrier_complete(host_barrier(c.barrier));
+}
+KOG_EMULATED void land_due_copies(BlockState& block) {
+  int kept = 0;
+  for (int i = 0; i < block.num_copies; i++) {
+    Copy c = block.copies[i];
+    if (c.delay-- > 0)
+      block.copies[kept++] = c;
+    else
+      land_copy(c);
+  }
+  block.num_copies = kept;
+}
+void land_copies(BlockState& block) { land_due_copies(block); }
+
+}  // namespace kog::host

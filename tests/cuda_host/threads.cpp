@@ -1,0 +1,83 @@
+// Runs every block of the kernel on a CPU thread of its own, each as fibers (fibers.h). A program, not
+// a library: ThreadSanitizer has to be there from the start.
+//
+//     threads IMAGE SEED MOST
+//
+// IMAGE is a file that is memory: the kernel's argument, whose pointers are offsets in the file, then
+// what they point at. The kernel works in the file itself. Exit code 0, 1 if the blocks did not end
+// within MOST rounds each, or the judge's.
+#include "fibers.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <thread>
+
+using namespace kog::host;
+
+Shared kog::host::shared;
+thread_local void* kog::host::scheduler;
+
+constexpr int kStalls = 200, kStallMs = 20;  // one round in so many, a block stands still that long
+
+static kog::u8* open_image(const char* path, size_t& bytes) {
+  int file = open(path, O_RDWR);
+  struct stat about {};
+  if (file < 0 || fstat(file, &about) != 0) abort();
+  bytes = static_cast<size_t>(about.st_size);
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (at == MAP_FAILED) abort();
+  return static_cast<kog::u8*>(at);
+}
+
+// Where every thread of a block writes what every thread has computed.
+static void excuse(const kog::Small& small) {
+  auto alike = [](const auto& member) {
+    AnnotateBenignRaceSized(__FILE__, __LINE__, &member, sizeof member, "written alike");
+  };
+  alike(small.seats), alike(small.slot), alike(small.token), alike(small.position);
+}
+
+static void run_block(int index, int seed, long most, bool* ended) {
+  auto* block = new BlockRunner(index);  // until the process ends: to the judge, freeing is a write
+  auto* judged = new Witness;
+  block->state().witness = judged;
+  judged->dice = static_cast<kog::u32>(seed) * 977u + static_cast<kog::u32>(index);
+  excuse(block->small());
+  judged->copies = __tsan_create_fiber(0);
+  for (int i = 0; i < kBlockWarps; i++) judged->warps[i].judged = __tsan_create_fiber(0);
+  std::mt19937 random(static_cast<unsigned>(seed * 131 + index));
+  while (!block->ended() && ticks < most) {
+    ticks++;
+    block->round(&random, seed % 2 != 0);
+    land_words(*judged, false);
+    if (random() % kStalls == 0) std::this_thread::sleep_for(std::chrono::milliseconds(kStallMs));
+    std::this_thread::yield();
+  }
+  land_words(*judged, true);
+  *ended = block->ended();
+}
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 2;
+  size_t bytes = 0;
+  kog::u8* image = open_image(argv[1], bytes);
+  auto* pointers = reinterpret_cast<kog::u64*>(image);
+  for (size_t i = 0; i < offsetof(Argument, limit) / sizeof(kog::u64); i++)
+    pointers[i] += reinterpret_cast<kog::u64>(image);
+  argument = reinterpret_cast<const Argument*>(image);
+  shared.base = image;
+  shared.fences = static_cast<kog::u32*>(calloc(bytes / 4 + 1, sizeof(kog::u32)));
+  bool ended[kog::kBlocks] = {};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kog::kBlocks; i++)
+    threads.emplace_back(run_block, i, atoi(argv[2]), atol(argv[3]), &ended[i]);
+  for (auto& thread : threads) thread.join();
+  for (bool one : ended)
+    if (!one) return 1;
+  return 0;
+}

@@ -1,0 +1,100 @@
+"""The CUDA kernel's own source with a CPU thread for every block, judged by ThreadSanitizer.
+
+A walk as in cuda_walk.py, but in a process of its own: what the kernel's pointers point at travels in a file
+that is both sides' memory.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import torch
+from cuda_walk import HERE, INCLUDE, Walk, build_walk, layout_of, memory
+from kog_triton.backends.cuda.serving import UNLIMITED
+
+from kog_triton.backends.request_words import OFFSETS
+
+JUDGED = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
+MOST = 1_000_000  # rounds of a block
+ALIGNMENT = 1024  # of a tensor in the file
+RACE = 66  # the judge's exit code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended: exit code, and what ThreadSanitizer had to say."""
+
+    code: int
+    report: str
+
+    @property
+    def places(self) -> set[str]:
+        """Functions of the kernel that the reported accesses stand in, innermost or around it."""
+        scopes = r"(?:\w+(?:<[\w:, ]*>)?::)*"
+        return set(re.findall(rf"#\d+ [^(]*?\bkog::(?!host\b){scopes}(\w+)[(<]", self.report))
+
+
+class ThreadWalk(Walk):
+    """One model; `limit` of `run` counts rounds of a block."""
+
+    def __init__(self, spec, weights, num_blocks, judged=True, include=INCLUDE, **changes):
+        self.spec = spec
+        self.layout = layout_of(spec, num_blocks)
+        flags = ("-O1", "-g", "-pthread", "-DKOG_THREADS", *(JUDGED if judged else ()))
+        self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
+        self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
+        self.verdict = Verdict(0, "")
+
+    def run(self, request, prompt, seed=0, limit=1 << 18, logits=None, absent=-1, control=0):
+        """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
+        assert absent < 0
+        m = self.memory
+        for tensor in (m.words, m.error, m.mailbox):
+            tensor.zero_()
+        m.mailbox[0] = control
+        m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
+        tensors = {name: getattr(m, name) for name in memory.TENSORS}
+        if logits is not None:
+            tensors["logits"] = logits
+        pointers = m.pointers([0], limit, UNLIMITED)
+        at = -(-ctypes.sizeof(pointers) // ALIGNMENT) * ALIGNMENT
+        places = {}
+        for name, tensor in tensors.items():
+            places[name] = at
+            setattr(pointers, name, at)
+            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        with tempfile.NamedTemporaryFile() as file:
+            file.truncate(at)
+            file.write(bytes(pointers))
+            for name, tensor in tensors.items():
+                file.seek(places[name])
+                file.write(bytes_of(tensor))
+            file.flush()
+            self.verdict = self._judge(file.name, seed)
+            for name, tensor in tensors.items():
+                file.seek(places[name])
+                bytes_of(tensor)[:] = file.read(tensor.nbytes)
+        return -1 if self.verdict.code == 1 else 1
+
+    def _judge(self, image: str, seed: int) -> Verdict:
+        # No suppression: what is reported is red.
+        options = "halt_on_error=0 report_signal_unsafe=0"
+        done = subprocess.run(
+            [self.program, image, str(seed), str(MOST)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"TSAN_OPTIONS": options},
+        )
+        assert done.returncode in (0, 1, RACE), done.stderr
+        return Verdict(done.returncode, done.stderr)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's own memory."""
+    assert tensor.is_contiguous()
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")

@@ -1,0 +1,135 @@
+"""What the CUDA monokernel withstands on a Hopper GPU: faults that are planted, delays, a long day's work.
+
+The faults and what is asked of them are test_cuda_injection.py's; after each the same GPU serves a request.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cuda_planting import plant
+from cuda_walk import ROOT
+from kog_triton.backends.cuda import CudaBackend, jit
+from test_cuda_injection import (
+    EDITS,
+    MODELS,
+    NO_NUMBERS,
+    SPEC,
+    Weights,
+    assert_delays_change_nothing,
+    assert_logits_agree,
+    assert_nan_is_never_lost,
+    assert_patterns_travel,
+    assert_silence_is_named,
+    patterns_of,
+    selecting,
+)
+
+from kog_triton import LLM, SamplingParams
+from kog_triton.backends import BackendOptions
+from kog_triton.checkpoint import Checkpoint
+from kog_triton.random_weights import RandomWeights
+
+pytestmark = pytest.mark.gpu
+DEMO = ROOT / "kog_triton/demo/checkpoint"
+REQUESTS, PROMPTS, TOKENS = 10_000, 50, 8
+RUNS, SEEDS = 100, 20
+
+
+def opened(weights, num_blocks=0):
+    return CudaBackend(weights, BackendOptions(device="nvidia"), num_blocks)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """The demo on the kernel of EDITS."""
+    include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "INCLUDE", include)
+        backend = opened(Checkpoint.open(DEMO))
+    backend.wait_ticks = 1 << 25  # 17 ms
+    yield backend
+    backend.close()
+
+
+def test_a_silent_block_is_named_and_the_gpu_goes_on(faulty):
+    assert_silence_is_named(faulty)
+
+
+def test_delays_change_nothing(faulty):
+    faulty.wait_ticks = 1 << 32  # two seconds
+    assert_delays_change_nothing(faulty, range(1, SEEDS + 1))
+    faulty.wait_ticks = 1 << 25
+
+
+def test_nan_is_never_lost():
+    backend = opened(RandomWeights(SPEC, device="cuda"), 2)
+    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
+    assert_nan_is_never_lost(backend, range(chunks))
+    backend.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_that_look_like_tags_are_values(name):
+    weights = Weights(SPEC, MODELS[name], "cuda")
+    backend = opened(weights)
+    assert_logits_agree(backend, weights)
+    backend.close()
+
+
+def test_every_pattern_travels():
+    backend = opened(Weights(SPEC, selecting, "cuda"))
+    assert_patterns_travel(backend, patterns_of(1))
+    for pattern in NO_NUMBERS:
+        assert_patterns_travel(backend, np.array([0x3C00, pattern, 0x8001], np.uint16))
+    backend.close()
+
+
+def test_a_hundred_runs_are_equal():
+    backend = opened(Checkpoint.open(DEMO))
+    ids = np.random.default_rng(0).integers(0, backend.spec.vocab_size, 40).tolist()
+    first = backend.forward_logits(ids)
+    assert first.std() > 1
+    for _ in range(RUNS - 1):
+        assert np.array_equal(backend.forward_logits(ids), first)
+    backend.close()
+
+
+def host_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():
+    """Prompts in turn, half of them sampled; every answer is the one that its prompt had the first time."""
+    rng = np.random.default_rng(1)
+    with LLM(DEMO, backend="cuda", max_model_len=64) as llm:
+        vocab = llm.engine.backend.spec.vocab_size
+        prompts = [
+            {"prompt_token_ids": rng.integers(0, vocab, 1 + i % 7).tolist()} for i in range(PROMPTS)
+        ]
+        params = [
+            SamplingParams(temperature=i % 2, seed=i, max_tokens=TOKENS, ignore_eos=True)
+            for i in range(PROMPTS)
+        ]
+
+        def ask(i):
+            return llm.generate([prompts[i]], params[i])[0].outputs[0]
+
+        first = [ask(i) for i in range(PROMPTS)]
+        assert len({tuple(out.token_ids) for out in first}) > PROMPTS // 2
+        for prompt, out in zip(prompts[::2], first[::2], strict=True):
+            logits = llm.forward_logits([*prompt["prompt_token_ids"], *out.token_ids])
+            best = logits[len(prompt["prompt_token_ids"]) - 1 : -1].argmax(1)
+            assert best.tolist() == list(out.token_ids)
+        free, host = torch.cuda.mem_get_info()[0], 0
+        for n in range(REQUESTS):
+            i = n % PROMPTS
+            out = ask(i)
+            assert (out.token_ids, out.text) == (first[i].token_ids, first[i].text)
+            if n == REQUESTS // 10:  # allocators have settled
+                host = host_bytes()
+        assert torch.cuda.mem_get_info()[0] == free
+        assert host_bytes() - host < 4 << 20
