@@ -80,8 +80,7 @@ class ThreadWalk(Walk):
         return -1 if self.verdict.code == 1 else 1
 
     def _judge(self, image: str, seed: int) -> Verdict:
-        # No suppression: what is reported is red.
-        options = "halt_on_error=0 report_signal_unsafe=0"
+        options = "halt_on_error=1 report_signal_unsafe=0"  # nothing is suppressed
         done = subprocess.run(
             [self.program, image, str(seed), str(MOST)],
             capture_output=True,

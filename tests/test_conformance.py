@@ -181,6 +181,31 @@ def test_next_to_nothing_travels_as_next_to_nothing(name, size):
 
 
 @backends()
+@pytest.mark.parametrize("changes", [{}, {"num_heads": 18, "num_kv_heads": 2}])
+def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
+    spec = spec_of(dtype=DType.F16, num_layers=1, max_context=1024, **changes)
+    weights = RandomWeights(spec, device="cuda" if name in ON_GPU else "cpu")
+    ours = BACKENDS[name](weights, BackendOptions(device="nvidia" if name in ON_GPU else ""))
+    g = torch.Generator().manual_seed(3)
+    kv, d = spec.num_kv_heads, spec.head_dim
+    state = {
+        n: torch.randn(1, *shape, d, generator=g)
+        for n, shape in {
+            "q": (1, spec.num_heads),
+            "k": (1, kv),
+            "v": (1, kv),
+            "keys": (kv, 900),
+            "values": (kv, 900),
+        }.items()
+    }
+    want = ReferenceBackend(weights, BackendOptions()).run_stage("attention", 0, state)["attention"]
+    have = ours.run_stage("attention", 0, state)["attention"].cpu()
+    assert (have - want).square().mean().sqrt() < 2 * LIMITS[
+        DType.F16
+    ] * want.square().mean().sqrt()
+
+
+@backends()
 def test_a_key_that_float16_cannot_hold_shows(name):
     """Rotated beyond its range against the query: an infinity would weigh nothing, and nobody would know."""
     ours, _ = opened(name, "lanes, sum")

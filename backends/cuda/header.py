@@ -190,7 +190,8 @@ def _attention_bytes(lowering: CudaLowering, splits: int) -> int:
     spec = lowering.schedule.spec
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
-    merge = WARPS * -(-group // head_groups) * (row + 4 + 2)
+    slots = head_groups * max(1, WARPS // head_groups // 2)  # half of the warps find room at once
+    merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
     before = _staged_bytes(lowering, lowering.schedule.stage("o_proj"))

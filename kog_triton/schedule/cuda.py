@@ -41,6 +41,7 @@ NARROW_COST = 1.1
 # Where K is cut in as many parts as there are warps, each stages its own part of the activations and
 # waits for no other warp; else all meet at a barrier. The same: an estimate.
 SHARED_COST = 1.02
+MOST_PADDING = 1.05  # bytes that four rows may read where eight read one
 FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take three shuffles for one
 
 
@@ -197,4 +198,11 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
             slowest = max(chunks) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
             bytes_read = sum(chunks) * (1 if warps_k == WARPS else SHARED_COST)
             options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
-    return min(options, key=lambda option: option[:4])[4]
+    best = min(options, key=lambda option: option[:4])
+    plain = min(
+        (option for option in options if option[4].fragment_rows == MMA_ROWS),
+        key=lambda option: option[:4],
+    )
+    if best[0] == plain[0] and best[2] > MOST_PADDING * plain[2]:
+        return plain[4]
+    return best[4]

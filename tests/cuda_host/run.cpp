@@ -1,6 +1,9 @@
 // Runs every block of the kernel on one CPU thread, as fibers (fibers.h).
 #include "fibers.h"
 
+const kog::u32 *kog::host::late_first, *kog::host::late_last;
+kog::i64 kog::host::late_rounds;
+
 // In the next run stores to `count` words land late (kog/alone.h).
 extern "C" void kog_store_late(const kog::u32* first, long count, long rounds) {
   kog::host::late_first = first;
@@ -16,21 +19,21 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   using namespace kog::host;
   argument = call;
   ticks = 0;
-  std::vector<std::unique_ptr<BlockRunner>> blocks;
-  for (int i = 0; i < kog::kBlocks; i++) blocks.push_back(std::make_unique<BlockRunner>(i));
-  std::mt19937 random(static_cast<unsigned>(seed));
+  BlockRunner* blocks[kog::kBlocks];
+  for (int i = 0; i < kog::kBlocks; i++) blocks[i] = new BlockRunner(i);
+  Dice dice(seed);
   bool waits = true;
   while (waits && ticks < most) {
     ticks++;
-    land_stores();
     waits = false;
+    for (BlockRunner* block : blocks) land_stores(block->state());
     for (int i = 0; i < kog::kBlocks; i++) {
       if (i == absent || blocks[i]->ended()) continue;
       waits = true;
-      if (seed == 0 || random() % 4 != 0) blocks[i]->round(seed != 0 ? &random : nullptr, seed < 0);
+      if (seed == 0 || dice.below(4) != 0) blocks[i]->round(seed != 0 ? &dice : nullptr, seed < 0);
     }
   }
   late_last = late_first;
-  late_stores.clear();
+  for (BlockRunner* block : blocks) delete block;
   return waits ? -1 : static_cast<long>(ticks);
 }

@@ -50,12 +50,12 @@ static void run_block(int index, int seed, long most, bool* ended) {
   excuse(block->small());
   judged->copies = __tsan_create_fiber(0);
   for (int i = 0; i < kBlockWarps; i++) judged->warps[i].judged = __tsan_create_fiber(0);
-  std::mt19937 random(static_cast<unsigned>(seed * 131 + index));
+  Dice dice(seed * 131 + index);
   while (!block->ended() && ticks < most) {
     ticks++;
-    block->round(&random, seed % 2 != 0);
+    block->round(&dice, seed % 2 != 0);
     land_words(*judged, false);
-    if (random() % kStalls == 0) std::this_thread::sleep_for(std::chrono::milliseconds(kStallMs));
+    if (dice.below(kStalls) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(kStallMs));
     std::this_thread::yield();
   }
   land_words(*judged, true);

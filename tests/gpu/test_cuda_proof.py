@@ -4,6 +4,7 @@ The faults and what is asked of them are test_cuda_injection.py's; after each th
 """
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,18 @@ def test_a_silent_block_is_named_and_the_gpu_goes_on(faulty):
     assert_silence_is_named(faulty)
 
 
+def seconds(backend):
+    begun = time.perf_counter()
+    backend.forward_logits(list(range(3, 60)))
+    return time.perf_counter() - begun
+
+
 def test_delays_change_nothing(faulty):
     faulty.wait_ticks = 1 << 32  # two seconds
     assert_delays_change_nothing(faulty, range(1, SEEDS + 1))
+    swift = min(seconds(faulty) for _ in range(3))
+    faulty.wait_ticks += 1
+    assert min(seconds(faulty) for _ in range(3)) > 2 * swift  # delays there were
     faulty.wait_ticks = 1 << 25
 
 
@@ -105,7 +115,7 @@ def host_bytes():
 def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():
     """Prompts in turn, half of them sampled; every answer is the one that its prompt had the first time."""
     rng = np.random.default_rng(1)
-    with LLM(DEMO, backend="cuda", max_model_len=64) as llm:
+    with LLM(DEMO, backend=CudaBackend, max_model_len=64) as llm:
         vocab = llm.engine.backend.spec.vocab_size
         prompts = [
             {"prompt_token_ids": rng.integers(0, vocab, 1 + i % 7).tolist()} for i in range(PROMPTS)

@@ -1,39 +1,8 @@
-// Words, fences and barriers where one CPU thread runs all blocks: memory has one order, but for the
-// stores that are told to be late, and nobody judges. concurrent.h has the same names.
+// Words, fences and barriers where one CPU thread runs all blocks: memory has one order, and nobody
+// judges. concurrent.h has the same names.
 #pragma once
-#include <vector>
 
 namespace kog::host {
-
-struct Store {
-  const BlockState* by;
-  u32* to;
-  u32 value;
-  i64 lands;
-};
-// Stores to words in [late_first, late_last) land up to `late_rounds` rounds late: one block's to one
-// word in order, all others in any order.
-inline const u32 *late_first, *late_last;
-inline i64 late_rounds;
-inline std::vector<Store> late_stores;
-
-inline void store_late(u32* p, u32 v) {
-  u64 mixed = (reinterpret_cast<u64>(p) + static_cast<u64>(ticks)) * 0x9e3779b97f4a7c15ull;
-  i64 late = static_cast<i64>((mixed >> 40) % static_cast<u64>(late_rounds));
-  late_stores.push_back({current->block, p, v, ticks + late});
-}
-inline void land_stores() {
-  std::vector<Store> left;
-  for (const Store& s : late_stores) {
-    bool waits = s.lands > ticks;
-    for (const Store& other : left) waits |= other.to == s.to && other.by == s.by;
-    if (waits)
-      left.push_back(s);
-    else
-      *s.to = s.value;
-  }
-  late_stores.swap(left);
-}
 
 template <class T>
 T load(const T* p) {
@@ -43,9 +12,32 @@ template <class T>
 void store(T* p, T v) {
   *p = v;
 }
+
+// Stores to words in [late_first, late_last) land up to `late_rounds` rounds late: one block's in order
+// where they are to the same word, all others in any order.
+extern const u32 *late_first, *late_last;
+extern i64 late_rounds;
+inline i64 land_at(const u32* p) {
+  u64 mixed = (reinterpret_cast<u64>(p) + static_cast<u64>(ticks)) * 0x9e3779b97f4a7c15ull;
+  return ticks + static_cast<i64>((mixed >> 40) % static_cast<u64>(late_rounds));
+}
 inline void store(u32* p, u32 v) {
-  if (p >= late_first && p < late_last) return store_late(p, v);
-  *p = v;
+  if (p >= late_first && p < late_last)
+    current->block->stores.push_back({p, v, land_at(p)});
+  else
+    *p = v;
+}
+inline void land_stores(BlockState& block) {
+  std::vector<Store> left;
+  for (const Store& s : block.stores) {
+    bool waits = s.lands > ticks;
+    for (const Store& other : left) waits |= other.to == s.to;
+    if (waits)
+      left.push_back(s);
+    else
+      *s.to = s.value;
+  }
+  block.stores.swap(left);
 }
 inline u32 swap_if(u32* p, u32 expected, u32 v) {
   u32 old = *p;

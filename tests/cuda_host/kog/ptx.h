@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
 #define KOG_DEVICE inline
@@ -69,6 +70,12 @@ struct Warp {
 };
 constexpr int kMostWarps = 32, kMostCopies = 512;
 
+struct Store {
+  u32* to;
+  u32 value;
+  i64 lands;
+};
+
 struct BlockState {
   u8* shared = nullptr;
   Warp warps[kMostWarps];
@@ -78,6 +85,7 @@ struct BlockState {
   Copy copies[kMostCopies];
   int num_copies = 0;
   struct Witness* witness = nullptr;  // concurrent.h
+  std::vector<Store> stores;          // that land late: alone.h
 };
 
 struct Fiber {
@@ -155,9 +163,9 @@ KOG_EMULATED int thread_index() { return host::current->thread; }
 KOG_EMULATED int block_index() { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
 template <int>
-KOG_EMULATED void take_registers() {}
+void take_registers() {}
 template <int>
-KOG_EMULATED void give_registers() {}
+void give_registers() {}
 KOG_EMULATED i64 clock_ticks() { return host::ticks; }
 KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }

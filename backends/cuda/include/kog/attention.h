@@ -19,6 +19,8 @@ namespace kog {
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
 constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
+// The results of half of the warps find room at once.
+constexpr int kSlots = kWarpsAGroup > 1 ? kWarpsAGroup / 2 : 1;  // of a group of warps
 constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
 constexpr int kUnits = kKvHeads * kSplits;
 constexpr int kResultStride = kRowDim + 4;
@@ -30,14 +32,14 @@ struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
   u16* key;
   u16* value;
-  float* results;  // [warp][head][kResultStride]
-  float2* tops;    // [warp][head]: maximum and sum
+  float* results;  // [head group][slot][head][kResultStride]
+  float2* tops;    // [head group][slot][head]: maximum and sum
   KOG_DEVICE explicit AttentionScratch(const Block& b) {
     queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
     key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
     value = key + kRowDim;
     results = reinterpret_cast<float*>(value + kRowDim);
-    tops = reinterpret_cast<float2*>(results + kWarps * kGroupHeads * kResultStride);
+    tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
   }
 };
 
@@ -228,31 +230,81 @@ KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
   }
 }
 
-// A warp's result among the results.
-KOG_DEVICE void put_result(const Block& b, const Softmax& s, const AttentionScratch& scratch) {
-  constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
-  float total = s.total();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int head = b.in_warp % 4 * 2 + i;
-    if (head >= kGroupHeads) continue;
-    float* to = scratch.results + (b.warp * kGroupHeads + head) * kResultStride;
-#pragma unroll
-    for (int t = 0; t < kDimSteps; t += kPiece) {
-      float* at = to + Values::dimension(b, t);
-      if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
-        float4* wide = reinterpret_cast<float4*>(at);
-        wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
-        wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
-      } else {
-#pragma unroll
-        for (int n = 0; n < kPiece; n++)
-          *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
-      }
-    }
+// One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
+struct Slot {
+  static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
+  float* results;
+  float2* tops;
+
+  KOG_DEVICE Slot(const Block& b, const AttentionScratch& scratch) {
+    int slot = (b.warp / kWarpsAGroup * kSlots + b.warp % kWarpsAGroup % kSlots) * kGroupHeads;
+    results = scratch.results + slot * kResultStride;
+    tops = scratch.tops + slot;
   }
-  if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
-    scratch.tops[b.warp * kGroupHeads + b.in_warp / 4] = {s.top, total};
+  // each(where, t): the kPiece words from t on of head i, which lie there.
+  template <class Each>
+  KOG_DEVICE void each_piece(const Block& b, int i, Each each) const {
+    int head = b.in_warp % 4 * 2 + i;
+    if (head >= kGroupHeads) return;
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t += kPiece)
+      each(results + head * kResultStride + Values::dimension(b, t), t);
+  }
+
+  KOG_DEVICE void put(const Block& b, const Softmax& s) const {
+    float total = s.total();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](float* at, int t) {
+        if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
+          float4* wide = reinterpret_cast<float4*>(at);
+          wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
+          wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
+        } else {
+#pragma unroll
+          for (int n = 0; n < kPiece; n++)
+            *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
+        }
+      });
+    if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
+      tops[b.in_warp / 4] = {s.top, total};
+  }
+
+  // Add what another warp put there to `s`.
+  KOG_DEVICE void absorb(const Block& b, Softmax& s) const {
+    int head = b.in_warp / 4;
+    float2 theirs = tops[head < kGroupHeads ? head : 0];
+    float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
+    s.rescale(b, exp2_fast(s.top - top));
+    s.top = top;
+    if (b.in_warp % 4 == 0) s.sum += share * theirs.y;  // a sum of all lanes of the head
+    float shares[2] = {shuffle(share, b.in_warp % 4 * 8), shuffle(share, b.in_warp % 4 * 8 + 4)};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](const float* at, int t) {
+#pragma unroll
+        for (int n = 0; n < kPiece; n++) {
+          s.out[t + n][i] += shares[i] * at[2 * n];
+          s.out[t + n][i + 2] += shares[i] * at[2 * n + 1];
+        }
+      });
+    sync_warp();  // all lanes have read
+  }
+};
+
+// The results of `walked` warps of each group to shared memory, for merge_warps: those that find no room
+// are added to others first.
+KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
+                            const AttentionScratch& scratch) {
+  int walker = b.warp % kWarpsAGroup;
+  Slot slot(b, scratch);
+  if (walked > kSlots) {
+    if (walks && walker >= kSlots) slot.put(b, softmax);
+    sync_consumers();
+    if (walker + kSlots < walked && walks) slot.absorb(b, softmax);
+  }
+  if (walks && walker < kSlots) slot.put(b, softmax);
+  sync_consumers();
 }
 
 // Lanes that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
@@ -264,12 +316,13 @@ constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
 KOG_DEVICE void merge_warps(const Block& b, const Span& span, int walked, u32 phase,
                             const AttentionScratch& scratch) {
   constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
-  constexpr int kEach = (kWarpsAGroup + kSharers - 1) / kSharers;  // results of one lane
+  constexpr int kEach = (kSlots + kSharers - 1) / kSharers;  // results of one lane
+  walked = walked < kSlots ? walked : kSlots;
   u32* words = split_words(b, span.head, span.split);
   for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
     int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     bool inside = i < kPairs;
-    int at = (head / kGroupHeads * kWarpsAGroup) * kGroupHeads + head % kGroupHeads;
+    int at = head / kGroupHeads * kSlots * kGroupHeads + head % kGroupHeads;
     float top = kNoScore, sum = 0;
     float2 out = {0, 0};
 #pragma unroll
@@ -338,8 +391,8 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
   stamp(b, Point::kAttentionQkv);
   sync_consumers();
 
+  Softmax softmax;
   if (walks) {
-    Softmax softmax;
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
     for (; at < span.end; at += kWarpsAGroup * kTileRows) {
       int newest = span.newest ? position - at : kTileRows, next = at + kWarpsAGroup * kTileRows;
@@ -353,9 +406,8 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
       softmax.add(value, p);
       value.load(b, values, next, cached);
     }
-    put_result(b, softmax, scratch);
   }
-  sync_consumers();
+  put_results(b, walks, walked, softmax, scratch);
   merge_warps(b, span, walked, phase, scratch);
   stamp(b, Point::kAttentionSplit);
 }
