@@ -33,7 +33,8 @@ class Verdict:
     @property
     def places(self) -> set[str]:
         """Functions of the kernel that the reported accesses stand in, innermost or around it."""
-        return set(re.findall(r"#\d+ [^(]*?\bkog::(?!host\b)(?:\w+::)*?(\w+)[(<]", self.report))
+        scopes = r"(?:\w+(?:<[\w:, ]*>)?::)*"
+        return set(re.findall(rf"#\d+ [^(]*?\bkog::(?!host\b){scopes}(\w+)[(<]", self.report))
 
 
 class ThreadWalk(Walk):

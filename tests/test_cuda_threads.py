@@ -86,7 +86,7 @@ RACES = {
     "rows of the cache are read without a fence": {"append"},
     "a word is read as plain memory": {"poll"},
     "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
-    "a chunk is handed back before it is read": {"Chunk"},
+    "a chunk is handed back before it is read": {"take", "load"},
 }
 EDITS = (
     ("layer.h", "if (last) fence_gpu();  //", f"if (last && !{chosen(1)}) fence_gpu();  //"),
