@@ -38,10 +38,10 @@ ON_GPU = {"cuda", "triton"}
 SLOW = {"triton on a CPU"}  # a step takes seconds: test_triton_interpreter.py has smaller ones
 TOKENS, CACHED, CONTEXT = 2, 150, 256
 # Root mean square of the error over that of what is expected. Measured: 5.4e-4 and 2.0e-3, what words
-# of 16 bits cost, and 2.7e-3 where Triton rounds x as well; in attention, where it rounds queries and
-# weights, 1.3e-3 and 6.0e-3.
-LIMITS = {DType.F16: 7e-4, DType.BF16: 3.2e-3}
+# of 16 bits cost; in attention, where Triton rounds queries and weights as well, 1.3e-3 and 6.0e-3.
+LIMITS = {DType.F16: 7e-4, DType.BF16: 2.5e-3}
 ATTENTION_LIMITS = {DType.F16: 1.5e-3, DType.BF16: 7e-3}
+X_ROUNDED = 2  # times as much in the other stages of Triton, which rounds their x to 16 bits
 
 
 def lanes(head, **changes):
@@ -158,6 +158,7 @@ def test_a_stage_computes_what_the_reference_says(name, spec_name, stage):
             ours.run_stage(stage, 0, inputs(spec, stage, 0))
         return
     limit = (ATTENTION_LIMITS if stage == "attention" else LIMITS)[spec.dtype]
+    limit *= X_ROUNDED if name.startswith("triton") and stage != "attention" else 1
     once = stage in ("embed", "mix", "lm_head")
     for layer in range(1 if once else spec.num_layers):
         state = inputs(spec, stage, layer)
