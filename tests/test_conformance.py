@@ -183,7 +183,9 @@ def test_next_to_nothing_travels_as_next_to_nothing(name, size):
 
 
 @backends()
-@pytest.mark.parametrize("changes", [{}, {"num_heads": 18, "num_kv_heads": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_heads": 18, "num_kv_heads": 2}, {"num_heads": 20, "num_kv_heads": 1}]
+)
 def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
     spec = spec_of(dtype=DType.F16, num_layers=1, max_context=1024, **changes)
     weights = RandomWeights(spec, device="cuda" if name in ON_GPU else "cpu")

@@ -22,7 +22,7 @@ from test_cuda_life import Server, ended, held, tokens_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
-from kog_triton.errors import ModelError, RunError
+from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
@@ -296,6 +296,26 @@ def test_requests_take_turns_while_their_kernel_is_compiled(spec, apart):
     for slot in range(3):
         assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
     assert backend.kernel.launches >= 1 and launches(backend)[1][4] >= 1
+
+
+class FailingBackend(FiberBackend):
+    """A backend whose compiler refuses kernels of columns."""
+
+    column_counts = (4,)
+
+    def _compile(self, source, layout):
+        raise DeviceError("the compiler is out of room")
+
+
+def test_requests_take_turns_where_the_compiler_fails(spec, apart, caplog):
+    backend = make(FailingBackend, spec)
+    for _ in range(2):  # the second time it has failed before
+        server = Server(backend, *(request(slot, PROMPTS[slot], 12) for slot in range(3)))
+        steps = server.finish()
+        for slot in range(3):
+            assert_alone(backend, steps[slot], slot, PROMPTS[slot], apart, 8)
+    assert not backend.columns.kernels
+    assert "no kernel of 4 columns, requests take turns: the compiler is out" in caplog.text
 
 
 def interrupt(backend, monkeypatch, word, *requests):

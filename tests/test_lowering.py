@@ -282,6 +282,23 @@ def test_other_shapes_lower_with_little_padding(shape, ranks):
     assert padded <= 1.09 * spec.bytes_per_token  # wide fragments, whose loop is twice as fast
 
 
+@pytest.mark.parametrize(
+    "hidden, heads, kv_heads", [(5632, 44, 4), (5632, 44, 11), (7680, 60, 12), (6400, 50, 10)]
+)
+def test_warps_stage_the_part_of_x_that_they_multiply(hidden, heads, kv_heads):
+    spec = spec_of(
+        hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=128,
+        intermediate_size=2 * hidden, vocab_size=32_000,
+    )  # fmt: skip
+    lowering = lower(build(spec), H200)
+    staged = -(-hidden // (16 * lowering.frag_k)) * 16 * lowering.frag_k
+    for stage in matrix_stages(lowering.schedule):
+        if stage.source == "x":
+            multiplied = lowering.padded_k(stage)
+            assert multiplied <= staged
+            assert multiplied == staged or lowering.tilings[stage.name].k_parts < 16
+
+
 @pytest.mark.parametrize("high, hidden", [(8, 512), (4, 1536)])
 def test_fragment_layout_is_the_stated_one(high, hidden):
     """Fragment (step) of warp (group, part) holds, row by row, as many K values of each."""

@@ -234,6 +234,7 @@ class CudaBackend:
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
+        self.columns.close()
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None

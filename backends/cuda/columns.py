@@ -109,7 +109,8 @@ class ColumnKernel:
 
 class Columns:
     """The kernels of several columns of one model: compiled in a thread of their own when they are first
-    wanted, so that requests that run meanwhile take turns instead of waiting.
+    wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, the log
+    says so and they go on taking turns.
 
     compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
@@ -126,7 +127,7 @@ class Columns:
         self._compile, self._load = compile, load
         self._layouts: dict[int, Layout] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self._errors: dict[int, Exception] = {}
+        self._failed: set[int] = set()
         self._kernels: dict[int, ColumnKernel] = {}
         for count in counts:
             try:
@@ -153,9 +154,7 @@ class Columns:
         if count not in self._threads:
             self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
             self._threads[count].start()
-        if count in self._errors:
-            raise self._errors[count]
-        return not self._threads[count].is_alive()
+        return not self._threads[count].is_alive() and count not in self._failed
 
     def take(self, requests: int, device: torch.device) -> ColumnKernel:
         """The kernel of the fewest columns that hold so many requests, which is `ready`."""
@@ -176,6 +175,12 @@ class Columns:
         """Those in use."""
         return tuple(self._kernels.values())
 
+    def close(self) -> None:
+        """Wait for what compiles: a thread inside the compiler must not outlive Python."""
+        for thread in self._threads.values():
+            thread.join()
+        self._kernels.clear()
+
     def memory_bytes(self) -> int:
         return sum(k.words.nbytes + k.scores.nbytes for k in self.kernels)
 
@@ -190,6 +195,7 @@ class Columns:
         try:
             self._compile(self._layouts[count])
         except Exception as error:
-            self._errors[count] = error
+            log.warning("no kernel of %d columns, requests take turns: %s", count, error)
+            self._failed.add(count)
             return
         log.info("the kernel of %d columns took %.1f s", count, time.perf_counter() - begun)

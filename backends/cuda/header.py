@@ -226,7 +226,7 @@ def attention_bytes(spec: ModelSpec, splits: int) -> int:
     """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
-    slots = head_groups * max(1, WARPS // head_groups // 2)  # half of the warps find room at once
+    slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
     merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2

@@ -115,22 +115,30 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     slots = list(live)[: columns.most if together else MOST_SEATS]
     launch = launcher.launch(slots, _most_steps(live, slots), together)
     heart = Heart()
-    while True:
-        done = launch.finished.query()  # before the words: what it leaves behind is then complete
-        for slot in slots:
-            _read(launcher.memory, mailbox, live[slot])
-        if done:
-            break
-        arrivals += mailbox.take()
-        if (
-            arrivals
-            or _stops(mailbox)
-            or (not together and columns.ready(len(live)))
-            or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
-        ):
-            words[Word.CONTROL] = Outcome.YIELD
-        heart.listen(int(words[Word.STEPS]))
-        time.sleep(POLL_S)
+    try:
+        while True:
+            done = launch.finished.query()  # before the words: what it leaves behind is complete
+            for slot in slots:
+                _read(launcher.memory, mailbox, live[slot])
+            if done:
+                break
+            arrivals += mailbox.take()
+            if (
+                arrivals
+                or _stops(mailbox)
+                or (not together and columns.ready(len(live)))
+                or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
+            ):
+                words[Word.CONTROL] = Outcome.YIELD
+            heart.listen(int(words[Word.STEPS]))
+            time.sleep(POLL_S)
+    except Stalled:
+        raise
+    except Exception:
+        # The kernel must not write into slots that others have got meanwhile.
+        words[Word.CONTROL] = Outcome.YIELD
+        launch.finished.synchronize()
+        raise
     _settle(launcher.memory, mailbox, live, launch)
     return arrivals
 
@@ -250,8 +258,12 @@ def check_waits(memory: Memory, layout: Layout) -> None:
     )
 
 
+class Stalled(DeviceError):
+    """The GPU no longer answers."""
+
+
 class Heart:
-    """The kernel's heartbeat; DeviceError once it has not been heard for SILENCE_S."""
+    """The kernel's heartbeat; Stalled once it has not been heard for SILENCE_S."""
 
     def __init__(self) -> None:
         self._steps, self._since = -1, time.monotonic()
@@ -260,7 +272,7 @@ class Heart:
         if steps != self._steps:
             self._steps, self._since = steps, time.monotonic()
         elif time.monotonic() - self._since > SILENCE_S:
-            raise DeviceError(
+            raise Stalled(
                 f"the GPU has not finished a step in {SILENCE_S:.0f} s: end this process and look at "
                 "the driver's log"
             )

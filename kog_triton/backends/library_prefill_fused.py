@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 GATED = 1024  # values of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm_kernel(
     x, o, gain, y, tokens, width, gain_step, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -50,7 +50,7 @@ def gate_kernel(gate_up, h, width, BLOCK: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "tokens"])
 def turn_kernel(
     qkv, norms, rope, q, cache, first, tokens, eps,
     lane_step, head_step, kind_step, position_step,

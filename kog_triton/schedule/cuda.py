@@ -41,7 +41,8 @@ NARROW_COST = 1.1
 # Where K is cut in as many parts as there are warps, each stages its own part of the activations and
 # waits for no other warp; else all meet at a barrier. The same: an estimate.
 SHARED_COST = 1.02
-MOST_PADDING = 1.05  # bytes that four rows may read where eight read one
+# Bytes that four rows may read where eight read one, unless eight leave a block without any row.
+MOST_PADDING = 1.05
 FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take three shuffles for one
 
 
@@ -150,10 +151,18 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     blocks = group * schedule.shards_per_rank
     candidates = []
     for frag_k, fragments in CHUNKS:
-        tilings = {
-            s.name: _tiling(schedule, s, frag_k, fragments, blocks) for s in matrix_stages(schedule)
-        }
-        candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
+        tilings = {}
+        for stage in matrix_stages(schedule):
+            tiling = _tiling(schedule, stage, frag_k, fragments, blocks)
+            if tiling is None:
+                break
+            tilings[stage.name] = tiling
+        else:
+            candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
+    if not candidates:
+        raise ModelError(
+            f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
+        )
     return min(candidates, key=_cost)
 
 
@@ -176,8 +185,20 @@ def unit_period(steps: int, fragments: int) -> int:
     return math.lcm(steps, fragments) // steps
 
 
-def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int) -> Tiling:
-    """The K split of one stage that pads least."""
+def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) -> bool:
+    """Whether what the warps stage of x covers what they multiply. Each stages a slice of its own
+    (kSlice of include/kog/matvec.h), which must be its part of K where it waits for no other warp."""
+    if stage.source not in ("x", "y") or stage.cols != schedule.spec.hidden_size:
+        return True
+    staged = -(-stage.cols // (WARPS * frag_k)) * WARPS * frag_k
+    multiplied = tiling.padded_k(stage.cols)
+    return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
+
+
+def _tiling(
+    schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int
+) -> Tiling | None:
+    """How a stage is cut, so that its slowest block has least to do; None if it cannot be."""
     options = []
     for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
         k = MMA_ROWS // rows * frag_k
@@ -186,6 +207,8 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
             steps = tiling.padded_k(stage.cols) // warps_k // k
             period = unit_period(steps, fragments)
             if period > 1 and period * steps > UNROLLED:
+                continue
+            if not _is_staged(schedule, stage, tiling, frag_k):
                 continue
             partition = Partition(schedule, blocks, {stage.name: tiling})
             group = partition.group_size(stage)
@@ -198,10 +221,13 @@ def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, block
             slowest = max(chunks) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
             bytes_read = sum(chunks) * (1 if warps_k == WARPS else SHARED_COST)
             options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
+    if not options:
+        return None
     best = min(options, key=lambda option: option[:4])
     plain = min(
         (option for option in options if option[4].fragment_rows == MMA_ROWS),
         key=lambda option: option[:4],
+        default=best,
     )
     if best[0] == plain[0] and best[2] > MOST_PADDING * plain[2]:
         return plain[4]

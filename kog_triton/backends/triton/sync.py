@@ -9,6 +9,8 @@ it has seen that publication and before it reads.
 import triton
 import triton.language as tl
 
+VOTERS: tl.constexpr = tl.constexpr(1024)  # at least the threads of a block, on any vendor
+
 
 @triton.jit
 def load_shared(ptr, mask, other, S: tl.constexpr):
@@ -103,12 +105,16 @@ def clock(S: tl.constexpr):
 
 
 @triton.jit
-def waited(since, tries, S: tl.constexpr):
-    """How long a wait has lasted that began at `since`, in units of 1,024 ns; in the interpreter its tries."""
+def expired(since, tries, limit, S: tl.constexpr):
+    """1 if a wait has lasted `limit` that began at `since`: units of 1,024 ns, in the interpreter tries.
+
+    Every thread reads the clock at a moment of its own, and a block's have to agree: the longest counts.
+    """
     if S.vendor == "cpu":
-        return tries
+        return (tries >= limit).to(tl.int32)
     else:
-        return ((clock(S) - since) >> 10).to(tl.int32)
+        lasted = ((clock(S) - since) >> 10).to(tl.int32) + tl.zeros((VOTERS,), tl.int32)
+        return (tl.max(lasted, axis=0) >= limit).to(tl.int32)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value hea
 constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
 // The results of half of the warps find room at once.
-constexpr int kSlots = kWarpsAGroup > 1 ? kWarpsAGroup / 2 : 1;  // of a group of warps
+constexpr int kSlots = (kWarpsAGroup + 1) / 2;  // of a group of warps
 constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
 constexpr int kUnits = kKvHeads * kSplits;
 constexpr int kResultStride = kRowDim + 4;

@@ -30,7 +30,8 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(stage_place<LmHead>(b), 0), NothingAhead<LmHead>(), [](int, bool) { return 0; },
+      b, k.ring, k.turn, units_of<LmHead>(stage_place<LmHead>(b), 0), NothingAhead<LmHead>(),
+      [](int, bool) { return 0; },
       [&](int row, bool owner, float sum, int) {
         if (scale == 0) scale = inverse_rms(b);
         if (!owner) return;

@@ -49,6 +49,9 @@ KOG_DEVICE void sync_staged() {
 template <class Stage>
 KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[kHeld]) {
   static_assert(Stage::kWide);
+  // What the warps stage is what they multiply; their own parts, where no barrier follows.
+  static_assert(Stage::kParts == kWarps ? Stage::kPaddedK == kWarps * kSlice
+                                        : Stage::kPaddedK <= kWarps * kSlice);
   float square = 0;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -251,8 +254,9 @@ struct Chunk {
 constexpr int kAheadWords = 32;
 template <class Stage>
 struct Ahead {
-  static constexpr int kRoom =
-      kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;  // periods
+  static constexpr int kHeld = kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;
+  static constexpr int kBatch = Stage::kBatch / Stage::kPeriod;
+  static constexpr int kRoom = kHeld < kBatch ? kHeld : kBatch;  // periods
   static constexpr int kPeriods =
       kRoom < Stage::kUnits / Stage::kGroup / Stage::kPeriod
           ? kRoom

@@ -8,6 +8,7 @@ namespace kog {
 // Bring what this block's warps ask for first in a layer's attention into the L2: from the memory it
 // would come late, and answers to polls wait behind it.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
+  if (position >= kMaxContext) return;  // ahead of the end of a request
   for (int unit = b.place; unit < kUnits; unit += kGroup) {
     Span span = span_of(unit / kSplits, unit % kSplits, position, kWindows[layer]);
     int rows = span.end - span.start;

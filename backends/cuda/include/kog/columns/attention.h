@@ -38,19 +38,23 @@ KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u3
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
 }
 
-// Makes unit n of the layer, counted over the columns, the one in hand; false behind the last.
-KOG_DEVICE bool take_unit(Block& b, int steps, int n, Span& span) {
+// Unit n of the layer, counted over the columns: whose it is and its span; false behind the last.
+KOG_DEVICE bool find_unit(Block& b, int steps, int n, Span& span) {
   for (int c = 0; c < b.p.num_seats; c++) {
     int used = splits_of(b, c, steps);
     if (n < used * kKvHeads) {
       b.column = c;
-      serve_seat(b, b.small->seats[c], position_of(b, c, steps));
-      span = span_of(n / used, n % used, b.small->position, kWindows[b.layer]);
+      span = span_of(n / used, n % used, position_of(b, c, steps), kWindows[b.layer]);
       return true;
     }
     n -= used * kKvHeads;
   }
   return false;
+}
+
+// Makes the unit that was found the one in hand. Warps meet in its work before the next one's.
+KOG_DEVICE void serve_unit(Block& b, int steps) {
+  serve_seat(b, b.small->seats[b.column], position_of(b, b.column, steps));
 }
 
 // By all warps: the unit's words of this run are there.
@@ -90,17 +94,19 @@ KOG_DEVICE void attention(Block& b, int steps) {
   u32 phase = phase_of(iteration_of(b, steps));
   bool many = false;
   Span span;
-  for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
+  for (int n = b.place; find_unit(b, steps, n, span); n += kGroup) {
+    serve_unit(b, steps);
     many |= span.used > kMerged;
-    walk_span(b, span, b.small->position, phase, [&](int query, int pair, float2 v, float top) {
+    walk_span(b, span, position_of(b, b.column, steps), phase, [&](int query, int pair, float2 v, float top) {
       publish_unit(b, span, query, pair, v, top, phase);
     });
     if (span.used > kMerged) fence_gpu();  // words of many splits keep no step
     finish_unit<AttentionFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }
   if (!many) return;
-  for (int n = b.place; take_unit(b, steps, n, span); n += kGroup) {
+  for (int n = b.place; find_unit(b, steps, n, span); n += kGroup) {
     if (span.used <= kMerged || span.split >= kQueries) continue;
+    serve_unit(b, steps);
     int at[(kSplits + 31) / 32];
 #pragma unroll
     for (int i = 0; i < (kSplits + 31) / 32; i++) {
@@ -112,6 +118,7 @@ KOG_DEVICE void attention(Block& b, int steps) {
     sync_warp();
     join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
       put_output(b, 0, query_head, pair, v, image_phase(b, b.column, 0));
+      if (pair == 0) put_top(b, 0, query_head, 0, image_phase(b, b.column, 0));
     });
     finish_unit<JoinFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }
@@ -209,8 +216,7 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
             load_operand(images + split * AttentionWords::kStride + (first + i) * S::kStepWords +
                              set * S::kSetWords,
                          w[i][s]);
-            if (most > 1)
-              top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
+            top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
           }
         }
 #pragma unroll
@@ -219,8 +225,8 @@ KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
 #pragma unroll
           for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
             int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
-            // Of one split the logarithms stay behind with those who need none.
-            u32 late = used > 1 ? top[i][s] ^ phase[s] : 0;
+            // Read even of one split, which needs none: unread, its store could land after a later one.
+            u32 late = top[i][s] ^ phase[s];
 #pragma unroll
             for (int j = 0; j < kOperandWords; j++) {
               late |= w[i][s].w[j] ^ phase[s];
