@@ -49,9 +49,11 @@ KOG_DEVICE void sync_staged() {
 template <class Stage>
 KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[kHeld]) {
   static_assert(Stage::kWide);
-  // What the warps stage is what they multiply; their own parts, where no barrier follows.
-  static_assert(Stage::kParts == kWarps ? Stage::kPaddedK == kWarps * kSlice
-                                        : Stage::kPaddedK <= kWarps * kSlice);
+  // What the warps stage is what they multiply; their own parts, where no barrier follows. (The head
+  // of concatenated lanes is staged elsewhere.)
+  static_assert(Stage::kCols != kHidden || (Stage::kParts == kWarps
+                                                ? Stage::kPaddedK == kWarps * kSlice
+                                                : Stage::kPaddedK <= kWarps * kSlice));
   float square = 0;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
