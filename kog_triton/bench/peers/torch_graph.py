@@ -20,7 +20,7 @@ from kog_triton.bench.peers.transformers_model import DTYPES
 from kog_triton.bench.subjects import Run
 from kog_triton.schedule.rope import rope_table
 
-RAN = "this adapter has run on a CPU only, its step uncaptured"
+RAN = "this adapter has run on a CPU, its step uncaptured, and on one H200"
 CHUNK = 512  # prompt tokens of one pass: bounds the score matrix
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ from kog_triton.bench.peers.transformers_model import (
 )
 from kog_triton.bench.subjects import Run
 
-RAN = "this adapter has run on a CPU only"
+RAN = "this adapter has run on a CPU and on one H200"
 
 
 def absent(setting: Setting) -> str:
