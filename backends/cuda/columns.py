@@ -37,8 +37,11 @@ COUNTS = (2, 4, 8)  # columns that kernels are made for
 SMALL_BYTES = 2048
 
 
-def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> Layout:
-    """Regions and shared memory for `columns` (COUNTS) requests a step; ModelError if they do not fit."""
+def lay_out_columns(
+    lowering: CudaLowering, max_context: int, columns: int, chunk: bool = False
+) -> Layout:
+    """Regions and shared memory for `columns` (COUNTS) requests a step, or positions of one prompt if it is a
+    `chunk`; ModelError if they do not fit."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
     if schedule.num_shards != 1:
@@ -82,10 +85,13 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
         scratch_bytes=0,
         ring_chunks=0,
         columns=columns,
+        chunk=chunk,
         partial_bytes=max(PARTIAL_BYTES, 2 * units * PARTIAL_ROWS * 4 * columns),
         small_bytes=SMALL_BYTES,
     )
-    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(spec, splits)
+    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(
+        spec, splits, columns if chunk else 1
+    )
     scratch = up(max(behind, *(layout.staged_bytes(s) for s in stages.values())), 128)
     free = lowering.gpu.shared_bytes - layout.partial_bytes - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
@@ -105,6 +111,18 @@ class ColumnKernel:
     kernel: Kernel
     words: torch.Tensor
     scores: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scores.nbytes
+
+
+def make_kernel(layout: Layout, kernel: Kernel, device: torch.device) -> ColumnKernel:
+    vocab = layout.lowering.schedule.spec.vocab_size
+    words = torch.zeros(layout.total_words, dtype=torch.int32, device=device)
+    return ColumnKernel(
+        layout, kernel, words, torch.zeros(1 + layout.columns, vocab, device=device)
+    )
 
 
 class Columns:
@@ -161,13 +179,7 @@ class Columns:
         count = self._count(requests)
         if count not in self._kernels:
             layout = self._layouts[count]
-            vocab = layout.lowering.schedule.spec.vocab_size
-            self._kernels[count] = ColumnKernel(
-                layout,
-                self._load(layout),
-                torch.zeros(layout.total_words, dtype=torch.int32, device=device),
-                torch.zeros(1 + count, vocab, device=device),
-            )
+            self._kernels[count] = make_kernel(layout, self._load(layout), device)
         return self._kernels[count]
 
     @property
@@ -182,7 +194,7 @@ class Columns:
         self._kernels.clear()
 
     def memory_bytes(self) -> int:
-        return sum(k.words.nbytes + k.scores.nbytes for k in self.kernels)
+        return sum(k.nbytes for k in self.kernels)
 
     def _count(self, requests: int) -> int:
         return next(c for c in self._layouts if c >= min(requests, self.most))

@@ -68,7 +68,10 @@ class Layout:
     scratch_bytes: int
     ring_chunks: int
     threads: int = THREADS + HELPERS
-    columns: int = 1  # requests that one step serves
+    columns: int = 1  # tokens that one step computes
+    chunk: bool = (
+        False  # they are positions in a row of one prompt, not one each of several requests
+    )
     partial_bytes: int = PARTIAL_BYTES
     small_bytes: int = SMALL_BYTES
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
@@ -222,14 +225,14 @@ def split_least(spec: ModelSpec) -> int:
     return SPLIT_TILES * tile_rows(spec)
 
 
-def attention_bytes(spec: ModelSpec, splits: int) -> int:
-    """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
+def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
+    """Behind o_proj's inputs: queries, new keys and values, and either the warps' results or joins."""
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
     slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
     merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
+    rows = 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
     return rows + 4 * max(merge, joins)
 
 
@@ -294,6 +297,7 @@ def render(layout: Layout) -> str:
     mixes = layout.region("part").stride > 0
     flags = {
         "profile": layout.profile_tokens > 0,
+        "chunk": layout.chunk,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,

@@ -6,14 +6,12 @@
 //
 // An image holds o_proj's inputs of all columns where its warps find them (matvec.h).
 #pragma once
+#include <kog/columns/chunk.h>
 #include <kog/columns/stream.h>
 #include <kog/join.h>
 
 namespace kog::columns {
 
-KOG_DEVICE int position_of(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps;
-}
 KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
   int position = position_of(b, column, steps);
   return splits_in_use(position + 1 - first_position(position, kWindows[b.layer]));
@@ -97,9 +95,14 @@ KOG_DEVICE void attention(Block& b, int steps) {
   for (int n = b.place; find_unit(b, steps, n, span); n += kGroup) {
     serve_unit(b, steps);
     many |= span.used > kMerged;
-    walk_span(b, span, position_of(b, b.column, steps), phase, [&](int query, int pair, float2 v, float top) {
+    int position = position_of(b, b.column, steps);
+    auto put = [&](int query, int pair, float2 v, float top) {
       publish_unit(b, span, query, pair, v, top, phase);
-    });
+    };
+    if constexpr (kChunk)
+      walk_span(b, span, position, phase, ChunkRows{position_of(b, 0, steps)}, put);
+    else
+      walk_span(b, span, position, phase, Newest{}, put);
     if (span.used > kMerged) fence_gpu();  // words of many splits keep no step
     finish_unit<AttentionFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
   }

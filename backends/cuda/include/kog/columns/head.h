@@ -15,14 +15,6 @@ constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
 KOG_DEVICE const u32* request_of(const Block& b, int column) {
   return b.p.request + b.small->seats[column].slot * kRequestWords;
 }
-KOG_DEVICE bool has_head(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps >= b.small->seats[column].first_head;
-}
-KOG_DEVICE bool any_head(const Block& b, int steps) {
-  bool any = false;
-  for (int c = 0; c < b.p.num_seats; c++) any |= has_head(b, c, steps);
-  return any;
-}
 // A column whose next token takes nothing but every row's logit once.
 KOG_DEVICE bool is_plain(const Block& b, int column) {
   return (request_of(b, column)[Request::kFlags] & kWantsMore) == 0;
