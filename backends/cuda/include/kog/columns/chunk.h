@@ -23,44 +23,44 @@ struct ChunkRows {
   KOG_DEVICE int cached(const Span& span) const { return span.end < first ? span.end : first; }
 
   // Heads that a unit receives: its queries, then key and value of each new position.
-  KOG_DEVICE int new_row(int head) const { return (head - kQueries) / 2; }
-  KOG_DEVICE static bool is_key(int head) { return (head - kQueries) % 2 == 0; }
+  KOG_DEVICE static int new_row(int head) { return (head - kQueries) / 2; }
 
-  KOG_DEVICE Rotation rotation_of(const Block& b, const Span& span, int position, int head) const {
-    if (head < kQueries) return load_rotation(b, position, false);
-    // A warp without a head loads a rotation that exists, and that nobody takes.
+  // The position that a head is of.
+  KOG_DEVICE int position_of_head(const Span& span, int position, int head) const {
     int row = start(span) + new_row(head);
-    return load_rotation(b, row < position ? row : position, true);
+    // A warp without a head loads a rotation that exists, and that nobody takes.
+    return head < kQueries || row > position ? position : row;
   }
   KOG_DEVICE Rotation rotation(const Block& b, const Span& span, int position) const {
-    return rotation_of(b, span, position, first_received(b));
+    int head = first_received(b);
+    return load_rotation(b, position_of_head(span, position, head), head >= kQueries);
   }
 
   KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
-                          const AttentionScratch& scratch, const Rotation& rotation) const {
+                          const AttentionScratch& scratch, Rotation rotation) const {
     int heads = kQueries + 2 * count(span);
     for (int h = first_received(b); h < heads; h += kWarps) {
-      Rotation r = h < kWarps ? rotation : rotation_of(b, span, position, h);
+      bool is_query = h < kQueries, is_value = !is_query && (h - kQueries) % 2 == 1;
+      int at = position_of_head(span, position, h);
+      if (h >= kWarps) rotation = load_rotation(b, at, !is_query);
+      int row = is_query ? span.head * kQueries + h : kHeads + is_value * kKvHeads + span.head;
       Head head;
-      if (h < kQueries) {
-        head.receive(b, b.column, (span.head * kQueries + h) * kHeadDim, phase);
-        head.rotate(b, r, query_scale());
+      head.receive(b, is_query ? b.column : at - first, row * kHeadDim, phase);
+      if (!is_value) head.rotate(b, rotation, is_query ? query_scale() : 1.f);
+      if (is_query) {
         put_query(b, head, h, scratch.queries);
         continue;
       }
-      int row = new_row(h), at = start(span) + row;
-      int of = kHeads + (is_key(h) ? 0 : kKvHeads) + span.head;
-      head.receive(b, at - first, of * kHeadDim, phase);
-      if (is_key(h)) head.rotate(b, r, 1.f);
       // Each position is appended once: not by the columns behind it, nor by those that repeat it.
       bool own = at == position && at - first == b.column;
-      u64 behind = static_cast<u64>(at) + (is_key(h) ? 0 : kMaxContext);
-      u32* cache = reinterpret_cast<u32*>(cache_of(b, span.head) + behind * kRowDim);
-      u32* to = reinterpret_cast<u32*>((is_key(h) ? scratch.key : scratch.value) + row * kRowDim);
+      u16* rows = is_value ? scratch.value : scratch.key;
+      u32* to = reinterpret_cast<u32*>(rows + new_row(h) * kRowDim);
+      u64 kept = static_cast<u64>(at) + is_value * kMaxContext;
+      u32* cache = reinterpret_cast<u32*>(cache_of(b, span.head) + kept * kRowDim);
       head.each(b, [&](int word, float2 v) {
-        u32 kept = cached_pair(v);
-        to[word] = kept;
-        if (own) cache[word] = kept;
+        u32 w = cached_pair(v);
+        to[word] = w;
+        if (own) cache[word] = w;
       });
     }
   }
