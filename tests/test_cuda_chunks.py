@@ -28,6 +28,7 @@ from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, 
 from test_cuda_life import Server, tokens_of
 
 from kog_triton.backends.mailbox import Failure
+from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.sampling import SamplingParams
@@ -200,6 +201,7 @@ def backend(spec):
 
 
 def test_a_short_prompt_is_one_launch_of_the_kernel_of_one_token(backend):
+    assert TRACED_PROMPT < chunks.CHUNKS_FROM  # `kog bench --no-kernel-switches`
     run(backend, request(0, prompt_of(chunks.CHUNKS_FROM - 1)))
     assert launched(backend) == (0, 1)
     run(backend, request(1, prompt_of(chunks.CHUNKS_FROM)))

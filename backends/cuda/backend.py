@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
+from kog_triton.backends.cuda.chunks import CHUNKED, POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import Layout, lay_out, render
@@ -30,7 +30,7 @@ from kog_triton.backends.cuda.serving import (
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import open_library, run_prompt
+from kog_triton.backends.library_prefill import BY_TOKEN, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
@@ -156,7 +156,8 @@ class CudaBackend:
     def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        return run_prompt(self.library, self.options.prefill, request, cache)
+        crossover = CHUNKED if self.chunks.exist else BY_TOKEN
+        return run_prompt(self.library, self.options.prefill, request, cache, crossover)
 
     def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
         """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""

@@ -14,6 +14,7 @@ from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import Layout
 
+from kog_triton.backends.library_prefill import Crossover
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
@@ -22,6 +23,8 @@ POSITIONS = 8  # of a chunk
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
 CHUNKS_FROM = 3
+# XXX
+CHUNKED = Crossover(17, 33)
 # Chunks after which a launch ends, so that a cancel is heard: 35 ms of a 1B model.
 MOST_CHUNKS = 32
 
