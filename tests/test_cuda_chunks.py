@@ -88,7 +88,7 @@ SHAPES = {
     "joins of many splits": (
         f16_spec(num_layers=2, num_heads=9, num_kv_heads=1),
         4,
-        6,
+        4,
         {"split_least": lambda spec: 3, "MERGED_LENGTH": 12},
     ),
 }
@@ -133,13 +133,12 @@ def spec():
     return f16_spec(num_layers=2)
 
 
-@pytest.mark.parametrize("most_chunks", [1, 2])
-def test_a_prompt_is_taken_up_wherever_it_stands(spec, monkeypatch, most_chunks):
-    """Behind a cached prefix that ends anywhere, in launches of few chunks."""
-    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", most_chunks)
+def test_a_prompt_is_taken_up_wherever_it_stands(spec, monkeypatch):
+    """Behind a cached prefix that ends anywhere, in launches of two chunks."""
+    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", 2)
     whole = prompt_of(37)
     steps, cache = alone(spec, [request(0, whole, 3)])
-    backend = make(ChunkBackend, spec, 1, seed=most_chunks)
+    backend = make(ChunkBackend, spec, 1, seed=2)
     for cached in (0, 1, 9, 33):
         backend.memory.cache.zero_()
         if cached:
@@ -148,7 +147,7 @@ def test_a_prompt_is_taken_up_wherever_it_stands(spec, monkeypatch, most_chunks)
         assert run(backend, request(0, whole, 3, cached=cached)) == steps
         assert torch.equal(backend.memory.cache, cache)
         needed = -(-(37 - cached) // 8)
-        assert launched(backend)[0] - before[0] == -(-needed // most_chunks)
+        assert launched(backend)[0] - before[0] == -(-needed // 2)
         assert launched(backend)[1] - before[1] == 1
 
 
@@ -243,7 +242,7 @@ def test_prompts_that_arrive_go_first_and_join_in_columns(spec):
 @pytest.mark.parametrize("word", ["cancel", "yield"])
 def test_a_word_of_the_host_is_heard_in_a_prompt(backend, spec, monkeypatch, word):
     monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", 1)
-    prompt = prompt_of(60)
+    prompt = prompt_of(45)
     steps, cache = alone(spec, [request(0, prompt, 3)])
     server = Server(backend, request(0, prompt, 3))
     while launched(backend)[0] < 2:
