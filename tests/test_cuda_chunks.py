@@ -50,8 +50,7 @@ def layout_of(spec, positions=8, num_blocks=0):
 
 def launched(backend):
     """Launches of the kernel of chunks and of that of one token."""
-    step = backend.chunks.take(backend.device).kernel
-    return step.launches, backend.kernel.launches
+    return backend.chunks.kernel.kernel.launches, backend.kernel.launches
 
 
 # ---- layout ----
@@ -181,7 +180,7 @@ def test_stores_that_land_late_change_nothing(spec, monkeypatch, region):
     r = request(0, prompt_of(27), 2)
     steps, cache = alone(spec, [r], 5)
     backend = make(ChunkBackend, spec, 1, 5, seed=1)
-    step = backend.chunks.take(backend.device)
+    step = backend.chunks.kernel
     regions = step.layout.regions
     places = [regions[region]] if region else [regions["qkv"], regions["mlp_flags"]]
     first, count = places[0].offset, places[-1].end - places[0].offset
@@ -278,7 +277,7 @@ def test_a_nan_in_a_prompt_is_an_error_of_its_request_alone(backend, spec):
 def test_an_expired_wait_names_its_place_and_the_next_prompt_runs(backend):
     prompt = request(0, prompt_of(20), 3)
     expected = run(backend, prompt)
-    kernel = backend.chunks.take(backend.device).kernel
+    kernel = backend.chunks.kernel.kernel
     backend.wait_ticks, kernel.absent = 2000, 1
     mailbox = backend.new_mailbox()
     mailbox.post(prompt)
@@ -308,10 +307,10 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     r = request(0, prompt_of(11), 3)
     steps, _ = alone(spec, [r])
     backend = make(FailingBackend, spec, 1)
-    assert not backend.chunks.exist and run(backend, r) == steps
+    assert backend.chunks.kernel is None and run(backend, r) == steps
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
     lanes = make(ChunkBackend, spec_of(num_lanes=2, intermediate_size=96), 1, 4)
-    assert not lanes.chunks.exist
+    assert lanes.chunks.kernel is None
     assert "prompts run a token at a time: requests of a model with lanes" in caplog.text
 
 
@@ -354,7 +353,7 @@ def test_a_planted_fault_is_seen(spec, monkeypatch, tmp_path, name):
     requests = [request(0, prompt_of(21), 3), request(1, prompt_of(13, 9), 3)]
     steps, cache = alone(spec, requests)
     backend = make(ChunkBackend, spec, 2, seed=-1)
-    kernel = backend.chunks.take(backend.device).kernel
+    kernel = backend.chunks.kernel.kernel
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=tmp_path / "include")
     backend.wait_ticks = 5000
     with pytest.raises(AssertionError):

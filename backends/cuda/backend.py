@@ -94,7 +94,6 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
-        self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
         compile_columns = partial(self._compile, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         self.chunks = Chunks(
@@ -104,6 +103,7 @@ class CudaBackend:
             compile_columns,
             load_columns,
         )
+        self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
         self.memory = allocate(self.layout, weights, options.num_slots, self.device)
         counts = [c for c in self.column_counts if c < 2 * options.num_slots]
         self.columns = Columns(lowering, self.max_context, counts, compile_columns, load_columns)
@@ -115,7 +115,7 @@ class CudaBackend:
             self.memory.embed[:, : self.spec.hidden_size],
             self.memory.weights.nbytes,
         )
-        self.chunks.wait()
+        self.chunks.open(self.device)
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -156,7 +156,7 @@ class CudaBackend:
     def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        crossover = CHUNKED if self.chunks.exist else BY_TOKEN
+        crossover = BY_TOKEN if self.chunks.kernel is None else CHUNKED
         return run_prompt(self.library, self.options.prefill, request, cache, crossover)
 
     def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
@@ -244,11 +244,10 @@ class CudaBackend:
 
     def close(self) -> None:
         self.columns.close()
-        self.chunks.close()
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
-        self.library = self._blank = None
+        self.library = self._blank = self.chunks.kernel = None
         del self.memory
 
     # ---- a launch ----

@@ -30,12 +30,15 @@ MOST_CHUNKS = 32
 
 
 class Chunks:
-    """The kernel of one model's prompts, compiled by a thread of its own while the weights are packed.
+    """The kernel of one model's prompts, compiled by a thread of its own while the rest is loaded.
 
     positions  of a step; 0 for no such kernel
     compile    puts a layout's kernel where `load` finds it
-    load       makes it ready to run; by the thread that launches
+    load       makes it ready to run
+    kernel     None until `open`, and where there is none
     """
+
+    kernel: ColumnKernel | None = None
 
     def __init__(
         self,
@@ -47,8 +50,6 @@ class Chunks:
     ) -> None:
         self._compile, self._load = compile, load
         self._layout: Layout | None = None
-        self._kernel: ColumnKernel | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
         if not positions:
             return
         try:
@@ -56,41 +57,28 @@ class Chunks:
         except ModelError as error:
             log.info("prompts run a token at a time: %s", error)
             return
+        # No daemon: inside the compiler it must not outlive Python, whatever else fails.
+        self._thread = threading.Thread(target=self._run, args=(self._layout,))
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until it is compiled. Where the compiler fails the log says so."""
-        if self._thread.ident is not None:
-            self._thread.join()
+    def open(self, device: torch.device) -> None:
+        """Wait for the compiler and load the kernel. Where the compiler fails the log says so."""
+        if self._layout is None:
+            return
+        self._thread.join()
+        if self._layout is not None:
+            self.kernel = make_kernel(self._layout, self._load(self._layout), device)
 
-    @property
-    def exist(self) -> bool:
-        """Whether there is such a kernel, once it has been waited for."""
-        return self._layout is not None
-
-    def pay(self, tokens: int) -> bool:
-        """Whether so many tokens that a prompt has left are for this kernel."""
-        return self.exist and tokens >= CHUNKS_FROM
-
-    def take(self, device: torch.device) -> ColumnKernel:
-        """The kernel, which `exist`s, with memory of its own."""
-        assert self._layout is not None
-        if self._kernel is None:
-            self._kernel = make_kernel(self._layout, self._load(self._layout), device)
-        return self._kernel
+    def for_prompt(self, tokens: int) -> ColumnKernel | None:
+        """The kernel, if there is one and it is for so many tokens that a prompt has left."""
+        return self.kernel if tokens >= CHUNKS_FROM else None
 
     def memory_bytes(self) -> int:
-        return 0 if self._kernel is None else self._kernel.nbytes
+        return 0 if self.kernel is None else self.kernel.nbytes
 
-    def close(self) -> None:
-        """Wait for what compiles: a thread inside the compiler must not outlive Python."""
-        self.wait()
-        self._kernel = None
-
-    def _run(self) -> None:
-        assert self._layout is not None
+    def _run(self, layout: Layout) -> None:
         try:
-            self._compile(self._layout)
+            self._compile(layout)
         except Exception as error:
             log.warning("no kernel of chunks, prompts run a token at a time: %s", error)
             self._layout = None

@@ -148,8 +148,8 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
 def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     device, columns = launcher.memory.words.device, launcher.columns
     for slot, one in live.items():
-        if launcher.chunks.pay(len(one.request.prompt) - one.position):
-            return launcher.launch([slot], MOST_CHUNKS, launcher.chunks.take(device))
+        if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position):
+            return launcher.launch([slot], MOST_CHUNKS, step)
     together = columns.ready(len(live))
     slots = list(live)[: columns.most if together else MOST_SEATS]
     step = columns.take(len(slots), device) if together else None
