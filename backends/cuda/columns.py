@@ -25,6 +25,7 @@ from kog_triton.backends.cuda.header import (
     attention_bytes,
     batch_units,
     check_model,
+    sums_in_scratch,
     up,
 )
 
@@ -66,8 +67,7 @@ def lay_out_columns(
     add_region(regions, "tops", spec.num_heads * columns, merged)
     heads = spec.num_kv_heads * splits * columns
     add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
-    for name in ("attention_flags", "join_flags"):
-        add_region(regions, name, heads)
+    add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
         rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
@@ -76,7 +76,11 @@ def lay_out_columns(
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
-    units = max(batch_units(lowering, stage, columns) for stage in stages.values())
+    units = max(
+        batch_units(lowering, stage, columns)
+        for stage in stages.values()
+        if not sums_in_scratch(lowering, stage, columns)
+    )
     layout = Layout(
         lowering,
         max_context,

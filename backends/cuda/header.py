@@ -351,9 +351,10 @@ def render(layout: Layout) -> str:
         bias_at += stage.rows * schedule.num_shards if stage is not head else 0
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
         wide = str(is_wide(stage)).lower()
+        scratch = str(sums_in_scratch(lo, stage, layout.columns)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}; }};"
+            f"static constexpr bool kWide = {wide}, kSumsInScratch = {scratch}; }};"
         )
     lines.append(f"constexpr int kBiasRows = {bias_at};")
     for name, values in (
@@ -425,7 +426,27 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)
+    return max(_whole_chunks(lo, steps, most), scratch_units(lo, stage, columns))
+
+
+def scratch_units(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units whose partial sums find room where operands were that are in registers by then."""
+    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+        return 0
+    steps = lo.steps(stage)
+    words = steps * (columns * lo.frag_k + STEP_PADDING)  # of one part's operands
+    rows = lo.tilings[stage.name].unit_rows * columns
+    return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
+
+
+def sums_in_scratch(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's partial sums lie where its operands did."""
+    return batch_units(lo, stage, columns) == scratch_units(lo, stage, columns)
+
+
+def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
+    """The most units, up to so many, that end with a chunk; 0 if none do."""
+    return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:

@@ -92,6 +92,13 @@ struct ChunkRows {
   }
 };
 
+KOG_DEVICE auto fresh_rows(const Block& b, int steps) {
+  if constexpr (kChunk)
+    return ChunkRows{position_of(b, 0, steps)};
+  else
+    return Newest{};
+}
+
 // The tokens of a chunk's columns: the host's states tell that of the first. By the first warp, ahead
 // of a barrier.
 KOG_DEVICE void spread_seats(const Block& b) {

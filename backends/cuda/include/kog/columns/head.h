@@ -119,11 +119,13 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  Operands<LmHead> x(b);
-  stage_streams(b, Step::kMlpOut, x, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
+  stage_streams<LmHead::kPaddedK, LmHead::kParts == kWarps>(
+      b, Step::kMlpOut, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
   fence_gpu();  // this step's rows of the cache are there for all that comes
   constexpr int kItems = Cut<LmHead>::kItems;
-  float scale[kItems] = {};
+  Operands<LmHead> x(b);
+  x.hold();
+  Scales scales;
   int column[kItems];
   Candidate mine[kItems];
 #pragma unroll
@@ -134,14 +136,14 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   run_units<LmHead>(
       b, k.ring, k.turn, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
+        float logit = sum * scales.of(b, item.column);
         if (!item.there || !has_head(b, item.column, k.steps)) return;
-        if (scale[i] == 0) scale[i] = inverse_rms(b, item.column);
         const u32* request = request_of(b, item.column);
         if ((request[Request::kFlags] & kWantsMore) != 0) {
-          raw_scores(b.p, item.column)[item.row] = sum * scale[i];
+          raw_scores(b.p, item.column)[item.row] = logit;
           return;
         }
-        Candidate c = candidate(request, sum * scale[i], item.row,
+        Candidate c = candidate(request, logit, item.row,
                                 position_of(b, item.column, k.steps) + 1);
         if (beats(c, mine[i])) mine[i] = c;
       },

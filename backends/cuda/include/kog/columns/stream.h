@@ -107,13 +107,33 @@ struct Quads {
   }
 };
 
-// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for
-// `inverse_rms`. `iteration`: the run whose outputs complete x.
-template <class Stage>
-KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
-                              int iteration) {
-  using S = Cut<Stage>;
-  static_assert(Stage::kWide && Stage::kPaddedK <= kWarps * kSlice);
+// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32. The
+// same pairs are added as if all lanes added all columns, but each lane goes on with half of them.
+KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
+#pragma unroll
+  for (int mask = 16, left = kColumns; mask; mask >>= 1) {
+    bool upper = (b.in_warp & mask) != 0;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int c = 0; c < left; c++) {
+        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        v[c] = mine + shuffle_xor(theirs, mask);
+      }
+    } else {
+      v[0] += shuffle_xor(v[0], mask);
+    }
+  }
+  return v[0];
+}
+
+// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest multiplies
+// kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose outputs
+// complete x. kOwn: the stages' warps multiply what they staged themselves.
+template <int kPaddedK, bool kOwn>
+KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
+  using S = Cut<Wide>;
+  static_assert(kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -126,7 +146,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
-    bool staged = local < kSlice && e < Stage::kPaddedK;
+    bool staged = local < kSlice && e < kPaddedK;
     Quads v;
     if (x.words == nullptr)
       v.embed(b, x, staged ? e : kHiddenStride);
@@ -156,17 +176,10 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
       }
     }
   }
-#pragma unroll
-  for (int c = 0; c < kColumns; c++) {
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) square[c] += shuffle_xor(square[c], mask);
-    if (b.in_warp == 0) b.small->squares[c * kWarps + b.warp] = square[c];
-  }
-  sync_staged<Stage::kParts == kWarps>();
-#pragma unroll
-  for (int step = 0; step < Stage::kHeld; step++)
-#pragma unroll
-    for (int set = 0; set < S::kSets; set++) to.held[step][set] = to.load(step, set);
+  int lanes = 32 / kColumns;  // that share a column's sum
+  float sum = sum_columns(b, square);
+  if (b.in_warp % lanes == 0) b.small->squares[b.warp * kColumns + b.in_warp / lanes] = sum;
+  sync_staged<kOwn>();
 }
 
 // Until this warp's slice of the streams has come, which it does not need.
@@ -176,13 +189,22 @@ KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iterati
   for (int i = 0; i < kGroups; i++) v.receive(b, step, x, element(b, i), iteration);
 }
 
-// 1 / rms of the column's stream staged last; after a barrier that all warps have passed since.
-KOG_DEVICE float inverse_rms(const Block& b, int column) {
-  float sum = 0;
+// 1 / rms of the streams staged last, found at the first question, behind a barrier that all warps
+// have passed since; by whole warps.
+struct Scales {
+  float mine = 0;  // of column lane % kColumns
+
+  KOG_DEVICE float of(const Block& b, int column) {
+    if (any_lane(mine == 0)) {
+      float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kWarps; i++) sum += b.small->squares[column * kWarps + i];
-  return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
-}
+      for (int i = 0; i < kWarps; i++)
+        sum += b.small->squares[i * kColumns + b.in_warp % kColumns];
+      mine = rsqrt_of(sum * (1.f / kHidden) + kNormEps);
+    }
+    return shuffle(mine, column % kColumns);
+  }
+};
 
 // Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
 template <class Stage, class Marks>
