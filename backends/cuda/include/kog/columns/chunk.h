@@ -1,7 +1,7 @@
-// A chunk of a prompt: the columns of a step are positions in a row of one request, so that what one
-// column appends the columns behind it already see. Its keys and values come to them as they do to
-// its own block: as words of qkv_proj, rotated and rounded by each unit for itself. No step waits for
-// the cache, and every column computes what a kernel of one token does at its position, bit for bit.
+// A chunk of a prompt: the columns of a step are positions in a row of one request, so that a
+// column sees what those ahead of it append. Their keys and values come to it as its own do: as
+// words of qkv_proj, rotated and rounded by each unit for itself. No step waits for the cache, and
+// each column computes what a kernel of one token does at its position, bit for bit.
 //
 //   [0, first)          in the cache, by steps or launches before this one
 //   [first, position]   words of the columns up to the unit's own, of this step
@@ -99,8 +99,8 @@ KOG_DEVICE auto fresh_rows(const Block& b, int steps) {
     return Newest{};
 }
 
-// The tokens of a chunk's columns: the host's states tell that of the first. By the first warp, ahead
-// of a barrier.
+// The tokens of a chunk's columns: the host's states tell that of the first. By the first warp,
+// ahead of a barrier.
 KOG_DEVICE void spread_seats(const Block& b) {
   if (b.thread >= b.p.num_seats) return;
   Seat& seat = b.small->seats[b.thread];

@@ -1,8 +1,8 @@
 // Which position a column's token stands at, and whether its logits are wanted.
 //
 //   requests   each column a request of its own, at its next position
-//   a chunk    (kChunk) kColumns positions in a row of one prompt; behind its end the last one again:
-//              such a column computes what that one does and leaves nothing but words
+//   a chunk    (kChunk) kColumns positions in a row of one prompt; behind its end the last one
+//              again: such a column computes what that one does and leaves nothing but words
 #pragma once
 #include <kog/seat.h>
 
