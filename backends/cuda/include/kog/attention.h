@@ -127,17 +127,19 @@ KOG_DEVICE float turn(float a, float cos, float z, float sin, float scale) {
 struct Head {
   float2 near[kQuads], far[kQuads];
 
-  // `row` of qkv_proj, from the row `from` of its words (words_row).
-  KOG_DEVICE void receive(Block& b, int from, int row, u32 phase) {
-    const u32* words = b.p.words + QkvWords::kOffset + from * QkvWords::kStride + row / 2;
+  KOG_DEVICE void receive(Block& b, int row, u32 phase) {
+    const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
-        b, Step::kAttentionQkv,
-        [&](int n) {
-          int i = n / 2 * 32 + b.in_warp;
-          return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
-        },
-        phase, w);
+        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); }, phase, w);
+    unpack(w);
+  }
+  // Where word n of a lane is, of a head's that lie from `words` on; and the values of all of them.
+  KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
+    int i = n / 2 * 32 + b.in_warp;
+    return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+  }
+  KOG_DEVICE void unpack(const u32* w) {
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
       near[n] = {first_of(w[2 * n]), second_of(w[2 * n])};
@@ -242,7 +244,7 @@ struct Newest {
       int row =
           h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
       Head head;
-      head.receive(b, words_row(b), row * kHeadDim, phase);
+      head.receive(b, row * kHeadDim, phase);
       if (h > kQueries) {
         append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
         continue;

@@ -22,47 +22,65 @@ struct ChunkRows {
   }
   KOG_DEVICE int cached(const Span& span) const { return span.end < first ? span.end : first; }
 
-  // Heads that a unit receives: its queries, then key and value of each new position.
-  KOG_DEVICE static int new_row(int head) { return (head - kQueries) / 2; }
-
-  // The position that a head is of.
-  KOG_DEVICE int position_of_head(const Span& span, int position, int head) const {
-    int row = start(span) + new_row(head);
-    // A warp without a head loads a rotation that exists, and that nobody takes.
-    return head < kQueries || row > position ? position : row;
+  // What a warp receives, by its number: a query, then key and value of a new position.
+  KOG_DEVICE int position_of_item(const Span& span, int position, int item) const {
+    int row = start(span) + item - kQueries;
+    // A warp without one loads a rotation that exists, and that nobody takes.
+    return item < kQueries || row > position ? position : row;
   }
   KOG_DEVICE Rotation rotation(const Block& b, const Span& span, int position) const {
-    int head = first_received(b);
-    return load_rotation(b, position_of_head(span, position, head), head >= kQueries);
+    int item = first_received(b);
+    return load_rotation(b, position_of_item(span, position, item), item >= kQueries);
   }
 
   KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
                           const AttentionScratch& scratch, Rotation rotation) const {
-    int heads = kQueries + 2 * count(span);
-    for (int h = first_received(b); h < heads; h += kWarps) {
-      bool is_query = h < kQueries, is_value = !is_query && (h - kQueries) % 2 == 1;
-      int at = position_of_head(span, position, h);
-      if (h >= kWarps) rotation = load_rotation(b, at, !is_query);
-      int row = is_query ? span.head * kQueries + h : kHeads + is_value * kKvHeads + span.head;
-      Head head;
-      head.receive(b, is_query ? b.column : at - first, row * kHeadDim, phase);
-      if (!is_value) head.rotate(b, rotation, is_query ? query_scale() : 1.f);
+    for (int item = first_received(b); item < kQueries + count(span); item += kWarps) {
+      bool is_query = item < kQueries;
+      int at = position_of_item(span, position, item);
+      if (item >= kWarps) rotation = load_rotation(b, at, !is_query);
+      Head head, value;
+      receive_pair(b, is_query ? b.column : at - first,
+                   is_query ? span.head * kQueries + item : kHeads + span.head, !is_query, phase,
+                   head, value);
+      head.rotate(b, rotation, is_query ? query_scale() : 1.f);
       if (is_query) {
-        put_query(b, head, h, scratch.queries);
+        put_query(b, head, item, scratch.queries);
         continue;
       }
-      // Each position is appended once: not by the columns behind it, nor by those that repeat it.
+      // Each position is appended once: not by columns behind it, nor by those that repeat it.
       bool own = at == position && at - first == b.column;
-      u16* rows = is_value ? scratch.value : scratch.key;
-      u32* to = reinterpret_cast<u32*>(rows + new_row(h) * kRowDim);
-      u64 kept = static_cast<u64>(at) + is_value * kMaxContext;
-      u32* cache = reinterpret_cast<u32*>(cache_of(b, span.head) + kept * kRowDim);
-      head.each(b, [&](int word, float2 v) {
-        u32 w = cached_pair(v);
-        to[word] = w;
-        if (own) cache[word] = w;
-      });
+      int row = (item - kQueries) * kRowDim;
+      u16* cache = cache_of(b, span.head) + static_cast<u64>(at) * kRowDim;
+      keep(b, head, scratch.key + row, own, cache);
+      keep(b, value, scratch.value + row, own, cache + static_cast<u64>(kMaxContext) * kRowDim);
     }
+  }
+
+  // A head of a column's words and, if `paired`, the one that lies kKvHeads behind it: the value of
+  // a key. Both in one wait.
+  KOG_DEVICE static void receive_pair(Block& b, int column, int head, bool paired, u32 phase,
+                                      Head& first, Head& second) {
+    constexpr int kOne = 2 * kQuads;  // words of a head, a lane
+    const u32* words =
+        b.p.words + QkvWords::kOffset + column * QkvWords::kStride + head * (kHeadDim / 2);
+    u32 w[2 * kOne];
+    poll_words(
+        b, Step::kAttentionQkv,
+        [&](int n) {
+          if (n < kOne) return Head::word_at(b, words, n);
+          return paired ? Head::word_at(b, words + kKvHeads * (kHeadDim / 2), n - kOne) : nullptr;
+        },
+        phase, w);
+    first.unpack(w);
+    second.unpack(w + kOne);
+  }
+  KOG_DEVICE static void keep(const Block& b, const Head& head, u16* scratch, bool own, u16* cache) {
+    head.each(b, [&](int word, float2 v) {
+      u32 w = cached_pair(v);
+      reinterpret_cast<u32*>(scratch)[word] = w;
+      if (own) reinterpret_cast<u32*>(cache)[word] = w;
+    });
   }
 
   // Where among the new rows a position's begins, in words; below 0 if it is none of them.
