@@ -67,8 +67,7 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
-        rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
-        add_region(regions, name + "_flags", rows // 8 * columns // 2)
+        add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
     add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
