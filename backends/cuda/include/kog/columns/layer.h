@@ -156,7 +156,8 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   int value = k + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
   const u32* from = b.p.words + MlpWords::kOffset + k / kFragK * S::kStepWords + lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
-    bool inside = value + i * kFragK + 4 * word < DownProj::kCols;
+    bool inside = DownProj::kPaddedK == DownProj::kCols ||
+                  value + i * kFragK + 4 * word < DownProj::kCols;
     return set * S::kTokens + lane / 8 < b.p.num_seats && inside;
   });
 }
