@@ -244,8 +244,12 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
                     lane * S::kLaneStride;
   // The lane's values of a step lie in one head.
   int value = S::first_value(b) + first * kFragK + lane % 4 * (kFragK / 4);
+  // Steps that share their heads, which is to say their logarithms.
+  constexpr bool kAligned = kHeadDim % kFragK == 0 && S::kPartValues % kHeadDim == 0 &&
+                            kAtOnce * kFragK % kHeadDim == 0 && Stage::kSteps % kAtOnce == 0;
+  constexpr int kAlike = kAligned ? kHeadDim / kFragK : 1;
   Row w[kAtOnce][kMost];
-  u32 top[kAtOnce][S::kSets][kMost] = {};
+  u32 top[kAtOnce / kAlike][S::kSets][kMost] = {};
   ask_until_ready(b, Step::kOProjInput, place_of(b, from), 1, 0, [&] {
     u32 bad = 0;
 #pragma unroll
@@ -258,8 +262,8 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
           bool there = s < images.used[set];
           any |= there;
           int head = (value + i * kFragK) / kHeadDim;
-          if (kMost > 1)  // one split needs none
-            top[i][set][s] = load_relaxed(
+          if (kMost > 1 && i % kAlike == 0)  // one split needs none
+            top[i / kAlike][set][s] = load_relaxed(
                 top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
         }
         load_row(from + (any ? s : 0) * AttentionWords::kStride + i * S::kStepWords, w[i][s]);
@@ -272,7 +276,7 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
         for (int j = 0; j < S::kRowWords; j++) {
           int set = j / kOperandWords;
           u32 phase = images.phases[set] >> s, late = w[i][s].w[j] ^ phase;
-          if (kMost > 1) late |= top[i][set][s] ^ phase;
+          if (kMost > 1) late |= top[i / kAlike][set][s] ^ phase;
           bool inside = Stage::kPaddedK == Stage::kCols || value + i * kFragK < Stage::kCols;
           bad |= images.mine[set] && s < images.used[set] && inside ? late : 0;
           w[i][s].w[j] = operand_of(w[i][s].w[j]);
@@ -288,7 +292,7 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
 #pragma unroll
       for (int s = 0; s < kMost; s++) of_split[s] = of_set(w[i][s], set);
       if (images.used[set] == 1) continue;
-      Activation v = join_splits<kMost>(of_split, top[i][set], images.used[set]);
+      Activation v = join_splits<kMost>(of_split, top[i / kAlike][set], images.used[set]);
 #pragma unroll
       for (int j = 0; j < kOperandWords; j++) row.w[set * kOperandWords + j] = v.w[j];
     }
