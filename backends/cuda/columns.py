@@ -25,6 +25,7 @@ from kog_triton.backends.cuda.header import (
     attention_bytes,
     batch_units,
     check_model,
+    is_wide,
     sums_in_scratch,
     up,
 )
@@ -45,10 +46,10 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     if schedule.num_shards != 1:
         raise ModelError("requests of a model with lanes share the cuda kernel by turns")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name in stages:
-        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+    for name, stage in stages.items():
+        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
             raise ModelError(
-                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
             )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):

@@ -32,7 +32,7 @@ KOG_DEVICE int split_flag(int column, int head, int split) {
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
                            u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, phase));
+  store_relaxed(image_words(b, split) + narrow_place<OProj>(word, b.column), pack_pair(v.x, v.y, phase));
 }
 KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u32 phase) {
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
@@ -224,7 +224,7 @@ struct Images {
     }
   }
   KOG_DEVICE static int column_of(const Block& b, int set) {
-    return set * S::kTokens + b.in_warp % S::kLanes / 8;
+    return set * S::kTokens + S::token(b.in_warp % S::kLanes);
   }
   KOG_DEVICE int most() const {
     int all = used[0];
@@ -240,14 +240,14 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;
   int lane = b.in_warp % S::kLanes;
-  const u32* from = image_words(b, 0) + (S::first_value(b) / kFragK + first) * S::kStepWords +
-                    lane * S::kLaneStride;
-  // The lane's values of a step lie in one head.
-  int value = S::first_value(b) + first * kFragK + lane % 4 * (kFragK / 4);
+  int k = S::first_value(b) + first * S::kStepValues;
+  const u32* from = image_words(b, 0) + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  int value = k + S::value(lane);  // all that the lane has of a step lies in its head
   // Steps that share their heads, which is to say their logarithms.
-  constexpr bool kAligned = kHeadDim % kFragK == 0 && S::kPartValues % kHeadDim == 0 &&
-                            kAtOnce * kFragK % kHeadDim == 0 && Stage::kSteps % kAtOnce == 0;
-  constexpr int kAlike = kAligned ? kHeadDim / kFragK : 1;
+  constexpr bool kAligned = kHeadDim % S::kStepValues == 0 && S::kPartValues % kHeadDim == 0 &&
+                            kAtOnce * S::kStepValues % kHeadDim == 0 &&
+                            Stage::kSteps % kAtOnce == 0;
+  constexpr int kAlike = kAligned ? kHeadDim / S::kStepValues : 1;
   Row w[kAtOnce][kMost];
   u32 top[kAtOnce / kAlike][S::kSets][kMost] = {};
   ask_until_ready(b, Step::kOProjInput, place_of(b, from), 1, 0, [&] {
@@ -261,7 +261,7 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
         for (int set = 0; set < S::kSets; set++) {
           bool there = s < images.used[set];
           any |= there;
-          int head = (value + i * kFragK) / kHeadDim;
+          int head = (value + i * S::kStepValues) / kHeadDim;
           if (kMost > 1 && i % kAlike == 0)  // one split needs none
             top[i / kAlike][set][s] = load_relaxed(
                 top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
@@ -277,7 +277,7 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
           int set = j / kOperandWords;
           u32 phase = images.phases[set] >> s, late = w[i][s].w[j] ^ phase;
           if (kMost > 1) late |= top[i / kAlike][set][s] ^ phase;
-          bool inside = Stage::kPaddedK == Stage::kCols || value + i * kFragK < Stage::kCols;
+          bool inside = Stage::kPaddedK == Stage::kCols || value + i * S::kStepValues < Stage::kCols;
           bad |= images.mine[set] && s < images.used[set] && inside ? late : 0;
           w[i][s].w[j] = operand_of(w[i][s].w[j]);
         }
