@@ -25,6 +25,7 @@ from kog_triton.backends.cuda.header import (
     attention_bytes,
     batch_units,
     check_model,
+    is_wide,
     sums_in_scratch,
     up,
 )
@@ -48,10 +49,10 @@ def lay_out_columns(
     if schedule.num_shards != 1:
         raise ModelError("requests of a model with lanes share the cuda kernel by turns")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name in stages:
-        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+    for name, stage in stages.items():
+        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
             raise ModelError(
-                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
             )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
@@ -70,8 +71,7 @@ def lay_out_columns(
     add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
-        rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
-        add_region(regions, name + "_flags", rows // 8 * columns // 2)
+        add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
     add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)

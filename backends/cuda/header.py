@@ -108,7 +108,7 @@ class Layout:
         lo = self.lowering
         if self.columns == 1:
             return _staged_bytes(lo, stage)
-        words = self.columns * lo.frag_k // 2
+        words = self.columns * lo.fragment(stage)[1] // 2
         parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
         if is_wide(stage):
             return parts * steps * (2 * words + STEP_PADDING) * 4
@@ -453,7 +453,8 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
     if columns == 1:
         return 0
-    words = lo.frag_k // 16 * max(1, columns // (2 if is_wide(stage) else 4))
+    tokens = 2 if is_wide(stage) else lo.fragment(stage)[0] // 2  # that an instruction takes
+    words = lo.frag_k // 16 * max(1, columns // tokens)
     steps = lo.steps(stage)
     held = min(steps, HELD_WORDS // words)
     # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.

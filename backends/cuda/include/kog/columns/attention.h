@@ -30,7 +30,7 @@ KOG_DEVICE int split_flag(int column, int head, int split) {
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
                            u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, phase));
+  store_relaxed(image_words(b, split) + narrow_place<OProj>(word, b.column), pack_pair(v.x, v.y, phase));
 }
 KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u32 phase) {
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
@@ -152,7 +152,8 @@ KOG_DEVICE int images_of(const Block& b, int column, int steps) {
 }
 
 // Until the logarithms of the heads in this warp's part of Stage's inputs are there: as a hint, the
-// outputs are stored at the same time. Lane kColumns * split + column asks for its own.
+// outputs are stored at the same time. Lane kColumns * split + column asks for its own. They are read
+// even of one split, which needs none: unread, a store of theirs could land after a later one.
 template <class Stage>
 KOG_DEVICE void await_attention(Block& b, int steps) {
   using S = Cut<Stage>;
@@ -221,7 +222,7 @@ struct Images {
     }
   }
   KOG_DEVICE static int column_of(const Block& b, int set) {
-    return set * S::kTokens + b.in_warp % S::kLanes / 8;
+    return set * S::kTokens + S::token(b.in_warp % S::kLanes);
   }
   KOG_DEVICE int most() const {
     int all = used[0];
@@ -237,26 +238,31 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;
   int lane = b.in_warp % S::kLanes;
-  const u32* from = image_words(b, 0) + (S::first_value(b) / kFragK + first) * S::kStepWords +
-                    lane * S::kLaneStride;
-  // The lane's values of a step lie in one head.
-  int value = S::first_value(b) + first * kFragK + lane % 4 * (kFragK / 4);
+  int k = S::first_value(b) + first * S::kStepValues;
+  const u32* from = image_words(b, 0) + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  int value = k + S::value(lane);  // all that the lane has of a step lies in its head
+  // Steps that share their heads, which is to say their logarithms.
+  constexpr bool kAligned = kHeadDim % S::kStepValues == 0 && S::kPartValues % kHeadDim == 0 &&
+                            kAtOnce * S::kStepValues % kHeadDim == 0 &&
+                            Stage::kSteps % kAtOnce == 0;
+  constexpr int kAlike = kAligned ? kHeadDim / S::kStepValues : 1;
   Row w[kAtOnce][kMost];
-  u32 top[kAtOnce][S::kSets][kMost];
+  u32 top[kAtOnce / kAlike][S::kSets][kMost] = {};
   ask_until_ready(b, Step::kOProjInput, place_of(b, from), 1, 0, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
 #pragma unroll
       for (int s = 0; s < kMost; s++) {
-        bool any = false;
-        int head = (value + i * kFragK) / kHeadDim;
+        bool any = s == 0;
 #pragma unroll
         for (int set = 0; set < S::kSets; set++) {
           bool there = s < images.used[set];
           any |= there;
-          const u32* at = top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0);
-          top[i][set][s] = load_relaxed(at);
+          int head = (value + i * S::kStepValues) / kHeadDim;
+          if (kMost > 1 && i % kAlike == 0)  // one split needs none
+            top[i / kAlike][set][s] = load_relaxed(
+                top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
         }
         load_row(from + (any ? s : 0) * AttentionWords::kStride + i * S::kStepWords, w[i][s]);
       }
@@ -267,11 +273,10 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
 #pragma unroll
         for (int j = 0; j < S::kRowWords; j++) {
           int set = j / kOperandWords;
-          bool read = images.mine[set] && s < images.used[set] && value + i * kFragK < Stage::kCols;
-          // The logarithm is read even of one split, which needs none: unread, its store could land
-          // after a later one.
-          u32 late = (w[i][s].w[j] ^ images.phases[set] >> s) | (top[i][set][s] ^ images.phases[set] >> s);
-          bad |= read ? late : 0;
+          u32 phase = images.phases[set] >> s, late = w[i][s].w[j] ^ phase;
+          if (kMost > 1) late |= top[i / kAlike][set][s] ^ phase;
+          bool inside = Stage::kPaddedK == Stage::kCols || value + i * S::kStepValues < Stage::kCols;
+          bad |= images.mine[set] && s < images.used[set] && inside ? late : 0;
           w[i][s].w[j] = operand_of(w[i][s].w[j]);
         }
     return any_lane((bad & 1) != 0);
@@ -280,12 +285,12 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
   for (int i = 0; i < kAtOnce; i++) {
     Row row = w[i][0];
 #pragma unroll
-    for (int set = 0; set < S::kSets; set++) {
+    for (int set = 0; set < S::kSets && kMost > 1; set++) {
       Activation of_split[kMost];
 #pragma unroll
       for (int s = 0; s < kMost; s++) of_split[s] = of_set(w[i][s], set);
       if (images.used[set] == 1) continue;
-      Activation v = join_splits<kMost>(of_split, top[i][set], images.used[set]);
+      Activation v = join_splits<kMost>(of_split, top[i / kAlike][set], images.used[set]);
 #pragma unroll
       for (int j = 0; j < kOperandWords; j++) row.w[set * kOperandWords + j] = v.w[j];
     }
@@ -296,23 +301,28 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
   }
 }
 
+// All steps, kRoom of a split at once.
+template <class Stage, int kRoom, int kMost>
+KOG_DEVICE void stage_all(Block& b, Operands<Stage>& to, const Images<Stage>& images) {
+  constexpr int kAtOnce = Stage::kSteps < kRoom ? Stage::kSteps : kRoom, kLast = Stage::kSteps - kAtOnce;
+#pragma unroll
+  for (int first = 0; first < Stage::kSteps; first += kAtOnce)
+    stage_splits<Stage, kAtOnce, kMost>(b, to, images, first < kLast ? first : kLast);
+}
+
 // Wait for this warp's part of the attention's outputs and make it Stage's operands.
 template <class Stage>
 KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
-  constexpr int kSteps = Stage::kSteps, kFew = kMerged < 2 ? kMerged : 2;
-  // As many words on their way of two splits as of all.
-  constexpr int kAtOnce = kSteps < 4 ? kSteps : 4, kOfMany = kSteps < 2 ? kSteps : 2;
   await_attention<Stage>(b, steps);
   Images<Stage> images(b, steps);
-  if (images.most() <= kFew) {
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kAtOnce)
-      stage_splits<Stage, kAtOnce, kFew>(b, to, images, first + kAtOnce <= kSteps ? first : kSteps - kAtOnce);
-  } else {
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kOfMany)
-      stage_splits<Stage, kOfMany, kMerged>(b, to, images, first + kOfMany <= kSteps ? first : kSteps - kOfMany);
-  }
+  int most = images.most();
+  // Code for as few splits as there are, which is shorter and asks for more of them at once.
+  if (most == 1)
+    stage_all<Stage, 4, 1>(b, to, images);
+  else if (most == 2)
+    stage_all<Stage, 4, 2>(b, to, images);
+  else
+    stage_all<Stage, 2, kMerged>(b, to, images);
   sync_warp();
 }
 

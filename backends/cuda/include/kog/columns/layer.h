@@ -78,7 +78,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
         float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
               next = shuffle_down(h, 2);
         if (item.there && item.row % 4 == 0)
-          store_relaxed(to + narrow_place(item.row / 4, item.column),
+          store_relaxed(to + narrow_place<DownProj>(item.row / 4, item.column),
                         pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
       },
       [&](int unit) {
@@ -151,13 +151,14 @@ static_assert(DownProj::kHeld <= kAsked);
 // Operands of kAsked steps from step `first` on.
 KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   using S = Cut<DownProj>;
-  // The lane's words of a step: every other one of a quarter (narrow_place).
-  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * kFragK;
-  int value = k + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
-  const u32* from = b.p.words + MlpWords::kOffset + k / kFragK * S::kStepWords + lane * S::kLaneStride;
+  // The lane's words of a step: every other one of a quarter.
+  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
+  int value = k + S::value(lane);
+  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
-    bool inside = value + i * kFragK + 4 * word < DownProj::kCols;
-    return set * S::kTokens + lane / 8 < b.p.num_seats && inside;
+    bool inside = DownProj::kPaddedK == DownProj::kCols ||
+                  value + i * S::kStepValues + 4 * word < DownProj::kCols;
+    return set * S::kTokens + S::token(lane) < b.p.num_seats && inside;
   });
 }
 

@@ -2,7 +2,8 @@
 // (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
-//   narrow   up to 4 tokens: [even, odd] of each
+//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of K
+//            long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
 //
 // Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
 // the step does not change a bit of them. Operands of a step of K, in memory or in scratch, are
@@ -21,10 +22,13 @@ constexpr int kPadWords = 8;  // between steps of wide operands: their stagers m
 
 template <class Stage>
 struct Cut {
-  static_assert(Stage::kFragmentRows == 8);
-  static constexpr int kTokens = Stage::kWide ? 2 : kColumns < 4 ? kColumns : 4;  // of a set
+  static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
+  static_assert(!Stage::kWide || kHalves == 1);
+  static constexpr int kStepValues = kHalves * kFragK;  // of K
+  static constexpr int kMostTokens = Stage::kWide ? 2 : 4 / kHalves;
+  static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   static constexpr int kSets = kColumns / kTokens;
-  static constexpr int kSetWords = kTokens * kFragK / 2 * (Stage::kWide ? 2 : 1);
+  static constexpr int kSetWords = kTokens * kStepValues / 2 * (Stage::kWide ? 2 : 1);
   static constexpr int kLanes = kSetWords / kOperandWords;  // the others repeat them
   static constexpr int kRowWords = kSets * kOperandWords;   // of one lane and step
   static constexpr int kLaneStride = Stage::kWide ? kOperandWords : kRowWords;
@@ -39,17 +43,33 @@ struct Cut {
 
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
-    return b.warp % Stage::kParts * Stage::kSteps * kFragK;
+    return b.warp % Stage::kParts * kPartValues;
   }
-  static constexpr int kPartValues = Stage::kSteps * kFragK;
+  static constexpr int kPartValues = Stage::kSteps * kStepValues;
+
+  // Which narrow operands a lane has: of which token of a set, and the first value of a step.
+  KOG_DEVICE static int token(int lane) { return kHalves == 1 ? lane / 8 : lane / 4 % 2; }
+  KOG_DEVICE static int value(int lane) {
+    int odd = kHalves == 1 ? lane / 4 % 2 : lane / 16, half = kHalves == 1 ? 0 : lane / 8 % 2;
+    return half * kFragK + lane % 4 * (kFragK / 4) + 2 * odd;
+  }
+  // The lane that has word `word` (two values) of a step, of a token of a set.
+  KOG_DEVICE static int lane_of(int word, int token) {
+    int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
+    int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
+    return 4 * column + in_half / kLaneWords;
+  }
 };
 
-// A lane's words of a step, as another block has stored them; and into shared memory.
+// A lane's words of a step, as another block has stored them; and in shared memory.
 template <int N>
 KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
-  if constexpr (N == 4) {
-    uint4 w = load_relaxed4(from);
-    v.w[0] = w.x, v.w[1] = w.y, v.w[2] = w.z, v.w[3] = w.w;
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      uint4 w = load_relaxed4(from + i);
+      v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
+    }
   } else if constexpr (N == 2) {
     uint2 w = load_relaxed2(from);
     v.w[0] = w.x, v.w[1] = w.y;
@@ -59,12 +79,15 @@ KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
 }
 template <int N>
 KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
-  if constexpr (N == 4)
-    *reinterpret_cast<uint4*>(to) = {v.w[0], v.w[1], v.w[2], v.w[3]};
-  else if constexpr (N == 2)
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      *reinterpret_cast<uint4*>(to + i) = {v.w[i], v.w[i + 1], v.w[i + 2], v.w[i + 3]};
+  } else if constexpr (N == 2) {
     *reinterpret_cast<uint2*>(to) = {v.w[0], v.w[1]};
-  else
+  } else {
     to[0] = v.w[0];
+  }
 }
 
 // Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns
@@ -103,13 +126,15 @@ struct Operands {
   }
   KOG_DEVICE u32* place(int step) const { return staged + (step - kFirst) * S::kStaged; }
   KOG_DEVICE Row load(int step) const {
-    if constexpr (!Stage::kWide) return Row::load(reinterpret_cast<const u8*>(place(step)));
+    // A lane's words of all sets lie side by side, or of one.
+    constexpr int kRun = Stage::kWide ? kOperandWords : S::kRowWords < 4 ? S::kRowWords : 4;
+    constexpr int kStride = Stage::kWide ? S::kSetWords : kRun;
     Row row;
 #pragma unroll
-    for (int set = 0; set < S::kSets; set++) {
-      auto v = Activation::load(reinterpret_cast<const u8*>(place(step) + set * S::kSetWords));
+    for (int i = 0; i < S::kRowWords / kRun; i++) {
+      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(place(step) + i * kStride));
 #pragma unroll
-      for (int j = 0; j < kOperandWords; j++) row.w[set * kOperandWords + j] = v.w[j];
+      for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
     }
     return row;
   }
@@ -130,24 +155,21 @@ KOG_DEVICE Activation of_set(const Words<N>& row, int set) {
   return v;
 }
 
-// How operands lie, whatever the stage.
-template <bool kIsWide>
-struct AnyStage {
-  static constexpr bool kWide = kIsWide, kSumsInScratch = false;
+// How wide operands lie, whatever the stage.
+struct Wide {
+  static constexpr bool kWide = true, kSumsInScratch = false;
   static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
                        kBatch = 1;
 };
-using Wide = AnyStage<true>;
-using Narrow = AnyStage<false>;
 
-// Where a narrow operand's word `word` of K (two values) is for a token, in words from the first
-// step.
+// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
+template <class Stage>
 KOG_DEVICE int narrow_place(int word, int token) {
-  using S = Cut<Narrow>;
-  int in_step = word % (kFragK / 2), in_lane = in_step % kLaneWords;
-  int lane = (token % S::kTokens * 2 + in_lane % 2) * 4 + in_step / kLaneWords;
-  return word / (kFragK / 2) * S::kStepWords + lane * S::kLaneStride +
-         token / S::kTokens * kOperandWords + in_lane / 2;
+  using S = Cut<Stage>;
+  int in_step = word % (S::kStepValues / 2);
+  return word / (S::kStepValues / 2) * S::kStepWords +
+         S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
+         token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
 }
 
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
@@ -176,13 +198,28 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       if (kAtOnce > 1 || quarter % 2 == 0)
         to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = mine;
     }
-  } else {
+  } else if constexpr (Cut<Stage>::kHalves == 1) {
 #pragma unroll
     for (int set = 0; set < kSets; set++) {
       auto& v = c[set];
       float even = v[0][0] + v[1][0], odd = v[0][3] + v[1][3];
       if (quarter < kTokens) to[(kTokens * set + quarter) * Stage::kUnitRows + row] = even + odd;
     }
+  } else {
+    // Sums of even words in the first two quarters, of odd ones in the others; of the first step of
+    // a fragment in the first of two, of the second in the other and four rows on (../matvec.h).
+#pragma unroll
+    for (int set = 0; set < kSets; set++)
+#pragma unroll
+      for (int token = 0; token < kTokens; token++) {
+        auto& v = c[set];
+        float even = v[0][token] + v[1][token], odd = v[0][2 + token] + v[1][2 + token];
+        float sum = quarter % 2 == row / 4 ? (quarter < 2 ? even : odd) : 0;
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        sum += shuffle_xor(sum, 16);
+        if (row < 4 && quarter == 0) to[(kTokens * set + token) * Stage::kUnitRows + row] = sum;
+      }
   }
 }
 
@@ -263,7 +300,7 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
   if (mine < count)
 #pragma unroll
     for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
-  float* to = partials + b.warp % Stage::kParts * S::kPartStride + b.warp / Stage::kParts * 8;
+  float* to = partials + b.warp % Stage::kParts * S::kPartStride + b.warp / Stage::kParts * Stage::kFragmentRows;
 #pragma unroll 1
   for (int n = 0; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);

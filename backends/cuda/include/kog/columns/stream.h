@@ -3,7 +3,7 @@
 // next norm.
 //
 //   words   [column][row]: a float32 whose lowest bit is the phase
-//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run, which is
+//   marks   [4 rows][4 columns]: those bits, four a column, under the number of the run, which is
 //           the hint as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
@@ -11,14 +11,14 @@
 
 namespace kog::columns {
 
-constexpr int kMarks = kColumns / 2;  // words of 8 rows
+constexpr int kMarks = (kColumns + 3) / 4;  // words of 4 rows
 
 // Layers that the launch has run before this one; and what their flags carry.
 KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
 KOG_DEVICE u32 epoch_of(int iteration) { return static_cast<u32>(iteration) + 1; }
 
 KOG_DEVICE u32 mark_bit(u32 mark, int column, int row) {
-  return mark >> (8 * (column % 2) + row % 8) & 1;
+  return mark >> (4 * (column % 4) + row % 4) & 1;
 }
 
 // The streams as one exchange holds them, or the embedding.
@@ -39,7 +39,7 @@ struct Streams {
   KOG_DEVICE float value(const Block& b, int column, int e) const {
     if (words == nullptr) return widen(embedding(b, column)[e]);
     u32 word = load_relaxed(words + column * kHiddenStride + e);
-    u32 mark = load_relaxed(marks + e / 8 * kMarks + column / 2);
+    u32 mark = load_relaxed(marks + e / 4 * kMarks + column / 4);
     return float_of((word & ~1u) | mark_bit(mark, column, e));
   }
 };
@@ -63,7 +63,7 @@ struct Quads {
   }
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
     const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
-    const u32* from = x.marks + e / 8 * kMarks;
+    const u32* from = x.marks + e / 4 * kMarks;
     u32 mark[kMarks];
     ask_until_ready(b, step, place_of(b, from), epoch - 1, epoch, [&] {
       u32 late = 0;
@@ -72,7 +72,7 @@ struct Quads {
       if (e < kHidden) load_marks(from, mark);
 #pragma unroll
       for (int i = 0; i < kMarks; i++)
-        if (2 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
+        if (4 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
       return any_lane(late != 0);
     });
     ask_until_ready(b, step, place_of(b, x.words + e), phase ^ 1, phase, [&] {
@@ -88,7 +88,7 @@ struct Quads {
     });
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
-      u32 low = c < b.p.num_seats ? mark[c / 2] >> (8 * (c % 2) + e % 8) : 0;
+      u32 low = c < b.p.num_seats ? mark[c / 4] >> 4 * (c % 4) : 0;
       w[c] = {(w[c].x & ~1u) | (low & 1), (w[c].y & ~1u) | (low >> 1 & 1),
               (w[c].z & ~1u) | (low >> 2 & 1), (w[c].w & ~1u) | (low >> 3 & 1)};
     }
@@ -96,10 +96,9 @@ struct Quads {
 
  private:
   KOG_DEVICE static void load_marks(const u32* from, u32 (&mark)[kMarks]) {
-    if constexpr (kColumns == 8) {
-      uint4 v = load_relaxed4(from);
-#pragma unroll
-      for (int i = 0; i < kMarks; i++) mark[i] = word_of(v, i);
+    if constexpr (kMarks == 2) {
+      uint2 v = load_relaxed2(from);
+      mark[0] = v.x, mark[1] = v.y;
     } else {
 #pragma unroll
       for (int i = 0; i < kMarks; i++) mark[i] = load_relaxed(from + i);
@@ -214,17 +213,17 @@ KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Sta
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
-  int group = b.in_warp / kMarks, pair = b.in_warp % kMarks;
-  if (group >= kRows / 8 || unit * kRows + 8 * group >= kHidden) return;
+  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = unit * kRows + 4 * group;
+  if (group >= kRows / 4 || row >= kHidden) return;
   u32 mark = epoch << 16;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int first = (2 * pair + half) * kRows + 8 * group;
+  for (int k = 0; k < 4 && k < kColumns; k++) {
+    int first = (4 * word + k) * kRows + 4 * group;
 #pragma unroll
     for (int i = 0; i < kItems; i++)
-      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xffu) << 8 * half;
+      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xfu) << 4 * k;
   }
-  store_relaxed(b.p.words + Marks::kOffset + (unit * (kRows / 8) + group) * kMarks + pair, mark);
+  store_relaxed(b.p.words + Marks::kOffset + row / 4 * kMarks + word, mark);
 }
 
 }  // namespace kog::columns
