@@ -202,7 +202,7 @@ def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
     code, record, _, err = cli("decode", "--model", str(llama), "--backend", "fake", *FEW)
     (row,) = record["rows"]
     assert code == 5 and "fake: its text is wrong" in err
-    assert row["status"] == "wrong" and row["host"] is None and row["check"]["kl_mean"] > 0.05
+    assert row["status"] == "wrong" and row["host"] is None and row["check"]["kl_mean"] > 0.15
 
 
 @pytest.mark.parametrize(
