@@ -84,6 +84,12 @@ def _common() -> argparse.ArgumentParser:
     out.add_argument(
         "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
     )
+    out.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bf16", "fp16"),
+        help="of the weights (%(default)s)",
+    )
     out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
     out.add_argument("--gpus", type=_positive, default=1, metavar="N")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
@@ -143,7 +149,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
     backends, absent = _backends(args, word)
     peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
-    model = open_model(args.model, args.shape, device)
+    model = open_model(args.model, args.shape, device, args.dtype)
     if args.kind == "prefill":
         prompt, tokens = args.prompt_tokens, 1
         test = f"pp{prompt}"
@@ -211,7 +217,7 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     backends, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device)
+    model = open_model(args.model, args.shape, device, args.dtype)
     model.check_room(args.deepest + 1)
     task = StageTask(
         model=model,
@@ -247,8 +253,8 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device)
-    passed = ["--gpus", str(args.gpus), "--device", args.device]
+    model = open_model(args.model, args.shape, device, args.dtype)
+    passed = ["--gpus", str(args.gpus), "--device", args.device, "--dtype", args.dtype]
     for flag in ("model", "shape"):
         if getattr(args, flag):
             passed += [f"--{flag}", getattr(args, flag)]

@@ -1,0 +1,63 @@
+"""compute-sanitizer finds nothing in the CUDA monokernel, and does find what is planted there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).parents[1]
+TIMEOUT_S = 100
+OURS = ("--kernel-name", "kernel_substring=kog_")
+# initcheck watches every kernel: torch's are what fills memory
+TOOLS = {
+    "memcheck": OURS,
+    "racecheck": OURS,
+    "synccheck": OURS,
+    "initcheck": (),
+}
+
+
+def find_sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on the PATH")
+    return found
+
+
+def run(prefix: list[str], fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # each tensor an allocation of its own: what lies behind one is nobody's
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XDG_CACHE_HOME": str(folder)}
+    program = [sys.executable, str(TESTS / "sanitized_child.py"), fault, str(folder)]
+    return subprocess.run(
+        [*prefix, *program], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def told(output: str) -> list[str]:
+    """What the child printed."""
+    return [line for line in output.splitlines() if not line.startswith("=====")]
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory) -> list[str]:
+    done = run([], "none", tmp_path_factory.mktemp("unwatched"))
+    assert done.returncode == 0, done.stderr
+    return told(done.stdout)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "planted"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_it_finds_nothing_but_what_is_planted(tool, fault, unwatched, tmp_path):
+    prefix = [find_sanitizer(), "--tool", tool, "--error-exitcode", "9", *TOOLS[tool]]
+    done = run(prefix, tool if fault else "none", tmp_path)
+    if fault:
+        assert done.returncode != 0
+        assert "SUMMARY: 0 " not in done.stdout and "SUMMARY" in done.stdout, done.stdout[-2000:]
+    else:
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert "SUMMARY: 0 " in done.stdout
+        assert told(done.stdout) == unwatched
