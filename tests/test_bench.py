@@ -264,7 +264,13 @@ def test_compare_on_a_gpu(cli):
     argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--no-kernel-switches")
     _, record, _, _ = cli("compare", "--shape", "qwen3-0.6b", *argv)
     rows = rows_of(record)
-    for name in ("reference", "transformers", "transformers-compiled", "torch-graph"):
+    for name in (
+        "reference",
+        "transformers",
+        "transformers-compiled",
+        "transformers-tuned",
+        "torch-graph",
+    ):
         assert rows[name]["status"] == "timed", rows[name]["note"]
     if machine.gpu_row() and torch.version.cuda:
         assert rows["triton"]["kernels"]["launches"] == 1

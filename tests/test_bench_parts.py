@@ -127,7 +127,9 @@ def judge_of(weights, count=16):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("peer", ["transformers", "transformers-compiled", "torch-graph"])
+@pytest.mark.parametrize(
+    "peer", ["transformers", "transformers-compiled", "transformers-tuned", "torch-graph"]
+)
 def test_a_peer_is_the_same_model(model, peer):
     """On a CPU nothing is compiled or captured; the maths and the loop are those of a GPU."""
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
