@@ -52,6 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--target-tps", type=float, metavar="X", help="fail unless a backend reaches X tokens/s"
     )
+    decoding.add_argument(
+        "--profile",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="and show where N tokens spend their time, of backends that take stamps",
+    )
     both = [common, timed, decoding]
     kinds.add_parser("decode", parents=both, help="tokens/s behind a prompt: tg128 @ d32")
     kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
@@ -177,6 +184,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         absent=absent,
         gguf=args.gguf,
         count_kernels=args.no_kernel_switches,
+        profile_tokens=getattr(args, "profile", 0),
     )
     say = (lambda line: None) if args.quiet else _progress
     measured = measure(task, say)
