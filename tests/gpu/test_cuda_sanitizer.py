@@ -82,6 +82,6 @@ def races_in(output: str) -> list[set[str]]:
         if "Race reported between" in line:
             races.append(set())
         if " access at " in line:
-name = re.sub(r"<[^>]*>", "", line.split(" access at ")[1])  # template arguments
+            name = re.sub(r"<[^>]*>", "", line.split(" access at ")[1])  # template arguments
             races[-1].add(re.sub(r"[(+].*", "", name).split("::")[-1])
     return races
