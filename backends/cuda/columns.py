@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
+    FLAGS_TOGETHER,
+    LINE_WORDS,
     MERGED,
     PARTIAL_BYTES,
     PARTIAL_ROWS,
@@ -69,7 +71,8 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
         add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
-    add_region(regions, "mlp_flags", lowering.num_blocks)
+    lines = -(-lowering.num_blocks // FLAGS_TOGETHER)
+    add_region(regions, "mlp_flags", lines * LINE_WORDS)
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)

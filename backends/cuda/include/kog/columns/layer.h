@@ -61,6 +61,12 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
       [](int) {});
 }
 
+// The hint of the block at this place, as units_of turns it: those that one warp waits for lie
+// together, others in other lines, so that all blocks' questions spread over the L2.
+KOG_DEVICE int mlp_flag(int place) {
+  return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
+}
+
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
@@ -85,7 +91,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (!GateUpProj::kSumsInScratch) sync_consumers();
   if (b.warp == 0)
-    raise_flag(b, b.p.words + MlpFlagsWords::kOffset + turned_place<GateUpProj>(b.place, b.layer),
+    raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
 }
 
@@ -145,7 +151,7 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
     int place = from + i * 32 + b.in_warp;
-    at[i] = first < last && place <= to ? MlpFlagsWords::kOffset + place : -1;
+    at[i] = first < last && place <= to ? mlp_flag(place) : -1;
   }
   await(b, Step::kDownProjInput, at, epoch);
 }
