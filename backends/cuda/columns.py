@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
+    FLAGS_TOGETHER,
+    LINE_WORDS,
     MERGED,
     PARTIAL_BYTES,
     PARTIAL_ROWS,
@@ -65,14 +67,15 @@ def lay_out_columns(
     for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
         images = merged if name == "attention" else 1
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
-    add_region(regions, "tops", spec.num_heads * columns, merged)
+    add_region(regions, "tops", spec.num_heads * merged * columns)
     heads = spec.num_kv_heads * splits * columns
     add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
     add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
         add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
-    add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
+    lines = -(-lowering.num_blocks // FLAGS_TOGETHER)
+    add_region(regions, "mlp_flags", lines * LINE_WORDS)
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)

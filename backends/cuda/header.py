@@ -42,6 +42,7 @@ AHEAD_TICKS = 1600  # between two chunks on their way there
 STEP_PADDING = 8  # words between steps of wide operands (columns/matvec.h)
 HELD_WORDS = 32  # registers for operands in a kernel of several columns
 JOINED = 8  # splits that one warp joins
+FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
 
@@ -282,6 +283,8 @@ def render(layout: Layout) -> str:
         "group_heads": head_group,
         "attention_scratch_at": layout.staged_bytes(schedule.stage("o_proj")),
         "joined": JOINED,
+        "flags_together": FLAGS_TOGETHER,
+        "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),
         "mask_words": -(-spec.vocab_size // 32),
         "bins": BINS,

@@ -21,8 +21,10 @@ KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
 KOG_DEVICE u32* image_words(const Block& b, int split) {
   return b.p.words + AttentionWords::kOffset + split * AttentionWords::kStride;
 }
+// Those of a head lie together: many warps of all blocks wait for the same ones, and what they ask
+// for meanwhile is few sectors.
 KOG_DEVICE u32* top_word(const Block& b, int split, int column, int query_head) {
-  return b.p.words + TopsWords::kOffset + split * TopsWords::kStride + column * kHeads + query_head;
+  return b.p.words + TopsWords::kOffset + (query_head * kMerged + split) * kColumns + column;
 }
 KOG_DEVICE int split_flag(int column, int head, int split) {
   return AttentionFlagsWords::kOffset + (column * kKvHeads + head) * kSplits + split;
@@ -169,7 +171,8 @@ KOG_DEVICE void await_attention(Block& b, int steps) {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < kCount; i++)
-      if (mine && (first + i) * kHeadDim < last) bad |= load_relaxed(from + i) ^ phase;
+      if (mine && (first + i) * kHeadDim < last)
+        bad |= load_relaxed(from + i * kMerged * kColumns) ^ phase;
     return any_lane((bad & 1) != 0);
   });
 }

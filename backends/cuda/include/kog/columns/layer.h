@@ -61,6 +61,12 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
       [](int) {});
 }
 
+// The hint of the block at this place, as units_of turns it: those that one warp waits for lie
+// together, others in other lines, so that all blocks' questions spread over the L2.
+KOG_DEVICE int mlp_flag(int place) {
+  return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
+}
+
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
@@ -81,9 +87,12 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
           store_relaxed(to + narrow_place<DownProj>(item.row / 4, item.column),
                         pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
       },
-      [&](int unit) {
-        raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration));
-      });
+      [](int) {});
+  // One hint of a block for all its units: many warps of all blocks wait for the same ones.
+  if (!GateUpProj::kSumsInScratch) sync_consumers();
+  if (b.warp == 0)
+    raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
+               epoch_of(iteration));
 }
 
 // o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache
@@ -127,16 +136,22 @@ KOG_DEVICE void o_proj(Block& b, Walk& k) {
                                                                         layer_streams(b), false);
 }
 
-// Until the units of gate_up_proj that this warp's part of down_proj's inputs comes from are there.
+// Until the blocks that compute this warp's part of down_proj's inputs have done so.
 KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   using S = Cut<DownProj>;
-  constexpr int kRows = GateUpProj::kUnitRows, kFlags = (2 * S::kPartValues / kRows + 33) / 32;
+  constexpr int kRows = GateUpProj::kUnitRows, kUnits = GateUpProj::kUnits,
+                kGroup = GateUpProj::kGroup;
+  constexpr int kMost = (2 * S::kPartValues / kRows + 1) * kGroup / kUnits + 2;  // blocks
+  constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
+  // The place, as units_of turns it, of the block that has a unit.
+  auto owner = [](int unit) { return ((unit + 1) * kGroup - 1) / kUnits; };
+  int from = owner(2 * first / kRows), to = owner((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
-    int unit = 2 * first / kRows + i * 32 + b.in_warp;
-    at[i] = first < last && unit * kRows < 2 * last ? MlpFlagsWords::kOffset + unit : -1;
+    int place = from + i * 32 + b.in_warp;
+    at[i] = first < last && place <= to ? mlp_flag(place) : -1;
   }
   await(b, Step::kDownProjInput, at, epoch);
 }
