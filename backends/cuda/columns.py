@@ -18,17 +18,14 @@ from kog_triton.backends.cuda.header import (
     LINE_WORDS,
     MERGED,
     PARTIAL_BYTES,
-    PARTIAL_ROWS,
     WARPS,
     Layout,
     Region,
     add_head_regions,
     add_region,
     attention_bytes,
-    batch_units,
     check_model,
     is_wide,
-    sums_in_scratch,
     up,
 )
 
@@ -38,7 +35,7 @@ from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
 COUNTS = (2, 4, 8)  # columns that kernels are made for
-SMALL_BYTES = 2048
+SMALL_BYTES = 1664
 
 
 def lay_out_columns(
@@ -79,11 +76,6 @@ def lay_out_columns(
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
-    units = max(
-        batch_units(lowering, stage, columns)
-        for stage in stages.values()
-        if not sums_in_scratch(lowering, stage, columns)
-    )
     layout = Layout(
         lowering,
         max_context,
@@ -93,14 +85,15 @@ def lay_out_columns(
         ring_chunks=0,
         columns=columns,
         chunk=chunk,
-        partial_bytes=max(PARTIAL_BYTES, 2 * units * PARTIAL_ROWS * 4 * columns),
+        partial_bytes=0,
         small_bytes=SMALL_BYTES,
     )
-    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(
+    behind = layout.stage_bytes(stages["o_proj"]) + attention_bytes(
         spec, splits, columns if chunk else 1
     )
-    scratch = up(max(behind, *(layout.staged_bytes(s) for s in stages.values())), 128)
-    free = lowering.gpu.shared_bytes - layout.partial_bytes - scratch - SMALL_BYTES
+    rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
+    scratch = up(max(rooms), 128)
+    free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
     if ring <= lowering.window_chunks:
         raise ModelError(

@@ -32,9 +32,8 @@ KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
 template <int kItems>
 KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const int (&column)[kItems],
                              u64 epoch, u32 control) {
-  Candidate* local = reinterpret_cast<Candidate*>(b.partials);  // [column][warp]
-  static_assert(kColumns * kWarps * sizeof(Candidate) <= kPartialBytes);
-  sync_consumers();  // the partial sums have been read
+  Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
+  static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
 #pragma unroll 1
   for (int c = 0; c < b.p.num_seats; c++) {
     Candidate best = nobody();
@@ -143,7 +142,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
+      b, k.ring, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
         float logit = sum * scales.of(b, item.column);
         if (!item.there || !has_head(b, item.column, k.steps)) return;

@@ -14,7 +14,6 @@ namespace kog::columns {
 // Of one consumer thread, from the first step to the last.
 struct Walk {
   Ring ring;
-  int turn = 0;   // which partial sums are free
   int heads = 0;  // exchanges of heads: their numbers
   int steps = 0;
 };
@@ -50,7 +49,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   Scales scales;
   run_units<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), x,
+      b, k.ring, layer_units<QkvProj>(b), x,
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
@@ -77,7 +76,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   const float* bias = bias_of<GateUpProj>(b);
   Scales scales;
   run_units<GateUpProj>(
-      b, k.ring, k.turn, layer_units<GateUpProj>(b), x,
+      b, k.ring, layer_units<GateUpProj>(b), x,
       [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, up = shuffle_down(v, 1);
@@ -89,7 +88,6 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
       },
       [](int) {});
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
-  if (!GateUpProj::kSumsInScratch) sync_consumers();
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
@@ -107,7 +105,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
     float bias, x;
   };
   run_units<Stage>(
-      b, k.ring, k.turn, layer_units<Stage>(b), operands,
+      b, k.ring, layer_units<Stage>(b), operands,
       [&](const Item& item) {
         return Asked{kBias && item.there ? bias[item.row] : 0.f,
                      item.there ? x.value(b, item.column, item.row) : 0.f};

@@ -18,7 +18,9 @@
 namespace kog::columns {
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
-constexpr int kPadWords = 8;  // between steps of wide operands: their stagers meet other banks
+// Of a warp that stages wide operands, the lanes of each step meet banks of their own: a word of a
+// step in scratch is `turned` by this.
+KOG_DEVICE int wide_turn(int step) { return step % 4 * 8; }
 
 template <class Stage>
 struct Cut {
@@ -33,12 +35,12 @@ struct Cut {
   static constexpr int kRowWords = kSets * kOperandWords;   // of one lane and step
   static constexpr int kLaneStride = Stage::kWide ? kOperandWords : kRowWords;
   static constexpr int kStepWords = kSets * kSetWords;
-  static constexpr int kStaged = kStepWords + (Stage::kWide ? kPadWords : 0);  // words in scratch
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
   static constexpr int kItems = (kUnitWords + 31) / 32;           // of a lane that finishes a unit
-  // Operands that are held may leave their scratch to the partial sums, each part's to its own.
+  // Partial sums lie in scratch behind the operands, or in the place of those that are held, each
+  // part's in that of its own.
   static constexpr int kPartStride =
-      Stage::kSumsInScratch ? Stage::kSteps * kStaged : Stage::kBatch * kUnitWords;
+      Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch <= kWarps && Stage::kBatch * kUnitWords <= kPartStride);
 
   // The first value of K that a warp multiplies, and how many there are.
@@ -117,14 +119,20 @@ struct Operands {
   using Row = Words<S::kRowWords>;                                // a lane's words of a step
   static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
-  u32* staged;  // this lane's words of step kFirst
+  u32* staged;  // words of step kFirst
+  int lane;     // where this lane's begin in a step
+  int first;    // wide: how the first step is turned
 
   KOG_DEVICE explicit Operands(const Block& b) {
-    staged = reinterpret_cast<u32*>(b.scratch) +
-             b.warp % Stage::kParts * (Stage::kSteps - kFirst) * S::kStaged +
-             b.in_warp % S::kLanes * S::kLaneStride;
+    int part = b.warp % Stage::kParts;
+    staged = reinterpret_cast<u32*>(b.scratch) + part * (Stage::kSteps - kFirst) * S::kStepWords;
+    lane = b.in_warp % S::kLanes * S::kLaneStride;
+    first = part * Stage::kSteps;
   }
-  KOG_DEVICE u32* place(int step) const { return staged + (step - kFirst) * S::kStaged; }
+  KOG_DEVICE u32* place(int step) const {
+    int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
+    return staged + (step - kFirst) * S::kStepWords + at;
+  }
   KOG_DEVICE Row load(int step) const {
     // A lane's words of all sets lie side by side, or of one.
     constexpr int kRun = Stage::kWide ? kOperandWords : S::kRowWords < 4 ? S::kRowWords : 4;
@@ -157,7 +165,7 @@ KOG_DEVICE Activation of_set(const Words<N>& row, int set) {
 
 // How wide operands lie, whatever the stage.
 struct Wide {
-  static constexpr bool kWide = true, kSumsInScratch = false;
+  static constexpr bool kWide = true, kSumsInPlace = false;
   static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
                        kBatch = 1;
 };
@@ -290,11 +298,9 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 // One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
 template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
-                          const Operands<Stage>& x, Before before, After after, Done done) {
+KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x, Before before, After after, Done done) {
   using S = Cut<Stage>;
-  float* partials = Stage::kSumsInScratch ? reinterpret_cast<float*>(b.scratch)
-                                      : b.partials + (turn++ & 1) * (kPartialBytes / 8);
+  float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
   decltype(before(Item{})) asked[S::kItems];
   if (mine < count)
@@ -318,21 +324,21 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
     }
     done(unit);
   }
-  if constexpr (Stage::kSumsInScratch) sync_consumers();  // the sums have been read
+  sync_consumers();  // the sums have been read
 }
 
 // All units of the block, batch by batch.
 template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_units(Block& b, Ring& ring, int& turn, Units units, const Operands<Stage>& x,
+KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stage>& x,
                           Before before, After after, Done done) {
   // What a stage staged is never overtaken; where warps share a part, all hold theirs before one
   // of them puts its sums there.
-  constexpr bool kShared = Stage::kSumsInScratch && Stage::kParts != kWarps;
+  constexpr bool kShared = Stage::kSumsInPlace && Stage::kParts != kWarps;
   if (kShared || units.first == units.last) sync_consumers();
 #pragma unroll 1
   for (int first = units.first; first < units.last; first += Stage::kBatch) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, turn, first, left < Stage::kBatch ? left : Stage::kBatch, x, before,
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, before,
                      after, done);
   }
 }

@@ -153,7 +153,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
-    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStaged + at;
+    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       float scaled[4];
@@ -170,8 +170,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
                                    scaled[2 * odd + 1] - high_of(high));
         int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
         u32* words = step + c / 2 * S::kSetWords;
-        words[lane * kOperandWords] = high;
-        words[(lane + 4) * kOperandWords] = low;
+        words[(lane * kOperandWords + at) ^ wide_turn(e / kFragK)] = high;
+        words[((lane + 4) * kOperandWords + at) ^ wide_turn(e / kFragK)] = low;
       }
     }
   }
