@@ -167,8 +167,12 @@ struct Units {
   int first, last;
 };
 template <class Stage>
+KOG_DEVICE int turned_place(int place, int layer) {
+  return (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
+}
+template <class Stage>
 KOG_DEVICE Units units_of(int place, int layer) {
-  int turned = (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
+  int turned = turned_place<Stage>(place, layer);
   return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
 }
 template <class Stage>

@@ -77,20 +77,29 @@ KOG_DEVICE void consume(Block& b) {
                       static_cast<u64>(b.small->seats[last].slot));
 }
 
-// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the
-// consumers leave.
+// Chunks of one step: all layers, each behind its first keys and values, then the head if a column
+// has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
+  auto chunks_of_layer = [&](int i) {
+    return chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
+           chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
+  };
   int layers = 0;
-  for (int i = 0; i < kLayers; i++)
-    layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-              chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
+  for (int i = 0; i < kLayers; i++) layers += chunks_of_layer(i);
   int head = chunks_of<LmHead>(b.place, 0);
   Producer producer;
   for (int steps = 0;; steps++) {
     const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int chunks = layers + (any_head(b, steps) ? head : 0);
-    for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
+    int left = layers + (any_head(b, steps) ? head : 0);
+    for (int layer = 0; left > 0; layer++) {
+      int count = left;
+      if (layer < kLayers) {
+        count = chunks_of_layer(layer);
+        fetch_units(b, layer, steps);
+      }
+      for (; count > 0; count--, left--, from += static_cast<u64>(kBlocks) * kChunkBytes)
+        if (!producer.fill(b, from, left)) return producer.drain(b);
+    }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }
