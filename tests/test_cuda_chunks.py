@@ -27,6 +27,7 @@ from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
 from test_cuda_life import Server, tokens_of
 
+from kog_triton.backends.library_prefill import choose_prefill
 from kog_triton.backends.mailbox import Failure
 from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, RunError
@@ -215,6 +216,14 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     got = run(backend, request(0, whole.prompt, 4 if finish == "stop" else 1, **options))
     assert [step[:2] for step in got[0]] == [(first, finish)]
     assert launched(backend) == (1, 0)
+
+
+def test_auto_gives_the_library_longer_prompts_than_without_chunks():
+    tokens = range(1, 100)
+    for first in (0, 200):
+        chosen = [choose_prefill(n, first, chunks.CHUNKED) for n in tokens]
+        assert chosen == sorted(chosen) and set(chosen) == {"kernel", "library"}
+        assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
 
 class BothBackend(ColumnBackend):
