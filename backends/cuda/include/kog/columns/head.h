@@ -86,7 +86,8 @@ KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     if (32 * i + b.in_warp >= kBlocks) continue;
-    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)), static_cast<int>(rest[i].x)};
+    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)),
+                   static_cast<int>(rest[i].x)};
     if (beats(c, best)) best = c;
   }
   best = best_of_warp(best);

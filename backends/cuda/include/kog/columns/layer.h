@@ -154,12 +154,12 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   await(b, Step::kDownProjInput, at, epoch);
 }
 
-// Registers for words that are on their way to down_proj.
-constexpr int kMostAsked = 64;
-constexpr int kAskedRoom = kMostAsked / Cut<DownProj>::kRowWords;
-constexpr int kAsked = DownProj::kSteps < kAskedRoom ? DownProj::kSteps : kAskedRoom;  // steps
+// Registers for words that are on their way to down_proj: steps of K, in as few turns as they allow.
+constexpr int kMostAsked = 64 / Cut<DownProj>::kRowWords;
+constexpr int kTurns = (DownProj::kSteps + kMostAsked - 1) / kMostAsked;
+constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
+constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
 using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
-static_assert(DownProj::kHeld <= kAsked);
 
 // Operands of kAsked steps from step `first` on.
 KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
@@ -167,7 +167,8 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   // The lane's words of a step: every other one of a quarter.
   int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
   int value = k + S::value(lane);
-  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords +
+                    lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
     bool inside = DownProj::kPaddedK == DownProj::kCols ||
                   value + i * S::kStepValues + 4 * word < DownProj::kCols;

@@ -2,8 +2,8 @@
 // (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
-//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of K
-//            long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
+//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of
+//            K long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
 //
 // Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
 // the step does not change a bit of them. Operands of a step of K, in memory or in scratch, are
@@ -18,8 +18,8 @@
 namespace kog::columns {
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
-// Of a warp that stages wide operands, the lanes of each step meet banks of their own: a word of a
-// step in scratch is `turned` by this.
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// that stages four steps at once meet banks of their own.
 KOG_DEVICE int wide_turn(int step) { return step % 4 * 8; }
 
 template <class Stage>
@@ -298,7 +298,8 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 // One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
 template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x, Before before, After after, Done done) {
+KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
+                          Before before, After after, Done done) {
   using S = Cut<Stage>;
   float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
@@ -306,7 +307,8 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
   if (mine < count)
 #pragma unroll
     for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
-  float* to = partials + b.warp % Stage::kParts * S::kPartStride + b.warp / Stage::kParts * Stage::kFragmentRows;
+  float* to = partials + b.warp % Stage::kParts * S::kPartStride +
+              b.warp / Stage::kParts * Stage::kFragmentRows;
 #pragma unroll 1
   for (int n = 0; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);

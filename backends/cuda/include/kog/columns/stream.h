@@ -106,8 +106,9 @@ struct Quads {
   }
 };
 
-// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32. The
-// same pairs are added as if all lanes added all columns, but each lane goes on with half of them.
+// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32.
+// The same pairs are added as if all lanes added all columns, but each lane goes on with half of
+// them.
 KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
 #pragma unroll
   for (int mask = 16, left = kColumns; mask; mask >>= 1) {
@@ -126,9 +127,9 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
   return v[0];
 }
 
-// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest multiplies
-// kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose outputs
-// complete x. kOwn: the stages' warps multiply what they staged themselves.
+// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
+// multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
+// outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
 template <int kPaddedK, bool kOwn>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
   using S = Cut<Wide>;
