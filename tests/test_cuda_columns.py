@@ -147,6 +147,13 @@ SHAPES = {
     ),
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
+    # The first unit of the stages that multiply x: its weights wait in registers.
+    "weights taken ahead": (
+        f16_spec(hidden_size=96, num_layers=2, intermediate_size=100),
+        8,
+        2,
+        {},
+    ),
     "four rows a fragment": (
         f16_spec(hidden_size=36, num_layers=2, intermediate_size=2048),
         8,

@@ -41,6 +41,7 @@ AHEAD_BYTES = 128 * 1024
 AHEAD_TICKS = 1600  # between two chunks on their way there
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+TAKEN_WORDS = 16  # registers for weights that wait for them there (columns/layer.h)
 JOINED = 8  # splits that one warp joins
 FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
@@ -297,6 +298,7 @@ def render(layout: Layout) -> str:
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
         "joined": JOINED,
+        "taken_words": TAKEN_WORDS,
         "flags_together": FLAGS_TOGETHER,
         "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),

@@ -143,7 +143,8 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
+      b, k.ring, units_of<LmHead>(b.place, 0), x, NothingTaken(),
+      [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
         float logit = sum * scales.of(b, item.column);
         if (!item.there || !has_head(b, item.column, k.steps)) return;

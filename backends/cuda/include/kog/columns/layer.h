@@ -41,7 +41,18 @@ constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
-KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+// Units of either that every block has, in kTakenWords registers.
+constexpr bool kAlike = QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
+                        QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
+                        QkvProj::kSteps == GateUpProj::kSteps;
+constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
+constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
+                            ? QkvProj::kUnits / QkvProj::kGroup
+                            : GateUpProj::kUnits / GateUpProj::kGroup;
+constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
+using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
+
+KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<QkvProj> x(b);
   x.hold();
@@ -49,7 +60,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   Scales scales;
   run_units<QkvProj>(
-      b, k.ring, layer_units<QkvProj>(b), x,
+      b, k.ring, layer_units<QkvProj>(b), x, ahead,
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
@@ -66,7 +77,7 @@ KOG_DEVICE int mlp_flag(int place) {
   return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
   x.hold();
@@ -76,7 +87,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   const float* bias = bias_of<GateUpProj>(b);
   Scales scales;
   run_units<GateUpProj>(
-      b, k.ring, layer_units<GateUpProj>(b), x,
+      b, k.ring, layer_units<GateUpProj>(b), x, ahead,
       [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, up = shuffle_down(v, 1);
@@ -105,7 +116,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
     float bias, x;
   };
   run_units<Stage>(
-      b, k.ring, layer_units<Stage>(b), operands,
+      b, k.ring, layer_units<Stage>(b), operands, NothingTaken(),
       [&](const Item& item) {
         return Asked{kBias && item.there ? bias[item.row] : 0.f,
                      item.there ? x.value(b, item.column, item.row) : 0.f};
@@ -209,8 +220,8 @@ KOG_DEVICE void down_proj(Block& b, Walk& k) {
                                                                  b.layer == kLayers - 1);
 }
 
-KOG_DEVICE void attend(Block& b, Walk& k) {
-  qkv_proj(b, k);
+KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {
+  qkv_proj(b, k, ahead);
   stamp(b, Point::kQkvProj);
   b.begin_stage();
   attention(b, k.steps);
@@ -224,16 +235,18 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   int before = iteration_of(b, k.steps) - 1;
   // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
   // the instruction cache.
+  LayerAhead ahead;
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
     b.begin_stage();
+    ahead.take(b, k.ring);
     stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                       half == 0 ? layer_streams(b) : inner_streams(b),
                                       2 * b.layer + half, before + half);
     stamp(b, half == 0 ? Point::kMlpOut : Point::kAttentionOut);
-    if (half == 0) attend(b, k);
+    if (half == 0) attend(b, k, ahead);
   }
-  gate_up_proj(b, k);
+  gate_up_proj(b, k, ahead);
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
   count_uses(b, k.steps);

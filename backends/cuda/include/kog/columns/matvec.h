@@ -235,21 +235,19 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
 template <class Stage>
 using Sums = float[Cut<Stage>::kSets][2][4];
 
-// Multiply the next chunk, the period's chunk i. kKnown: i is, and so are the operands' registers.
+// Multiply the period's chunk i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
-KOG_DEVICE void multiply_chunk(Block& b, Ring& ring, const Operands<Stage>& x, int i, int left,
-                               Sums<Stage>& c, float* to) {
+KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
+                               int i, int left, Sums<Stage>& c, float* to) {
   using S = Cut<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  Chunk<Stage> chunk;
-  chunk.take(b, ring);
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
     int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
     auto row = kKnown ? x.at(step) : x.load(step);
 #pragma unroll
     for (int set = 0; set < S::kSets; set++)
-      multiply_add<kF16>(c[set][f & 1], chunk.w[f].w, of_set(row, set).w);
+      multiply_add<kF16>(c[set][f & 1], w[f].w, of_set(row, set).w);
     if (kPeriod > 1 && step == kSteps - 1) {
       int done = at / kSteps;
       if (done < left) put_sums<Stage>(b, c, to + done * S::kUnitWords);
@@ -273,13 +271,43 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
 #pragma unroll
   for (int i = 0; i < kKnown; i++) {
     if (kPeriod > 1 && i * kFragments / Stage::kSteps >= left) break;
-    multiply_chunk<Stage, true>(b, ring, x, i, left, c, to);
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    multiply_chunk<Stage, true>(b, chunk.w, x, i, left, c, to);
   }
 #pragma unroll 1
-  for (int i = kKnown; i < kChunks; i++)
-    multiply_chunk<Stage, false>(b, ring, x, i, left, c, to);
+  for (int i = kKnown; i < kChunks; i++) {
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+  }
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
+
+// Weights that a warp takes from the ring before its activations are there (../matvec.h says why):
+// the first units of a wide stage whose operands are all held.
+template <int kCount, int kUnitChunks>
+struct Taken {
+  static constexpr int kUnits = kCount;
+  Chunk<Wide> chunks[kUnits > 0 ? kUnits * kUnitChunks : 1];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+#pragma unroll
+    for (int i = 0; i < kUnits * kUnitChunks; i++) chunks[i].take(b, ring);
+  }
+  template <class Stage>
+  KOG_DEVICE void multiply(Block& b, const Operands<Stage>& x, float* to) const {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit++) {
+      Sums<Stage> c = {};
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; i++)
+        multiply_chunk<Stage, true>(b, chunks[unit * kUnitChunks + i].w, x, i, 1, c, to);
+      put_sums<Stage>(b, c, to + unit * Cut<Stage>::kUnitWords);
+    }
+  }
+};
+using NothingTaken = Taken<0, 0>;
 
 // One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding
 // nor a column without a request.
@@ -297,9 +325,9 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 
 // One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
-template <class Stage, class Before, class After, class Done>
+template <class Stage, class Ahead, class Before, class After, class Done>
 KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
-                          Before before, After after, Done done) {
+                          const Ahead& ahead, Before before, After after, Done done) {
   using S = Cut<Stage>;
   float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
@@ -309,8 +337,9 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
     for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
   float* to = partials + b.warp % Stage::kParts * S::kPartStride +
               b.warp / Stage::kParts * Stage::kFragmentRows;
+  ahead.multiply(b, x, to);
 #pragma unroll 1
-  for (int n = 0; n < count; n += Stage::kPeriod)
+  for (int n = Ahead::kUnits; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);
   sync_consumers();
   if (mine < count) {
@@ -329,20 +358,29 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
   sync_consumers();  // the sums have been read
 }
 
-// All units of the block, batch by batch.
-template <class Stage, class Before, class After, class Done>
+// All units of the block, batch by batch; the first begins with what was taken ahead.
+template <class Stage, class Ahead, class Before, class After, class Done>
 KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stage>& x,
-                          Before before, After after, Done done) {
+                          const Ahead& ahead, Before before, After after, Done done) {
   // What a stage staged is never overtaken; where warps share a part, all hold theirs before one
   // of them puts its sums there.
   constexpr bool kShared = Stage::kSumsInPlace && Stage::kParts != kWarps;
   if (kShared || units.first == units.last) sync_consumers();
-#pragma unroll 1
-  for (int first = units.first; first < units.last; first += Stage::kBatch) {
+  int first = units.first;
+  if constexpr (Ahead::kUnits > 0) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, before,
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, before,
                      after, done);
+    first += Stage::kBatch;
   }
+  constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
+  if constexpr (Ahead::kUnits == 0 || !kOneBatch)
+#pragma unroll 1
+    for (; first < units.last; first += Stage::kBatch) {
+      int left = units.last - first;
+      run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
+                       NothingTaken(), before, after, done);
+    }
 }
 
 }  // namespace kog::columns
