@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
+    BUNDLE,
     MERGED,
     PARTIAL_BYTES,
     PARTIAL_ROWS,
@@ -24,6 +25,7 @@ from kog_triton.backends.cuda.header import (
     add_region,
     attention_bytes,
     batch_units,
+    bundle_words,
     check_model,
     up,
 )
@@ -62,7 +64,8 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
     add_region(regions, "tops", spec.num_heads * columns, merged)
     heads = spec.num_kv_heads * splits * columns
-    add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
+    bundles = spec.num_kv_heads * -(-splits // BUNDLE) * columns
+    add_region(regions, "splits", bundle_words(spec), bundles)
     for name in ("attention_flags", "join_flags"):
         add_region(regions, name, heads)
     for name in ("attention_out", "mlp_out"):

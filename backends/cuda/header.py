@@ -33,7 +33,8 @@ SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flag
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
-MERGED = 4  # splits that are joined by those who read them
+BUNDLE = 4  # splits whose words lie side by side
+MERGED = 4  # splits that are joined by those who read them: of one bundle
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
@@ -138,7 +139,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
         past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add("splits", spec.group * (spec.head_dim // 2 + 1), lanes * spec.lane_kv_heads * splits)
+    add("splits", bundle_words(spec), lanes * spec.lane_kv_heads * -(-splits // BUNDLE))
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
@@ -231,6 +232,11 @@ def attention_bytes(spec: ModelSpec, splits: int) -> int:
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
     return rows + 4 * max(merge, joins)
+
+
+def bundle_words(spec: ModelSpec) -> int:
+    """Of four splits of one key/value head: values in pairs, and a logarithm a query."""
+    return spec.group * BUNDLE * (spec.head_dim // 2 + 1)
 
 
 def up(n: int, multiple: int) -> int:

@@ -87,11 +87,28 @@ KOG_DEVICE void count_join(const Block& b, int position) {
   if (b.thread == 0 && has_join(b, position))
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
-KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
-  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
-  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
+// Splits travel four by four, side by side, so that a reader gets the same two words of four at once:
+//   [key/value head][four splits][query] of [two words][split][2], then the logarithms of sums, [split]
+constexpr int kBundle = 4;
+constexpr int kBundles = (kSplits + kBundle - 1) / kBundle;
+constexpr int kTopsAt = kBundle * kHeadDim / 2, kQueryWords = kTopsAt + kBundle;
+static_assert(kMerged <= kBundle);
+KOG_DEVICE u32* bundle_words(const Block& b, int head, int bundle, int query) {
+  int at = (words_row(b) * kKvHeads + head) * kBundles + bundle;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * kQueryWords;
 }
-constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
+// One split's.
+struct SplitWords {
+  u32* bundle;
+  int place;  // among the four
+  KOG_DEVICE u32* pair(int query, int pair) const {
+    return bundle + query * kQueryWords + (pair / 2 * kBundle + place) * 2 + pair % 2;
+  }
+  KOG_DEVICE u32* top(int query) const { return bundle + query * kQueryWords + kTopsAt + place; }
+};
+KOG_DEVICE SplitWords split_words(const Block& b, int head, int split) {
+  return {bundle_words(b, head, split / kBundle, 0), split % kBundle};
+}
 
 // What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
@@ -371,9 +388,10 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
 }
 
 // A split's output and the logarithms of its sums as words.
-KOG_DEVICE void publish_split(u32* words, int head, int pair, float2 v, float top, u32 phase) {
-  store_relaxed(words + head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
-  if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top, phase));
+KOG_DEVICE void publish_split(const SplitWords& words, int query, int pair, float2 v, float top,
+                              u32 phase) {
+  store_relaxed(words.pair(query, pair), pack_pair(v.x, v.y, phase));
+  if (pair == 0) store_relaxed(words.top(query), pack_f32(top, phase));
 }
 
 // A key/value head over one span of the context; `put` gets what merge_warps finds.
@@ -424,10 +442,11 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
 // step.
 KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit / kSplits, unit % kSplits, position, window);
-  u32* words = split_words(b, span.head, span.split);
+  SplitWords words = split_words(b, span.head, span.split);
   if (span.split >= span.used) {
-    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
-      store_relaxed(words + i, phase);
+    for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
+      store_relaxed(words.pair(i / (kHeadDim / 2), i % (kHeadDim / 2)), phase);
+    if (b.thread < kQueries) store_relaxed(words.top(b.thread), phase);
     return;
   }
   walk_span(b, span, position, phase, [&](int head, int pair, float2 v, float top) {
@@ -444,74 +463,56 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  Inputs<Stage> in(b);
-  constexpr int kCount = Inputs<Stage>::kCount;
-  uint4 q[kCount][kMerged];
-  u32 top[kCount][kMerged], bad = 0;
+  // Four values a lane: their words of two splits, those of two more, the logarithms of all four.
+  using In = Inputs<Stage, 4>;
+  In in(b);
+  uint4 q[3 * In::kCount];
+  u32 in_use[kBundle];
 #pragma unroll
-  for (int i = 0; i < kCount; i++)
+  for (int s = 0; s < kBundle; s++) in_use[s] = s < used ? 1 : 0;
+  poll_vectors(
+      b, step,
+      [&](int n) -> const u32* {
+        int value = in.value(n / 3), query_head = value / kHeadDim;
+        const u32* from =
+            bundle_words(b, query_head / kQueries, 0, query_head % kQueries) + n % 3 * 4;
+        return from + (n % 3 == 2 ? kTopsAt - 8 : value % kHeadDim / 4 * (2 * kBundle));
+      },
+      [&](int n, int j) {
+        u32 there = in.value(n / 3) < Stage::kCols ? 1 : 0;
+        return there & (n % 3 == 2 ? in_use[j] : in_use[n % 3 * 2 + j / 2]);
+      },
+      phase, q);
 #pragma unroll
-    for (int s = 0; s < kMerged; s++) {
-      u32 now = s < used && in.value(i) < Stage::kCols ? ~phase : phase;
-      q[i][s] = uint4{now, now, now, now};
-      top[i][s] = now;
-    }
-  auto ask = [&] {
+  for (int i = 0; i < In::kCount; i++) {
+    float top[kMerged];
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      int value = in.value(i), query_head = value / kHeadDim, query = query_head % kQueries;
-      const u32* from = split_words(b, query_head / kQueries, 0);
+    for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(q[3 * i + 2], s));
+    float best = top[0], total = 0, sum[4] = {};
 #pragma unroll
-      for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride) {
-        if (stale(q[i][s], 0, 4, phase))
-          q[i][s] = load_relaxed4(from + query * (kHeadDim / 2) + value % kHeadDim / 2);
-        if ((top[i][s] ^ phase) & 1) top[i][s] = load_relaxed(from + kSplitTop + query);
-      }
-    }
-    bad = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i++)
-#pragma unroll
-      for (int s = 0; s < kMerged; s++)
-        bad |= stale(q[i][s], 0, 4, phase) | ((top[i][s] ^ phase) & 1);
-    return any_lane(bad != 0);
-  };
-  if (ask()) {
-    begin_wait(b);
-    u32 place = place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0));
-    while (!give_up(b, step, place, phase ^ bad, phase) && ask()) {
-    }
-    end_wait(b);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    float best = unpack_f32(top[i][0]), total = 0, sum[8] = {};
-#pragma unroll
-    for (int s = 1; s < kMerged; s++) {
-      float t = unpack_f32(top[i][s]);
-      if (s < used) best = t > best ? t : best;
-    }
+    for (int s = 1; s < kMerged; s++)
+      if (s < used) best = top[s] > best ? top[s] : best;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
       if (s >= used) continue;
-      float share = exp2_fast(unpack_f32(top[i][s]) - best);
+      float share = exp2_fast(top[s] - best);
       total += share;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        u32 both = operand_of(word_of(q[i][s], j));
+      for (int j = 0; j < 2; j++) {
+        u32 both = operand_of(word_of(q[3 * i + s / 2], s % 2 * 2 + j));
         sum[2 * j] += share * low_of(both);
         sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);
     bool inside = in.value(i) < Stage::kCols;
-    u32 w[4];
+    u32 w[2];
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < 2; j++)
       w[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
-    in.put(b, i, uint4{w[0], w[1], w[2], w[3]});
+    in.put(b, i, w);
   }
-  sync_staged<Inputs<Stage>::kOwnSlice>();
+  sync_staged<In::kOwnSlice>();
 }
 
 }  // namespace kog

@@ -89,14 +89,14 @@ KOG_DEVICE float inverse_rms(const Block& b) {
   return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
 }
 
-// Stage's inputs as they come in 16-bit words, 8 values a vector: which of them a thread stages.
-template <class Stage>
+// Stage's inputs as they come in 16-bit words, kValues (8 or 4) a vector: which of them a thread stages.
+template <class Stage, int kValues = 8>
 struct Inputs {
   static_assert(!Stage::kWide);
   static constexpr bool kOwnSlice = Stage::kParts == kWarps;
   static constexpr int kPart =
       kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
-  static constexpr int kStride = kOwnSlice ? 256 : 8 * 32 * kWarps;
+  static constexpr int kStride = kValues * 32 * (kOwnSlice ? 1 : kWarps);
   static constexpr int kCount = (kPart + kStride - 1) / kStride;
   int first, lane;
 
@@ -106,15 +106,19 @@ struct Inputs {
   }
   // The first value of vector i; kPaddedK or more where there is none.
   KOG_DEVICE int value(int i) const {
-    int local = i * kStride + lane * 8;
+    int local = i * kStride + lane * kValues;
     return local < kPart ? first + local : Stage::kPaddedK;
   }
-  KOG_DEVICE void put(const Block& b, int i, const uint4& v) const {
+  KOG_DEVICE void put(const Block& b, int i, const u32 (&w)[kValues / 2]) const {
     int at = value(i);
     if (at >= Stage::kPaddedK) return;
     u32* to = reinterpret_cast<u32*>(b.scratch) + at / kFragK * (2 * kColumnWords) + at % kFragK / 4;
-    *reinterpret_cast<uint2*>(to) = {v.x, v.z};
-    *reinterpret_cast<uint2*>(to + kColumnWords) = {v.y, v.w};
+    if constexpr (kValues == 8) {
+      *reinterpret_cast<uint2*>(to) = {w[0], w[2]};
+      *reinterpret_cast<uint2*>(to + kColumnWords) = {w[1], w[3]};
+    } else {
+      to[0] = w[0], to[kColumnWords] = w[1];
+    }
   }
 };
 
@@ -130,13 +134,14 @@ KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
     int value = in.value(i);
     at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
   }
-  poll(b, step, base, at, kWords, phase, q);
+  poll<kWords>(b, step, base, at, phase, q);
 #pragma unroll
-  for (int i = 0; i < kCount; i++)
-    in.put(b, i, uint4{at[i] < kWords ? operand_of(q[i].x) : 0,
-                       at[i] + 1 < kWords ? operand_of(q[i].y) : 0,
-                       at[i] + 2 < kWords ? operand_of(q[i].z) : 0,
-                       at[i] + 3 < kWords ? operand_of(q[i].w) : 0});
+  for (int i = 0; i < kCount; i++) {
+    u32 w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = at[i] + j < kWords ? operand_of(word_of(q[i], j)) : 0;
+    in.put(b, i, w);
+  }
   sync_staged<Inputs<Stage>::kOwnSlice>();
 }
 

@@ -53,44 +53,52 @@ KOG_DEVICE u32 word_of(const uint4& q, int i) {
   return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
 }
 
-// Words of q that are below `count` and lack the phase; `at` is the index of the first.
-KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
-  u32 bad = q.x ^ phase;
-  if (at + 1 < count) bad |= q.y ^ phase;
-  if (at + 2 < count) bad |= q.z ^ phase;
-  if (at + 3 < count) bad |= q.w ^ phase;
-  return at < count ? bad & 1 : 0;
-}
-
 KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
 }
 
-// N vectors of 4 words a lane: at[i] is the index of the first, `count` of them are waited for.
-// Asked for again is only what was stale: polls and weights share the way from the L2.
-template <int N>
-KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], int count, u32 phase,
-                     uint4 (&q)[N]) {
-  u32 bad = 0;
+// N vectors of 4 words a lane: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
+// 0, and 0 of its first word if nothing is to be loaded. Asked for again is only what was stale:
+// polls and weights share the way from the L2. One loop: the code that runs once the words are there
+// has been fetched while they were not.
+template <int N, class Address, class Need>
+KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
+                             uint4 (&q)[N]) {
+  u32 late[N];
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    q[i] = uint4{phase, phase, phase, phase};
-    if (at[i] < count) q[i] = load_relaxed4(base + at[i]);
+    q[i] = uint4{0, 0, 0, 0};
+    late[i] = need(i, 0);
   }
-#pragma unroll
-  for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
-  if (!any_lane(bad != 0)) return;
-  begin_wait(b);
-  do {
-    if (give_up(b, step, place_of(b, base + at[0]), phase ^ bad, phase)) break;
+#pragma unroll 1
+  for (bool waits = false;; waits = true) {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (stale(q[i], at[i], count, phase) != 0) q[i] = load_relaxed4(base + at[i]);
-    bad = 0;
+      if (late[i] != 0) q[i] = load_relaxed4(address(i));
 #pragma unroll
-    for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
-  } while (any_lane(bad != 0));
+    for (int i = 0; i < N; i++) {
+      late[i] = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) late[i] |= (word_of(q[i], j) ^ phase) & need(i, j);
+      bad |= late[i];
+    }
+    if (!any_lane(bad != 0)) break;
+    if (!waits) begin_wait(b);
+    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
+  }
   end_wait(b);
+}
+// The same of kCount words at `base`: at[i] is the index of the first word of vector i.
+template <int kCount, int N>
+KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u32 phase,
+                     uint4 (&q)[N]) {
+  poll_vectors(
+      b, step, [&](int i) { return base + at[i]; },
+      [&](int i, int j) {  // vectors begin at multiples of 4
+        return at[i] + (kCount % 4 == 0 ? 0 : j) < kCount ? 1u : 0u;
+      },
+      phase, q);
 }
 
 // N single words a lane: address(i) says where, or nullptr where a lane asks for none.
