@@ -171,10 +171,15 @@ KOG_DEVICE Units units_of(int place, int layer) {
   int turned = (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
   return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
 }
+// Fragments that a warp multiplies in one run of a stage, and the chunks that they lie in.
+template <class Stage>
+KOG_DEVICE int fragments_of(int place, int layer) {
+  Units u = units_of<Stage>(place, layer);
+  return (u.last - u.first) * Stage::kSteps;
+}
 template <class Stage>
 KOG_DEVICE int chunks_of(int place, int layer) {
-  Units u = units_of<Stage>(place, layer);
-  return ((u.last - u.first) * Stage::kSteps + kFragments - 1) / kFragments;
+  return (fragments_of<Stage>(place, layer) + kFragments - 1) / kFragments;
 }
 
 }  // namespace kog

@@ -162,7 +162,7 @@ struct Words {
   }
 };
 constexpr int kLaneWords = kFragK / 8;
-constexpr int kFragmentBytes = 8 * kFragK * 2;
+constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
 using Fragment = Words<kLaneWords>;
 using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane's column
 
@@ -242,15 +242,16 @@ struct Staged {
 template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
 
-// One warp's part of the next chunk.
+// One warp's part of the next chunk. Fragments behind a stage's last one are whatever the ring held
+// before: what is computed of them goes nowhere.
 template <class Stage>
 struct Chunk {
   Fragment w[kFragments];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    const u8* from = ring.wait(b) + b.warp * kFragments * kFragmentBytes + Shape<Stage>::at(b);
+    const u8* from = ring.wait(b) + b.warp * kFragmentBytes + Shape<Stage>::at(b);
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentBytes);
+    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
     ring.release(b);
   }
 };

@@ -90,7 +90,7 @@ KOG_DEVICE void produce(Block& b) {
     const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
     int chunks = layers + (any_head(b, steps) ? head : 0);
     for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
+      if (!producer.fill(b, from, kChunkBytes, chunks - i)) return producer.drain(b);
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }
