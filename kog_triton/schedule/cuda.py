@@ -1,10 +1,11 @@
 """The CUDA monokernel's lowering: how blocks and warps cut a stage, and what lies in the weight stream.
 
 Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
-chunks; a chunk holds `fragments` fragments for each of the 16 warps, the first ones of all warps first, so that
-of a stage's last chunk only what is used is read; a fragment is 8 rows by `frag_k` values of K, or 4 rows by
-twice as many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once (include/kog/matvec.h). Four rows suit a matrix whose rows are few and divide badly among the blocks. A warp
-owns one part of K and one group of rows of a unit:
+chunks. A chunk holds `fragments` fragments for each of the 16 warps, the first ones of all warps first, so that of
+a stage's last chunk only what is used is read. A fragment is 8 rows by `frag_k` values of K, or 4 rows by twice as
+many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once (include/kog/matvec.h). Four
+rows suit a matrix whose rows are few and divide badly among the blocks. A warp owns one part of K and one
+group of rows of a unit:
 
     unit    = warps_rows x 8 or 4 rows, by all of K       (warps_k x warps_rows = 16 warps)
     warp    = rows_group * warps_k + k_part

@@ -30,7 +30,7 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
   k.embedded.unpack(b, k.x);
-  for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
+  run_layers(b, k);
   if (turn.has_head(b)) run_head(b, k, b.small->position);
 }
 

@@ -32,7 +32,9 @@ KOG_DEVICE Units layer_units(const Block& b) {
   return units_of<Stage>(b.place, b.layer);
 }
 
-KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+template <class Taken>
+KOG_DEVICE void qkv_proj(Block& b, Walk& k, const Taken& ahead) {
+  stamp(b, Point::kStart);
   b.begin_stage();
   stage_x<QkvProj>(b, k.x, k.gain);
   u32* to = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride;
@@ -40,7 +42,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   float scale = 0;
   run_rows<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), NothingAhead<QkvProj>(),
+      b, k.ring, k.turn, layer_units<QkvProj>(b), ahead,
       [&](int row, bool owner) { return kQkvBias ? bias[owner ? row : 0] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
@@ -48,6 +50,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
         if (owner && row % 2 == 0)
           store_relaxed(to + row / 2, pack_pair(v, row + 1 < QkvProj::kRows ? next : 0, phase));
       });
+  stamp(b, Point::kQkvProj);
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
@@ -107,7 +110,8 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
   stamp(b, Point::kAttentionOut);
 }
 
-KOG_DEVICE void down_proj(Block& b, Walk& k) {
+// To the words of its outputs.
+KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead) {
   bool last = b.layer == kLayers - 1;
   b.begin_stage();
   stage_words<DownProj>(b, Step::kDownProjInput,
@@ -115,18 +119,20 @@ KOG_DEVICE void down_proj(Block& b, Walk& k) {
                         phase_of(k.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
-  int how = kReduceMlp[b.layer];
-  module_rows<DownProj, MlpOut, kMlpBias>(b, k, NothingAhead<DownProj>(), k.mlp_out, how, last);
+  module_rows<DownProj, MlpOut, kMlpBias>(b, k, ahead, k.mlp_out, kReduceMlp[b.layer], last);
   stamp(b, Point::kDownProj);
-  MlpOut::join(b, Step::kMlpOut, how, k.iteration, k.mlp_out, k.x);
-  stamp(b, Point::kMlpOut);
-  if (last) fence_gpu();
 }
 
+// Ends the layer.
+KOG_DEVICE void join_mlp_out(Block& b, Walk& k) {
+  MlpOut::join(b, Step::kMlpOut, kReduceMlp[b.layer], k.iteration, k.mlp_out, k.x);
+  stamp(b, Point::kMlpOut);
+  count_join(b, b.small->position);
+  k.iteration++;
+}
+
+// From the words of q, k and v to those of the layer's outputs.
 KOG_DEVICE void run_layer(Block& b, Walk& k) {
-  stamp(b, Point::kStart);
-  qkv_proj(b, k);
-  stamp(b, Point::kQkvProj);
   b.begin_stage();
   attention(b, b.small->position, phase_of(k.iteration));
   stamp(b, Point::kAttention);
@@ -141,9 +147,28 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   join_attention_out(b, k);
   gate_up_proj(b, k, gate_up_weights);
   stamp(b, Point::kGateUpProj);
-  down_proj(b, k);
-  count_join(b, b.small->position);
-  k.iteration++;
+  Ahead<DownProj, true> down_weights;
+  down_weights.take(b, k.ring);
+  down_proj(b, k, down_weights);
+}
+
+// All of them. Weights are taken from the ring ahead of the wait for what they are multiplied with: in
+// one pass of the loop, for a register that lives from one to the next would be spilled.
+KOG_DEVICE void run_layers(Block& b, Walk& k) {
+  b.layer = 0;
+  qkv_proj(b, k, NothingAhead<QkvProj>());
+  while (true) {
+    run_layer(b, k);
+    if (b.layer == kLayers - 1) break;
+    Ahead<QkvProj> qkv_weights;
+    qkv_weights.take(b, k.ring);
+    join_mlp_out(b, k);
+    b.layer++;
+    qkv_proj(b, k, qkv_weights);
+  }
+  join_mlp_out(b, k);
+  fence_gpu();
+  b.layer = kLayers;
 }
 
 }  // namespace kog

@@ -257,18 +257,18 @@ struct Chunk {
 };
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
-// room while all wait. At most kAheadWords registers, and only units that every block has: registers
-// that some blocks fill and others do not are spilled.
+// room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
+// registers, and only units that every block has: registers that some blocks fill and others do not
+// are spilled. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = 32;
-template <class Stage>
+template <class Stage, bool kAllOrNone = false>
 struct Ahead {
   static constexpr int kHeld = kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;
   static constexpr int kBatch = Stage::kBatch / Stage::kPeriod;
   static constexpr int kRoom = kHeld < kBatch ? kHeld : kBatch;  // periods
-  static constexpr int kPeriods =
-      kRoom < Stage::kUnits / Stage::kGroup / Stage::kPeriod
-          ? kRoom
-          : Stage::kUnits / Stage::kGroup / Stage::kPeriod;
+  static constexpr int kRun = Stage::kUnits / Stage::kGroup / Stage::kPeriod;
+  static constexpr bool kWhole = kRun <= kRoom && kRun * Stage::kPeriod * Stage::kGroup == Stage::kUnits;
+  static constexpr int kPeriods = kAllOrNone && !kWhole ? 0 : kRoom < kRun ? kRoom : kRun;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
   Chunk<Stage> chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
 
@@ -341,10 +341,11 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int left, 
   multiply<Stage>(b, ring, count, partials, taken);
   sync_consumers();
   if (b.warp * 32 >= count * Stage::kUnitRows) return;
+  // Threads without a row add up another's: without a branch, what `after` reads is asked for at once.
+  const float* from = partials + (owner ? b.thread : 0);
   float sum = 0;
-  if (owner)
 #pragma unroll
-    for (int i = 0; i < Stage::kParts; i++) sum += partials[i * kBatchRows<Stage> + b.thread];
+  for (int i = 0; i < Stage::kParts; i++) sum += from[i * kBatchRows<Stage>];
   after(row, owner, sum, asked);
 }
 

@@ -70,8 +70,10 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   k.iteration = kStageIteration;
   b.small->slot = 0;  // every thread writes the same
   load_streams(b, c.x, k.x);
+  Ahead<QkvProj> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
+  Ahead<DownProj, true> down_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
       k.embedded.load(b, c.token);
@@ -79,7 +81,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);
-      qkv_proj(b, k);
+      qkv_weights.take(b, k.ring);
+      qkv_proj(b, k, qkv_weights);
       break;
     case StageId::kAttention:
       attention(b, c.position, phase_of(k.iteration));
@@ -100,7 +103,9 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       gate_up_proj(b, k, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_proj(b, k);
+      down_weights.take(b, k.ring);
+      down_proj(b, k, down_weights);
+      join_mlp_out(b, k);
       break;
     case StageId::kMix:
       load_gains(b, 2 * kLayers, k.gain);
