@@ -84,13 +84,20 @@ def chosen(number, block="b.p"):
 RACES = {
     "rows of the cache are sent without a fence": {"append"},
     "rows of the cache are read without a fence": {"append"},
-    "a word is read as plain memory": {"poll"},
+    "a word is read as plain memory": {"poll_vectors"},
     "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
     "a chunk is handed back before it is read": {"take", "load"},
 }
 EDITS = (
-    ("layer.h", "if (last) fence_gpu();  //", f"if (last && !{chosen(1)}) fence_gpu();  //"),
-    ("layer.h", "\n  fence_gpu();\n", f"\n  if (!{chosen(2)}) fence_gpu();\n"),
+    ("layer.h", "&& sends) fence_gpu();", f"&& sends && !{chosen(1)}) fence_gpu();"),
+    (
+        "layer.h",
+        "acquire_cache() { fence_gpu(); }",
+        "acquire_cache(bool does) { if (does) fence_gpu(); }",
+    ),
+    ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
+    ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),
+    ("decode.h", "acquire_cache();", f"acquire_cache(!{chosen(2)});"),
     (
         "words.h",
         "if (late[i] != 0) q[i] = load_relaxed4(address(i));",

@@ -61,6 +61,14 @@ KOG_DEVICE bool has_join(const Block& b, int position) {
   int first = first_position(position, kWindows[b.layer]);
   return splits_in_use(position + 1 - first) > kMerged;
 }
+// n / used, by one of the few numbers that splits_in_use can be: known ones divide fast.
+KOG_DEVICE u32 divided(u32 n, int used) {
+  u32 quotient = n / kSplits;
+#pragma unroll
+  for (int i = 1; i <= kMerged; i++)
+    if (used == i) quotient = n / static_cast<u32>(i);
+  return quotient;
+}
 KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
   s.head = head;
@@ -69,10 +77,9 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   int length = position + 1 - first;
   s.used = splits_in_use(length);
   // At most 2^8 splits of 2^23 positions: 32 bits hold the products.
-  u32 parts = static_cast<u32>(length), used = static_cast<u32>(s.used),
-      split = static_cast<u32>(s.split);
-  s.start = first + static_cast<int>(split * parts / used);
-  s.end = first + static_cast<int>((split + 1) * parts / used);
+  u32 parts = static_cast<u32>(length), split = static_cast<u32>(s.split);
+  s.start = first + static_cast<int>(divided(split * parts, s.used));
+  s.end = first + static_cast<int>(divided((split + 1) * parts, s.used));
   s.newest = s.split == s.used - 1;
   return s;
 }

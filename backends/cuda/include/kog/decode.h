@@ -31,7 +31,10 @@ KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
   k.embedded.unpack(b, k.x);
   run_layers(b, k);
-  if (turn.has_head(b)) run_head(b, k, b.small->position);
+  if (turn.has_head(b))
+    run_head(b, k, b.small->position);
+  else
+    acquire_cache();
 }
 
 // After the step of a seat: its next token, and whether the request goes on. What the next step

@@ -73,11 +73,9 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) 
       });
 }
 
-// o_proj or down_proj, whose inputs are staged: rows to the residual streams. `last`: this token's
-// rows of the cache become visible with them.
+// o_proj or down_proj, whose inputs are staged: rows to the residual streams.
 template <class Stage, class Out, bool kBias, class Taken>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how,
-                            bool last) {
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how) {
   b.begin_stage();
   const float* bias = bias_of<Stage>(b);
   struct Asked {
@@ -90,7 +88,6 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
         return Asked{kBias ? bias[owner ? row : 0] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
       },
       [&](int row, bool owner, float sum, Asked& asked) {
-        if (last) fence_gpu();  // pairs with the one after the gather
         float y = sum * kPairUnit + asked.bias;
         Out::publish(b, how, k.iteration, turns, row, owner, y, asked.old);
       });
@@ -99,8 +96,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
 // Whose inputs are staged. The next stage's gains come with both.
 KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
   load_gains(b, 2 * b.layer + 1, k.gain);
-  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer],
-                                           false);
+  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer]);
   stamp(b, Point::kOProj);
 }
 
@@ -110,16 +106,19 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
   stamp(b, Point::kAttentionOut);
 }
 
-// To the words of its outputs.
+// To the words of its outputs. In the last layer this token's rows of the cache become visible with
+// them: the threads that send rows see to it while they would wait for inputs, behind the barriers
+// that all who append have passed.
 KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead) {
-  bool last = b.layer == kLayers - 1;
   b.begin_stage();
+  bool sends = b.thread < kBatchRows<DownProj>;
+  if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
   stage_words<DownProj>(b, Step::kDownProjInput,
                         b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
                         phase_of(k.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
-  module_rows<DownProj, MlpOut, kMlpBias>(b, k, ahead, k.mlp_out, kReduceMlp[b.layer], last);
+  module_rows<DownProj, MlpOut, kMlpBias>(b, k, ahead, k.mlp_out, kReduceMlp[b.layer]);
   stamp(b, Point::kDownProj);
 }
 
@@ -152,6 +151,10 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   down_proj(b, k, down_weights);
 }
 
+// After a token's last outputs were received and before a barrier: what other blocks have appended to
+// the cache by then is read from behind the barrier on.
+KOG_DEVICE void acquire_cache() { fence_gpu(); }
+
 // All of them. Weights are taken from the ring ahead of the wait for what they are multiplied with: in
 // one pass of the loop, for a register that lives from one to the next would be spilled.
 KOG_DEVICE void run_layers(Block& b, Walk& k) {
@@ -167,7 +170,6 @@ KOG_DEVICE void run_layers(Block& b, Walk& k) {
     qkv_proj(b, k, qkv_weights);
   }
   join_mlp_out(b, k);
-  fence_gpu();
   b.layer = kLayers;
 }
 

@@ -104,22 +104,21 @@ KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u
 // N single words a lane: address(i) says where, or nullptr where a lane asks for none.
 template <int N, class Address>
 KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 (&w)[N]) {
-  u32 bad = 0;
+  // A word that nobody waits for has the phase from the start.
 #pragma unroll
-  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? load_relaxed(address(i)) : phase;
-#pragma unroll
-  for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-  if (!any_lane(bad != 0)) return;
-  begin_wait(b);
-  do {
-    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
+  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? ~phase : phase;
+#pragma unroll 1
+  for (bool waits = false;; waits = true) {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
-    bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-  } while (any_lane(bad != 0));
+    if (!any_lane(bad != 0)) break;
+    if (!waits) begin_wait(b);
+    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
+  }
   end_wait(b);
 }
 
