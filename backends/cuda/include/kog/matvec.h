@@ -241,6 +241,9 @@ struct Staged {
 // (schedule/cuda.py keeps these short).
 template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
+// A held vector needs indices that are known, and so does a period of several units.
+template <class Stage>
+constexpr bool kUnrolledPeriod = Stage::kPeriod > 1 || Staged<Stage>::kHeldAll;
 
 // One warp's part of the next chunk. Fragments behind a stage's last one are whatever the ring held
 // before: what is computed of them goes nowhere.
@@ -258,28 +261,34 @@ struct Chunk {
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
-// registers, and only units that every block has: registers that some blocks fill and others do not
+// registers, and only chunks that every block has: registers that some blocks fill and others do not
 // are spilled. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = 32;
+constexpr int least(int a, int b) { return a < b ? a : b; }
 template <class Stage, bool kAllOrNone = false>
 struct Ahead {
-  static constexpr int kHeld = kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;
-  static constexpr int kBatch = Stage::kBatch / Stage::kPeriod;
-  static constexpr int kRoom = kHeld < kBatch ? kHeld : kBatch;  // periods
-  static constexpr int kRun = Stage::kUnits / Stage::kGroup / Stage::kPeriod;
-  static constexpr bool kWhole = kRun <= kRoom && kRun * Stage::kPeriod * Stage::kGroup == Stage::kUnits;
-  static constexpr int kPeriods = kAllOrNone && !kWhole ? 0 : kRoom < kRun ? kRoom : kRun;
+  static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
+  static constexpr bool kEven = kSure * Stage::kGroup == Stage::kUnits;
+  static constexpr int kSureChunks = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kRoom = least(kAheadWords / (kFragments * kLaneWords),
+                                     Stage::kBatch * Stage::kSteps / kFragments);
+  static constexpr int kMost = kAllOrNone && !(kEven && kSureChunks <= kRoom) ? 0
+                                                                              : least(kRoom, kSureChunks);
+  // Part of a period only where its code is laid out chunk by chunk.
+  static constexpr int kCount =
+      kUnrolledPeriod<Stage> ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
+  static constexpr int kPeriods = (kCount + kPeriodChunks<Stage> - 1) / kPeriodChunks<Stage>;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
-  Chunk<Stage> chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
+  Chunk<Stage> chunks[kCount ? kCount : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
-    for (int i = 0; i < kPeriods * kPeriodChunks<Stage>; i++) chunks[i].take(b, ring);
+    for (int i = 0; i < kCount; i++) chunks[i].take(b, ring);
   }
 };
 template <class Stage>
 struct NothingAhead {
-  static constexpr int kPeriods = 0, kUnits = 0;
+  static constexpr int kCount = 0, kPeriods = 0, kUnits = 0, kSure = 0;
   Chunk<Stage> chunks[1];
 };
 
@@ -287,8 +296,7 @@ struct NothingAhead {
 template <class Stage, class Next>
 KOG_DEVICE void multiply_period(Block& b, const Staged<Stage>& x, int left, float* to, Next next) {
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  // A held vector needs indices that are known, and so does a period of several units.
-  constexpr int kUnrolled = kPeriod > 1 || Staged<Stage>::kHeldAll ? kPeriodChunks<Stage> : 1;
+  constexpr int kUnrolled = kUnrolledPeriod<Stage> ? kPeriodChunks<Stage> : 1;
   float c[2][4] = {};
 #pragma unroll kUnrolled
   for (int i = 0; i < kPeriodChunks<Stage>; i++) {
@@ -315,17 +323,22 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const
   constexpr int kPeriod = Stage::kPeriod;
   Staged<Stage> x(b);
   float* to = partials + b.warp % Stage::kParts * kBatchRows<Stage> + b.warp / Stage::kParts * Stage::kFragmentRows;
+  auto next_of_ring = [&] {
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    return chunk;
+  };
 #pragma unroll
-  for (int p = 0; p < Taken::kPeriods; p++)
-    multiply_period<Stage>(b, x, kPeriod, to + p * kPeriod * Stage::kUnitRows,
-                           [&](int i) { return taken.chunks[p * kPeriodChunks<Stage> + i]; });
+  for (int p = 0; p < Taken::kPeriods; p++) {
+    int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
+    multiply_period<Stage>(b, x, left, to + p * kPeriod * Stage::kUnitRows, [&](int i) {
+      int n = p * kPeriodChunks<Stage> + i;
+      return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
+    });
+  }
   to += Taken::kUnits * Stage::kUnitRows;
   for (int unit = Taken::kUnits; unit < units; unit += kPeriod, to += kPeriod * Stage::kUnitRows)
-    multiply_period<Stage>(b, x, units - unit, to, [&](int) {
-      Chunk<Stage> chunk;
-      chunk.take(b, ring);
-      return chunk;
-    });
+    multiply_period<Stage>(b, x, units - unit, to, [&](int) { return next_of_ring(); });
 }
 
 // One batch of rows: before(row) -> what a row's owner asks for early, then after(row, sum, asked)
