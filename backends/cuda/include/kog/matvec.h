@@ -264,16 +264,17 @@ struct Chunk {
 // registers, and only chunks that every block has: registers that some blocks fill and others do not
 // are spilled. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = 32;
-constexpr int least(int a, int b) { return a < b ? a : b; }
+template <int kA, int kB>
+constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
 struct Ahead {
   static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
   static constexpr bool kEven = kSure * Stage::kGroup == Stage::kUnits;
   static constexpr int kSureChunks = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
-  static constexpr int kRoom = least(kAheadWords / (kFragments * kLaneWords),
-                                     Stage::kBatch * Stage::kSteps / kFragments);
-  static constexpr int kMost = kAllOrNone && !(kEven && kSureChunks <= kRoom) ? 0
-                                                                              : least(kRoom, kSureChunks);
+  static constexpr int kRoom = kLeast<kAheadWords / (kFragments * kLaneWords),
+                                      Stage::kBatch * Stage::kSteps / kFragments>;
+  static constexpr bool kWhole = kEven && kSureChunks <= kRoom;
+  static constexpr int kMost = kAllOrNone && !kWhole ? 0 : kLeast<kRoom, kSureChunks>;
   // Part of a period only where its code is laid out chunk by chunk.
   static constexpr int kCount =
       kUnrolledPeriod<Stage> ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
