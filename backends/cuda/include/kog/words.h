@@ -53,6 +53,15 @@ KOG_DEVICE u32 word_of(const uint4& q, int i) {
   return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
 }
 
+// Words of q that are below `count` and lack the phase; `at` is the index of the first.
+KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
+  u32 bad = q.x ^ phase;
+  if (at + 1 < count) bad |= q.y ^ phase;
+  if (at + 2 < count) bad |= q.z ^ phase;
+  if (at + 3 < count) bad |= q.w ^ phase;
+  return at < count ? bad & 1 : 0;
+}
+
 KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
 }
