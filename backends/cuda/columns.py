@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
-    BUNDLE,
     MERGED,
     PARTIAL_BYTES,
     PARTIAL_ROWS,
@@ -23,9 +22,9 @@ from kog_triton.backends.cuda.header import (
     Region,
     add_head_regions,
     add_region,
+    add_split_regions,
     attention_bytes,
     batch_units,
-    bundle_words,
     check_model,
     up,
 )
@@ -64,8 +63,7 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
     add_region(regions, "tops", spec.num_heads * columns, merged)
     heads = spec.num_kv_heads * splits * columns
-    bundles = spec.num_kv_heads * -(-splits // BUNDLE) * columns
-    add_region(regions, "splits", bundle_words(spec), bundles)
+    add_split_regions(regions, spec, spec.num_kv_heads * columns, splits)
     for name in ("attention_flags", "join_flags"):
         add_region(regions, name, heads)
     for name in ("attention_out", "mlp_out"):

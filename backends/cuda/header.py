@@ -33,7 +33,8 @@ SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flag
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
-BUNDLE = 4  # splits whose words lie side by side
+BUNDLE = 4  # splits whose logarithms lie side by side
+QUERY_TOPS = 8  # words from those of one query to the next's: a sector
 MERGED = 4  # splits that are joined by those who read them: of one bundle
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
@@ -139,7 +140,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
         past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add("splits", bundle_words(spec), lanes * spec.lane_kv_heads * -(-splits // BUNDLE))
+    add_split_regions(regions, spec, lanes * spec.lane_kv_heads, splits)
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
@@ -180,6 +181,12 @@ def add_region(
 ) -> None:
     at = up(max((r.end for r in regions.values()), default=0), 32)
     regions[name] = Region(at, up(width, 4), rows, buffers)
+
+
+def add_split_regions(regions: dict[str, Region], spec: ModelSpec, heads: int, splits: int) -> None:
+    """Outputs of every split of `heads` key/value heads, and the logarithms of their sums."""
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2), heads * splits)
+    add_region(regions, "split_tops", spec.group * QUERY_TOPS, heads * -(-splits // BUNDLE))
 
 
 def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
@@ -232,11 +239,6 @@ def attention_bytes(spec: ModelSpec, splits: int) -> int:
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
     rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
     return rows + 4 * max(merge, joins)
-
-
-def bundle_words(spec: ModelSpec) -> int:
-    """Of four splits of one key/value head: values in pairs, and a logarithm a query."""
-    return spec.group * BUNDLE * (spec.head_dim // 2 + 1)
 
 
 def up(n: int, multiple: int) -> int:

@@ -94,27 +94,18 @@ KOG_DEVICE void count_join(const Block& b, int position) {
   if (b.thread == 0 && has_join(b, position))
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
-// Splits travel four by four, side by side, so that a reader gets the same two words of four at once:
-//   [key/value head][four splits][query] of [two words][split][2], then the logarithms of sums, [split]
-constexpr int kBundle = 4;
-constexpr int kBundles = (kSplits + kBundle - 1) / kBundle;
-constexpr int kTopsAt = kBundle * kHeadDim / 2, kQueryWords = kTopsAt + kBundle;
+// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
+// a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
+constexpr int kBundle = 4, kQueryTops = 8;
 static_assert(kMerged <= kBundle);
-KOG_DEVICE u32* bundle_words(const Block& b, int head, int bundle, int query) {
-  int at = (words_row(b) * kKvHeads + head) * kBundles + bundle;
-  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * kQueryWords;
+KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
+  return b.p.words + SplitTopsWords::kOffset + at * SplitTopsWords::kStride + query * kQueryTops +
+         split % kBundle;
 }
-// One split's.
-struct SplitWords {
-  u32* bundle;
-  int place;  // among the four
-  KOG_DEVICE u32* pair(int query, int pair) const {
-    return bundle + query * kQueryWords + (pair / 2 * kBundle + place) * 2 + pair % 2;
-  }
-  KOG_DEVICE u32* top(int query) const { return bundle + query * kQueryWords + kTopsAt + place; }
-};
-KOG_DEVICE SplitWords split_words(const Block& b, int head, int split) {
-  return {bundle_words(b, head, split / kBundle, 0), split % kBundle};
+KOG_DEVICE u32* split_words(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * (kHeadDim / 2);
 }
 
 // What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
@@ -395,10 +386,11 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
 }
 
 // A split's output and the logarithms of its sums as words.
-KOG_DEVICE void publish_split(const SplitWords& words, int query, int pair, float2 v, float top,
-                              u32 phase) {
-  store_relaxed(words.pair(query, pair), pack_pair(v.x, v.y, phase));
-  if (pair == 0) store_relaxed(words.top(query), pack_f32(top, phase));
+KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int pair, float2 v,
+                              float top, u32 phase) {
+  store_relaxed(split_words(b, span.head, query, span.split) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0)
+    store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
 }
 
 // A key/value head over one span of the context; `put` gets what merge_warps finds.
@@ -449,15 +441,16 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
 // step.
 KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit / kSplits, unit % kSplits, position, window);
-  SplitWords words = split_words(b, span.head, span.split);
   if (span.split >= span.used) {
+    u32* words = split_words(b, span.head, 0, span.split);
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
-      store_relaxed(words.pair(i / (kHeadDim / 2), i % (kHeadDim / 2)), phase);
-    if (b.thread < kQueries) store_relaxed(words.top(b.thread), phase);
+      store_relaxed(words + i, phase);
+    if (b.thread < kQueries)
+      store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, [&](int head, int pair, float2 v, float top) {
-    publish_split(words, head, pair, v, top, phase);
+  walk_span(b, span, position, phase, [&](int query, int pair, float2 v, float top) {
+    publish_split(b, span, query, pair, v, top, phase);
   });
 }
 
@@ -470,31 +463,57 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  // Four values a lane: their words of two splits, those of two more, the logarithms of all four.
+  // Four values a lane: two words of each split, and the logarithms of all.
   using In = Inputs<Stage, 4>;
   In in(b);
-  uint4 q[3 * In::kCount];
-  u32 in_use[kBundle];
+  uint2 w[In::kCount][kMerged];
+  uint4 logarithms[In::kCount];
+  u32 late[In::kCount][kMerged + 1], in_use[kMerged];
 #pragma unroll
-  for (int s = 0; s < kBundle; s++) in_use[s] = s < used ? 1 : 0;
-  poll_vectors(
-      b, step,
-      [&](int n) -> const u32* {
-        int value = in.value(n / 3), query_head = value / kHeadDim;
-        const u32* from =
-            bundle_words(b, query_head / kQueries, 0, query_head % kQueries) + n % 3 * 4;
-        return from + (n % 3 == 2 ? kTopsAt - 8 : value % kHeadDim / 4 * (2 * kBundle));
-      },
-      [&](int n, int j) {
-        u32 there = in.value(n / 3) < Stage::kCols ? 1 : 0;
-        return there & (n % 3 == 2 ? in_use[j] : in_use[n % 3 * 2 + j / 2]);
-      },
-      phase, q);
+  for (int i = 0; i < In::kCount; i++) {
+    u32 there = in.value(i) < Stage::kCols ? 1 : 0;
+    logarithms[i] = uint4{0, 0, 0, 0};
+    late[i][kMerged] = there;
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      w[i][s] = uint2{0, 0};
+      late[i][s] = in_use[s] = s < used ? 1 : 0;
+      late[i][s] &= there;
+    }
+  }
+  poll_until(
+      b, step, [&] { return place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
+      phase, [&] {
+        u32 bad = 0;
+#pragma unroll
+        for (int i = 0; i < In::kCount; i++) {
+          int value = in.value(i), query_head = value / kHeadDim;
+          int head = query_head / kQueries, query = query_head % kQueries;
+          const u32* from = split_words(b, head, query, 0) + value % kHeadDim / 2;
+#pragma unroll
+          for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride)
+            if (late[i][s] != 0) w[i][s] = load_relaxed2(from);
+          if (late[i][kMerged] != 0) logarithms[i] = load_relaxed4(tops_of(b, head, query, 0));
+        }
+#pragma unroll
+        for (int i = 0; i < In::kCount; i++) {
+          u32 there = in.value(i) < Stage::kCols ? 1 : 0, late_tops = 0;
+#pragma unroll
+          for (int s = 0; s < kMerged; s++) {
+            late[i][s] = ((w[i][s].x ^ phase) | (w[i][s].y ^ phase)) & in_use[s] & there;
+            late_tops |= (word_of(logarithms[i], s) ^ phase) & in_use[s];
+            bad |= late[i][s];
+          }
+          late[i][kMerged] = late_tops & there;
+          bad |= late[i][kMerged];
+        }
+        return bad;
+      });
 #pragma unroll
   for (int i = 0; i < In::kCount; i++) {
     float top[kMerged];
 #pragma unroll
-    for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(q[3 * i + 2], s));
+    for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(logarithms[i], s));
     float best = top[0], total = 0, sum[4] = {};
 #pragma unroll
     for (int s = 1; s < kMerged; s++)
@@ -506,18 +525,18 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
       total += share;
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        u32 both = operand_of(word_of(q[3 * i + s / 2], s % 2 * 2 + j));
+        u32 both = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
         sum[2 * j] += share * low_of(both);
         sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);
     bool inside = in.value(i) < Stage::kCols;
-    u32 w[2];
+    u32 joined[2];
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      w[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
-    in.put(b, i, w);
+      joined[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
+    in.put(b, i, joined);
   }
   sync_staged<In::kOwnSlice>();
 }

@@ -66,10 +66,23 @@ KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
 }
 
+// Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
+// and asks again only for those: polls and weights share the way from the L2. One loop: the code that
+// runs once the words are there has been fetched while they were not.
+template <class Place, class Ask>
+KOG_DEVICE void poll_until(Block& b, Step step, Place place, u32 phase, Ask ask) {
+#pragma unroll 1
+  for (bool waits = false;; waits = true) {
+    u32 bad = ask();
+    if (!any_lane(bad != 0)) break;
+    if (!waits) begin_wait(b);
+    if (give_up(b, step, place(), phase ^ bad, phase)) break;
+  }
+  end_wait(b);
+}
+
 // N vectors of 4 words a lane: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
-// 0, and 0 of its first word if nothing is to be loaded. Asked for again is only what was stale:
-// polls and weights share the way from the L2. One loop: the code that runs once the words are there
-// has been fetched while they were not.
+// 0, and 0 of its first word if nothing is to be loaded.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
                              uint4 (&q)[N]) {
@@ -79,8 +92,7 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
     q[i] = uint4{0, 0, 0, 0};
     late[i] = need(i, 0);
   }
-#pragma unroll 1
-  for (bool waits = false;; waits = true) {
+  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -92,11 +104,8 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
       for (int j = 0; j < 4; j++) late[i] |= (word_of(q[i], j) ^ phase) & need(i, j);
       bad |= late[i];
     }
-    if (!any_lane(bad != 0)) break;
-    if (!waits) begin_wait(b);
-    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
-  }
-  end_wait(b);
+    return bad;
+  });
 }
 // The same of kCount words at `base`: at[i] is the index of the first word of vector i.
 template <int kCount, int N>
@@ -116,19 +125,15 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 
   // A word that nobody waits for has the phase from the start.
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? ~phase : phase;
-#pragma unroll 1
-  for (bool waits = false;; waits = true) {
+  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
 #pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-    if (!any_lane(bad != 0)) break;
-    if (!waits) begin_wait(b);
-    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
-  }
-  end_wait(b);
+    return bad;
+  });
 }
 
 }  // namespace kog
