@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
+    FLAGS_TOGETHER,
+    LINE_WORDS,
     MERGED,
     PARTIAL_BYTES,
     PARTIAL_ROWS,
@@ -26,6 +28,8 @@ from kog_triton.backends.cuda.header import (
     attention_bytes,
     batch_units,
     check_model,
+    is_wide,
+    sums_in_scratch,
     up,
 )
 
@@ -45,10 +49,10 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     if schedule.num_shards != 1:
         raise ModelError("requests of a model with lanes share the cuda kernel by turns")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name in stages:
-        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+    for name, stage in stages.items():
+        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
             raise ModelError(
-                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
             )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
@@ -61,20 +65,23 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
         images = merged if name == "attention" else 1
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
-    add_region(regions, "tops", spec.num_heads * columns, merged)
+    add_region(regions, "tops", spec.num_heads * merged * columns)
     heads = spec.num_kv_heads * splits * columns
     add_split_regions(regions, spec, spec.num_kv_heads * columns, splits)
-    for name in ("attention_flags", "join_flags"):
-        add_region(regions, name, heads)
+    add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
-        rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
-        add_region(regions, name + "_flags", rows // 8 * columns // 2)
-    add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
+        add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
+    lines = -(-lowering.num_blocks // FLAGS_TOGETHER)
+    add_region(regions, "mlp_flags", lines * LINE_WORDS)
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
-    units = max(batch_units(lowering, stage, columns) for stage in stages.values())
+    units = max(
+        batch_units(lowering, stage, columns)
+        for stage in stages.values()
+        if not sums_in_scratch(lowering, stage, columns)
+    )
     layout = Layout(
         lowering,
         max_context,

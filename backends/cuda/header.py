@@ -44,6 +44,7 @@ AHEAD_TICKS = 1600  # between two chunks on their way there
 STEP_PADDING = 8  # words between steps of wide operands (columns/matvec.h)
 HELD_WORDS = 32  # registers for operands in a kernel of several columns
 JOINED = 8  # splits that one warp joins
+FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
 
@@ -107,7 +108,7 @@ class Layout:
         lo = self.lowering
         if self.columns == 1:
             return _staged_bytes(lo, stage)
-        words = self.columns * lo.frag_k // 2
+        words = self.columns * lo.fragment(stage)[1] // 2
         parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
         if is_wide(stage):
             return parts * steps * (2 * words + STEP_PADDING) * 4
@@ -287,6 +288,8 @@ def render(layout: Layout) -> str:
         "group_heads": head_group,
         "attention_scratch_at": layout.staged_bytes(schedule.stage("o_proj")),
         "joined": JOINED,
+        "flags_together": FLAGS_TOGETHER,
+        "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),
         "mask_words": -(-spec.vocab_size // 32),
         "bins": BINS,
@@ -355,9 +358,10 @@ def render(layout: Layout) -> str:
         bias_at += stage.rows * schedule.num_shards if stage is not head else 0
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
         wide = str(is_wide(stage)).lower()
+        scratch = str(sums_in_scratch(lo, stage, layout.columns)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}; }};"
+            f"static constexpr bool kWide = {wide}, kSumsInScratch = {scratch}; }};"
         )
     lines.append(f"constexpr int kBiasRows = {bias_at};")
     for name, values in (
@@ -429,14 +433,35 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)
+    return max(_whole_chunks(lo, steps, most), scratch_units(lo, stage, columns))
+
+
+def scratch_units(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units whose partial sums find room where operands were that are in registers by then."""
+    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+        return 0
+    steps = lo.steps(stage)
+    words = steps * (columns * lo.frag_k + STEP_PADDING)  # of one part's operands
+    rows = lo.tilings[stage.name].unit_rows * columns
+    return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
+
+
+def sums_in_scratch(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's partial sums lie where its operands did."""
+    return batch_units(lo, stage, columns) == scratch_units(lo, stage, columns)
+
+
+def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
+    """The most units, up to so many, that end with a chunk; 0 if none do."""
+    return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
     if columns == 1:
         return 0
-    words = lo.frag_k // 16 * max(1, columns // (2 if is_wide(stage) else 4))
+    tokens = 2 if is_wide(stage) else lo.fragment(stage)[0] // 2  # that an instruction takes
+    words = lo.frag_k // 16 * max(1, columns // tokens)
     steps = lo.steps(stage)
     held = min(steps, HELD_WORDS // words)
     # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.

@@ -167,19 +167,19 @@ struct Units {
   int first, last;
 };
 template <class Stage>
+KOG_DEVICE int turned_place(int place, int layer) {
+  return (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
+}
+template <class Stage>
 KOG_DEVICE Units units_of(int place, int layer) {
-  int turned = (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
+  int turned = turned_place<Stage>(place, layer);
   return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
 }
-// Fragments that a warp multiplies in one run of a stage, and the chunks that they lie in.
+// Fragments that a warp multiplies in one run of a stage.
 template <class Stage>
 KOG_DEVICE int fragments_of(int place, int layer) {
   Units u = units_of<Stage>(place, layer);
   return (u.last - u.first) * Stage::kSteps;
-}
-template <class Stage>
-KOG_DEVICE int chunks_of(int place, int layer) {
-  return (fragments_of<Stage>(place, layer) + kFragments - 1) / kFragments;
 }
 
 }  // namespace kog

@@ -5,18 +5,21 @@
 
 namespace kog {
 
-// Bring what this block's warps ask for first in a layer's attention into the L2: from the memory it
-// would come late, and answers to polls wait behind it.
+// Bring what the warps ask for first of a span into the L2: from the memory it would come late, and
+// answers to polls wait behind it.
+KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span) {
+  int rows = span.end - span.start;
+  if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;
+  const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
+  fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
+  fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
+}
+// The same for this block's part of a layer's attention.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   if (position >= kMaxContext) return;  // ahead of the end of a request
   for (int unit = b.place; unit < kUnits; unit += kGroup) {
     Span span = span_of(unit / kSplits, unit % kSplits, position, kWindows[layer]);
-    int rows = span.end - span.start;
-    if (span.split >= span.used) continue;
-    if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;
-    const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
-    fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
-    fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
+    if (span.split < span.used) fetch_span(b, slot, layer, span);
   }
 }
 

@@ -77,20 +77,17 @@ KOG_DEVICE void consume(Block& b) {
                       static_cast<u64>(b.small->seats[last].slot));
 }
 
-// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the
-// consumers leave.
+// Chunks of one step: all layers, each behind its first keys and values, then the head if a column
+// has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  int layers = 0;
-  for (int i = 0; i < kLayers; i++)
-    layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-              chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
-  int head = chunks_of<LmHead>(b.place, 0);
+  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {
-    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int chunks = layers + (any_head(b, steps) ? head : 0);
-    for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from, kChunkBytes, chunks - i)) return producer.drain(b);
+    Stream stream(b, 0, any_head(b, steps) ? all : layers);
+    for (int run = 0; stream.left > 0; run++) {
+      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
+      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
+    }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }
