@@ -283,6 +283,8 @@ def render(layout: Layout) -> str:
         "splits": layout.splits,
         "tile_rows": tile_rows(spec),
         "split_least": split_least(spec),
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,

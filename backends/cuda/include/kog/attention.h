@@ -96,7 +96,6 @@ KOG_DEVICE void count_join(const Block& b, int position) {
 }
 // One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
 // a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
-constexpr int kBundle = 4, kQueryTops = 8;
 static_assert(kMerged <= kBundle);
 KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
   int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
