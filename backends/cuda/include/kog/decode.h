@@ -30,7 +30,10 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
   k.embedded.unpack(b, k.x);
-  run_layers(b, k);
+  if constexpr (Ahead<QkvProj, true>::kCount > 0)
+    run_layers_ahead(b, k);
+  else
+    run_layers_in_turn(b, k);
   if (turn.has_head(b))
     run_head(b, k, b.small->position);
   else

@@ -155,22 +155,30 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
 // the cache by then is read from behind the barrier on.
 KOG_DEVICE void acquire_cache() { fence_gpu(); }
 
-// All of them. Weights are taken from the ring ahead of the wait for what they are multiplied with: in
-// one pass of the loop, for a register that lives from one to the next would be spilled.
-KOG_DEVICE void run_layers(Block& b, Walk& k) {
+// All of them.
+KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
+  for (b.layer = 0; b.layer < kLayers; b.layer++) {
+    qkv_proj(b, k, NothingAhead<QkvProj>());
+    run_layer(b, k);
+    join_mlp_out(b, k);
+  }
+}
+// The same with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
+// pass of the loop: a register that lived from one pass to the next would be spilled.
+KOG_DEVICE void run_layers_ahead(Block& b, Walk& k) {
   b.layer = 0;
   qkv_proj(b, k, NothingAhead<QkvProj>());
   while (true) {
     run_layer(b, k);
     if (b.layer == kLayers - 1) break;
-    Ahead<QkvProj> qkv_weights;
+    Ahead<QkvProj, true> qkv_weights;
     qkv_weights.take(b, k.ring);
     join_mlp_out(b, k);
     b.layer++;
     qkv_proj(b, k, qkv_weights);
   }
   join_mlp_out(b, k);
-  b.layer = kLayers;
+  b.layer++;
 }
 
 }  // namespace kog

@@ -70,7 +70,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   k.iteration = kStageIteration;
   b.small->slot = 0;  // every thread writes the same
   load_streams(b, c.x, k.x);
-  Ahead<QkvProj> qkv_weights;
+  Ahead<QkvProj, true> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
   Ahead<DownProj, true> down_weights;
