@@ -23,6 +23,7 @@ from kog_triton.backends.cuda.header import (
     Region,
     add_head_regions,
     add_region,
+    add_split_regions,
     attention_bytes,
     check_model,
     is_wide,
@@ -66,7 +67,7 @@ def lay_out_columns(
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
     add_region(regions, "tops", spec.num_heads * merged * columns)
     heads = spec.num_kv_heads * splits * columns
-    add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
+    add_split_regions(regions, spec, spec.num_kv_heads * columns, splits)
     add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)

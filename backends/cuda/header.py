@@ -33,7 +33,9 @@ SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flag
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
-MERGED = 4  # splits that are joined by those who read them
+BUNDLE = 4  # splits whose logarithms lie side by side
+QUERY_TOPS = 8  # words from those of one query to the next's: a sector
+MERGED = 4  # splits that are joined by those who read them: of one bundle
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
@@ -154,7 +156,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
         past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add("splits", spec.group * (spec.head_dim // 2 + 1), lanes * spec.lane_kv_heads * splits)
+    add_split_regions(regions, spec, lanes * spec.lane_kv_heads, splits)
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
@@ -195,6 +197,12 @@ def add_region(
 ) -> None:
     at = up(max((r.end for r in regions.values()), default=0), 32)
     regions[name] = Region(at, up(width, 4), rows, buffers)
+
+
+def add_split_regions(regions: dict[str, Region], spec: ModelSpec, heads: int, splits: int) -> None:
+    """Outputs of every split of `heads` key/value heads, and the logarithms of their sums."""
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2), heads * splits)
+    add_region(regions, "split_tops", spec.group * QUERY_TOPS, heads * -(-splits // BUNDLE))
 
 
 def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
@@ -291,6 +299,8 @@ def render(layout: Layout) -> str:
         "splits": layout.splits,
         "tile_rows": tile_rows(spec),
         "split_least": split_least(spec),
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,

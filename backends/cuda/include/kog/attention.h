@@ -64,6 +64,14 @@ KOG_DEVICE bool has_join(const Block& b, int position) {
   int first = first_position(position, kWindows[b.layer]);
   return splits_in_use(position + 1 - first) > kMerged;
 }
+// n / used, by one of the few numbers that splits_in_use can be: known ones divide fast.
+KOG_DEVICE u32 divided(u32 n, int used) {
+  u32 quotient = n / kSplits;
+#pragma unroll
+  for (int i = 1; i <= kMerged; i++)
+    if (used == i) quotient = n / static_cast<u32>(i);
+  return quotient;
+}
 KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
   s.head = head;
@@ -72,10 +80,9 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   int length = position + 1 - first;
   s.used = splits_in_use(length);
   // At most 2^8 splits of 2^23 positions: 32 bits hold the products.
-  u32 parts = static_cast<u32>(length), used = static_cast<u32>(s.used),
-      split = static_cast<u32>(s.split);
-  s.start = first + static_cast<int>(split * parts / used);
-  s.end = first + static_cast<int>((split + 1) * parts / used);
+  u32 parts = static_cast<u32>(length), split = static_cast<u32>(s.split);
+  s.start = first + static_cast<int>(divided(split * parts, s.used));
+  s.end = first + static_cast<int>(divided((split + 1) * parts, s.used));
   s.newest = s.split == s.used - 1;
   return s;
 }
@@ -90,11 +97,18 @@ KOG_DEVICE void count_join(const Block& b, int position) {
   if (b.thread == 0 && has_join(b, position))
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
-KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
-  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
-  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
+// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
+// a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
+static_assert(kMerged <= kBundle);
+KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
+  return b.p.words + SplitTopsWords::kOffset + at * SplitTopsWords::kStride + query * kQueryTops +
+         split % kBundle;
 }
-constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
+KOG_DEVICE u32* split_words(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * (kHeadDim / 2);
+}
 
 // What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
@@ -400,9 +414,11 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
 }
 
 // A split's output and the logarithms of its sums as words.
-KOG_DEVICE void publish_split(u32* words, int head, int pair, float2 v, float top, u32 phase) {
-  store_relaxed(words + head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
-  if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top, phase));
+KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int pair, float2 v,
+                              float top, u32 phase) {
+  store_relaxed(split_words(b, span.head, query, span.split) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0)
+    store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
 }
 
 // A key/value head over one span of the context; `put` gets what merge_warps finds. `fresh`: what is
@@ -451,14 +467,16 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
 // step.
 KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit / kSplits, unit % kSplits, position, window);
-  u32* words = split_words(b, span.head, span.split);
   if (span.split >= span.used) {
-    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
+    u32* words = split_words(b, span.head, 0, span.split);
+    for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
       store_relaxed(words + i, phase);
+    if (b.thread < kQueries)
+      store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, Newest{}, [&](int head, int pair, float2 v, float top) {
-    publish_split(words, head, pair, v, top, phase);
+  walk_span(b, span, position, phase, Newest{}, [&](int query, int pair, float2 v, float top) {
+    publish_split(b, span, query, pair, v, top, phase);
   });
 }
 
@@ -471,74 +489,82 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  Inputs<Stage> in(b);
-  constexpr int kCount = Inputs<Stage>::kCount;
-  uint4 q[kCount][kMerged];
-  u32 top[kCount][kMerged], bad = 0;
+  // Four values a lane: two words of each split, and the logarithms of all.
+  using In = Inputs<Stage, 4>;
+  In in(b);
+  uint2 w[In::kCount][kMerged];
+  uint4 logarithms[In::kCount];
+  u32 late[In::kCount][kMerged + 1], in_use[kMerged];
 #pragma unroll
-  for (int i = 0; i < kCount; i++)
+  for (int i = 0; i < In::kCount; i++) {
+    u32 there = in.value(i) < Stage::kCols ? 1 : 0;
+    logarithms[i] = uint4{0, 0, 0, 0};
+    late[i][kMerged] = there;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
-      u32 now = s < used && in.value(i) < Stage::kCols ? ~phase : phase;
-      q[i][s] = uint4{now, now, now, now};
-      top[i][s] = now;
+      w[i][s] = uint2{0, 0};
+      late[i][s] = in_use[s] = s < used ? 1 : 0;
+      late[i][s] &= there;
     }
-  auto ask = [&] {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      int value = in.value(i), query_head = value / kHeadDim, query = query_head % kQueries;
-      const u32* from = split_words(b, query_head / kQueries, 0);
-#pragma unroll
-      for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride) {
-        if (stale(q[i][s], 0, 4, phase))
-          q[i][s] = load_relaxed4(from + query * (kHeadDim / 2) + value % kHeadDim / 2);
-        if ((top[i][s] ^ phase) & 1) top[i][s] = load_relaxed(from + kSplitTop + query);
-      }
-    }
-    bad = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i++)
-#pragma unroll
-      for (int s = 0; s < kMerged; s++)
-        bad |= stale(q[i][s], 0, 4, phase) | ((top[i][s] ^ phase) & 1);
-    return any_lane(bad != 0);
-  };
-  if (ask()) {
-    begin_wait(b);
-    u32 place = place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0));
-    while (!give_up(b, step, place, phase ^ bad, phase) && ask()) {
-    }
-    end_wait(b);
   }
+  poll_until(
+      b, step, [&] { return place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
+      phase, [&] {
+        u32 bad = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    float best = unpack_f32(top[i][0]), total = 0, sum[8] = {};
+        for (int i = 0; i < In::kCount; i++) {
+          int value = in.value(i), query_head = value / kHeadDim;
+          int head = query_head / kQueries, query = query_head % kQueries;
+          const u32* from = split_words(b, head, query, 0) + value % kHeadDim / 2;
 #pragma unroll
-    for (int s = 1; s < kMerged; s++) {
-      float t = unpack_f32(top[i][s]);
-      if (s < used) best = t > best ? t : best;
-    }
+          for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride)
+            if (late[i][s] != 0) w[i][s] = load_relaxed2(from);
+          if (late[i][kMerged] != 0) logarithms[i] = load_relaxed4(tops_of(b, head, query, 0));
+        }
+#pragma unroll
+        for (int i = 0; i < In::kCount; i++) {
+          u32 there = in.value(i) < Stage::kCols ? 1 : 0, late_tops = 0;
+#pragma unroll
+          for (int s = 0; s < kMerged; s++) {
+            late[i][s] = ((w[i][s].x ^ phase) | (w[i][s].y ^ phase)) & in_use[s] & there;
+            late_tops |= (word_of(logarithms[i], s) ^ phase) & in_use[s];
+            bad |= late[i][s];
+          }
+          late[i][kMerged] = late_tops & there;
+          bad |= late[i][kMerged];
+        }
+        return bad;
+      });
+#pragma unroll
+  for (int i = 0; i < In::kCount; i++) {
+    float top[kMerged];
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(logarithms[i], s));
+    float best = top[0], total = 0, sum[4] = {};
+#pragma unroll
+    for (int s = 1; s < kMerged; s++)
+      if (s < used) best = top[s] > best ? top[s] : best;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
       if (s >= used) continue;
-      float share = exp2_fast(unpack_f32(top[i][s]) - best);
+      float share = exp2_fast(top[s] - best);
       total += share;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        u32 both = operand_of(word_of(q[i][s], j));
+      for (int j = 0; j < 2; j++) {
+        u32 both = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
         sum[2 * j] += share * low_of(both);
         sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);
     bool inside = in.value(i) < Stage::kCols;
-    u32 w[4];
+    u32 joined[2];
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      w[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
-    in.put(b, i, uint4{w[0], w[1], w[2], w[3]});
+    for (int j = 0; j < 2; j++)
+      joined[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
+    in.put(b, i, joined);
   }
-  sync_staged<Inputs<Stage>::kOwnSlice>();
+  sync_staged<In::kOwnSlice>();
 }
 
 }  // namespace kog

@@ -99,7 +99,7 @@ KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pa
                              float top, u32 phase) {
   int query_head = span.head * kQueries + query;
   if (span.used > kMerged)
-    return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
+    return publish_split(b, span, query, pair, v, top, phase);
   phase = image_phase(b, b.column, span.split);
   put_output(b, span.split, query_head, pair, v, phase);
   if (pair == 0) put_top(b, span.split, query_head, top, phase);

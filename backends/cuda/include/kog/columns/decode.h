@@ -91,25 +91,13 @@ KOG_DEVICE void consume(Block& b) {
 // Chunks of one step: all layers, each behind its first keys and values, then the head if a column
 // has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  auto chunks_of_layer = [&](int i) {
-    return chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-           chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
-  };
-  int layers = 0;
-  for (int i = 0; i < kLayers; i++) layers += chunks_of_layer(i);
-  int head = chunks_of<LmHead>(b.place, 0);
+  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {
-    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int left = layers + (any_head(b, steps) ? head : 0);
-    for (int layer = 0; left > 0; layer++) {
-      int count = left;
-      if (layer < kLayers) {
-        count = chunks_of_layer(layer);
-        fetch_units(b, layer, steps);
-      }
-      for (; count > 0; count--, left--, from += static_cast<u64>(kBlocks) * kChunkBytes)
-        if (!producer.fill(b, from, left)) return producer.drain(b);
+    Stream stream(b, 0, any_head(b, steps) ? all : layers);
+    for (int run = 0; stream.left > 0; run++) {
+      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
+      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
