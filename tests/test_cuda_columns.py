@@ -147,6 +147,13 @@ SHAPES = {
     ),
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
+    # The first unit of the stages that multiply x: its weights wait in registers.
+    "weights taken ahead": (
+        f16_spec(hidden_size=96, num_layers=2, intermediate_size=100),
+        8,
+        2,
+        {},
+    ),
     "four rows a fragment": (
         f16_spec(hidden_size=36, num_layers=2, intermediate_size=2048),
         8,
@@ -425,7 +432,7 @@ def test_an_expired_wait_names_its_place_and_the_next_requests_run(backend, apar
         assert isinstance(failure.error, RunError)
         assert re.search(
             r"expired: rank 0, block 0, layer 0, (attention_qkv, word \d+ of qkv|"
-            r"o_proj_input, word \d+ of attention_flags), seen 0, wanted 1",
+            r"o_proj_input, word \d+ of tops), seen 0, wanted 1",
             str(failure.error),
         )
     backend.wait_ticks, kernel.absent = 1 << 20, -1
@@ -455,12 +462,26 @@ FAULTS = {
         "x.words + c * kHiddenStride + e",
         "x.words + e",
     ),
-    "a lowest bit that is lost": ("columns/stream.h", "(w[c].x & ~1u) | (low & 1)", "w[c].x & ~1u"),
+    "lowest bits of other columns": (
+        "columns/stream.h",
+        "mark[c / 4] >> 4 * (c % 4)",
+        "mark[c / 4] >> 4 * (3 - c % 4)",
+    ),
     "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
     "an operand in another's place": (
         "columns/matvec.h",
-        "token % S::kTokens * 2 + in_lane % 2",
-        "token % S::kTokens * 2",
+        "kHalves == 1 ? 2 * token + odd",
+        "kHalves == 1 ? 2 * token",
+    ),
+    "sums that a slower warp still reads": (
+        "columns/matvec.h",
+        "  sync_consumers();  // the sums have been read\n",
+        "",
+    ),
+    "the streams' rms of another column": (
+        "columns/stream.h",
+        "i * kColumns + b.in_warp % kColumns",
+        "i * kColumns",
     ),
     "the winner of the last step": (
         "columns/head.h",
@@ -469,8 +490,8 @@ FAULTS = {
     ),
     "splits of another column's length": (
         "columns/attention.h",
-        "mine ? splits_of(b, column, steps)",
-        "mine ? splits_of(b, 0, steps)",
+        "mine[set] ? images_of(b, column, steps)",
+        "mine[set] ? images_of(b, 0, steps)",
     ),
 }
 

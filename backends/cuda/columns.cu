@@ -1,5 +1,5 @@
-// The third entry point: several requests, a token of each a step. The generated header stands
-// before this text.
+// The third entry point: several tokens a step, one each of several requests or a chunk of a
+// prompt (kChunk). The generated header stands before this text.
 #include <kog/columns/decode.h>
 #include <kog/roles.h>
 

@@ -26,19 +26,22 @@ constexpr int kUnits = kKvHeads * kSplits;
 constexpr int kResultStride = kRowDim + 4;
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
+// Positions of one step that a unit receives as words: a chunk of a prompt has several (columns/chunk.h).
+constexpr int kNewRows = kChunk ? kColumns : 1;
+
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
 // tensor core takes them, the new key and value as rows of the cache, results of all warps.
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
-  u16* key;
+  u16* key;        // [kNewRows][kRowDim]
   u16* value;
   float* results;  // [head group][slot][head][kResultStride]
   float2* tops;    // [head group][slot][head]: maximum and sum
   KOG_DEVICE explicit AttentionScratch(const Block& b) {
     queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
     key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
-    value = key + kRowDim;
-    results = reinterpret_cast<float*>(value + kRowDim);
+    value = key + kNewRows * kRowDim;
+    results = reinterpret_cast<float*>(value + kNewRows * kRowDim);
     tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
   }
 };
@@ -142,12 +145,15 @@ struct Head {
     const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
-        b, Step::kAttentionQkv,
-        [&](int n) {
-          int i = n / 2 * 32 + b.in_warp;
-          return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
-        },
-        phase, w);
+        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); }, phase, w);
+    unpack(w);
+  }
+  // Where word n of a lane is, of a head's that lie from `words` on; and the values of all of them.
+  KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
+    int i = n / 2 * 32 + b.in_warp;
+    return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+  }
+  KOG_DEVICE void unpack(const u32* w) {
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
       near[n] = {first_of(w[2 * n]), second_of(w[2 * n])};
@@ -210,6 +216,7 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
     *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
   });
 }
+KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }
 // Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
 KOG_DEVICE u32 infinities_void(u32 both) {
   constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
@@ -217,10 +224,12 @@ KOG_DEVICE u32 infinities_void(u32 both) {
   if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
   return both;
 }
-// The new key or value, rounded as everybody will read it.
+// Two values of a key or value, rounded as everybody will read them.
+KOG_DEVICE u32 cached_pair(float2 v) { return infinities_void(round_pair<kF16>(v.x, v.y)); }
+// The new key or value.
 KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
   head.each(b, [&](int word, float2 v) {
-    u32 w = infinities_void(round_pair<kF16>(v.x, v.y));
+    u32 w = cached_pair(v);
     reinterpret_cast<u32*>(scratch)[word] = w;
     reinterpret_cast<u32*>(cache)[word] = w;
   });
@@ -229,30 +238,50 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// Heads of q by warps, the new k and v by two more where this block takes the newest position.
-KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
-                        const AttentionScratch& scratch, const Rotation& rotation) {
-  u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-  for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
-    if (h >= kQueries && !span.newest) continue;
-    bool is_key = h == kQueries;
-    int row =
-        h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
-    Head head;
-    head.receive(b, row * kHeadDim, phase);
-    if (h > kQueries) {
-      append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
-      continue;
-    }
-    // Rotations were asked for before the wait, for each warp's first head.
-    Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
-    head.rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)));
-    if (is_key)
-      append(b, head, scratch.key, cache);
-    else
-      put_query(b, head, h, scratch.queries);
+// What is not in the cache yet, where a step computes one position of a request: the newest.
+struct Newest {
+  // The end of what the cache holds of a span.
+  KOG_DEVICE static int cached(const Span& span) { return span.newest ? span.end - 1 : span.end; }
+
+  // What a warp's first head is rotated with.
+  KOG_DEVICE static Rotation rotation(const Block& b, const Span&, int position) {
+    return load_rotation(b, position, first_received(b) == kQueries);
   }
-}
+
+  // Heads of q by warps, the new k and v by two more where this block takes the newest position.
+  KOG_DEVICE static void receive(Block& b, const Span& span, int position, u32 phase,
+                                 const AttentionScratch& scratch, const Rotation& rotation) {
+    u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
+    for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
+      if (h >= kQueries && !span.newest) continue;
+      bool is_key = h == kQueries;
+      int row =
+          h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
+      Head head;
+      head.receive(b, row * kHeadDim, phase);
+      if (h > kQueries) {
+        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
+        continue;
+      }
+      // Rotations were asked for before the wait, for each warp's first head.
+      Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
+      head.rotate(b, r, is_key ? 1.f : query_scale());
+      if (is_key)
+        append(b, head, scratch.key, cache);
+      else
+        put_query(b, head, h, scratch.queries);
+    }
+  }
+
+  // The tile at `at` has it as well, if it is there.
+  KOG_DEVICE static void patch(const Block& b, const Span& span, int position, int at,
+                               const AttentionScratch& scratch, Keys& key, Values& value) {
+    int newest = span.newest ? position - at : kTileRows;
+    if (newest >= kTileRows) return;
+    key.patch(b, newest, scratch.key);
+    value.patch(b, newest, scratch.value);
+  }
+};
 
 // One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
 struct Slot {
@@ -392,9 +421,11 @@ KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int p
     store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
 }
 
-// A key/value head over one span of the context; `put` gets what merge_warps finds.
-template <class Put>
-KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Put put) {
+// A key/value head over one span of the context; `put` gets what merge_warps finds. `fresh`: what is
+// not in the cache yet (Newest).
+template <class Fresh, class Put>
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Fresh fresh,
+                          Put put) {
   AttentionScratch scratch(b);
   const u16* keys = cache_of(b, span.head);
   const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
@@ -402,16 +433,15 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
   int tiles = (span.end - span.start + kTileRows - 1) / kTileRows;
   int walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;
   bool walks = head_group < kHeadGroups && walker < walked;
-  // The newest position is not in the cache yet.
-  int cached = walks ? (span.newest ? span.end - 1 : span.end) : 0;
+  int cached = walks ? fresh.cached(span) : 0;
   int at = span.start + walker * kTileRows;
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   Keys key;
   Values value;
   key.load(b, keys, at, cached);
   value.load(b, values, at, cached);
-  Rotation rotation = load_rotation(b, position, first_received(b) == kQueries);
-  receive(b, span, position, phase, scratch, rotation);
+  Rotation rotation = fresh.rotation(b, span, position);
+  fresh.receive(b, span, position, phase, scratch, rotation);
   stamp(b, Point::kAttentionQkv);
   sync_consumers();
 
@@ -419,11 +449,8 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
   if (walks) {
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
     for (; at < span.end; at += kWarpsAGroup * kTileRows) {
-      int newest = span.newest ? position - at : kTileRows, next = at + kWarpsAGroup * kTileRows;
-      if (newest < kTileRows) {
-        key.patch(b, newest, scratch.key);
-        value.patch(b, newest, scratch.value);
-      }
+      int next = at + kWarpsAGroup * kTileRows;
+      fresh.patch(b, span, position, at, scratch, key, value);
       float p[kTileRows / 8][2];
       softmax.weigh(b, queries, key, span.end - at, p);
       key.load(b, keys, next, cached);  // on its way while the values are added
@@ -448,7 +475,7 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
       store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, [&](int query, int pair, float2 v, float top) {
+  walk_span(b, span, position, phase, Newest{}, [&](int query, int pair, float2 v, float top) {
     publish_split(b, span, query, pair, v, top, phase);
   });
 }

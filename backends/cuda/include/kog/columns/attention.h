@@ -6,15 +6,13 @@
 //
 // An image holds o_proj's inputs of all columns where its warps find them (matvec.h).
 #pragma once
+#include <kog/columns/chunk.h>
 #include <kog/columns/stream.h>
 #include <kog/join.h>
 #include <kog/produce.h>
 
 namespace kog::columns {
 
-KOG_DEVICE int position_of(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps;
-}
 KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
   int position = position_of(b, column, steps);
   return splits_in_use(position + 1 - first_position(position, kWindows[b.layer]));
@@ -34,7 +32,8 @@ KOG_DEVICE int split_flag(int column, int head, int split) {
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
                            u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(image_words(b, split) + narrow_place<OProj>(word, b.column), pack_pair(v.x, v.y, phase));
+  store_relaxed(image_words(b, split) + narrow_place<OProj>(word, b.column),
+                pack_pair(v.x, v.y, phase));
 }
 KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u32 phase) {
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
@@ -44,8 +43,8 @@ KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u3
 KOG_DEVICE u32 splits_by_lane(const Block& b, int steps) {
   return b.in_warp < b.p.num_seats ? static_cast<u32>(splits_of(b, b.in_warp, steps)) : 0;
 }
-// Unit n of the layer, counted over the columns: whose it is and its span; false behind the last. By
-// whole warps.
+// Unit n of the layer, counted over the columns: whose it is and its span; false behind the last.
+// By whole warps.
 KOG_DEVICE bool find_unit(Block& b, int steps, u32 by_lane, int n, Span& span) {
   int used = 0, before = 0, first = 0;
 #pragma unroll
@@ -60,8 +59,8 @@ KOG_DEVICE bool find_unit(Block& b, int steps, u32 by_lane, int n, Span& span) {
   return true;
 }
 
-// Bring what this block's warps ask for first in a layer's attention into the L2 (../produce.h); by the
-// thread that fills the ring.
+// Bring what this block's warps ask for first in a layer's attention into the L2 (../produce.h); by
+// the thread that fills the ring.
 KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
   int n = b.place;
   for (int c = 0; c < b.p.num_seats; c++) {
@@ -130,7 +129,7 @@ KOG_DEVICE void attention(Block& b, int steps) {
   Span span;
   for (int n = b.place; find_unit(b, steps, splits, n, span); n += kGroup) {
     serve_unit(b, steps);
-    walk_span(b, span, position_of(b, b.column, steps), phase,
+    walk_span(b, span, position_of(b, b.column, steps), phase, fresh_rows(b, steps),
               [&](int query, int pair, float2 v, float top) {
                 publish_unit(b, span, query, pair, v, top, phase);
               });
@@ -156,8 +155,8 @@ KOG_DEVICE int images_of(const Block& b, int column, int steps) {
 }
 
 // Until the logarithms of the heads in this warp's part of Stage's inputs are there: as a hint, the
-// outputs are stored at the same time. Lane kColumns * split + column asks for its own. They are read
-// even of one split, which needs none: unread, a store of theirs could land after a later one.
+// outputs are stored at the same time. Lane kColumns * split + column asks for its own. They are
+// read even of one split, which needs none: unread, a store of theirs could land after a later one.
 template <class Stage>
 KOG_DEVICE void await_attention(Block& b, int steps) {
   using S = Cut<Stage>;
@@ -239,7 +238,8 @@ struct Images {
 
 // Steps [first, first + kAtOnce) of Stage's operands, of up to kMost splits.
 template <class Stage, int kAtOnce, int kMost>
-KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>& images, int first) {
+KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>& images,
+                             int first) {
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;
   int lane = b.in_warp % S::kLanes;
@@ -280,7 +280,8 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
           int set = j / kOperandWords;
           u32 phase = images.phases[set] >> s, late = w[i][s].w[j] ^ phase;
           if (kMost > 1) late |= top[i / kAlike][set][s] ^ phase;
-          bool inside = Stage::kPaddedK == Stage::kCols || value + i * S::kStepValues < Stage::kCols;
+          bool inside =
+              Stage::kPaddedK == Stage::kCols || value + i * S::kStepValues < Stage::kCols;
           bad |= images.mine[set] && s < images.used[set] && inside ? late : 0;
           w[i][s].w[j] = operand_of(w[i][s].w[j]);
         }
@@ -309,7 +310,8 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
 // All steps, kRoom of a split at once.
 template <class Stage, int kRoom, int kMost>
 KOG_DEVICE void stage_all(Block& b, Operands<Stage>& to, const Images<Stage>& images) {
-  constexpr int kAtOnce = Stage::kSteps < kRoom ? Stage::kSteps : kRoom, kLast = Stage::kSteps - kAtOnce;
+  constexpr int kAtOnce = Stage::kSteps < kRoom ? Stage::kSteps : kRoom;
+  constexpr int kLast = Stage::kSteps - kAtOnce;
 #pragma unroll
   for (int first = 0; first < Stage::kSteps; first += kAtOnce)
     stage_splits<Stage, kAtOnce, kMost>(b, to, images, first < kLast ? first : kLast);

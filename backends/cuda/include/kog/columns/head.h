@@ -15,14 +15,6 @@ constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
 KOG_DEVICE const u32* request_of(const Block& b, int column) {
   return b.p.request + b.small->seats[column].slot * kRequestWords;
 }
-KOG_DEVICE bool has_head(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps >= b.small->seats[column].first_head;
-}
-KOG_DEVICE bool any_head(const Block& b, int steps) {
-  bool any = false;
-  for (int c = 0; c < b.p.num_seats; c++) any |= has_head(b, c, steps);
-  return any;
-}
 // A column whose next token takes nothing but every row's logit once.
 KOG_DEVICE bool is_plain(const Block& b, int column) {
   return (request_of(b, column)[Request::kFlags] & kWantsMore) == 0;
@@ -40,9 +32,8 @@ KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
 template <int kItems>
 KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const int (&column)[kItems],
                              u64 epoch, u32 control) {
-  Candidate* local = reinterpret_cast<Candidate*>(b.partials);  // [column][warp]
-  static_assert(kColumns * kWarps * sizeof(Candidate) <= kPartialBytes);
-  sync_consumers();  // the partial sums have been read
+  Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
+  static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
 #pragma unroll 1
   for (int c = 0; c < b.p.num_seats; c++) {
     Candidate best = nobody();
@@ -95,7 +86,8 @@ KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     if (32 * i + b.in_warp >= kBlocks) continue;
-    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)), static_cast<int>(rest[i].x)};
+    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)),
+                   static_cast<int>(rest[i].x)};
     if (beats(c, best)) best = c;
   }
   best = best_of_warp(best);
@@ -151,7 +143,8 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
+      b, k.ring, units_of<LmHead>(b.place, 0), x, NothingTaken(),
+      [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
         float logit = sum * scales.of(b, item.column);
         if (!item.there || !has_head(b, item.column, k.steps)) return;

@@ -14,7 +14,6 @@ namespace kog::columns {
 // Of one consumer thread, from the first step to the last.
 struct Walk {
   Ring ring;
-  int turn = 0;   // which partial sums are free
   int heads = 0;  // exchanges of heads: their numbers
   int steps = 0;
 };
@@ -42,7 +41,18 @@ constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
-KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+// Units of either that every block has, in kTakenWords registers.
+constexpr bool kAlike = QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
+                        QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
+                        QkvProj::kSteps == GateUpProj::kSteps;
+constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
+constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
+                            ? QkvProj::kUnits / QkvProj::kGroup
+                            : GateUpProj::kUnits / GateUpProj::kGroup;
+constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
+using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
+
+KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<QkvProj> x(b);
   x.hold();
@@ -50,7 +60,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   Scales scales;
   run_units<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), x,
+      b, k.ring, layer_units<QkvProj>(b), x, ahead,
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
@@ -67,7 +77,7 @@ KOG_DEVICE int mlp_flag(int place) {
   return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
   x.hold();
@@ -77,7 +87,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
   const float* bias = bias_of<GateUpProj>(b);
   Scales scales;
   run_units<GateUpProj>(
-      b, k.ring, k.turn, layer_units<GateUpProj>(b), x,
+      b, k.ring, layer_units<GateUpProj>(b), x, ahead,
       [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, up = shuffle_down(v, 1);
@@ -89,7 +99,6 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
       },
       [](int) {});
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
-  if (!GateUpProj::kSumsInScratch) sync_consumers();
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
@@ -107,7 +116,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
     float bias, x;
   };
   run_units<Stage>(
-      b, k.ring, k.turn, layer_units<Stage>(b), operands,
+      b, k.ring, layer_units<Stage>(b), operands, NothingTaken(),
       [&](const Item& item) {
         return Asked{kBias && item.there ? bias[item.row] : 0.f,
                      item.there ? x.value(b, item.column, item.row) : 0.f};
@@ -156,12 +165,12 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   await(b, Step::kDownProjInput, at, epoch);
 }
 
-// Registers for words that are on their way to down_proj.
-constexpr int kMostAsked = 64;
-constexpr int kAskedRoom = kMostAsked / Cut<DownProj>::kRowWords;
-constexpr int kAsked = DownProj::kSteps < kAskedRoom ? DownProj::kSteps : kAskedRoom;  // steps
+// Registers for words that are on their way to down_proj: steps of K, in as few turns as they allow.
+constexpr int kMostAsked = 64 / Cut<DownProj>::kRowWords;
+constexpr int kTurns = (DownProj::kSteps + kMostAsked - 1) / kMostAsked;
+constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
+constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
 using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
-static_assert(DownProj::kHeld <= kAsked);
 
 // Operands of kAsked steps from step `first` on.
 KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
@@ -169,7 +178,8 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   // The lane's words of a step: every other one of a quarter.
   int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
   int value = k + S::value(lane);
-  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords +
+                    lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
     bool inside = DownProj::kPaddedK == DownProj::kCols ||
                   value + i * S::kStepValues + 4 * word < DownProj::kCols;
@@ -210,8 +220,8 @@ KOG_DEVICE void down_proj(Block& b, Walk& k) {
                                                                  b.layer == kLayers - 1);
 }
 
-KOG_DEVICE void attend(Block& b, Walk& k) {
-  qkv_proj(b, k);
+KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {
+  qkv_proj(b, k, ahead);
   stamp(b, Point::kQkvProj);
   b.begin_stage();
   attention(b, k.steps);
@@ -225,16 +235,18 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   int before = iteration_of(b, k.steps) - 1;
   // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
   // the instruction cache.
+  LayerAhead ahead;
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
     b.begin_stage();
+    ahead.take(b, k.ring);
     stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                       half == 0 ? layer_streams(b) : inner_streams(b),
                                       2 * b.layer + half, before + half);
     stamp(b, half == 0 ? Point::kMlpOut : Point::kAttentionOut);
-    if (half == 0) attend(b, k);
+    if (half == 0) attend(b, k, ahead);
   }
-  gate_up_proj(b, k);
+  gate_up_proj(b, k, ahead);
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
   count_uses(b, k.steps);

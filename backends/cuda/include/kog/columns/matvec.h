@@ -2,8 +2,8 @@
 // (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
-//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of K
-//            long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
+//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of
+//            K long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
 //
 // Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
 // the step does not change a bit of them. Operands of a step of K, in memory or in scratch, are
@@ -18,7 +18,9 @@
 namespace kog::columns {
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
-constexpr int kPadWords = 8;  // between steps of wide operands: their stagers meet other banks
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// that stages four steps at once meet banks of their own.
+KOG_DEVICE int wide_turn(int step) { return step % 4 * 8; }
 
 template <class Stage>
 struct Cut {
@@ -33,12 +35,12 @@ struct Cut {
   static constexpr int kRowWords = kSets * kOperandWords;   // of one lane and step
   static constexpr int kLaneStride = Stage::kWide ? kOperandWords : kRowWords;
   static constexpr int kStepWords = kSets * kSetWords;
-  static constexpr int kStaged = kStepWords + (Stage::kWide ? kPadWords : 0);  // words in scratch
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
   static constexpr int kItems = (kUnitWords + 31) / 32;           // of a lane that finishes a unit
-  // Operands that are held may leave their scratch to the partial sums, each part's to its own.
+  // Partial sums lie in scratch behind the operands, or in the place of those that are held, each
+  // part's in that of its own.
   static constexpr int kPartStride =
-      Stage::kSumsInScratch ? Stage::kSteps * kStaged : Stage::kBatch * kUnitWords;
+      Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch <= kWarps && Stage::kBatch * kUnitWords <= kPartStride);
 
   // The first value of K that a warp multiplies, and how many there are.
@@ -117,14 +119,20 @@ struct Operands {
   using Row = Words<S::kRowWords>;                                // a lane's words of a step
   static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
-  u32* staged;  // this lane's words of step kFirst
+  u32* staged;  // words of step kFirst
+  int lane;     // where this lane's begin in a step
+  int first;    // wide: how the first step is turned
 
   KOG_DEVICE explicit Operands(const Block& b) {
-    staged = reinterpret_cast<u32*>(b.scratch) +
-             b.warp % Stage::kParts * (Stage::kSteps - kFirst) * S::kStaged +
-             b.in_warp % S::kLanes * S::kLaneStride;
+    int part = b.warp % Stage::kParts;
+    staged = reinterpret_cast<u32*>(b.scratch) + part * (Stage::kSteps - kFirst) * S::kStepWords;
+    lane = b.in_warp % S::kLanes * S::kLaneStride;
+    first = part * Stage::kSteps;
   }
-  KOG_DEVICE u32* place(int step) const { return staged + (step - kFirst) * S::kStaged; }
+  KOG_DEVICE u32* place(int step) const {
+    int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
+    return staged + (step - kFirst) * S::kStepWords + at;
+  }
   KOG_DEVICE Row load(int step) const {
     // A lane's words of all sets lie side by side, or of one.
     constexpr int kRun = Stage::kWide ? kOperandWords : S::kRowWords < 4 ? S::kRowWords : 4;
@@ -157,7 +165,7 @@ KOG_DEVICE Activation of_set(const Words<N>& row, int set) {
 
 // How wide operands lie, whatever the stage.
 struct Wide {
-  static constexpr bool kWide = true, kSumsInScratch = false;
+  static constexpr bool kWide = true, kSumsInPlace = false;
   static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
                        kBatch = 1;
 };
@@ -227,21 +235,19 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
 template <class Stage>
 using Sums = float[Cut<Stage>::kSets][2][4];
 
-// Multiply the next chunk, the period's chunk i. kKnown: i is, and so are the operands' registers.
+// Multiply the period's chunk i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
-KOG_DEVICE void multiply_chunk(Block& b, Ring& ring, const Operands<Stage>& x, int i, int left,
-                               Sums<Stage>& c, float* to) {
+KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
+                               int i, int left, Sums<Stage>& c, float* to) {
   using S = Cut<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  Chunk<Stage> chunk;
-  chunk.take(b, ring);
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
     int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
     auto row = kKnown ? x.at(step) : x.load(step);
 #pragma unroll
     for (int set = 0; set < S::kSets; set++)
-      multiply_add<kF16>(c[set][f & 1], chunk.w[f].w, of_set(row, set).w);
+      multiply_add<kF16>(c[set][f & 1], w[f].w, of_set(row, set).w);
     if (kPeriod > 1 && step == kSteps - 1) {
       int done = at / kSteps;
       if (done < left) put_sums<Stage>(b, c, to + done * S::kUnitWords);
@@ -265,13 +271,43 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
 #pragma unroll
   for (int i = 0; i < kKnown; i++) {
     if (kPeriod > 1 && i * kFragments / Stage::kSteps >= left) break;
-    multiply_chunk<Stage, true>(b, ring, x, i, left, c, to);
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    multiply_chunk<Stage, true>(b, chunk.w, x, i, left, c, to);
   }
 #pragma unroll 1
-  for (int i = kKnown; i < kChunks; i++)
-    multiply_chunk<Stage, false>(b, ring, x, i, left, c, to);
+  for (int i = kKnown; i < kChunks; i++) {
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+  }
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
+
+// Weights that a warp takes from the ring before its activations are there (../matvec.h says why):
+// the first units of a wide stage whose operands are all held.
+template <int kCount, int kUnitChunks>
+struct Taken {
+  static constexpr int kUnits = kCount;
+  Chunk<Wide> chunks[kUnits > 0 ? kUnits * kUnitChunks : 1];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+#pragma unroll
+    for (int i = 0; i < kUnits * kUnitChunks; i++) chunks[i].take(b, ring);
+  }
+  template <class Stage>
+  KOG_DEVICE void multiply(Block& b, const Operands<Stage>& x, float* to) const {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit++) {
+      Sums<Stage> c = {};
+#pragma unroll
+      for (int i = 0; i < kUnitChunks; i++)
+        multiply_chunk<Stage, true>(b, chunks[unit * kUnitChunks + i].w, x, i, 1, c, to);
+      put_sums<Stage>(b, c, to + unit * Cut<Stage>::kUnitWords);
+    }
+  }
+};
+using NothingTaken = Taken<0, 0>;
 
 // One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding
 // nor a column without a request.
@@ -289,20 +325,21 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 
 // One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
-template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
-                          const Operands<Stage>& x, Before before, After after, Done done) {
+template <class Stage, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
+                          const Ahead& ahead, Before before, After after, Done done) {
   using S = Cut<Stage>;
-  float* partials = Stage::kSumsInScratch ? reinterpret_cast<float*>(b.scratch)
-                                      : b.partials + (turn++ & 1) * (kPartialBytes / 8);
+  float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
   decltype(before(Item{})) asked[S::kItems];
   if (mine < count)
 #pragma unroll
     for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
-  float* to = partials + b.warp % Stage::kParts * S::kPartStride + b.warp / Stage::kParts * Stage::kFragmentRows;
+  float* to = partials + b.warp % Stage::kParts * S::kPartStride +
+              b.warp / Stage::kParts * Stage::kFragmentRows;
+  ahead.multiply(b, x, to);
 #pragma unroll 1
-  for (int n = 0; n < count; n += Stage::kPeriod)
+  for (int n = Ahead::kUnits; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);
   sync_consumers();
   if (mine < count) {
@@ -318,23 +355,32 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
     }
     done(unit);
   }
-  if constexpr (Stage::kSumsInScratch) sync_consumers();  // the sums have been read
+  sync_consumers();  // the sums have been read
 }
 
-// All units of the block, batch by batch.
-template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_units(Block& b, Ring& ring, int& turn, Units units, const Operands<Stage>& x,
-                          Before before, After after, Done done) {
+// All units of the block, batch by batch; the first begins with what was taken ahead.
+template <class Stage, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stage>& x,
+                          const Ahead& ahead, Before before, After after, Done done) {
   // What a stage staged is never overtaken; where warps share a part, all hold theirs before one
   // of them puts its sums there.
-  constexpr bool kShared = Stage::kSumsInScratch && Stage::kParts != kWarps;
+  constexpr bool kShared = Stage::kSumsInPlace && Stage::kParts != kWarps;
   if (kShared || units.first == units.last) sync_consumers();
-#pragma unroll 1
-  for (int first = units.first; first < units.last; first += Stage::kBatch) {
+  int first = units.first;
+  if constexpr (Ahead::kUnits > 0) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, turn, first, left < Stage::kBatch ? left : Stage::kBatch, x, before,
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, before,
                      after, done);
+    first += Stage::kBatch;
   }
+  constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
+  if constexpr (Ahead::kUnits == 0 || !kOneBatch)
+#pragma unroll 1
+    for (; first < units.last; first += Stage::kBatch) {
+      int left = units.last - first;
+      run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
+                       NothingTaken(), before, after, done);
+    }
 }
 
 }  // namespace kog::columns

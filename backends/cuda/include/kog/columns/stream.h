@@ -106,8 +106,9 @@ struct Quads {
   }
 };
 
-// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32. The
-// same pairs are added as if all lanes added all columns, but each lane goes on with half of them.
+// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32.
+// The same pairs are added as if all lanes added all columns, but each lane goes on with half of
+// them.
 KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
 #pragma unroll
   for (int mask = 16, left = kColumns; mask; mask >>= 1) {
@@ -126,9 +127,9 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
   return v[0];
 }
 
-// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest multiplies
-// kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose outputs
-// complete x. kOwn: the stages' warps multiply what they staged themselves.
+// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
+// multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
+// outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
 template <int kPaddedK, bool kOwn>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
   using S = Cut<Wide>;
@@ -153,7 +154,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
-    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStaged + at;
+    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       float scaled[4];
@@ -170,8 +171,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
                                    scaled[2 * odd + 1] - high_of(high));
         int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
         u32* words = step + c / 2 * S::kSetWords;
-        words[lane * kOperandWords] = high;
-        words[(lane + 4) * kOperandWords] = low;
+        words[(lane * kOperandWords + at) ^ wide_turn(e / kFragK)] = high;
+        words[((lane + 4) * kOperandWords + at) ^ wide_turn(e / kFragK)] = low;
       }
     }
   }
