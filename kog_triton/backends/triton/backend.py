@@ -17,6 +17,7 @@ from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
 DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
+SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 
 
@@ -121,7 +122,9 @@ class TritonBackend:
         m = self.memory
         p = m.pointers
         held = [
-            t for name, t in p._asdict().items() if name != "wide" and isinstance(t, torch.Tensor)
+            t
+            for name, t in p._asdict().items()
+            if name not in SECOND_NAMES and isinstance(t, torch.Tensor)
         ]
         held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
@@ -142,14 +145,14 @@ class TritonBackend:
         cache = self.memory.pointers.kv[request.slot]
         return run_prompt(self.library, self.options.prefill, request, cache)
 
-    def start(self, slots: Sequence[int], rules: bool) -> Callable[[], bool]:
-        """Launch the kernel for these slots, the one that knows all sampling rules if one of them needs it.
+    def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
+        """Launch the kernel for these slots: with all sampling rules, and with prompts in chunks, if one needs them.
 
         The result tells whether it has left.
         """
         turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
-        return self._launch(self.memory.pointers, rules)
+        return self._launch(self.memory.pointers, rules, chunks)
 
     def expired(self) -> str:
         """What the last launch waited for in vain; "" if nothing."""
@@ -176,21 +179,21 @@ class TritonBackend:
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
         seat_logits(alone, list(tokens), first, last)
-        self._launch(alone, False)
+        self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if expired := self.expired():
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
-    def _launch(self, pointers: Any, rules: bool) -> Callable[[], bool]:
+    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel import decode_kernel
 
         # Copies and not fills, which would be kernels: a request that needs no library runs in one.
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
-        decode_kernel[grid](pointers, self.tiles, rules, **self._launch_options)
+        decode_kernel[grid](pointers, self.tiles, rules, chunks, **self._launch_options)
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()

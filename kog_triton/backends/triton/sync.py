@@ -84,6 +84,15 @@ def dot(a, b, S: tl.constexpr):
 
 
 @triton.jit
+def dot_onto(total, a, b, S: tl.constexpr):
+    """total + a @ b in float32, as `dot`."""
+    if S.vendor == "cpu":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
 def clock(S: tl.constexpr):
     """Nanoseconds on a clock that all blocks share; the interpreter has none."""
     if S.vendor == "nvidia":
