@@ -43,9 +43,8 @@ def span(S: Any, stage: int) -> int:
 
 @triton.constexpr_function
 def row_tile(S: Any, stage: int) -> int:
-    """Rows multiplied at once: those that need the fewest multiplications, the more the better."""
-    sizes = [n for n in (128, 64, 32, 16) if n <= ROWS]
-    return min(sizes, key=lambda n: (-(-span(S, stage) // n) * n, -n))
+    """Rows multiplied at once: each time all vectors are read again."""
+    return min(max(16, triton.next_power_of_2(span(S, stage))), ROWS)
 
 
 @triton.constexpr_function
