@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.chunk_attention import attend
 from kog_triton.backends.triton.columns import (
+    ask,
     multiply,
     out_rows,
     store_gated,
@@ -36,9 +37,10 @@ from kog_triton.backends.triton.slots import (
     state_of,
     tell_end,
 )
-from kog_triton.backends.triton.sync import fence, meet
+from kog_triton.backends.triton.sync import meet, order, stamp
 from kog_triton.backends.triton.words import in_range, wait
 
+AHEAD: tl.constexpr = tl.constexpr(1)
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
 LEAST: tl.constexpr = tl.constexpr(4)  # tokens that are worth a pass of their own
 
@@ -47,14 +49,14 @@ LEAST: tl.constexpr = tl.constexpr(4)  # tokens that are worth a pass of their o
 def gather(number, say, layer, alive, block, p, S: tl.constexpr):
     """All blocks are here, and each sees what all wrote before: what block 0 says, and alive; `number` counts."""
     NB: tl.constexpr = triton.next_power_of_2(S.num_blocks)
-    fence(p.fences + block * 32, S)
+    order(p.fences + block * 32, S)
     # Two buffers: who arrives at n + 1 may be ahead of who still reads n, but of nobody by two.
     arrivals = p.words + S.region("arrivals") + (number & 1) * S.num_blocks
     phase = ((number >> 1) + 1) & 1
     tl.store(arrivals + block, (say << 1) | phase, cache_modifier=".wt")
     i = tl.arange(0, NB)
     said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "chunk arrivals", layer, p, S)
-    fence(p.fences + block * 32, S)
+    order(p.fences + block * 32, S)
     return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive
 
 
@@ -152,6 +154,19 @@ def run_step(step, layer, base, pos, count, slot, block, lane, place, p, S: tl.c
 
 
 @triton.jit
+def ask_next(step, base, lane, place, p, S: tl.constexpr):
+    """Ask for the weights of the next matrix, once a step has read its own."""
+    if step == 1:
+        ask(base, lane, place, S, 1)
+    elif step == 3:
+        ask(base, lane, place, S, 2)
+    elif step == 5:
+        ask(base, lane, place, S, 3)
+    elif step == 6:
+        ask(base + 2 * S.layer_words, lane, place, S, 0)
+
+
+@triton.jit
 def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.constexpr):
     """Keys and values of `count` tokens from `pos` on: the number of the next meeting, the host's word, alive."""
     zero = block * 0  # a tensor also in the interpreter
@@ -162,7 +177,11 @@ def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.cons
         step = zero + i
         layer = step // STEPS
         base = layers + layer.to(tl.int64) * (2 * S.layer_words)
+        stamp(p, layer, 2 * (step % STEPS), S)
         run_step(step % STEPS, layer, base, pos, count, slot, block, lane, place, p, S)
+        stamp(p, layer, 2 * (step % STEPS) + 1, S)
+        if AHEAD:
+            ask_next(step % STEPS, base, lane, place, p, S)
         heard, alive = gather(number, control, layer, alive, block, p, S)
         number += 1
     return number, heard, alive

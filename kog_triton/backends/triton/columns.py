@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.cut import (
     begins,
+    lines_ahead,
     max_parts,
     parts,
     pipelined,
@@ -19,7 +20,7 @@ from kog_triton.backends.triton.cut import (
     width,
 )
 from kog_triton.backends.triton.residual import bias_at
-from kog_triton.backends.triton.sync import dot_onto
+from kog_triton.backends.triton.sync import ask_ahead, dot_onto
 from kog_triton.backends.triton.words import in_range
 
 
@@ -31,34 +32,64 @@ def vectors(name: tl.constexpr, lane, p, S: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
+    """Where rows of the stage begin, in the layer whose first weight is at `base`."""
+    T: tl.constexpr = S.stages[STAGE]
+    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks at one place
+    STRIDES: tl.constexpr = tile_strides(S, STAGE)
+    owner, inner = row // T.block_rows, row % T.block_rows
+    unit, r = inner // T.tile_rows, inner % T.tile_rows
+    own = 2 * T.offset + (lane * S.group + owner) * (2 * T.words) + r * (2 * T.tile_words)
+    return base + own + unit * (STRIDES[0] * TILES)
+
+
+@triton.jit
+def along(column, S: tl.constexpr, STAGE: tl.constexpr):
+    """From a row's begin to a column of it: a row goes on in the next tile along K."""
+    T: tl.constexpr = S.stages[STAGE]
+    TILE: tl.constexpr = 2 * T.tile_words
+    STRIDES: tl.constexpr = tile_strides(S, STAGE)
+    return column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+
+
+@triton.jit
+def ask(base, lane, place, S: tl.constexpr, STAGE: tl.constexpr):
+    """Ask for the first weights that the block will read of a stage, while it waits for others."""
+    T: tl.constexpr = S.stages[STAGE]
+    M: tl.constexpr = row_tile(S, STAGE)
+    PARTS: tl.constexpr = parts(S, STAGE)
+    SPAN: tl.constexpr = span(S, STAGE)
+    LINE: tl.constexpr = 64  # values
+    LINES: tl.constexpr = lines_ahead(S, STAGE)
+    m = tl.arange(0, M)
+    row = tl.minimum(place // PARTS * SPAN + tl.minimum(m, SPAN - 1), T.rows - 1)
+    first = place % PARTS * (width(S, STAGE) // PARTS // LINE * LINE)
+    column = first + tl.arange(0, LINES) * LINE
+    weights = row_begins(base, row, lane, S, STAGE)
+    ask_ahead(weights[:, None] + along(column, S, STAGE)[None, :], S)
+
+
+@triton.jit
 def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexpr):
     """x times the stage's rows `row` [M], those `owned`, over one part of K: float32 [columns, M].
 
     `base` is the layer's first weight, x the first of `columns` vectors.
     """
-    T: tl.constexpr = S.stages[STAGE]
     M: tl.constexpr = row_tile(S, STAGE)
     STEP: tl.constexpr = step(S, STAGE)
     WIDTH: tl.constexpr = width(S, STAGE)
     STEPS: tl.constexpr = width(S, STAGE) // step(S, STAGE)
     PARTS: tl.constexpr = parts(S, STAGE)
     COLUMNS: tl.constexpr = S.columns
-    TILE: tl.constexpr = 2 * T.tile_words
-    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks at one place
-    STRIDES: tl.constexpr = tile_strides(S, STAGE)
-    owner, inner = row // T.block_rows, row % T.block_rows
-    unit, r = inner // T.tile_rows, inner % T.tile_rows
-    own = 2 * T.offset + (lane * S.group + owner) * (2 * T.words) + r * TILE
-    weights = base + own + unit * (STRIDES[0] * TILES)
+    weights = row_begins(base, row, lane, S, STAGE)
     t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
     total = tl.zeros((COLUMNS, M), tl.float32)
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
     for i in tl.range(first, last, num_stages=pipelined(S)):
         at = i * STEP
-        into = at // TILE * (STRIDES[1] * TILES) + at % TILE
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(
-            weights[:, None] + into + k[None, :],
+            weights[:, None] + along(at, S, STAGE) + k[None, :],
             mask=owned[:, None],
             other=0.0,
             eviction_policy="evict_first",

@@ -9,6 +9,7 @@ it has seen that publication and before it reads.
 import triton
 import triton.language as tl
 
+QUICK: tl.constexpr = tl.constexpr(1)
 VOTERS: tl.constexpr = tl.constexpr(1024)  # at least the threads of a block, on any vendor
 
 
@@ -66,6 +67,33 @@ def fence(word, S: tl.constexpr):
     meet(S)
     tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
+
+
+@triton.jit
+def order(word, S: tl.constexpr):
+    """As `fence`, without a way to memory and back where a vendor has an instruction for it."""
+    if S.vendor == "nvidia" and QUICK:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
+        )
+        tl.debug_barrier()
+    else:
+        fence(word, S)
+
+
+@triton.jit
+def ask_ahead(ptr, S: tl.constexpr):
+    """Ask for the lines at these addresses, to have them nearer when they are loaded."""
+    if S.vendor == "nvidia":
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\nmov.b32 $0, 0;",
+            "=r,l",
+            [ptr.to(tl.int64)],
+            tl.int32,
+            False,
+            1,
+        )
 
 
 @triton.constexpr_function
