@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kog_triton.command import run
 from kog_triton.errors import RequestError
-from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
@@ -23,7 +23,6 @@ from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
 
 WIDTH = 120  # of the table where stdout is no terminal
-DTYPES = {"bf16": DType.BF16, "fp16": DType.F16}
 PAIR = 2  # rows: gate and up of one output stay together
 
 
@@ -143,7 +142,9 @@ def _body(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default: 1)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights in memory (default: as in the checkpoint)"
+        "--dtype",
+        choices=("bf16", "fp16"),
+        help="of the weights in memory (default: as in the checkpoint)",
     )
     args = parser.parse_args(argv)
     if args.gpus < 1:

@@ -19,6 +19,7 @@ from kog_triton.backends import BackendOptions, find_backend
 from kog_triton.bench import bulk_read, machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge, compare, token_gaps
+from kog_triton.bench.model import open_model
 from kog_triton.bench.peers import Setting, find_peer, llama_bench, transformers_compiled
 from kog_triton.bench.read_kernel import read_kernel
 from kog_triton.bench.record import make_row, target_of
@@ -28,6 +29,7 @@ from kog_triton.bench.trace import count
 from kog_triton.errors import ModelError, RequestError, RunError
 from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +127,9 @@ def judge_of(weights, count=16):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("peer", ["transformers", "transformers-compiled", "torch-graph"])
+@pytest.mark.parametrize(
+    "peer", ["transformers", "transformers-compiled", "transformers-tuned", "torch-graph"]
+)
 def test_a_peer_is_the_same_model(model, peer):
     """On a CPU nothing is compiled or captured; the maths and the loop are those of a GPU."""
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
@@ -417,3 +421,15 @@ def test_an_exchange_on_a_gpu(method, monkeypatch):
     module = importlib.import_module("exchange")
     blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
     assert module.right(method, blocks, 300, "cuda")
+
+
+@pytest.mark.parametrize(
+    "shape, name, dtype, torch_dtype",
+    [(None, "bf16", DType.BF16, torch.bfloat16), ("qwen3-0.6b", "fp16", DType.F16, torch.float16)],
+)
+def test_a_dtype_is_that_of_every_weight(shape, name, dtype, torch_dtype):
+    """Neither is the model's own."""
+    own = open_model(None, shape, torch.device("cpu"))
+    model = open_model(None, shape, torch.device("cpu"), name)
+    assert model.weights.spec.dtype is dtype is not own.weights.spec.dtype
+    assert model.weights.load("layers.0.attention_norm").dtype == torch_dtype

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from ring_walker import spec_of
-from torch.nn.attention.bias import causal_upper_left
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends import library_prefill_pass as walk
@@ -213,17 +212,13 @@ def test_caches_of_any_strides_are_filled():
     assert_filled(held, "lanes of all kinds", F32, 30)
 
 
-def test_masks_replace_what_amd_aligns_otherwise(monkeypatch):
+def test_a_mask_says_what_fused_attention_would_align_otherwise(monkeypatch):
+    nvidia = torch.device("cuda")
+    assert walk.aligns_ends(nvidia, 64) and walk.aligns_ends(nvidia, 256)
+    assert not walk.aligns_ends(nvidia, 12) and not walk.aligns_ends(nvidia, 264)
+    assert not walk.aligns_ends(CPU, 64)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(walk, "causal_lower_right", lambda count, end: _square(count, end))
-    ours, held = prefill_of("qwen3"), empty_cache("qwen3")
-    ours.run(tokens_of(40), 0, held)
-    assert_filled(held, "qwen3", F32, 40)
-
-
-def _square(count, end):
-    assert count == end
-    return causal_upper_left(count, end)
+    assert not walk.aligns_ends(nvidia, 64)
 
 
 class Poisoned(RandomWeights):
@@ -365,6 +360,14 @@ def test_the_triton_kernel_goes_on_from_it():
 # ---- planted faults ----
 
 
+def aligned_at_starts(first, end, start, window, dtype, device):
+    query = torch.arange(end - first, device=device)[:, None]
+    mask = torch.zeros(end - first, end - start, dtype=dtype, device=device)
+    return mask.masked_fill_(
+        torch.arange(start, end, device=device) > query, torch.finfo(dtype).min
+    )
+
+
 def shifted_band(first, end, start, window, dtype, device):
     return BAND(first, end, start, window + 1, dtype, device)
 
@@ -396,7 +399,7 @@ BAND, PRODUCT, JOIN = walk.band, walk.product, walk.PrefillPass._join
 FAULTS = {
     "windows are one key too wide": (walk, "band", shifted_band, "mistral"),
     "rows are not paired": (fused, "paired", rows_as_they_are, "llama"),
-    "keys are seen from the first": (walk, "causal_lower_right", causal_upper_left, "llama"),
+    "keys are seen from the first": (walk, "band", aligned_at_starts, "llama"),
     "biases are left out": (walk, "product", without_bias, "biases"),
     "late outputs come early": (walk.PrefillPass, "_join", early, "lanes, far apart"),
     "a lane's own output is summed": (walk.PrefillPass, "_join", plain_sum, "lanes of all kinds"),

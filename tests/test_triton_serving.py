@@ -19,6 +19,8 @@ from test_lowering import ArrayWeights
 from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
 from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.triton.waits import describe_wait
+from kog_triton.backends.triton.words import WAITS
 from kog_triton.errors import RequestError, RunError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import History, SamplingParams, sample
@@ -201,3 +203,14 @@ def test_a_wait_that_expires_says_where(case, stalled):
         r"|words of \w+ that came after all)"
     )
     assert caught.match(said)
+
+
+def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():
+    tiles = backend_of(ONE).tiles
+    mask, winner = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "winner"))
+    came = [0] * 11
+    assert "block 2, stage sample, for the host's mask of token 2" in describe_wait(
+        [[2], came, winner, mask], tiles
+    )
+    assert "block 1, stage sample, for candidates" in describe_wait([[2], came, winner], tiles)
+    assert describe_wait([[0], came, came], tiles) == ""

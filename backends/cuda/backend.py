@@ -35,7 +35,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.errors import DeviceError, ModelError, RequestError
-from kog_triton.model.spec import DType
+from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
@@ -43,7 +43,6 @@ from kog_triton.schedule.topology import Gpu, find_gpu
 
 SCORED = 256  # positions whose logits are kept at once: 150 MB of 150,000 float32
 WAIT_TICKS = 4 * 10**9  # that a wait of the kernel may take: two seconds
-DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 
 
 class CudaBackend:

@@ -15,6 +15,7 @@ same stream finds the cache filled. One thread at a time may use it.
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -34,15 +35,25 @@ BUCKETS = (16, 32, 64, 128, 256, 512)
 # Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
 # whose widest tensors are chunk x 2 F a lane.
 CHUNK = 2048
-# New tokens from which the library is faster than the kernel, which makes one pass a token: on one
-# H200 with Llama-3.2-1B a pass of the kernel takes 0.59 ms, a bucket 1.55 ms, and an eager pass,
-# behind a cached prefix, 4.3 ms (development runs: benchmarks/README.md).
-LIBRARY_FROM, LIBRARY_FROM_BEHIND = 3, 8
 
 
-def choose_prefill(num_new_tokens: int, first: int = 0) -> str:
+@dataclass(frozen=True)
+class Crossover:
+    """Tokens ahead of a prompt's last from which the library is faster than a backend's kernel."""
+
+    fresh: int
+    behind: int  # a cached prefix
+
+
+# Of a kernel that makes one pass a token: on one H200 with Llama-3.2-1B a pass takes 0.59 ms, a
+# bucket 1.55 ms, and an eager pass, behind a cached prefix, 4.3 ms (development runs:
+# benchmarks/README.md).
+BY_TOKEN = Crossover(3, 8)
+
+
+def choose_prefill(num_new_tokens: int, first: int = 0, crossover: Crossover = BY_TOKEN) -> str:
     """What `--prefill auto` means for so many tokens behind `first` cached: "kernel" or "library"."""
-    least = LIBRARY_FROM_BEHIND if first else LIBRARY_FROM
+    least = crossover.behind if first else crossover.fresh
     return "library" if num_new_tokens >= least else "kernel"
 
 
@@ -66,7 +77,7 @@ def open_library(
         free, _ = torch.cuda.mem_get_info(embed.device)
         if weight_bytes > free // 2:
             warnings.warn(
-                "prompts run in the kernel, a token at a time: a second copy of the weights for "
+                "prompts run in the kernel: a second copy of the weights for "
                 "library prefill would take more than half of the free memory",
                 stacklevel=3,
             )
@@ -75,15 +86,20 @@ def open_library(
 
 
 def run_prompt(
-    library: "LibraryPrefill | None", wanted: str, request: Request, cache: Tensor
+    library: "LibraryPrefill | None",
+    wanted: str,
+    request: Request,
+    cache: Tensor,
+    crossover: Crossover = BY_TOKEN,
 ) -> int:
     """Fill the slot's cache where that pays; the position from which the kernel is to compute.
 
-    wanted  "kernel", "library" or "auto"; without a library it is the kernel's
+    wanted     "kernel", "library" or "auto"; without a library it is the kernel's
+    crossover  of this kernel, for "auto"
     """
     new, first = request.prompt[request.cached : -1], request.cached
     if wanted == "auto":
-        wanted = choose_prefill(len(new), first)
+        wanted = choose_prefill(len(new), first, crossover)
     if library is None or wanted == "kernel":
         return first
     library.run(new, first, cache)

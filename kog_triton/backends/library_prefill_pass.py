@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from kog_triton.backends.library_prefill_weights import LayerWeights
@@ -39,6 +38,7 @@ class PrefillPass:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.dtype = layers[0].qkv.dtype
         self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
+        self._flash = aligns_ends(embed.device, spec.head_dim)
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
@@ -124,13 +124,10 @@ class PrefillPass:
         if len(past) > delay:
             del past[0]
 
-    def _bounds(self, first: int, end: int, window: int) -> tuple[int, Tensor]:
-        """The first key that queries at [first, end) need, `start`, and which ones each sees."""
-        # Fewer queries than keys are aligned at their ends by NVIDIA's fused attention; AMD's has
-        # aligned them at their starts, so there a mask says it.
-        aligned = first == 0 or torch.version.hip is None
-        if aligned and (not window or end <= window):
-            return 0, causal_lower_right(end - first, end)
+    def _bounds(self, first: int, end: int, window: int) -> tuple[int, Tensor | None]:
+        """The first key that queries at [first, end) need, `start`, and which ones each sees; None: see `causal`."""
+        if (first == 0 or self._flash) and (not window or end <= window):
+            return 0, None
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
@@ -158,16 +155,43 @@ def band(
     return mask.masked_fill_((key > query) | (key <= query - window), torch.finfo(dtype).min)
 
 
-def attend(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+def aligns_ends(device: torch.device, head_dim: int) -> bool:
+    """Whether `causal` knows fewer queries than keys here.
+
+    NVIDIA's flash attention aligns them at their ends; AMD's has aligned them at their starts, so there,
+    as on a CPU, a mask says it.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
+
+
+def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of the last T positions, q [S, H, T, d], to the n of keys and values [S, K, n, d] that they may see.
+
+    torch.nn.attention.bias has a name for it, and imports torch's compiler, which takes longer than all
+    else that a start imports.
+    """
+    if q.shape[2] == keys.shape[2]:
+        return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, keys, values, is_causal=True
+    )[0]
+    return out
+
+
+def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k / sqrt(d)) v under a mask: q [S, H, T, d] and kv [S, K, 2, n, d] to [S, T, H d].
 
     Fused attention knows groups of query heads or a mask, not both: under a mask key/value heads
     are the batch, and a group's query heads share one key head by a stride of zero.
     """
     keys, values = kv.unbind(2)
-    if isinstance(mask, CausalBias):
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2)
+    if mask is None:
+        return causal(q, keys, values).transpose(1, 2).flatten(2)
     lanes, heads = keys.shape[:2]
     group = q.shape[1] // heads
     q = q.unflatten(1, (heads, group)).flatten(0, 1)

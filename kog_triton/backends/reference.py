@@ -22,7 +22,7 @@ from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.serve import serve
 from kog_triton.errors import DeviceError, RequestError
-from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.spec import DTYPES, DType, Head, Reduce
 from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Op, Prologue, Schedule, Stage, build
@@ -34,7 +34,6 @@ CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x con
 # Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 1.5 times as
 # fast with one thread as with two on a two-core CPU (benchmarks/README.md).
 ONE_THREAD_BYTES = 128 << 20
-DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}
 STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 

@@ -18,9 +18,9 @@ from kog_triton.errors import RunError
 
 CHECK_POSITIONS = 128
 CHECK_TOKENS = 32
-# Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: 0.037 to 0.044 for every engine
-# that ran on an H200, ours and peers (benchmarks/results).
-MAX_KL = 0.05
+# Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs
+# by 0.044 behind 32 tokens (benchmarks/results) and 0.089 behind 128; a wrong kernel by more than 1.
+MAX_KL = 0.15
 MAX_GAP = 0.2  # standard deviations
 
 

@@ -52,6 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--target-tps", type=float, metavar="X", help="fail unless a backend reaches X tokens/s"
     )
+    decoding.add_argument(
+        "--profile",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="and show where N tokens spend their time, of backends that take stamps",
+    )
     both = [common, timed, decoding]
     kinds.add_parser("decode", parents=both, help="tokens/s behind a prompt: tg128 @ d32")
     kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
@@ -83,6 +90,12 @@ def _common() -> argparse.ArgumentParser:
     what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
     out.add_argument(
         "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
+    )
+    out.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bf16", "fp16"),
+        help="of the weights (%(default)s)",
     )
     out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
     out.add_argument("--gpus", type=_positive, default=1, metavar="N")
@@ -143,7 +156,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
     backends, absent = _backends(args, word)
     peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
-    model = open_model(args.model, args.shape, device)
+    model = open_model(args.model, args.shape, device, args.dtype)
     if args.kind == "prefill":
         prompt, tokens = args.prompt_tokens, 1
         test = f"pp{prompt}"
@@ -171,6 +184,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         absent=absent,
         gguf=args.gguf,
         count_kernels=args.no_kernel_switches,
+        profile_tokens=getattr(args, "profile", 0),
     )
     say = (lambda line: None) if args.quiet else _progress
     measured = measure(task, say)
@@ -211,7 +225,7 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     backends, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device)
+    model = open_model(args.model, args.shape, device, args.dtype)
     model.check_room(args.deepest + 1)
     task = StageTask(
         model=model,
@@ -247,8 +261,8 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device)
-    passed = ["--gpus", str(args.gpus), "--device", args.device]
+    model = open_model(args.model, args.shape, device, args.dtype)
+    passed = ["--gpus", str(args.gpus), "--device", args.device, "--dtype", args.dtype]
     for flag in ("model", "shape"):
         if getattr(args, flag):
             passed += [f"--{flag}", getattr(args, flag)]

@@ -20,6 +20,7 @@ from kog_triton.bench.check import Judge
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row
+from kog_triton.bench.spans import written
 from kog_triton.bench.subjects import BackendSubject, Run, Subject
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
@@ -50,6 +51,7 @@ class Task:
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
     count_kernels: bool = False
+    profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
 
     @property
     def max_context(self) -> int:
@@ -87,6 +89,8 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
             _fill(task, entry, bandwidth)
             if task.count_kernels and entry.row["kind"] == "backend":
                 _trace(task, entry, prompt)
+            if task.profile_tokens:
+                _profile(task, entry, prompt, say)
     finally:
         for entry in entries:
             _close(entry)
@@ -199,6 +203,16 @@ def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
             short = prompt[:TRACED_PROMPT]
             tokens = min(TRACED_TOKENS, task.max_context - len(short))
             entry.row["kernels"] = trace_kernels(lambda: subject.generate(short, tokens))
+
+
+def _profile(task: Task, entry: _Entry, prompt: list[int], say: Say) -> None:
+    subject = entry.subject
+    if isinstance(subject, BackendSubject):
+        say(f"profile {subject.name}")
+        with _Guard(entry):
+            spans = subject.profile(prompt, min(task.profile_tokens, task.tokens))
+            if spans is not None:
+                entry.row["profile"] = written(spans)
 
 
 def _failures(task: Task, entries: list[_Entry]) -> list[str]:

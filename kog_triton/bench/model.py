@@ -13,6 +13,7 @@ from kog_triton.checkpoint import Checkpoint
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DTYPES, DType
 from kog_triton.random_weights import RandomWeights
 from kog_triton.schedule.topology import find_gpu
 
@@ -53,13 +54,34 @@ class Model:
             )
 
 
-def open_model(model: str | None, shape: str | None, device: torch.device) -> Model:
-    """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened."""
+def open_model(
+    model: str | None, shape: str | None, device: torch.device, dtype: str = "auto"
+) -> Model:
+    """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened.
+
+    dtype  of its weights for every subject, a key of DTYPES; "auto": its own
+    """
     if shape:
-        weights = RandomWeights(named_shape(shape), SEED, device)
+        spec = named_shape(shape)
+        spec = spec if dtype == "auto" else spec.replace(dtype=DTYPES[dtype])
+        weights = RandomWeights(spec, SEED, device)
         return Model(shape.lower(), weights, f"random, seed {SEED}, made on {device.type}")
-    checkpoint = Checkpoint.open(model or checkpoint_path())
+    checkpoint: WeightSource = Checkpoint.open(model or checkpoint_path())
+    if dtype != "auto":
+        checkpoint = Retyped(checkpoint, DTYPES[dtype])
     return Model(Path(model).name if model else "demo", checkpoint, "checkpoint")
+
+
+class Retyped:
+    """A `WeightSource` whose weights are those of another in a type of ours."""
+
+    def __init__(self, weights: WeightSource, dtype: DType) -> None:
+        self.spec = weights.spec.replace(dtype=dtype)
+        self._weights = weights
+
+    def load(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = self._weights.load(name)
+        return weight.to(torch.float16 if self.spec.dtype is DType.F16 else torch.bfloat16)
 
 
 def find_device(name: str) -> tuple[torch.device, str]:

@@ -8,7 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kog_triton.bench.bandwidth import TARGET_READ
+from kog_triton.bench.machine import gpu_row
+from kog_triton.bench.spans import read
 from kog_triton.bench.startup import PHASES
+from kog_triton.profiling.show import span_table
 
 WIDTH = 132  # where stdout is no terminal
 CLOCKS = {  # of a stage alone
@@ -27,6 +30,11 @@ def show(record: dict[str, Any]) -> None:
     table = kinds.get(record["kind"], speed_table)(record)
     table.title, table.title_justify = title, "left"
     console.print(table)
+    gpu = gpu_row()
+    for row in record["rows"]:
+        if "profile" in row:
+            title = f"{row['name']}: where a token goes"
+            console.print(span_table(read(row["profile"]), gpu, title))
     for line in notes(record):
         console.print(line, soft_wrap=True)
 

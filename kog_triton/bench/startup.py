@@ -52,7 +52,7 @@ def one_start(args: argparse.Namespace) -> dict[str, float]:
     """The child's part. Wall clock, since it began in another process."""
     imported = time.time()
     device, word = find_device(args.device)
-    model = open_model(args.model, args.shape, device)
+    model = open_model(args.model, args.shape, device, args.dtype)
     options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
     subject = BackendSubject(choose(args.backend, word).backend, model.weights, options)
     loaded = time.time()
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--model")
     parser.add_argument("--shape")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="")
     parser.add_argument("--gpus", type=int, default=1)
     print(json.dumps(one_start(parser.parse_args())))

@@ -15,8 +15,10 @@ import numpy as np
 from kog_triton import __version__
 from kog_triton.backends import Backend, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.recording import Profiler
 from kog_triton.errors import KogError, RunError
 from kog_triton.model.spec import ModelSpec
+from kog_triton.profiling.analysis import Figure, figures, timeline
 from kog_triton.sampling.params import SamplingParams
 
 POLL_S = 0.05  # how soon a backend that ended without a last token is noticed
@@ -98,6 +100,13 @@ class BackendSubject:
             if served.exception():  # what a crash left behind is not trusted
                 self._mailbox = self._backend.new_mailbox()
         return run
+
+    def profile(self, prompt: Sequence[int], tokens: int) -> list[Figure] | None:
+        """Where so many tokens behind the prompt spend their time, span by span; None: it takes no stamps."""
+        if not isinstance(self._backend, Profiler):
+            return None
+        recording = self._backend.profile(prompt, tokens)
+        return figures(recording, timeline(recording))
 
     def memory_bytes(self) -> dict[str, int]:
         return self._backend.memory_bytes()

@@ -28,6 +28,9 @@ class DType(IntEnum):
         return 4 if self is DType.F32 else 2
 
 
+DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}  # as options name them
+
+
 class ScaleGranularity(IntEnum):
     """What shares one scale in a quantized weight. Only NONE runs today; the others name what a checkpoint asks for."""
 

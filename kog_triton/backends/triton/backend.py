@@ -10,13 +10,12 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.errors import DeviceError, RequestError, RunError
-from kog_triton.model.spec import DType
+from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
-DTYPES = {"bf16": DType.BF16, "fp16": DType.F16, "fp32": DType.F32}
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 

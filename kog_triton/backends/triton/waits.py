@@ -7,10 +7,15 @@ from kog_triton.schedule.tiles import Tiles
 
 
 def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles) -> str:
-    """One line of `Pointers.error`: block, stage, layer, word, what it held and what was wanted; "" if all came."""
-    block = errors[0][0] - 1
-    if block < 0:
+    """One line of `Pointers.error`: block, stage, layer, word, what it held and what was wanted; "" if all came.
+
+    Of the wait that expired first, unless one was for the host: what that block then owed, others had
+    begun to wait for before.
+    """
+    if not errors[0][0]:
         return ""
+    mask = WAITS.index("sample mask")
+    block = next((b for b, e in enumerate(errors[1:]) if e[0] == mask), errors[0][0] - 1)
     number, layer, wanted, place, seen = errors[block + 1][:5]
     stage, exchange = WAITS[number].split()
     head = f"a wait of the triton kernel expired: block {block}, stage {stage}"

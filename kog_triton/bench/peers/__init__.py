@@ -20,6 +20,7 @@ from kog_triton.errors import RequestError
 MODULES = {
     "transformers": "transformers_eager",
     "transformers-compiled": "transformers_compiled",
+    "transformers-tuned": "transformers_tuned",
     "torch-graph": "torch_graph",
     "llama-bench": "llama_bench",
 }

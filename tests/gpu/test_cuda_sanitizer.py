@@ -1,0 +1,86 @@
+"""compute-sanitizer finds nothing in the CUDA monokernel, and does find what is planted there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).parents[1]
+TIMEOUT_S = 100
+OURS = ("--kernel-name", "kernel_substring=kog_")
+# initcheck watches every kernel: torch's are what fills memory
+TOOLS = {
+    "memcheck": OURS,
+    "racecheck": OURS,
+    "synccheck": OURS,
+    "initcheck": (),
+}
+# What racecheck calls a race between threads of a block and is none: pairs of functions, and why.
+ORDERED = [
+    # flags between warps, volatile words that are polled; no other data hangs on them
+    {"load_volatile", "store_volatile"},
+    # chunks of the ring: all lanes read, one arrives on the mbarrier for which the next copy waits
+    {"bulk_load", "load"},
+    # every thread writes the value that every thread has computed, and reads what it wrote itself
+    {"end_step", "position", "begin_step", "save_seats"},
+]
+
+
+def find_sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on the PATH")
+    return found
+
+
+def run(prefix: list[str], fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # each tensor an allocation of its own: what lies behind one is nobody's
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XDG_CACHE_HOME": str(folder)}
+    program = [sys.executable, str(TESTS / "sanitized_child.py"), fault, str(folder)]
+    return subprocess.run(
+        [*prefix, *program], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def told(output: str) -> list[str]:
+    """What the child printed."""
+    return [line for line in output.splitlines() if not line.startswith("=====")]
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory) -> list[str]:
+    done = run([], "none", tmp_path_factory.mktemp("unwatched"))
+    assert done.returncode == 0, done.stderr
+    return told(done.stdout)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "planted"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_it_finds_nothing_but_what_is_planted(tool, fault, unwatched, tmp_path):
+    prefix = [find_sanitizer(), "--tool", tool, "--error-exitcode", "9", *TOOLS[tool]]
+    done = run(prefix, tool if fault else "none", tmp_path)
+    assert "SUMMARY: " in done.stdout, done.stdout[-2000:]
+    clean = "SUMMARY: 0 " in done.stdout and done.returncode == 0
+    if tool == "racecheck":
+        races = races_in(done.stdout)
+        assert clean == (not races)
+        clean = all(any(race <= known for known in ORDERED) for race in races)
+    assert clean != fault, done.stdout[:4000]
+    if not fault:
+        assert told(done.stdout) == unwatched
+
+
+def races_in(output: str) -> list[set[str]]:
+    """The functions that each report of racecheck names, without what stands around their names."""
+    races: list[set[str]] = []
+    for line in output.splitlines():
+        if "Race reported between" in line:
+            races.append(set())
+        if " access at " in line:
+            races[-1].add(re.sub(r"\(.*", "", line.split(" access at ")[1]).split("::")[-1])
+    return races
