@@ -44,12 +44,13 @@ def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def along(column, S: tl.constexpr, STAGE: tl.constexpr):
-    """From a row's begin to a column of it: a row goes on in the next tile along K."""
+def along(column, S: tl.constexpr, STAGE: tl.constexpr, BY: tl.constexpr):
+    """From a row's begin to a column of it, a multiple of BY: a row goes on in the next tile along K."""
     T: tl.constexpr = S.stages[STAGE]
     TILE: tl.constexpr = 2 * T.tile_words
     STRIDES: tl.constexpr = tile_strides(S, STAGE)
-    return column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+    at = column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+    return tl.multiple_of(at, BY)  # unknown, and the compiler loads value by value, and not ahead
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def ask(base, lane, place, S: tl.constexpr, STAGE: tl.constexpr):
     first = place % PARTS * (width(S, STAGE) // PARTS // LINE * LINE)
     column = first + tl.arange(0, LINES) * LINE
     weights = row_begins(base, row, lane, S, STAGE)
-    ask_ahead(weights[:, None] + along(column, S, STAGE)[None, :], S)
+    ask_ahead(weights[:, None] + along(column, S, STAGE, LINE)[None, :], S)
 
 
 @triton.jit
@@ -87,9 +88,10 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
     for i in tl.range(first, last, num_stages=pipelined(S)):
         at = i * STEP
+        into = along(at, S, STAGE, STEP)
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(
-            weights[:, None] + along(at, S, STAGE) + k[None, :],
+            weights[:, None] + into + k[None, :],
             mask=owned[:, None],
             other=0.0,
             eviction_policy="evict_first",
