@@ -133,7 +133,8 @@ def check_chunks(report: CompileReport) -> None:
         assert report.registers <= 512 and report.shared_bytes <= 64 * 1024
     else:
         assert report.count(r"HMMA.*|HGMMA.*") > 0 and report.count(r"LDGSTS.*") > 0
-        assert report.registers <= 255 and report.shared_bytes <= 96 * 1024
+        room = 128 if report.target == "sm_90" else 96  # KB; sm_89 and sm_120 have 99
+        assert report.registers <= 255 and report.shared_bytes <= room * 1024
 
 
 def test_sampling_rules_and_single_stages_compile(compiler, tmp_path):

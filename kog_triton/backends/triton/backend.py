@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import open_library, run_prompt
+from kog_triton.backends.library_prefill import Crossover, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
@@ -18,6 +18,8 @@ from kog_triton.schedule.topology import Gpu, find_gpu
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
+# Behind a cached prefix the library has no graph (Llama-3.2-1B on one H200: benchmarks/README.md).
+IN_CHUNKS = Crossover(fresh=32, behind=192)
 
 
 class TritonBackend:
@@ -142,7 +144,7 @@ class TritonBackend:
     def prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.pointers.kv[request.slot]
-        return run_prompt(self.library, self.options.prefill, request, cache)
+        return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
     def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
         """Launch the kernel for these slots: with all sampling rules, and with prompts in chunks, if one needs them.

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from kog_triton.backends.triton.cut import (
     begins,
-    lines_ahead,
     max_parts,
     parts,
     pipelined,
@@ -20,7 +19,7 @@ from kog_triton.backends.triton.cut import (
     width,
 )
 from kog_triton.backends.triton.residual import bias_at
-from kog_triton.backends.triton.sync import ask_ahead, dot_onto
+from kog_triton.backends.triton.sync import dot_onto
 from kog_triton.backends.triton.words import in_range
 
 
@@ -44,30 +43,14 @@ def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def along(column, S: tl.constexpr, STAGE: tl.constexpr, BY: tl.constexpr):
-    """From a row's begin to a column of it, a multiple of BY: a row goes on in the next tile along K."""
+def along(column, S: tl.constexpr, STAGE: tl.constexpr):
+    """From a row's begin to a column of it at which a step begins: a row goes on in the next tile along K."""
     T: tl.constexpr = S.stages[STAGE]
     TILE: tl.constexpr = 2 * T.tile_words
     STRIDES: tl.constexpr = tile_strides(S, STAGE)
     at = column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
-    return tl.multiple_of(at, BY)  # unknown, and the compiler loads value by value, and not ahead
-
-
-@triton.jit
-def ask(base, lane, place, S: tl.constexpr, STAGE: tl.constexpr):
-    """Ask for the first weights that the block will read of a stage, while it waits for others."""
-    T: tl.constexpr = S.stages[STAGE]
-    M: tl.constexpr = row_tile(S, STAGE)
-    PARTS: tl.constexpr = parts(S, STAGE)
-    SPAN: tl.constexpr = span(S, STAGE)
-    LINE: tl.constexpr = 64  # values
-    LINES: tl.constexpr = lines_ahead(S, STAGE)
-    m = tl.arange(0, M)
-    row = tl.minimum(place // PARTS * SPAN + tl.minimum(m, SPAN - 1), T.rows - 1)
-    first = place % PARTS * (width(S, STAGE) // PARTS // LINE * LINE)
-    column = first + tl.arange(0, LINES) * LINE
-    weights = row_begins(base, row, lane, S, STAGE)
-    ask_ahead(weights[:, None] + along(column, S, STAGE, LINE)[None, :], S)
+    # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
+    return tl.multiple_of(at, step(S, STAGE))
 
 
 @triton.jit
@@ -88,10 +71,9 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
     for i in tl.range(first, last, num_stages=pipelined(S)):
         at = i * STEP
-        into = along(at, S, STAGE, STEP)
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(
-            weights[:, None] + into + k[None, :],
+            weights[:, None] + along(at, S, STAGE) + k[None, :],
             mask=owned[:, None],
             other=0.0,
             eviction_policy="evict_first",

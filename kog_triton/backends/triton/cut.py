@@ -16,7 +16,6 @@ ROWS = 128  # of a matrix multiplied at once, at most
 SHARED_ROWS = 64  # of the blocks that share theirs
 STEP_BYTES = {"nvidia": 32 * 1024, "amd": 16 * 1024, "cpu": 32 * 1024}  # of one step along K
 STAGES = {"nvidia": 4, "amd": 2, "cpu": 1}  # steps on their way in shared memory
-AHEAD_BYTES = 128 * 1024  # that a block asks for while it waits
 WIRED = (1, 3)  # o_proj and down_proj
 
 
@@ -60,13 +59,6 @@ def step(S: Any, stage: int) -> int:
     while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > STEP_BYTES[S.vendor]:
         columns //= 2
     return columns
-
-
-@triton.constexpr_function
-def lines_ahead(S: Any, stage: int) -> int:
-    """Lines of each row that a block asks for ahead."""
-    lines = min(AHEAD_BYTES // 128 // row_tile(S, stage), width(S, stage) // parts(S, stage) // 64)
-    return 1 << max(lines, 1).bit_length() - 1
 
 
 @triton.constexpr_function

@@ -9,7 +9,6 @@ it has seen that publication and before it reads.
 import triton
 import triton.language as tl
 
-QUICK: tl.constexpr = tl.constexpr(1)
 VOTERS: tl.constexpr = tl.constexpr(1024)  # at least the threads of a block, on any vendor
 
 
@@ -72,28 +71,14 @@ def fence(word, S: tl.constexpr):
 @triton.jit
 def order(word, S: tl.constexpr):
     """As `fence`, without a way to memory and back where a vendor has an instruction for it."""
-    if S.vendor == "nvidia" and QUICK:
-        tl.debug_barrier()
+    if S.vendor == "nvidia":
+        meet(S)
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
         )
         tl.debug_barrier()
     else:
         fence(word, S)
-
-
-@triton.jit
-def ask_ahead(ptr, S: tl.constexpr):
-    """Ask for the lines at these addresses, to have them nearer when they are loaded."""
-    if S.vendor == "nvidia":
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1];\nmov.b32 $0, 0;",
-            "=r,l",
-            [ptr.to(tl.int64)],
-            tl.int32,
-            False,
-            1,
-        )
 
 
 @triton.constexpr_function
