@@ -26,6 +26,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import chunk, chunk_attention, cut, serving
+from kog_triton.backends.triton.backend import IN_CHUNKS
 from kog_triton.backends.triton.seats import seat
 from kog_triton.backends.triton.slots import HOST, YIELD
 from kog_triton.errors import RunError
@@ -45,12 +46,14 @@ CASES = {
     "window": Case(plain(2, windows=(3, 0)), 2),
     "biases": Case(plain(2, qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36), 2),
     "lanes at once": Case(lanes((NOW, NOW), 0)),
-    "lanes, own then late": Case(lanes((OWN, DELAYED, DELAYED), 1, o_bias=True, mlp_bias=True)),
+    "lanes, own then late": Case(
+        lanes((OWN, DELAYED, DELAYED), 1, o_bias=True, mlp_bias=True), 2
+    ),
     "lanes, at once then two late": Case(
         lanes((NOW, OWN, DELAYED, NOW), 2, Head.SUM_THEN_NORM), 2
     ),
     "lanes with norms of their own": Case(
-        lanes((OWN, DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True, dtype=BF16)
+        lanes((OWN, DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True, dtype=BF16), 2
     ),
 }  # fmt: skip
 
@@ -130,7 +133,7 @@ def test_many_runs(name, seed):
     assert error_of(case, keys_of(case, seed, ("sc", "stale")[seed % 2])) < 1
 
 
-@pytest.mark.parametrize("columns, num_blocks", [(16, 4), (8, 1), (2, 6)])
+@pytest.mark.parametrize("columns, num_blocks", [(16, 4), (8, 1), (2, 5)])
 def test_the_length_of_a_chunk_and_blocks_leave_the_function_alone(columns, num_blocks):
     """Also one that is longer than the prompt."""
     case = replace(CASES["qwen3"], num_blocks=num_blocks)
@@ -167,19 +170,19 @@ def watched(backend, *requests, host=lambda mailbox: None):
 def test_a_prompt_moves_on_by_chunks_and_its_rest_by_tokens():
     """Behind a cached prefix, and with another request beside it."""
     backend = chunked(CASES["qwen3"], num_slots=2)
-    requests = Request(0, TOKENS[:8], GREEDY, 0, 2), Request(1, TOKENS[:2], GREEDY, 0, 2)
+    requests = Request(0, TOKENS[:8], GREEDY, 0, 2), Request(1, TOKENS[:2], GREEDY, 0, 1)
     (whole, short), positions = watched(backend, *requests)
     assert positions == [0, 4, 7, 8, 9]
-    assert [s.finish for s in whole] == [s.finish for s in short] == [None, "length"]
-    (again,), positions = watched(backend, Request(0, TOKENS[:8], GREEDY, 0, 2, cached=4))
-    assert positions == [4, 7, 8, 9]
-    assert [s.token for s in again] == [s.token for s in whole]
+    assert [len(whole), len(short)] == [2, 1]
+    (again,), positions = watched(backend, Request(0, TOKENS[:8], GREEDY, 0, 1, cached=4))
+    assert positions == [4, 7, 8]
+    assert again[0].token == whole[0].token
     (_,), positions = watched(backend, Request(0, TOKENS[:8], GREEDY, 0, 1, cached=6))
     assert positions == [6, 7, 8]
 
 
 def test_a_yield_cuts_a_prompt_between_chunks_and_changes_no_bit():
-    requests = Request(0, TOKENS[:8], GREEDY, 0, 2), Request(1, TOKENS[3:9], GREEDY, 0, 2)
+    requests = Request(0, TOKENS[:8], GREEDY, 0, 1), Request(1, TOKENS[3:9], GREEDY, 0, 1)
     whole = chunked(CASES["qwen3"], num_slots=2)
     want = serve(whole, *requests)
     backend = chunked(CASES["qwen3"], num_slots=2)
@@ -207,11 +210,11 @@ def test_a_yield_cuts_a_prompt_between_chunks_and_changes_no_bit():
 
 def test_a_cancel_in_a_prompt_leaves_the_others_alone():
     backend = chunked(CASES["qwen3"], num_slots=2)
-    requests = Request(0, TOKENS[:8], GREEDY, 0, 2), Request(1, TOKENS[3:9], GREEDY, 0, 2)
+    requests = Request(0, TOKENS[:8], GREEDY, 0, 1), Request(1, TOKENS[3:9], GREEDY, 0, 1)
     (first, second), positions = watched(backend, *requests, host=lambda mailbox: mailbox.cancel(0))
     assert [s.finish for s in first] == ["cancel"]
     assert positions == [0, 4]
-    assert [s.finish for s in second] == [None, "length"]
+    assert [s.finish for s in second] == ["length"]
 
 
 @pytest.mark.parametrize("stalled", [0, 1])
@@ -224,6 +227,22 @@ def test_a_block_that_never_comes_is_named(stalled):
     error = mailbox.read(0, 0)[0].error
     assert isinstance(error, RunError)
     assert f"stage chunk, layer 0, for word {stalled} of arrivals: seen 0x" in str(error)
+
+
+def test_auto_takes_the_library_from_its_own_crossover_on():
+    """Another one behind a cached prefix; what the library did is not run again."""
+    backend, taken = chunked(CASES["qwen3"]), []
+
+    class Library:
+        def run(self, token_ids, first, cache):
+            taken.append((len(token_ids), first))
+
+    backend.library, backend.options = Library(), replace(backend.options, prefill="auto")
+    for cached, least in ((0, IN_CHUNKS.fresh), (5, IN_CHUNKS.behind)):
+        for count in (least - 1, least):
+            request = Request(0, (3,) * (cached + count + 1), GREEDY, 0, 1, cached=cached)
+            assert backend.prefill(request) == (cached + count if count == least else cached)
+    assert taken == [(IN_CHUNKS.fresh, 0), (IN_CHUNKS.behind, 5)]
 
 
 # ---- planted faults ----
