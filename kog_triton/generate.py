@@ -97,7 +97,12 @@ def build_parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--max-model-len", type=int, metavar="N", help="positions to make room for"
     )
-    machine.add_argument("--prefill", default="auto", choices=("auto", "kernel", "library"))
+    machine.add_argument(
+        "--prefill",
+        default="auto",
+        choices=("auto", "kernel", "library"),
+        help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
+    )
     machine.add_argument(
         "--walk", default="stage", choices=("stage", "block"), help="reference only"
     )

@@ -79,13 +79,11 @@ def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
 
 def stream_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> int:
     """The same as the kernel reads them, with padding."""
-    chunks = sum(
-        lowering.stage_chunks(stage, layer, lowering.place(stage, block), rank)
+    return sum(
+        lowering.stage_bytes(stage, layer, rank)
         for layer in range(repeat)
         for rank in range(lowering.schedule.num_ranks)
-        for block in range(lowering.num_blocks)
     )
-    return chunks * lowering.chunk_bytes
 
 
 def summary(partition: Partition, gpu: Gpu) -> str:

@@ -27,6 +27,7 @@ if str(ROOT / "backends") not in kog_triton.backends.__path__:
 
 from kog_triton.backends.cuda import header, memory, serving  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
+from kog_triton.backends.cuda.chunks import POSITIONS  # noqa: E402
 from kog_triton.backends.cuda.columns import COUNTS  # noqa: E402
 from kog_triton.backends.cuda.serving import UNLIMITED  # noqa: E402
 
@@ -211,6 +212,7 @@ class FiberBackend(CudaBackend):
     """The CUDA backend with the emulated GPU in the place of a real one; requests take turns."""
 
     column_counts = ()
+    chunk_positions = 0
 
     @classmethod
     def availability(cls):
@@ -247,3 +249,11 @@ class ColumnBackend(FiberBackend):
         for count in self.columns.counts:
             while not self.columns.ready(count):
                 time.sleep(0.01)
+
+
+class ChunkBackend(FiberBackend):
+    """The same with prompts in chunks of so many positions; requests take turns."""
+
+    def __init__(self, weights, options, num_blocks=2, seed=0, positions=POSITIONS):
+        self.chunk_positions = positions
+        super().__init__(weights, options, num_blocks, seed)

@@ -216,8 +216,7 @@ class RingWalker:
         units = len(rows) // tiling.unit_rows
         taken = []  # [fragments, warps, *fragment] of each chunk, in the order in which warps consume them
         while len(taken) * lo.fragments < units * steps:
-            chunk = self.streams[key].take().reshape(WARPS, lo.fragments, high, wide)
-            taken.append(chunk.swapaxes(0, 1))
+            taken.append(self.streams[key].take().reshape(lo.fragments, WARPS, high, wide))
         if not units:
             return np.zeros(0)
         fragments = np.concatenate(taken)[: units * steps]

@@ -84,18 +84,25 @@ def chosen(number, block="b.p"):
 RACES = {
     "rows of the cache are sent without a fence": {"append"},
     "rows of the cache are read without a fence": {"append"},
-    "a word is read as plain memory": {"poll"},
+    "a word is read as plain memory": {"poll_vectors"},
     "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
     "a chunk is handed back before it is read": {"take", "load"},
 }
 EDITS = (
-    ("layer.h", "if (last) fence_gpu();  //", f"if (last && !{chosen(1)}) fence_gpu();  //"),
-    ("layer.h", "if (last) fence_gpu();\n}", f"if (last && !{chosen(2)}) fence_gpu();\n}}"),
+    ("layer.h", "&& sends) fence_gpu();", f"&& sends && !{chosen(1)}) fence_gpu();"),
+    (
+        "layer.h",
+        "acquire_cache() { fence_gpu(); }",
+        "acquire_cache(bool does) { if (does) fence_gpu(); }",
+    ),
+    ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
+    ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),
+    ("decode.h", "acquire_cache();", f"acquire_cache(!{chosen(2)});"),
     (
         "words.h",
-        "if (at[i] < count) q[i] = load_relaxed4(base + at[i]);",
-        f"if (at[i] < count) q[i] = {chosen(3)} ? *reinterpret_cast<const uint4*>(base + at[i])"
-        " : load_relaxed4(base + at[i]);",
+        "if (late[i] != 0) q[i] = load_relaxed4(address(i));",
+        f"if (late[i] != 0) q[i] = {chosen(3)} ? *reinterpret_cast<const uint4*>(address(i))"
+        " : load_relaxed4(address(i));",
     ),
     (
         "matvec.h",
@@ -167,11 +174,8 @@ def test_one_buffer_too_few_is_seen(tmp_path):
 
 def test_a_word_that_nobody_waited_for_is_seen(tmp_path):
     """Words land in any order: of a vector of four, the first says nothing about the others."""
-    tests_of_others = "".join(
-        f"  if (at + {i} < count) bad |= q.{x} ^ phase;\n"
-        for i, x in ((1, "y"), (2, "z"), (3, "w"))
-    )
-    hasty = plant(tmp_path, ("words.h", tests_of_others, ""))
+    all_four = "for (int j = 0; j < 4; j++) late[i]"
+    hasty = plant(tmp_path, ("words.h", all_four, all_four.replace("j < 4", "j < 1")))
     spec, blocks, changes = SPECS["splits"]
     ours = ThreadWalk(spec, RandomWeights(spec), blocks, judged=False, include=hasty, **changes)
     expected = expected_of("splits").generate(IDS, 6)

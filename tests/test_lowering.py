@@ -312,7 +312,7 @@ def test_fragment_layout_is_the_stated_one(high, hidden):
     w = np.arange(stage.rows * stage.cols, dtype=np.uint16).reshape(stage.rows, stage.cols)
     chunks = pack_stage(lowering, stage, 0, 1, 0, w)
     tiling, rows = lowering.tilings[stage.name], lowering.block_rows(stage, 0, 1)
-    flat = chunks.transpose(0, 2, 1, 3, 4).reshape(-1, 16, high, wide)
+    flat = chunks.reshape(-1, 16, high, wide)
     steps = lowering.steps(stage)
     for n, warp, row in ((0, 0, 0), (1, 3, 5 % high), (steps, 14, high - 1)):
         unit, step = divmod(n, steps)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.columns import COUNTS, Columns
+from kog_triton.backends.cuda.chunks import CHUNKED, POSITIONS, Chunks
+from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import Layout, lay_out, render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
@@ -29,7 +30,7 @@ from kog_triton.backends.cuda.serving import (
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import open_library, run_prompt
+from kog_triton.backends.library_prefill import BY_TOKEN, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
@@ -49,6 +50,7 @@ class CudaBackend:
     name = "cuda"
     num_devices = 1
     column_counts = COUNTS  # of the kernels that serve several requests together
+    chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
     _blank: torch.Tensor | None = None  # zeros
 
     @classmethod
@@ -91,16 +93,19 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
+        compile_columns = partial(self._compile, "columns.cu")
+        load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
+        self.chunks = Chunks(
+            lowering,
+            self.max_context,
+            0 if options.prefill == "library" else self.chunk_positions,
+            compile_columns,
+            load_columns,
+        )
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
         self.memory = allocate(self.layout, weights, options.num_slots, self.device)
         counts = [c for c in self.column_counts if c < 2 * options.num_slots]
-        self.columns = Columns(
-            lowering,
-            self.max_context,
-            counts,
-            partial(self._compile, "columns.cu"),
-            partial(self._open_kernel, "columns.cu", "kog_columns"),
-        )
+        self.columns = Columns(lowering, self.max_context, counts, compile_columns, load_columns)
         self.library = open_library(
             options,
             weights,
@@ -109,6 +114,7 @@ class CudaBackend:
             self.memory.embed[:, : self.spec.hidden_size],
             self.memory.weights.nbytes,
         )
+        self.chunks.open(self.device)
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -136,7 +142,8 @@ class CudaBackend:
         def seat(request: Request) -> int:
             return self._seat(request, mailbox)
 
-        serve(Launcher(self.memory, self.columns, seat, self._launch_slots), mailbox)
+        launcher = Launcher(self.memory, self.columns, self.chunks, seat, self._launch_slots)
+        serve(launcher, mailbox)
 
     def _seat(self, request: Request, mailbox: Mailbox) -> int:
         scored = request.prompt_logprobs is not None
@@ -148,7 +155,8 @@ class CudaBackend:
     def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        return run_prompt(self.library, self.options.prefill, request, cache)
+        crossover = BY_TOKEN if self.chunks.kernel is None else CHUNKED
+        return run_prompt(self.library, self.options.prefill, request, cache, crossover)
 
     def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
         """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""
@@ -227,6 +235,7 @@ class CudaBackend:
         total = sum(getattr(m, name).nbytes for name in TENSORS)
         blank = 0 if self._blank is None else self._blank.nbytes
         other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
+        other += self.chunks.memory_bytes()
         if self.library is not None:
             held = self.library.memory_bytes()
             weights, other = weights + held["weights"], other + held["other"]
@@ -237,18 +246,18 @@ class CudaBackend:
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
-        self.library = self._blank = None
+        self.library = self._blank = self.chunks.kernel = None
         del self.memory
 
     # ---- a launch ----
 
-    def _launch_slots(self, slots: list[int], most_steps: int, together: bool) -> Launch:
+    def _launch_slots(self, slots: list[int], most_steps: int, step: ColumnKernel | None) -> Launch:
         """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
-        if not together:
+        if step is None:
             return Launch(slots, self.layout, self._launch(self.memory, slots, most_steps))
-        step = self.columns.take(len(slots), self.device)
         memory = replace(self.memory, words=step.words, scores=step.scores)
-        return Launch(slots, step.layout, self._launch(memory, slots, most_steps, step.kernel))
+        seats = slots * step.layout.columns if step.layout.chunk else slots
+        return Launch(slots, step.layout, self._launch(memory, seats, most_steps, step.kernel))
 
     def _launch(
         self,

@@ -14,17 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import (
+    FLAGS_TOGETHER,
+    LINE_WORDS,
     MERGED,
     PARTIAL_BYTES,
-    PARTIAL_ROWS,
     WARPS,
     Layout,
     Region,
     add_head_regions,
     add_region,
+    add_split_regions,
     attention_bytes,
-    batch_units,
     check_model,
+    is_wide,
     up,
 )
 
@@ -34,20 +36,23 @@ from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
 COUNTS = (2, 4, 8)  # columns that kernels are made for
-SMALL_BYTES = 2048
+SMALL_BYTES = 1664
 
 
-def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> Layout:
-    """Regions and shared memory for `columns` (COUNTS) requests a step; ModelError if they do not fit."""
+def lay_out_columns(
+    lowering: CudaLowering, max_context: int, columns: int, chunk: bool = False
+) -> Layout:
+    """Regions and shared memory for `columns` (COUNTS) requests a step, or positions of one prompt if it is a
+    `chunk`; ModelError if they do not fit."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
     if schedule.num_shards != 1:
         raise ModelError("requests of a model with lanes share the cuda kernel by turns")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name in stages:
-        if lowering.tilings[name].fragment_rows != MMA_ROWS:
+    for name, stage in stages.items():
+        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
             raise ModelError(
-                f"{name}: columns take fragments of {MMA_ROWS} rows, and these are narrower"
+                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
             )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
@@ -60,20 +65,18 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
     for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
         images = merged if name == "attention" else 1
         add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
-    add_region(regions, "tops", spec.num_heads * columns, merged)
+    add_region(regions, "tops", spec.num_heads * merged * columns)
     heads = spec.num_kv_heads * splits * columns
-    add_region(regions, "splits", spec.group * (spec.head_dim // 2 + 1), heads)
-    for name in ("attention_flags", "join_flags"):
-        add_region(regions, name, heads)
+    add_split_regions(regions, spec, spec.num_kv_heads * columns, splits)
+    add_region(regions, "attention_flags", heads)
     for name in ("attention_out", "mlp_out"):
         add_region(regions, name, spec.hidden_size, columns)
-        rows = up(spec.hidden_size, 8) + 8 * WARPS * lowering.fragments  # a last unit's padding
-        add_region(regions, name + "_flags", rows // 8 * columns // 2)
-    add_region(regions, "mlp_flags", lowering.num_units(stages["gate_up_proj"]))
+        add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
+    lines = -(-lowering.num_blocks // FLAGS_TOGETHER)
+    add_region(regions, "mlp_flags", lines * LINE_WORDS)
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
-    units = max(batch_units(lowering, stage, columns) for stage in stages.values())
     layout = Layout(
         lowering,
         max_context,
@@ -82,12 +85,16 @@ def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int) -> L
         scratch_bytes=0,
         ring_chunks=0,
         columns=columns,
-        partial_bytes=max(PARTIAL_BYTES, 2 * units * PARTIAL_ROWS * 4 * columns),
+        chunk=chunk,
+        partial_bytes=0,
         small_bytes=SMALL_BYTES,
     )
-    behind = layout.staged_bytes(stages["o_proj"]) + attention_bytes(spec, splits)
-    scratch = up(max(behind, *(layout.staged_bytes(s) for s in stages.values())), 128)
-    free = lowering.gpu.shared_bytes - layout.partial_bytes - scratch - SMALL_BYTES
+    behind = layout.stage_bytes(stages["o_proj"]) + attention_bytes(
+        spec, splits, columns if chunk else 1
+    )
+    rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
+    scratch = up(max(rooms), 128)
+    free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
     if ring <= lowering.window_chunks:
         raise ModelError(
@@ -105,6 +112,18 @@ class ColumnKernel:
     kernel: Kernel
     words: torch.Tensor
     scores: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scores.nbytes
+
+
+def make_kernel(layout: Layout, kernel: Kernel, device: torch.device) -> ColumnKernel:
+    vocab = layout.lowering.schedule.spec.vocab_size
+    words = torch.zeros(layout.total_words, dtype=torch.int32, device=device)
+    return ColumnKernel(
+        layout, kernel, words, torch.zeros(1 + layout.columns, vocab, device=device)
+    )
 
 
 class Columns:
@@ -161,13 +180,7 @@ class Columns:
         count = self._count(requests)
         if count not in self._kernels:
             layout = self._layouts[count]
-            vocab = layout.lowering.schedule.spec.vocab_size
-            self._kernels[count] = ColumnKernel(
-                layout,
-                self._load(layout),
-                torch.zeros(layout.total_words, dtype=torch.int32, device=device),
-                torch.zeros(1 + count, vocab, device=device),
-            )
+            self._kernels[count] = make_kernel(layout, self._load(layout), device)
         return self._kernels[count]
 
     @property
@@ -182,7 +195,7 @@ class Columns:
         self._kernels.clear()
 
     def memory_bytes(self) -> int:
-        return sum(k.words.nbytes + k.scores.nbytes for k in self.kernels)
+        return sum(k.nbytes for k in self.kernels)
 
     def _count(self, requests: int) -> int:
         return next(c for c in self._layouts if c >= min(requests, self.most))

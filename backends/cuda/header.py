@@ -33,15 +33,19 @@ SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flag
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
-MERGED = 4  # splits that are joined by those who read them
+BUNDLE = 4  # splits whose logarithms lie side by side
+QUERY_TOPS = 8  # words from those of one query to the next's: a sector
+MERGED = 4  # splits that are joined by those who read them: of one bundle
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
 AHEAD_TICKS = 1600  # between two chunks on their way there
-STEP_PADDING = 8  # words between steps of wide operands (columns/matvec.h)
-HELD_WORDS = 32  # registers for operands in a kernel of several columns
+# Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
+HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+TAKEN_WORDS = 16  # registers for weights that wait for them there (columns/layer.h)
 JOINED = 8  # splits that one warp joins
+FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
 
@@ -68,7 +72,10 @@ class Layout:
     scratch_bytes: int
     ring_chunks: int
     threads: int = THREADS + HELPERS
-    columns: int = 1  # requests that one step serves
+    columns: int = 1  # tokens that one step computes
+    chunk: bool = (
+        False  # they are positions in a row of one prompt, not one each of several requests
+    )
     partial_bytes: int = PARTIAL_BYTES
     small_bytes: int = SMALL_BYTES
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
@@ -105,11 +112,22 @@ class Layout:
         lo = self.lowering
         if self.columns == 1:
             return _staged_bytes(lo, stage)
-        words = self.columns * lo.frag_k // 2
+        words = self.columns * lo.fragment(stage)[1] // 2
         parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
         if is_wide(stage):
-            return parts * steps * (2 * words + STEP_PADDING) * 4
+            return parts * steps * 2 * words * 4
         return parts * (steps - held_steps(lo, stage, self.columns)) * words * 4
+
+    def sums_at(self, stage: Stage) -> int:
+        """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
+        return 0 if sums_in_place(self.lowering, stage, self.columns) else self.staged_bytes(stage)
+
+    def stage_bytes(self, stage: Stage) -> int:
+        """Of its inputs and partial sums, in a kernel of several columns."""
+        lo, staged = self.lowering, self.staged_bytes(stage)
+        tiling, units = lo.tilings[stage.name], batch_units(lo, stage, self.columns)
+        sums = units * tiling.unit_rows * self.columns * tiling.k_parts * 4
+        return max(staged, self.sums_at(stage) + sums)
 
     @property
     def shared_bytes(self) -> int:
@@ -138,7 +156,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
         add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
         past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
         add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add("splits", spec.group * (spec.head_dim // 2 + 1), lanes * spec.lane_kv_heads * splits)
+    add_split_regions(regions, spec, lanes * spec.lane_kv_heads, splits)
     mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
@@ -179,6 +197,12 @@ def add_region(
 ) -> None:
     at = up(max((r.end for r in regions.values()), default=0), 32)
     regions[name] = Region(at, up(width, 4), rows, buffers)
+
+
+def add_split_regions(regions: dict[str, Region], spec: ModelSpec, heads: int, splits: int) -> None:
+    """Outputs of every split of `heads` key/value heads, and the logarithms of their sums."""
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2), heads * splits)
+    add_region(regions, "split_tops", spec.group * QUERY_TOPS, heads * -(-splits // BUNDLE))
 
 
 def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
@@ -222,14 +246,14 @@ def split_least(spec: ModelSpec) -> int:
     return SPLIT_TILES * tile_rows(spec)
 
 
-def attention_bytes(spec: ModelSpec, splits: int) -> int:
-    """Behind o_proj's inputs: queries, the new key and value, and either the warps' results or joins."""
+def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
+    """Behind o_proj's inputs: queries, new keys and values, and either the warps' results or joins."""
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
     slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
     merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    rows = 2 * head_groups * 8 * row * 2 + 2 * row * 2
+    rows = 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
     return rows + 4 * max(merge, joins)
 
 
@@ -269,16 +293,24 @@ def render(layout: Layout) -> str:
         "ahead_ticks": AHEAD_TICKS,
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
+        "room_bytes": layout.partial_bytes or layout.scratch_bytes,
         "small_bytes": layout.small_bytes,
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
         "tile_rows": tile_rows(spec),
         "split_least": split_least(spec),
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "group_heads": head_group,
-        "attention_scratch_at": layout.staged_bytes(schedule.stage("o_proj")),
+        "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
+        if layout.columns > 1
+        else layout.staged_bytes(schedule.stage("o_proj")),
         "joined": JOINED,
+        "taken_words": TAKEN_WORDS,
+        "flags_together": FLAGS_TOGETHER,
+        "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),
         "mask_words": -(-spec.vocab_size // 32),
         "bins": BINS,
@@ -294,6 +326,7 @@ def render(layout: Layout) -> str:
     mixes = layout.region("part").stride > 0
     flags = {
         "profile": layout.profile_tokens > 0,
+        "chunk": layout.chunk,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,
@@ -341,15 +374,17 @@ def render(layout: Layout) -> str:
             "group": lo.group_size(stage),
             "batch": batch_units(lo, stage, layout.columns),
             "held": held_steps(lo, stage, layout.columns),
+            "sums_at": layout.sums_at(stage),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
         bias_at += stage.rows * schedule.num_shards if stage is not head else 0
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
         wide = str(is_wide(stage)).lower()
+        in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}; }};"
+            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}; }};"
         )
     lines.append(f"constexpr int kBiasRows = {bias_at};")
     for name, values in (
@@ -421,19 +456,39 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    return next(n for n in range(most, 0, -1) if n * steps % lo.fragments == 0)
+    return max(_whole_chunks(lo, steps, most), units_in_place(lo, stage, columns))
+
+
+def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units whose partial sums find room where operands were that are in registers by then."""
+    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+        return 0
+    steps = lo.steps(stage)
+    words = steps * columns * lo.frag_k  # of one part's operands
+    rows = lo.tilings[stage.name].unit_rows * columns
+    return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
+
+
+def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's partial sums lie where its operands did."""
+    return batch_units(lo, stage, columns) == units_in_place(lo, stage, columns)
+
+
+def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
+    """The most units, up to so many, that end with a chunk; 0 if none do."""
+    return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
     if columns == 1:
         return 0
-    words = lo.frag_k // 16 * max(1, columns // (2 if is_wide(stage) else 4))
+    tokens = 2 if is_wide(stage) else lo.fragment(stage)[0] // 2  # that an instruction takes
+    words = lo.frag_k // 16 * max(1, columns // tokens)
     steps = lo.steps(stage)
-    held = min(steps, HELD_WORDS // words)
-    # Of a period of several units, whose steps repeat, all or none; wide ones are all in scratch, too.
-    some = unit_period(steps, lo.fragments) == 1 and not is_wide(stage)
-    return held if held == steps or some else 0
+    held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
+    # Wide ones, which all come by the scratch, are all there or all in registers.
+    return held if held == steps or not is_wide(stage) else 0
 
 
 def _camel(name: str, upper: bool = False) -> str:

@@ -80,10 +80,5 @@ def stage_bytes(layout: Layout) -> dict[str, float]:
     for name in (*LAYER, "lm_head"):
         stage = lo.schedule.stage(name)
         runs = lo.schedule.spec.num_layers if name in LAYER else 1
-        chunks = sum(
-            lo.stage_chunks(stage, layer, lo.place(stage, block))
-            for layer in range(runs)
-            for block in range(lo.num_blocks)
-        )
-        out[name] = chunks * lo.chunk_bytes / runs
+        out[name] = sum(lo.stage_bytes(stage, layer) for layer in range(runs)) / runs
     return out

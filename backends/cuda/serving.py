@@ -5,8 +5,9 @@
       a request that arrives, is cancelled or yields ends the launch at a token boundary
 
 A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
-kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. All that
-a request needs is in the memory of its slot, so that the next launch, of whichever kind, goes on bit for bit.
+kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. A prompt
+goes first, alone and in chunks (chunks.py), while the others wait. All that a request needs is in the memory
+of its slot, so that the next launch, of whichever kind, goes on bit for bit.
 """
 
 import time
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from kog_triton.backends.cuda.columns import Columns
+from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
+from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.header import MOST_SEATS, STEPS, Layout
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.protocol import Outcome, Word
@@ -66,7 +68,7 @@ class Launch:
 
     @property
     def together(self) -> bool:
-        return self.layout.columns > 1
+        return self.layout.columns > 1 and not self.layout.chunk
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ class Launcher:
 
     memory: Memory
     columns: Columns
+    chunks: Chunks
     seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
-    launch: Callable[[list[int], int, bool], Launch]  # slots, most steps, whether in columns
+    # slots, most steps, the kernel of several columns if it is not that of one token
+    launch: Callable[[list[int], int, ColumnKernel | None], Launch]
 
 
 def serve(launcher: Launcher, mailbox: Mailbox) -> None:
@@ -110,10 +114,8 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     """One launch; requests that were posted meanwhile. Those that ended are gone from `live`."""
     words = launcher.memory.mailbox.numpy()
     arrivals: list[Request] = []
-    columns = launcher.columns
-    together = columns.ready(len(live))
-    slots = list(live)[: columns.most if together else MOST_SEATS]
-    launch = launcher.launch(slots, _most_steps(live, slots), together)
+    launch = _begin(launcher, live)
+    slots, in_turn = launch.slots, launch.layout.columns == 1
     heart = Heart()
     try:
         while True:
@@ -126,7 +128,7 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
             if (
                 arrivals
                 or _stops(mailbox)
-                or (not together and columns.ready(len(live)))
+                or (in_turn and launcher.columns.ready(len(live)))
                 or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
             ):
                 words[Word.CONTROL] = Outcome.YIELD
@@ -141,6 +143,17 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
         raise
     _settle(launcher.memory, mailbox, live, launch)
     return arrivals
+
+
+def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
+    device, columns = launcher.memory.words.device, launcher.columns
+    for slot, one in live.items():
+        if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position):
+            return launcher.launch([slot], MOST_CHUNKS, step)
+    together = columns.ready(len(live))
+    slots = list(live)[: columns.most if together else MOST_SEATS]
+    step = columns.take(len(slots), device) if together else None
+    return launcher.launch(slots, _most_steps(live, slots), step)
 
 
 def _most_steps(live: dict[int, Live], slots: list[int]) -> int:

@@ -124,7 +124,7 @@ def _timed() -> argparse.ArgumentParser:
         "--no-kernel-switches",
         action="store_true",
         help="fail unless a profiler sees one kernel a GPU for a request of each backend, behind a prompt "
-        "too short for library prefill",
+        "of two tokens, too short for a kernel of its own and for library prefill",
     )
     return out
 

@@ -28,8 +28,8 @@ from kog_triton.choose import Choice
 from kog_triton.errors import KogError
 
 Say = Callable[[str], None]
-# Of the request whose kernels are counted. So short a prompt runs in the kernel: a longer one may be
-# torch's matrix products, which come before the first step.
+# Of the request whose kernels are counted. So short a prompt runs in the kernel that decodes: a longer
+# one may be torch's matrix products or a kernel of several positions, which come before the first step.
 TRACED_PROMPT, TRACED_TOKENS = 2, 16
 
 

@@ -1,10 +1,11 @@
 """The CUDA monokernel's lowering: how blocks and warps cut a stage, and what lies in the weight stream.
 
 Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
-chunks; a chunk holds FRAGMENTS fragments for each of the 16 warps; a fragment is 8 rows by `frag_k` values
-of K, or 4 rows by twice as many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once
-(include/kog/matvec.h). Four rows suit a matrix whose rows are few and divide badly among the blocks. A warp
-owns one part of K and one group of rows of a unit:
+chunks. A chunk holds `fragments` fragments for each of the 16 warps, the first ones of all warps first, so that of
+a stage's last chunk only what is used is read. A fragment is 8 rows by `frag_k` values of K, or 4 rows by twice as
+many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once (include/kog/matvec.h). Four
+rows suit a matrix whose rows are few and divide badly among the blocks. A warp owns one part of K and one
+group of rows of a unit:
 
     unit    = warps_rows x 8 or 4 rows, by all of K       (warps_k x warps_rows = 16 warps)
     warp    = rows_group * warps_k + k_part
@@ -48,7 +49,9 @@ FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take th
 
 @dataclass(frozen=True)
 class Extent:
-    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`."""
+    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`.
+
+    Of a stage's last chunk less may be read (`CudaLowering.stage_bytes`)."""
 
     address: int
     bytes: int
@@ -65,8 +68,13 @@ class CudaLowering(Partition):
     fragments: int  # of one warp in one chunk
 
     @property
+    def fragment_bytes(self) -> int:
+        """Of one fragment of all warps."""
+        return WARPS * MMA_ROWS * self.frag_k * 2
+
+    @property
     def chunk_bytes(self) -> int:
-        return WARPS * self.fragments * MMA_ROWS * self.frag_k * 2
+        return self.fragments * self.fragment_bytes
 
     @property
     def ring_chunks(self) -> int:
@@ -101,10 +109,20 @@ class CudaLowering(Partition):
         k = self.fragment(stage)[1]
         return self.padded_k(stage) // self.tilings[stage.name].k_parts // k
 
+    def stage_fragments(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
+        """Fragments of one warp in one run of a stage by the block at this place of its group."""
+        return len(self.block_units(stage, layer, block, rank)) * self.steps(stage)
+
     def stage_chunks(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
-        """Chunks of one run of a stage by the block at this place of its group."""
-        units = len(self.block_units(stage, layer, block, rank))
-        return -(-units * self.steps(stage) // self.fragments)
+        """The same in chunks, of which the last may be read in part."""
+        return -(-self.stage_fragments(stage, layer, block, rank) // self.fragments)
+
+    def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
+        """Weight bytes that all blocks of a rank read in one run of a stage, padding included."""
+        return self.fragment_bytes * sum(
+            self.stage_fragments(stage, layer, self.place(stage, block), rank)
+            for block in range(self.num_blocks)
+        )
 
     def place(self, stage: Stage, block: int) -> int:
         """A rank's block as its place in the group that runs the stage."""
@@ -138,7 +156,13 @@ class CudaLowering(Partition):
 
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
-        return self.chunk_bytes * sum(self.block_chunks(b, rank) for b in range(self.num_blocks))
+        return sum(
+            self.stage_bytes(stage, layer, rank)
+            for segment in self.schedule.segments
+            for stage in segment.stages
+            if stage.name in self.tilings
+            for layer in range(segment.repeat)
+        )
 
 
 def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
@@ -168,16 +192,16 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
 
 def _cost(lowering: CudaLowering) -> float:
     """Bytes of one token, as if every block read as many as the busiest of its stage does."""
-    chunks = sum(
+    fragments = sum(
         segment.repeat
-        * max(lowering.stage_chunks(stage, 0, lowering.place(stage, b), rank) for b in blocks)
+        * max(lowering.stage_fragments(stage, 0, lowering.place(stage, b), rank) for b in blocks)
         for rank in range(lowering.schedule.num_ranks)
         for blocks in [range(lowering.num_blocks)]
         for segment in lowering.schedule.segments
         for stage in segment.stages
         if stage.name in lowering.tilings
     )
-    return chunks * lowering.chunk_bytes * (NARROW_COST if lowering.frag_k == 16 else 1)
+    return fragments * lowering.fragment_bytes * (NARROW_COST if lowering.frag_k == 16 else 1)
 
 
 def unit_period(steps: int, fragments: int) -> int:
@@ -212,14 +236,11 @@ def _tiling(
                 continue
             partition = Partition(schedule, blocks, {stage.name: tiling})
             group = partition.group_size(stage)
-            chunks = [
-                -(-len(partition.block_units(stage, 0, b)) * steps // fragments)
-                for b in range(group)
-            ]
+            reads = [len(partition.block_units(stage, 0, b)) * steps for b in range(group)]
             overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
             # The slowest block sets the stage's time, the sum the bytes.
-            slowest = max(chunks) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
-            bytes_read = sum(chunks) * (1 if warps_k == WARPS else SHARED_COST)
+            slowest = max(reads) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
+            bytes_read = sum(reads) * (1 if warps_k == WARPS else SHARED_COST)
             options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
     if not options:
         return None

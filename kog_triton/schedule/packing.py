@@ -16,7 +16,7 @@ from kog_triton.schedule.schedule import Stage
 def pack_stage(
     lowering: CudaLowering, stage: Stage, layer: int, block: int, rank: int, w: Any
 ) -> Any:
-    """One block's chunks of one stage: [chunks, warps, fragments, *fragment] of w [rows, cols].
+    """One block's chunks of one stage: [chunks, fragments, warps, *fragment] of w [rows, cols].
 
     `w` is the shard's matrix, gate above up; of the head, the rows that the rank scores.
     """
@@ -34,14 +34,13 @@ def pack_stage(
     chunks = -(-units * steps // lowering.fragments)
     out = _new(w, (chunks * lowering.fragments, WARPS, high * wide))
     out[: units * steps] = ordered
-    out = out.reshape(chunks, lowering.fragments, WARPS, high, wide)
-    return _permute(out, (0, 2, 1, 3, 4))
+    return out.reshape(chunks, lowering.fragments, WARPS, high, wide)
 
 
 def pack_blocks(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
 ) -> Any:
-    """`pack_stage` of several blocks with equally many units: [blocks, chunks, warps, fragments, *fragment]."""
+    """`pack_stage` of several blocks with equally many units: [blocks, chunks, fragments, warps, *fragment]."""
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = np.stack(
@@ -56,8 +55,7 @@ def pack_blocks(
     chunks = -(-units * steps // lowering.fragments)
     out = _new(w, (count, chunks * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
-    out = out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
-    return _permute(out, (0, 1, 3, 2, 4, 5))
+    return out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
 
 
 def _permute(array: Any, axes: tuple[int, ...]) -> Any:

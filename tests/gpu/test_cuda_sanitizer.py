@@ -25,7 +25,7 @@ ORDERED = [
     # flags between warps, volatile words that are polled; no other data hangs on them
     {"load_volatile", "store_volatile"},
     # chunks of the ring: all lanes read, one arrives on the mbarrier for which the next copy waits
-    {"bulk_load", "load"},
+    {"bulk_load", "load", "kog_decode"},
     # every thread writes the value that every thread has computed, and reads what it wrote itself
     {"end_step", "position", "begin_step", "save_seats"},
 ]
@@ -82,5 +82,6 @@ def races_in(output: str) -> list[set[str]]:
         if "Race reported between" in line:
             races.append(set())
         if " access at " in line:
-            races[-1].add(re.sub(r"\(.*", "", line.split(" access at ")[1]).split("::")[-1])
+            name = re.sub(r"<[^>]*>", "", line.split(" access at ")[1])  # template arguments
+            races[-1].add(re.sub(r"[(+].*", "", name).split("::")[-1])
     return races

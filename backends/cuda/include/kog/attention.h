@@ -26,19 +26,22 @@ constexpr int kUnits = kKvHeads * kSplits;
 constexpr int kResultStride = kRowDim + 4;
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
+// Positions of one step that a unit receives as words: a chunk of a prompt has several (columns/chunk.h).
+constexpr int kNewRows = kChunk ? kColumns : 1;
+
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
 // tensor core takes them, the new key and value as rows of the cache, results of all warps.
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
-  u16* key;
+  u16* key;        // [kNewRows][kRowDim]
   u16* value;
   float* results;  // [head group][slot][head][kResultStride]
   float2* tops;    // [head group][slot][head]: maximum and sum
   KOG_DEVICE explicit AttentionScratch(const Block& b) {
     queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
     key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
-    value = key + kRowDim;
-    results = reinterpret_cast<float*>(value + kRowDim);
+    value = key + kNewRows * kRowDim;
+    results = reinterpret_cast<float*>(value + kNewRows * kRowDim);
     tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
   }
 };
@@ -61,6 +64,14 @@ KOG_DEVICE bool has_join(const Block& b, int position) {
   int first = first_position(position, kWindows[b.layer]);
   return splits_in_use(position + 1 - first) > kMerged;
 }
+// n / used, by one of the few numbers that splits_in_use can be: known ones divide fast.
+KOG_DEVICE u32 divided(u32 n, int used) {
+  u32 quotient = n / kSplits;
+#pragma unroll
+  for (int i = 1; i <= kMerged; i++)
+    if (used == i) quotient = n / static_cast<u32>(i);
+  return quotient;
+}
 KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   Span s;
   s.head = head;
@@ -69,10 +80,9 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   int length = position + 1 - first;
   s.used = splits_in_use(length);
   // At most 2^8 splits of 2^23 positions: 32 bits hold the products.
-  u32 parts = static_cast<u32>(length), used = static_cast<u32>(s.used),
-      split = static_cast<u32>(s.split);
-  s.start = first + static_cast<int>(split * parts / used);
-  s.end = first + static_cast<int>((split + 1) * parts / used);
+  u32 parts = static_cast<u32>(length), split = static_cast<u32>(s.split);
+  s.start = first + static_cast<int>(divided(split * parts, s.used));
+  s.end = first + static_cast<int>(divided((split + 1) * parts, s.used));
   s.newest = s.split == s.used - 1;
   return s;
 }
@@ -87,11 +97,18 @@ KOG_DEVICE void count_join(const Block& b, int position) {
   if (b.thread == 0 && has_join(b, position))
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
-KOG_DEVICE u32* split_words(const Block& b, int head, int split) {
-  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
-  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride;
+// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
+// a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
+static_assert(kMerged <= kBundle);
+KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
+  return b.p.words + SplitTopsWords::kOffset + at * SplitTopsWords::kStride + query * kQueryTops +
+         split % kBundle;
 }
-constexpr int kSplitTop = kQueries * kHeadDim / 2;  // where a split's logarithms begin
+KOG_DEVICE u32* split_words(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * (kHeadDim / 2);
+}
 
 // What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
@@ -128,12 +145,15 @@ struct Head {
     const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
-        b, Step::kAttentionQkv,
-        [&](int n) {
-          int i = n / 2 * 32 + b.in_warp;
-          return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
-        },
-        phase, w);
+        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); }, phase, w);
+    unpack(w);
+  }
+  // Where word n of a lane is, of a head's that lie from `words` on; and the values of all of them.
+  KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
+    int i = n / 2 * 32 + b.in_warp;
+    return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+  }
+  KOG_DEVICE void unpack(const u32* w) {
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
       near[n] = {first_of(w[2 * n]), second_of(w[2 * n])};
@@ -196,6 +216,7 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
     *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
   });
 }
+KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }
 // Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
 KOG_DEVICE u32 infinities_void(u32 both) {
   constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
@@ -203,10 +224,12 @@ KOG_DEVICE u32 infinities_void(u32 both) {
   if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
   return both;
 }
-// The new key or value, rounded as everybody will read it.
+// Two values of a key or value, rounded as everybody will read them.
+KOG_DEVICE u32 cached_pair(float2 v) { return infinities_void(round_pair<kF16>(v.x, v.y)); }
+// The new key or value.
 KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
   head.each(b, [&](int word, float2 v) {
-    u32 w = infinities_void(round_pair<kF16>(v.x, v.y));
+    u32 w = cached_pair(v);
     reinterpret_cast<u32*>(scratch)[word] = w;
     reinterpret_cast<u32*>(cache)[word] = w;
   });
@@ -215,30 +238,50 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// Heads of q by warps, the new k and v by two more where this block takes the newest position.
-KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
-                        const AttentionScratch& scratch, const Rotation& rotation) {
-  u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-  for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
-    if (h >= kQueries && !span.newest) continue;
-    bool is_key = h == kQueries;
-    int row =
-        h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
-    Head head;
-    head.receive(b, row * kHeadDim, phase);
-    if (h > kQueries) {
-      append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
-      continue;
-    }
-    // Rotations were asked for before the wait, for each warp's first head.
-    Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
-    head.rotate(b, r, is_key ? 1.f : kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)));
-    if (is_key)
-      append(b, head, scratch.key, cache);
-    else
-      put_query(b, head, h, scratch.queries);
+// What is not in the cache yet, where a step computes one position of a request: the newest.
+struct Newest {
+  // The end of what the cache holds of a span.
+  KOG_DEVICE static int cached(const Span& span) { return span.newest ? span.end - 1 : span.end; }
+
+  // What a warp's first head is rotated with.
+  KOG_DEVICE static Rotation rotation(const Block& b, const Span&, int position) {
+    return load_rotation(b, position, first_received(b) == kQueries);
   }
-}
+
+  // Heads of q by warps, the new k and v by two more where this block takes the newest position.
+  KOG_DEVICE static void receive(Block& b, const Span& span, int position, u32 phase,
+                                 const AttentionScratch& scratch, const Rotation& rotation) {
+    u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
+    for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
+      if (h >= kQueries && !span.newest) continue;
+      bool is_key = h == kQueries;
+      int row =
+          h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
+      Head head;
+      head.receive(b, row * kHeadDim, phase);
+      if (h > kQueries) {
+        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
+        continue;
+      }
+      // Rotations were asked for before the wait, for each warp's first head.
+      Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
+      head.rotate(b, r, is_key ? 1.f : query_scale());
+      if (is_key)
+        append(b, head, scratch.key, cache);
+      else
+        put_query(b, head, h, scratch.queries);
+    }
+  }
+
+  // The tile at `at` has it as well, if it is there.
+  KOG_DEVICE static void patch(const Block& b, const Span& span, int position, int at,
+                               const AttentionScratch& scratch, Keys& key, Values& value) {
+    int newest = span.newest ? position - at : kTileRows;
+    if (newest >= kTileRows) return;
+    key.patch(b, newest, scratch.key);
+    value.patch(b, newest, scratch.value);
+  }
+};
 
 // One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
 struct Slot {
@@ -371,14 +414,18 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
 }
 
 // A split's output and the logarithms of its sums as words.
-KOG_DEVICE void publish_split(u32* words, int head, int pair, float2 v, float top, u32 phase) {
-  store_relaxed(words + head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, phase));
-  if (pair == 0) store_relaxed(words + kSplitTop + head, pack_f32(top, phase));
+KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int pair, float2 v,
+                              float top, u32 phase) {
+  store_relaxed(split_words(b, span.head, query, span.split) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0)
+    store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
 }
 
-// A key/value head over one span of the context; `put` gets what merge_warps finds.
-template <class Put>
-KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Put put) {
+// A key/value head over one span of the context; `put` gets what merge_warps finds. `fresh`: what is
+// not in the cache yet (Newest).
+template <class Fresh, class Put>
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Fresh fresh,
+                          Put put) {
   AttentionScratch scratch(b);
   const u16* keys = cache_of(b, span.head);
   const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
@@ -386,16 +433,15 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
   int tiles = (span.end - span.start + kTileRows - 1) / kTileRows;
   int walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;
   bool walks = head_group < kHeadGroups && walker < walked;
-  // The newest position is not in the cache yet.
-  int cached = walks ? (span.newest ? span.end - 1 : span.end) : 0;
+  int cached = walks ? fresh.cached(span) : 0;
   int at = span.start + walker * kTileRows;
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   Keys key;
   Values value;
   key.load(b, keys, at, cached);
   value.load(b, values, at, cached);
-  Rotation rotation = load_rotation(b, position, first_received(b) == kQueries);
-  receive(b, span, position, phase, scratch, rotation);
+  Rotation rotation = fresh.rotation(b, span, position);
+  fresh.receive(b, span, position, phase, scratch, rotation);
   stamp(b, Point::kAttentionQkv);
   sync_consumers();
 
@@ -403,11 +449,8 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
   if (walks) {
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
     for (; at < span.end; at += kWarpsAGroup * kTileRows) {
-      int newest = span.newest ? position - at : kTileRows, next = at + kWarpsAGroup * kTileRows;
-      if (newest < kTileRows) {
-        key.patch(b, newest, scratch.key);
-        value.patch(b, newest, scratch.value);
-      }
+      int next = at + kWarpsAGroup * kTileRows;
+      fresh.patch(b, span, position, at, scratch, key, value);
       float p[kTileRows / 8][2];
       softmax.weigh(b, queries, key, span.end - at, p);
       key.load(b, keys, next, cached);  // on its way while the values are added
@@ -424,14 +467,16 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, P
 // step.
 KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
   Span span = span_of(unit / kSplits, unit % kSplits, position, window);
-  u32* words = split_words(b, span.head, span.split);
   if (span.split >= span.used) {
-    for (int i = b.thread; i < kSplitTop + kQueries; i += 32 * kWarps)
+    u32* words = split_words(b, span.head, 0, span.split);
+    for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
       store_relaxed(words + i, phase);
+    if (b.thread < kQueries)
+      store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, [&](int head, int pair, float2 v, float top) {
-    publish_split(words, head, pair, v, top, phase);
+  walk_span(b, span, position, phase, Newest{}, [&](int query, int pair, float2 v, float top) {
+    publish_split(b, span, query, pair, v, top, phase);
   });
 }
 
@@ -444,74 +489,82 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  Inputs<Stage> in(b);
-  constexpr int kCount = Inputs<Stage>::kCount;
-  uint4 q[kCount][kMerged];
-  u32 top[kCount][kMerged], bad = 0;
+  // Four values a lane: two words of each split, and the logarithms of all.
+  using In = Inputs<Stage, 4>;
+  In in(b);
+  uint2 w[In::kCount][kMerged];
+  uint4 logarithms[In::kCount];
+  u32 late[In::kCount][kMerged + 1], in_use[kMerged];
 #pragma unroll
-  for (int i = 0; i < kCount; i++)
+  for (int i = 0; i < In::kCount; i++) {
+    u32 there = in.value(i) < Stage::kCols ? 1 : 0;
+    logarithms[i] = uint4{0, 0, 0, 0};
+    late[i][kMerged] = there;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
-      u32 now = s < used && in.value(i) < Stage::kCols ? ~phase : phase;
-      q[i][s] = uint4{now, now, now, now};
-      top[i][s] = now;
+      w[i][s] = uint2{0, 0};
+      late[i][s] = in_use[s] = s < used ? 1 : 0;
+      late[i][s] &= there;
     }
-  auto ask = [&] {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      int value = in.value(i), query_head = value / kHeadDim, query = query_head % kQueries;
-      const u32* from = split_words(b, query_head / kQueries, 0);
-#pragma unroll
-      for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride) {
-        if (stale(q[i][s], 0, 4, phase))
-          q[i][s] = load_relaxed4(from + query * (kHeadDim / 2) + value % kHeadDim / 2);
-        if ((top[i][s] ^ phase) & 1) top[i][s] = load_relaxed(from + kSplitTop + query);
-      }
-    }
-    bad = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i++)
-#pragma unroll
-      for (int s = 0; s < kMerged; s++)
-        bad |= stale(q[i][s], 0, 4, phase) | ((top[i][s] ^ phase) & 1);
-    return any_lane(bad != 0);
-  };
-  if (ask()) {
-    begin_wait(b);
-    u32 place = place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0));
-    while (!give_up(b, step, place, phase ^ bad, phase) && ask()) {
-    }
-    end_wait(b);
   }
+  poll_until(
+      b, step, [&] { return place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
+      phase, [&] {
+        u32 bad = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    float best = unpack_f32(top[i][0]), total = 0, sum[8] = {};
+        for (int i = 0; i < In::kCount; i++) {
+          int value = in.value(i), query_head = value / kHeadDim;
+          int head = query_head / kQueries, query = query_head % kQueries;
+          const u32* from = split_words(b, head, query, 0) + value % kHeadDim / 2;
 #pragma unroll
-    for (int s = 1; s < kMerged; s++) {
-      float t = unpack_f32(top[i][s]);
-      if (s < used) best = t > best ? t : best;
-    }
+          for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride)
+            if (late[i][s] != 0) w[i][s] = load_relaxed2(from);
+          if (late[i][kMerged] != 0) logarithms[i] = load_relaxed4(tops_of(b, head, query, 0));
+        }
+#pragma unroll
+        for (int i = 0; i < In::kCount; i++) {
+          u32 there = in.value(i) < Stage::kCols ? 1 : 0, late_tops = 0;
+#pragma unroll
+          for (int s = 0; s < kMerged; s++) {
+            late[i][s] = ((w[i][s].x ^ phase) | (w[i][s].y ^ phase)) & in_use[s] & there;
+            late_tops |= (word_of(logarithms[i], s) ^ phase) & in_use[s];
+            bad |= late[i][s];
+          }
+          late[i][kMerged] = late_tops & there;
+          bad |= late[i][kMerged];
+        }
+        return bad;
+      });
+#pragma unroll
+  for (int i = 0; i < In::kCount; i++) {
+    float top[kMerged];
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(logarithms[i], s));
+    float best = top[0], total = 0, sum[4] = {};
+#pragma unroll
+    for (int s = 1; s < kMerged; s++)
+      if (s < used) best = top[s] > best ? top[s] : best;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
       if (s >= used) continue;
-      float share = exp2_fast(unpack_f32(top[i][s]) - best);
+      float share = exp2_fast(top[s] - best);
       total += share;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        u32 both = operand_of(word_of(q[i][s], j));
+      for (int j = 0; j < 2; j++) {
+        u32 both = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
         sum[2 * j] += share * low_of(both);
         sum[2 * j + 1] += share * high_of(both);
       }
     }
     float scale = divide(1.f, total);
     bool inside = in.value(i) < Stage::kCols;
-    u32 w[4];
+    u32 joined[2];
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      w[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
-    in.put(b, i, uint4{w[0], w[1], w[2], w[3]});
+    for (int j = 0; j < 2; j++)
+      joined[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
+    in.put(b, i, joined);
   }
-  sync_staged<Inputs<Stage>::kOwnSlice>();
+  sync_staged<In::kOwnSlice>();
 }
 
 }  // namespace kog

@@ -167,14 +167,19 @@ struct Units {
   int first, last;
 };
 template <class Stage>
-KOG_DEVICE Units units_of(int place, int layer) {
-  int turned = (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
-  return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
+KOG_DEVICE int turned_place(int place, int layer) {
+  return (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
 }
 template <class Stage>
-KOG_DEVICE int chunks_of(int place, int layer) {
+KOG_DEVICE Units units_of(int place, int layer) {
+  int turned = turned_place<Stage>(place, layer);
+  return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
+}
+// Fragments that a warp multiplies in one run of a stage.
+template <class Stage>
+KOG_DEVICE int fragments_of(int place, int layer) {
   Units u = units_of<Stage>(place, layer);
-  return ((u.last - u.first) * Stage::kSteps + kFragments - 1) / kFragments;
+  return (u.last - u.first) * Stage::kSteps;
 }
 
 }  // namespace kog

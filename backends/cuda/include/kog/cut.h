@@ -41,7 +41,7 @@ struct Level {
 
   KOG_DEVICE Sums sums(int bin) const { return {weights[bin], counts[bin]}; }
 };
-static_assert(kLevels * sizeof(Level) <= kPartialBytes, "the levels outgrew the partial sums");
+static_assert(kLevels * sizeof(Level) <= kRoomBytes, "the levels outgrew the partial sums");
 
 // What a lane adds of a level, and what all lanes add.
 constexpr int kOwnBins = kBins / 32;

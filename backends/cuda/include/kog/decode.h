@@ -30,8 +30,14 @@ KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
 KOG_DEVICE void run_step(Block& b, Walk& k, const Turn& turn) {
   serve_seat(b, turn.of(b), turn.position(b));
   k.embedded.unpack(b, k.x);
-  for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
-  if (turn.has_head(b)) run_head(b, k, b.small->position);
+  if constexpr (Ahead<QkvProj, true>::kCount > 0)
+    run_layers_ahead(b, k);
+  else
+    run_layers_in_turn(b, k);
+  if (turn.has_head(b))
+    run_head(b, k, b.small->position);
+  else
+    acquire_cache();
 }
 
 // After the step of a seat: its next token, and whether the request goes on. What the next step

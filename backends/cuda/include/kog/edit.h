@@ -66,7 +66,7 @@ KOG_DEVICE float penalize(const u32* request, float logit, u32 seen) {
 // The host's mask of this token, the words of the block's ids, once it is there. Each word crosses
 // the bus once: `bits` are in shared memory, bit 0 that of the id rows.first / 32 * 32.
 constexpr int kOwnMaskWords = (LmHead::kUnits / LmHead::kGroup + 1) * LmHead::kUnitRows / 32 + 2;
-static_assert(kOwnMaskWords * sizeof(u32) <= kPartialBytes, "too many ids a block");
+static_assert(kOwnMaskWords * sizeof(u32) <= kRoomBytes, "too many ids a block");
 
 KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
   int count = (rows.last + 31) / 32 - rows.first / 32;

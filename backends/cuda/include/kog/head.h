@@ -11,7 +11,7 @@ KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
   return raw_scores(b.p, 0);
 }
 
-// Logits and the token that all blocks agree on; the host's word is asked for by one thread of all.
+// Logits and the token that all blocks agree on, and acquire_cache; the host's word is asked for by one thread of all.
 // `kMix` false: the lanes' mix is in its place already, in x or in its words.
 template <bool kMix = kMixes>
 KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
@@ -45,8 +45,10 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   k.ending.load(b);
   if ((flags & kWantsMore) != 0) {
     choose(b.p, b.request, {k.heads, position, control});
+    acquire_cache();
   } else {
     publish_candidate(b, mine, k.heads, control);
+    acquire_cache();  // while the others' candidates are on their way
     gather_candidates(b, k.heads);
   }
   stamp(b, Point::kAttention);

@@ -15,11 +15,11 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   auto at = [&](int n) -> const u32* {
     if (n < kTops) {
       int split = n * 32 + b.in_warp;
-      return split < used ? split_words(b, head, split) + kSplitTop + query : nullptr;
+      return split < used ? tops_of(b, head, query, split) : nullptr;
     }
     int i = n - kTops, split = first + i / kPairs, pair = i % kPairs * 32 + b.in_warp;
     return split < used && pair < kHeadDim / 2
-               ? split_words(b, head, split) + query * (kHeadDim / 2) + pair
+               ? split_words(b, head, query, split) + pair
                : nullptr;
   };
   u32 w[kCount];

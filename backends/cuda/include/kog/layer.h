@@ -32,7 +32,9 @@ KOG_DEVICE Units layer_units(const Block& b) {
   return units_of<Stage>(b.place, b.layer);
 }
 
-KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+template <class Taken>
+KOG_DEVICE void qkv_proj(Block& b, Walk& k, const Taken& ahead) {
+  stamp(b, Point::kStart);
   b.begin_stage();
   stage_x<QkvProj>(b, k.x, k.gain);
   u32* to = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride;
@@ -40,7 +42,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
   const float* bias = bias_of<QkvProj>(b);
   float scale = 0;
   run_rows<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), NothingAhead<QkvProj>(),
+      b, k.ring, k.turn, layer_units<QkvProj>(b), ahead,
       [&](int row, bool owner) { return kQkvBias ? bias[owner ? row : 0] : 0.f; },
       [&](int row, bool owner, float sum, float asked) {
         if (scale == 0) scale = inverse_rms(b);
@@ -48,6 +50,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
         if (owner && row % 2 == 0)
           store_relaxed(to + row / 2, pack_pair(v, row + 1 < QkvProj::kRows ? next : 0, phase));
       });
+  stamp(b, Point::kQkvProj);
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
@@ -70,11 +73,9 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) 
       });
 }
 
-// o_proj or down_proj, whose inputs are staged: rows to the residual streams. `last`: this token's
-// rows of the cache become visible with them.
+// o_proj or down_proj, whose inputs are staged: rows to the residual streams.
 template <class Stage, class Out, bool kBias, class Taken>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how,
-                            bool last) {
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how) {
   b.begin_stage();
   const float* bias = bias_of<Stage>(b);
   struct Asked {
@@ -87,7 +88,6 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
         return Asked{kBias ? bias[owner ? row : 0] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
       },
       [&](int row, bool owner, float sum, Asked& asked) {
-        if (last) fence_gpu();  // pairs with the one after the gather
         float y = sum * kPairUnit + asked.bias;
         Out::publish(b, how, k.iteration, turns, row, owner, y, asked.old);
       });
@@ -96,8 +96,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& 
 // Whose inputs are staged. The next stage's gains come with both.
 KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
   load_gains(b, 2 * b.layer + 1, k.gain);
-  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer],
-                                           false);
+  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer]);
   stamp(b, Point::kOProj);
 }
 
@@ -107,26 +106,32 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
   stamp(b, Point::kAttentionOut);
 }
 
-KOG_DEVICE void down_proj(Block& b, Walk& k) {
-  bool last = b.layer == kLayers - 1;
+// To the words of its outputs. In the last layer this token's rows of the cache become visible with
+// them: the threads that send rows see to it while they would wait for inputs, behind the barriers
+// that all who append have passed.
+KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead) {
   b.begin_stage();
+  bool sends = b.thread < kBatchRows<DownProj>;
+  if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
   stage_words<DownProj>(b, Step::kDownProjInput,
                         b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
                         phase_of(k.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
-  int how = kReduceMlp[b.layer];
-  module_rows<DownProj, MlpOut, kMlpBias>(b, k, NothingAhead<DownProj>(), k.mlp_out, how, last);
+  module_rows<DownProj, MlpOut, kMlpBias>(b, k, ahead, k.mlp_out, kReduceMlp[b.layer]);
   stamp(b, Point::kDownProj);
-  MlpOut::join(b, Step::kMlpOut, how, k.iteration, k.mlp_out, k.x);
-  stamp(b, Point::kMlpOut);
-  if (last) fence_gpu();
 }
 
+// Ends the layer.
+KOG_DEVICE void join_mlp_out(Block& b, Walk& k) {
+  MlpOut::join(b, Step::kMlpOut, kReduceMlp[b.layer], k.iteration, k.mlp_out, k.x);
+  stamp(b, Point::kMlpOut);
+  count_join(b, b.small->position);
+  k.iteration++;
+}
+
+// From the words of q, k and v to those of the layer's outputs.
 KOG_DEVICE void run_layer(Block& b, Walk& k) {
-  stamp(b, Point::kStart);
-  qkv_proj(b, k);
-  stamp(b, Point::kQkvProj);
   b.begin_stage();
   attention(b, b.small->position, phase_of(k.iteration));
   stamp(b, Point::kAttention);
@@ -141,9 +146,39 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   join_attention_out(b, k);
   gate_up_proj(b, k, gate_up_weights);
   stamp(b, Point::kGateUpProj);
-  down_proj(b, k);
-  count_join(b, b.small->position);
-  k.iteration++;
+  Ahead<DownProj, true> down_weights;
+  down_weights.take(b, k.ring);
+  down_proj(b, k, down_weights);
+}
+
+// After a token's last outputs were received and before a barrier: what other blocks have appended to
+// the cache by then is read from behind the barrier on.
+KOG_DEVICE void acquire_cache() { fence_gpu(); }
+
+// All of them.
+KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
+  for (b.layer = 0; b.layer < kLayers; b.layer++) {
+    qkv_proj(b, k, NothingAhead<QkvProj>());
+    run_layer(b, k);
+    join_mlp_out(b, k);
+  }
+}
+// The same with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
+// pass of the loop: a register that lived from one pass to the next would be spilled.
+KOG_DEVICE void run_layers_ahead(Block& b, Walk& k) {
+  b.layer = 0;
+  qkv_proj(b, k, NothingAhead<QkvProj>());
+  while (true) {
+    run_layer(b, k);
+    if (b.layer == kLayers - 1) break;
+    Ahead<QkvProj, true> qkv_weights;
+    qkv_weights.take(b, k.ring);
+    join_mlp_out(b, k);
+    b.layer++;
+    qkv_proj(b, k, qkv_weights);
+  }
+  join_mlp_out(b, k);
+  b.layer++;
 }
 
 }  // namespace kog

@@ -89,14 +89,14 @@ KOG_DEVICE float inverse_rms(const Block& b) {
   return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
 }
 
-// Stage's inputs as they come in 16-bit words, 8 values a vector: which of them a thread stages.
-template <class Stage>
+// Stage's inputs as they come in 16-bit words, kValues (8 or 4) a vector: which of them a thread stages.
+template <class Stage, int kValues = 8>
 struct Inputs {
   static_assert(!Stage::kWide);
   static constexpr bool kOwnSlice = Stage::kParts == kWarps;
   static constexpr int kPart =
       kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
-  static constexpr int kStride = kOwnSlice ? 256 : 8 * 32 * kWarps;
+  static constexpr int kStride = kValues * 32 * (kOwnSlice ? 1 : kWarps);
   static constexpr int kCount = (kPart + kStride - 1) / kStride;
   int first, lane;
 
@@ -106,15 +106,19 @@ struct Inputs {
   }
   // The first value of vector i; kPaddedK or more where there is none.
   KOG_DEVICE int value(int i) const {
-    int local = i * kStride + lane * 8;
+    int local = i * kStride + lane * kValues;
     return local < kPart ? first + local : Stage::kPaddedK;
   }
-  KOG_DEVICE void put(const Block& b, int i, const uint4& v) const {
+  KOG_DEVICE void put(const Block& b, int i, const u32 (&w)[kValues / 2]) const {
     int at = value(i);
     if (at >= Stage::kPaddedK) return;
     u32* to = reinterpret_cast<u32*>(b.scratch) + at / kFragK * (2 * kColumnWords) + at % kFragK / 4;
-    *reinterpret_cast<uint2*>(to) = {v.x, v.z};
-    *reinterpret_cast<uint2*>(to + kColumnWords) = {v.y, v.w};
+    if constexpr (kValues == 8) {
+      *reinterpret_cast<uint2*>(to) = {w[0], w[2]};
+      *reinterpret_cast<uint2*>(to + kColumnWords) = {w[1], w[3]};
+    } else {
+      to[0] = w[0], to[kColumnWords] = w[1];
+    }
   }
 };
 
@@ -130,13 +134,14 @@ KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
     int value = in.value(i);
     at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
   }
-  poll(b, step, base, at, kWords, phase, q);
+  poll<kWords>(b, step, base, at, phase, q);
 #pragma unroll
-  for (int i = 0; i < kCount; i++)
-    in.put(b, i, uint4{at[i] < kWords ? operand_of(q[i].x) : 0,
-                       at[i] + 1 < kWords ? operand_of(q[i].y) : 0,
-                       at[i] + 2 < kWords ? operand_of(q[i].z) : 0,
-                       at[i] + 3 < kWords ? operand_of(q[i].w) : 0});
+  for (int i = 0; i < kCount; i++) {
+    u32 w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = at[i] + j < kWords ? operand_of(word_of(q[i], j)) : 0;
+    in.put(b, i, w);
+  }
   sync_staged<Inputs<Stage>::kOwnSlice>();
 }
 
@@ -157,7 +162,7 @@ struct Words {
   }
 };
 constexpr int kLaneWords = kFragK / 8;
-constexpr int kFragmentBytes = 8 * kFragK * 2;
+constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
 using Fragment = Words<kLaneWords>;
 using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane's column
 
@@ -236,44 +241,55 @@ struct Staged {
 // (schedule/cuda.py keeps these short).
 template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
+// A held vector needs indices that are known, and so does a period of several units.
+template <class Stage>
+constexpr bool kUnrolledPeriod = Stage::kPeriod > 1 || Staged<Stage>::kHeldAll;
 
-// One warp's part of the next chunk.
+// One warp's part of the next chunk. Fragments behind a stage's last one are whatever the ring held
+// before: what is computed of them goes nowhere.
 template <class Stage>
 struct Chunk {
   Fragment w[kFragments];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    const u8* from = ring.wait(b) + b.warp * kFragments * kFragmentBytes + Shape<Stage>::at(b);
+    const u8* from = ring.wait(b) + b.warp * kFragmentBytes + Shape<Stage>::at(b);
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentBytes);
+    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
     ring.release(b);
   }
 };
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
-// room while all wait. At most kAheadWords registers, and only units that every block has: registers
-// that some blocks fill and others do not are spilled.
+// room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
+// registers, and only chunks that every block has: registers that some blocks fill and others do not
+// are spilled. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = 32;
-template <class Stage>
+template <int kA, int kB>
+constexpr int kLeast = kA < kB ? kA : kB;
+template <class Stage, bool kAllOrNone = false>
 struct Ahead {
-  static constexpr int kHeld = kAheadWords / (kFragments * kLaneWords) / kPeriodChunks<Stage>;
-  static constexpr int kBatch = Stage::kBatch / Stage::kPeriod;
-  static constexpr int kRoom = kHeld < kBatch ? kHeld : kBatch;  // periods
-  static constexpr int kPeriods =
-      kRoom < Stage::kUnits / Stage::kGroup / Stage::kPeriod
-          ? kRoom
-          : Stage::kUnits / Stage::kGroup / Stage::kPeriod;
+  static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
+  static constexpr bool kEven = kSure * Stage::kGroup == Stage::kUnits;
+  static constexpr int kSureChunks = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kRoom = kLeast<kAheadWords / (kFragments * kLaneWords),
+                                      Stage::kBatch * Stage::kSteps / kFragments>;
+  static constexpr bool kWhole = kEven && kSureChunks <= kRoom;
+  static constexpr int kMost = kAllOrNone && !kWhole ? 0 : kLeast<kRoom, kSureChunks>;
+  // Part of a period only where its code is laid out chunk by chunk.
+  static constexpr int kCount =
+      kUnrolledPeriod<Stage> ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
+  static constexpr int kPeriods = (kCount + kPeriodChunks<Stage> - 1) / kPeriodChunks<Stage>;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
-  Chunk<Stage> chunks[kPeriods ? kPeriods * kPeriodChunks<Stage> : 1];
+  Chunk<Stage> chunks[kCount ? kCount : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
-    for (int i = 0; i < kPeriods * kPeriodChunks<Stage>; i++) chunks[i].take(b, ring);
+    for (int i = 0; i < kCount; i++) chunks[i].take(b, ring);
   }
 };
 template <class Stage>
 struct NothingAhead {
-  static constexpr int kPeriods = 0, kUnits = 0;
+  static constexpr int kCount = 0, kPeriods = 0, kUnits = 0, kSure = 0;
   Chunk<Stage> chunks[1];
 };
 
@@ -281,8 +297,7 @@ struct NothingAhead {
 template <class Stage, class Next>
 KOG_DEVICE void multiply_period(Block& b, const Staged<Stage>& x, int left, float* to, Next next) {
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  // A held vector needs indices that are known, and so does a period of several units.
-  constexpr int kUnrolled = kPeriod > 1 || Staged<Stage>::kHeldAll ? kPeriodChunks<Stage> : 1;
+  constexpr int kUnrolled = kUnrolledPeriod<Stage> ? kPeriodChunks<Stage> : 1;
   float c[2][4] = {};
 #pragma unroll kUnrolled
   for (int i = 0; i < kPeriodChunks<Stage>; i++) {
@@ -309,17 +324,22 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const
   constexpr int kPeriod = Stage::kPeriod;
   Staged<Stage> x(b);
   float* to = partials + b.warp % Stage::kParts * kBatchRows<Stage> + b.warp / Stage::kParts * Stage::kFragmentRows;
+  auto next_of_ring = [&] {
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    return chunk;
+  };
 #pragma unroll
-  for (int p = 0; p < Taken::kPeriods; p++)
-    multiply_period<Stage>(b, x, kPeriod, to + p * kPeriod * Stage::kUnitRows,
-                           [&](int i) { return taken.chunks[p * kPeriodChunks<Stage> + i]; });
+  for (int p = 0; p < Taken::kPeriods; p++) {
+    int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
+    multiply_period<Stage>(b, x, left, to + p * kPeriod * Stage::kUnitRows, [&](int i) {
+      int n = p * kPeriodChunks<Stage> + i;
+      return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
+    });
+  }
   to += Taken::kUnits * Stage::kUnitRows;
   for (int unit = Taken::kUnits; unit < units; unit += kPeriod, to += kPeriod * Stage::kUnitRows)
-    multiply_period<Stage>(b, x, units - unit, to, [&](int) {
-      Chunk<Stage> chunk;
-      chunk.take(b, ring);
-      return chunk;
-    });
+    multiply_period<Stage>(b, x, units - unit, to, [&](int) { return next_of_ring(); });
 }
 
 // One batch of rows: before(row) -> what a row's owner asks for early, then after(row, sum, asked)
@@ -335,10 +355,11 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int left, 
   multiply<Stage>(b, ring, count, partials, taken);
   sync_consumers();
   if (b.warp * 32 >= count * Stage::kUnitRows) return;
+  // Threads without a row add up another's: without a branch, what `after` reads is asked for at once.
+  const float* from = partials + (owner ? b.thread : 0);
   float sum = 0;
-  if (owner)
 #pragma unroll
-    for (int i = 0; i < Stage::kParts; i++) sum += partials[i * kBatchRows<Stage> + b.thread];
+  for (int i = 0; i < Stage::kParts; i++) sum += from[i * kBatchRows<Stage>];
   after(row, owner, sum, asked);
 }
 

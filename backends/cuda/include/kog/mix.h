@@ -77,22 +77,16 @@ KOG_DEVICE void stage_streams(Block& b, u32 phase) {
   const u32* part = b.p.words + PartWords::kOffset;
   sync_consumers();  // what the norms left in the scratch has been read
   for (int first = b.warp * 128; first < kHidden; first += 128 * kWarps) {
-    const int at[1] = {first + 4 * b.in_warp};
-    uint4 q[kLanes][1];
+    int at = first + 4 * b.in_warp;
+    uint4 q[kLanes];
+    poll_vectors(
+        b, Step::kMixGather, [&](int j) { return part + j * PartWords::kStride + at; },
+        [&](int, int i) { return at + i < kHidden ? 1u : 0u; }, phase, q);
 #pragma unroll
-    for (int j = 0; j < kLanes; j++) {
-      q[j][0] = uint4{phase, phase, phase, phase};
-      if (at[0] < kHidden) q[j][0] = load_relaxed4(part + j * PartWords::kStride + at[0]);
-    }
-#pragma unroll
-    for (int j = 0; j < kLanes; j++) {
-      if (any_lane(stale(q[j][0], at[0], kHidden, phase) != 0))
-        poll(b, Step::kMixGather, part + j * PartWords::kStride, at, kHidden, phase, q[j]);
+    for (int j = 0; j < kLanes; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (at[0] + i < kHidden)
-          stage_value(b, j * kHidden + at[0] + i, unpack_f32(word_of(q[j][0], i)));
-    }
+        if (at + i < kHidden) stage_value(b, j * kHidden + at + i, unpack_f32(word_of(q[j], i)));
   }
   for (int e = kLanes * kHidden + b.thread; e < LmHead::kPaddedK; e += 32 * kWarps)
     stage_value(b, e, 0);

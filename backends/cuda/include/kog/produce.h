@@ -5,43 +5,72 @@
 
 namespace kog {
 
-// Bring what this block's warps ask for first in a layer's attention into the L2: from the memory it
-// would come late, and answers to polls wait behind it.
+// Bring what the warps ask for first of a span into the L2: from the memory it would come late, and
+// answers to polls wait behind it.
+KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span) {
+  int rows = span.end - span.start;
+  if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;
+  const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
+  fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
+  fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
+}
+// The same for this block's part of a layer's attention.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   if (position >= kMaxContext) return;  // ahead of the end of a request
   for (int unit = b.place; unit < kUnits; unit += kGroup) {
     Span span = span_of(unit / kSplits, unit % kSplits, position, kWindows[layer]);
-    int rows = span.end - span.start;
-    if (span.split >= span.used) continue;
-    if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;
-    const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
-    fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
-    fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
+    if (span.split < span.used) fetch_span(b, slot, layer, span);
   }
 }
+
+// A token's stream is a list of runs: four stages a layer, then the head.
+constexpr int kRuns = 4 * kLayers;
+KOG_DEVICE int fragments_of_run(const Block& b, int run) {
+  if (run == kRuns) return fragments_of<LmHead>(stage_place<LmHead>(b), 0);
+  int stage = run % 4, layer = run / 4;
+  if (stage == 0) return fragments_of<QkvProj>(b.place, layer);
+  if (stage == 1) return fragments_of<OProj>(b.place, layer);
+  if (stage == 2) return fragments_of<GateUpProj>(b.place, layer);
+  return fragments_of<DownProj>(b.place, layer);
+}
+KOG_DEVICE int chunks_of_runs(const Block& b, int runs) {
+  int chunks = 0;
+  for (int run = 0; run < runs; run++)
+    chunks += (fragments_of_run(b, run) + kFragments - 1) / kFragments;
+  return chunks;
+}
+
+// Where a block's stream of one token has got to, and how many chunks of it are left.
+struct Stream {
+  const u8* from;
+  int left;
+
+  KOG_DEVICE Stream(const Block& b, int first, int chunks) : left(chunks) {
+    u64 chunk = static_cast<u64>(first) * kBlocks + static_cast<u64>(b.block);
+    from = b.p.weights + chunk * kChunkBytes;
+  }
+  // False once the consumers have left.
+  KOG_DEVICE bool fill_run(Block& b, Producer& producer, int run) {
+    constexpr int kFragmentOfAll = kWarps * kFragmentBytes;
+    for (int n = fragments_of_run(b, run); n > 0; n -= kFragments, left--) {
+      int bytes = (n < kFragments ? n : kFragments) * kFragmentOfAll;
+      if (!producer.fill(b, from, static_cast<u32>(bytes), left)) return false;
+      from += static_cast<u64>(kBlocks) * kChunkBytes;
+    }
+    return true;
+  }
+};
 
 // Chunks of one token: all layers, then the head if the token has one. Runs ahead until the
 // consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  int layers = 0;
-  auto chunks_of_layer = [&](int i) {
-    return chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-           chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
-  };
-  for (int i = 0; i < kLayers; i++) layers += chunks_of_layer(i);
-  int head = chunks_of<LmHead>(stage_place<LmHead>(b), 0);
+  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (Turn turn;; turn.steps++) {
-    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int left = layers + (turn.has_head(b) ? head : 0);
-    for (int layer = 0; left > 0; layer++) {
-      int count = left;
-      if (layer < kLayers) {
-        count = chunks_of_layer(layer);
-        fetch_tiles(b, turn.of(b).slot, layer, turn.position(b));
-      }
-      for (; count > 0; count--, left--, from += static_cast<u64>(kBlocks) * kChunkBytes)
-        if (!producer.fill(b, from, left)) return producer.drain(b);
+    Stream stream(b, 0, turn.has_head(b) ? all : layers);
+    for (int run = 0; stream.left > 0; run++) {
+      if (run % 4 == 0 && run < kRuns) fetch_tiles(b, turn.of(b).slot, run / 4, turn.position(b));
+      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }

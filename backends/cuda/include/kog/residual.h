@@ -53,7 +53,7 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
   uint4 q[kGroups];
 #pragma unroll
   for (int i = 0; i < kGroups; i++) at[i] = element(b, i);
-  poll(b, step, base, at, kHidden, phase, q);
+  poll<kHidden>(b, step, base, at, phase, q);
 #pragma unroll
   for (int i = 0; i < kGroups; i++)
 #pragma unroll

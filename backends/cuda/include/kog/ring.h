@@ -84,11 +84,12 @@ struct Producer {
       if (load_volatile(&b.small->stop) != 0) return false;
     return true;
   }
-  KOG_DEVICE bool fill(Block& b, const u8* from, int left) {
+  // The next chunk, of which `bytes` are used and `left` follow in the token.
+  KOG_DEVICE bool fill(Block& b, const u8* from, u32 bytes, int left) {
     if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
     if (count >= kWindowChunks && !wait_for_window(b)) return false;
-    barrier_expect(&b.full[slot], kChunkBytes);
-    bulk_load(b.ring + slot * kChunkBytes, from, kChunkBytes, &b.full[slot], policy);
+    barrier_expect(&b.full[slot], bytes);
+    bulk_load(b.ring + slot * kChunkBytes, from, bytes, &b.full[slot], policy);
     count++;
     if constexpr (kProfile) store_volatile(&b.small->issued, count);
     slot = slot + 1 == kRingChunks ? 0 : slot + 1;

@@ -2,6 +2,7 @@
 // that the host has laid out (stages.py), which finds there what the stage has made of them.
 #pragma once
 #include <kog/head.h>
+#include <kog/produce.h>
 #include <kog/roles.h>
 
 namespace kog {
@@ -69,8 +70,10 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   k.iteration = kStageIteration;
   b.small->slot = 0;  // every thread writes the same
   load_streams(b, c.x, k.x);
+  Ahead<QkvProj, true> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
+  Ahead<DownProj, true> down_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
       k.embedded.load(b, c.token);
@@ -78,7 +81,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);
-      qkv_proj(b, k);
+      qkv_weights.take(b, k.ring);
+      qkv_proj(b, k, qkv_weights);
       break;
     case StageId::kAttention:
       attention(b, c.position, phase_of(k.iteration));
@@ -99,7 +103,9 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       gate_up_proj(b, k, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_proj(b, k);
+      down_weights.take(b, k.ring);
+      down_proj(b, k, down_weights);
+      join_mlp_out(b, k);
       break;
     case StageId::kMix:
       load_gains(b, 2 * kLayers, k.gain);
@@ -118,46 +124,31 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
 }
 
-// Chunks of one layer's stages before `which`; of all four where it is none of them.
-KOG_DEVICE int chunks_before(StageId which, int place, int layer) {
-  int sum = 0;
-  if (which == StageId::kQkvProj) return sum;
-  sum += chunks_of<QkvProj>(place, layer);
-  if (which == StageId::kOProj) return sum;
-  sum += chunks_of<OProj>(place, layer);
-  if (which == StageId::kGateUpProj) return sum;
-  sum += chunks_of<GateUpProj>(place, layer);
-  if (which == StageId::kDownProj) return sum;
-  return sum + chunks_of<DownProj>(place, layer);
-}
-
-KOG_DEVICE int stage_chunks(const Block& b, StageId which) {
+// Which run of the stream is the stage's; -1 if it has no weights.
+KOG_DEVICE int run_of(StageId which, int layer) {
   switch (which) {
     case StageId::kQkvProj:
-      return chunks_of<QkvProj>(b.place, b.layer);
+      return 4 * layer;
     case StageId::kOProj:
-      return chunks_of<OProj>(b.place, b.layer);
+      return 4 * layer + 1;
     case StageId::kGateUpProj:
-      return chunks_of<GateUpProj>(b.place, b.layer);
+      return 4 * layer + 2;
     case StageId::kDownProj:
-      return chunks_of<DownProj>(b.place, b.layer);
+      return 4 * layer + 3;
     case StageId::kLmHead:
-      return chunks_of<LmHead>(stage_place<LmHead>(b), 0);
+      return kRuns;
     default:
-      return 0;
+      return -1;
   }
 }
 
 // The stage's part of the block's stream.
 KOG_DEVICE void produce_stage(Block& b, StageId which) {
-  int first = chunks_before(which, b.place, b.layer), count = stage_chunks(b, which);
-  if (which == StageId::kLmHead) first = 0;
-  for (int i = 0; i < (which == StageId::kLmHead ? kLayers : b.layer); i++)
-    first += chunks_before(StageId::kLmHead, b.place, i);
+  int run = run_of(which, b.layer);
   Producer producer;
-  for (int i = first; i < first + count; i++) {
-    u64 chunk = static_cast<u64>(i) * kBlocks + static_cast<u64>(b.block);
-    if (!producer.fill(b, b.p.weights + chunk * kChunkBytes, first + count - i)) break;
+  if (run >= 0) {
+    int first = chunks_of_runs(b, run);
+    Stream(b, first, chunks_of_runs(b, run + 1) - first).fill_run(b, producer, run);
   }
   producer.drain(b);
 }

@@ -66,53 +66,74 @@ KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
 }
 
-// N vectors of 4 words a lane: at[i] is the index of the first, `count` of them are waited for.
-// Asked for again is only what was stale: polls and weights share the way from the L2.
-template <int N>
-KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], int count, u32 phase,
-                     uint4 (&q)[N]) {
-  u32 bad = 0;
+// Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
+// and asks again only for those: polls and weights share the way from the L2. One loop: the code that
+// runs once the words are there has been fetched while they were not.
+template <class Place, class Ask>
+KOG_DEVICE void poll_until(Block& b, Step step, Place place, u32 phase, Ask ask) {
+#pragma unroll 1
+  for (bool waits = false;; waits = true) {
+    u32 bad = ask();
+    if (!any_lane(bad != 0)) break;
+    if (!waits) begin_wait(b);
+    if (give_up(b, step, place(), phase ^ bad, phase)) break;
+  }
+  end_wait(b);
+}
+
+// N vectors of 4 words a lane: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
+// 0, and 0 of its first word if nothing is to be loaded.
+template <int N, class Address, class Need>
+KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
+                             uint4 (&q)[N]) {
+  u32 late[N];
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    q[i] = uint4{phase, phase, phase, phase};
-    if (at[i] < count) q[i] = load_relaxed4(base + at[i]);
+    q[i] = uint4{0, 0, 0, 0};
+    late[i] = need(i, 0);
   }
-#pragma unroll
-  for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
-  if (!any_lane(bad != 0)) return;
-  begin_wait(b);
-  do {
-    if (give_up(b, step, place_of(b, base + at[0]), phase ^ bad, phase)) break;
+  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (stale(q[i], at[i], count, phase) != 0) q[i] = load_relaxed4(base + at[i]);
-    bad = 0;
+      if (late[i] != 0) q[i] = load_relaxed4(address(i));
 #pragma unroll
-    for (int i = 0; i < N; i++) bad |= stale(q[i], at[i], count, phase);
-  } while (any_lane(bad != 0));
-  end_wait(b);
+    for (int i = 0; i < N; i++) {
+      late[i] = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) late[i] |= (word_of(q[i], j) ^ phase) & need(i, j);
+      bad |= late[i];
+    }
+    return bad;
+  });
+}
+// The same of kCount words at `base`: at[i] is the index of the first word of vector i.
+template <int kCount, int N>
+KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u32 phase,
+                     uint4 (&q)[N]) {
+  poll_vectors(
+      b, step, [&](int i) { return base + at[i]; },
+      [&](int i, int j) {  // vectors begin at multiples of 4
+        return at[i] + (kCount % 4 == 0 ? 0 : j) < kCount ? 1u : 0u;
+      },
+      phase, q);
 }
 
 // N single words a lane: address(i) says where, or nullptr where a lane asks for none.
 template <int N, class Address>
 KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 (&w)[N]) {
-  u32 bad = 0;
+  // A word that nobody waits for has the phase from the start.
 #pragma unroll
-  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? load_relaxed(address(i)) : phase;
-#pragma unroll
-  for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-  if (!any_lane(bad != 0)) return;
-  begin_wait(b);
-  do {
-    if (give_up(b, step, place_of(b, address(0)), phase ^ bad, phase)) break;
+  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? ~phase : phase;
+  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
-    bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
-  } while (any_lane(bad != 0));
-  end_wait(b);
+    return bad;
+  });
 }
 
 }  // namespace kog

@@ -6,14 +6,13 @@
 //
 // An image holds o_proj's inputs of all columns where its warps find them (matvec.h).
 #pragma once
+#include <kog/columns/chunk.h>
 #include <kog/columns/stream.h>
 #include <kog/join.h>
+#include <kog/produce.h>
 
 namespace kog::columns {
 
-KOG_DEVICE int position_of(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps;
-}
 KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
   int position = position_of(b, column, steps);
   return splits_in_use(position + 1 - first_position(position, kWindows[b.layer]));
@@ -22,47 +21,63 @@ KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
 KOG_DEVICE u32* image_words(const Block& b, int split) {
   return b.p.words + AttentionWords::kOffset + split * AttentionWords::kStride;
 }
+// Those of a head lie together: many warps of all blocks wait for the same ones, and what they ask
+// for meanwhile is few sectors.
 KOG_DEVICE u32* top_word(const Block& b, int split, int column, int query_head) {
-  return b.p.words + TopsWords::kOffset + split * TopsWords::kStride + column * kHeads + query_head;
+  return b.p.words + TopsWords::kOffset + (query_head * kMerged + split) * kColumns + column;
 }
-template <class Flags>
 KOG_DEVICE int split_flag(int column, int head, int split) {
-  return Flags::kOffset + (column * kKvHeads + head) * kSplits + split;
+  return AttentionFlagsWords::kOffset + (column * kKvHeads + head) * kSplits + split;
 }
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
                            u32 phase) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(image_words(b, split) + narrow_place(word, b.column), pack_pair(v.x, v.y, phase));
+  store_relaxed(image_words(b, split) + narrow_place<OProj>(word, b.column),
+                pack_pair(v.x, v.y, phase));
 }
 KOG_DEVICE void put_top(const Block& b, int split, int query_head, float top, u32 phase) {
   store_relaxed(top_word(b, split, b.column, query_head), pack_f32(top, phase));
 }
 
+// The splits in use of every column, column c's in lane c.
+KOG_DEVICE u32 splits_by_lane(const Block& b, int steps) {
+  return b.in_warp < b.p.num_seats ? static_cast<u32>(splits_of(b, b.in_warp, steps)) : 0;
+}
 // Unit n of the layer, counted over the columns: whose it is and its span; false behind the last.
-KOG_DEVICE bool find_unit(Block& b, int steps, int n, Span& span) {
+// By whole warps.
+KOG_DEVICE bool find_unit(Block& b, int steps, u32 by_lane, int n, Span& span) {
+  int used = 0, before = 0, first = 0;
+#pragma unroll
+  for (int c = 0; c < kColumns; c++) {
+    int splits = static_cast<int>(shuffle(by_lane, c));
+    if (n >= before && n < before + splits * kKvHeads) b.column = c, used = splits, first = before;
+    before += splits * kKvHeads;
+  }
+  if (used == 0) return false;
+  n -= first;
+  span = span_of(n / used, n % used, position_of(b, b.column, steps), kWindows[b.layer]);
+  return true;
+}
+
+// Bring what this block's warps ask for first in a layer's attention into the L2 (../produce.h); by
+// the thread that fills the ring.
+KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
+  int n = b.place;
   for (int c = 0; c < b.p.num_seats; c++) {
-    int used = splits_of(b, c, steps);
-    if (n < used * kKvHeads) {
-      b.column = c;
-      span = span_of(n / used, n % used, position_of(b, c, steps), kWindows[b.layer]);
-      return true;
-    }
+    int position = position_of(b, c, steps);
+    if (position >= kMaxContext) continue;  // ahead of the end of a request
+    int length = position + 1 - first_position(position, kWindows[layer]);
+    int used = splits_in_use(length);
+    for (; n < used * kKvHeads; n += kGroup)
+      fetch_span(b, b.small->seats[c].slot, layer,
+                 span_of(n / used, n % used, position, kWindows[layer]));
     n -= used * kKvHeads;
   }
-  return false;
 }
 
 // Makes the unit that was found the one in hand. Warps meet in its work before the next one's.
 KOG_DEVICE void serve_unit(Block& b, int steps) {
   serve_seat(b, b.small->seats[b.column], position_of(b, b.column, steps));
-}
-
-// By all warps: the unit's words of this run are there.
-template <class Flags>
-KOG_DEVICE void finish_unit(const Block& b, const Span& span, u32 epoch) {
-  sync_consumers();
-  if (b.warp != 0) return;
-  raise_flag(b, b.p.words + split_flag<Flags>(b.column, span.head, span.split), epoch);
 }
 
 // Words of an image change with each layer that has the split, not with each layer: what nobody
@@ -84,84 +99,96 @@ KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pa
                              float top, u32 phase) {
   int query_head = span.head * kQueries + query;
   if (span.used > kMerged)
-    return publish_split(split_words(b, span.head, span.split), query, pair, v, top, phase);
+    return publish_split(b, span, query, pair, v, top, phase);
   phase = image_phase(b, b.column, span.split);
   put_output(b, span.split, query_head, pair, v, phase);
   if (pair == 0) put_top(b, span.split, query_head, top, phase);
 }
 
-KOG_DEVICE void attention(Block& b, int steps) {
-  u32 phase = phase_of(iteration_of(b, steps));
-  bool many = false;
-  Span span;
-  for (int n = b.place; find_unit(b, steps, n, span); n += kGroup) {
-    serve_unit(b, steps);
-    many |= span.used > kMerged;
-    walk_span(b, span, position_of(b, b.column, steps), phase, [&](int query, int pair, float2 v, float top) {
-      publish_unit(b, span, query, pair, v, top, phase);
-    });
-    if (span.used > kMerged) fence_gpu();  // words of many splits keep no step
-    finish_unit<AttentionFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
+// By all warps: the words of one of many splits are there. They keep no step.
+KOG_DEVICE void finish_split(const Block& b, const Span& span, u32 epoch) {
+  fence_gpu();
+  sync_consumers();
+  if (b.warp == 0) raise_flag(b, b.p.words + split_flag(b.column, span.head, span.split), epoch);
+}
+KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
+  int at[(kSplits + 31) / 32];
+#pragma unroll
+  for (int i = 0; i < (kSplits + 31) / 32; i++) {
+    int split = i * 32 + b.in_warp;
+    at[i] = split < span.used ? split_flag(b.column, span.head, split) : -1;
   }
-  if (!many) return;
-  for (int n = b.place; find_unit(b, steps, n, span); n += kGroup) {
+  await(b, Step::kAttentionJoin, at, epoch);
+  fence_gpu();  // pairs with the one before the flags
+  sync_warp();
+}
+
+KOG_DEVICE void attention(Block& b, int steps) {
+  u32 phase = phase_of(iteration_of(b, steps)), epoch = epoch_of(iteration_of(b, steps));
+  u32 splits = splits_by_lane(b, steps);
+  Span span;
+  for (int n = b.place; find_unit(b, steps, splits, n, span); n += kGroup) {
+    serve_unit(b, steps);
+    walk_span(b, span, position_of(b, b.column, steps), phase, fresh_rows(b, steps),
+              [&](int query, int pair, float2 v, float top) {
+                publish_unit(b, span, query, pair, v, top, phase);
+              });
+    if (span.used > kMerged) finish_split(b, span, epoch);
+  }
+  if (!any_lane(splits > kMerged)) return;
+  for (int n = b.place; find_unit(b, steps, splits, n, span); n += kGroup) {
     if (span.used <= kMerged || span.split >= kQueries) continue;
     serve_unit(b, steps);
-    int at[(kSplits + 31) / 32];
-#pragma unroll
-    for (int i = 0; i < (kSplits + 31) / 32; i++) {
-      int split = i * 32 + b.in_warp;
-      at[i] = split < span.used ? split_flag<AttentionFlagsWords>(b.column, span.head, split) : -1;
-    }
-    await(b, Step::kAttentionJoin, at, epoch_of(iteration_of(b, steps)));
-    fence_gpu();  // pairs with the one before the flags
-    sync_warp();
+    await_splits(b, span, epoch);
     join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
       put_output(b, 0, query_head, pair, v, image_phase(b, b.column, 0));
       if (pair == 0) put_top(b, 0, query_head, 0, image_phase(b, b.column, 0));
     });
-    finish_unit<JoinFlagsWords>(b, span, epoch_of(iteration_of(b, steps)));
+    sync_consumers();  // what the warps joined in is free
   }
 }
 
-// Until the attention of this warp's part of Stage's inputs is there.
+// Images of a column that are in use.
+KOG_DEVICE int images_of(const Block& b, int column, int steps) {
+  int used = splits_of(b, column, steps);
+  return used > kMerged ? 1 : used;
+}
+
+// Until the logarithms of the heads in this warp's part of Stage's inputs are there: as a hint, the
+// outputs are stored at the same time. Lane kColumns * split + column asks for its own. They are
+// read even of one split, which needs none: unread, a store of theirs could land after a later one.
 template <class Stage>
 KOG_DEVICE void await_attention(Block& b, int steps) {
   using S = Cut<Stage>;
-  constexpr int kOfHead = kQueries * kHeadDim;  // values of a key/value head
-  constexpr int kMostHeads = (S::kPartValues + kOfHead - 1) / kOfHead + 1;
-  constexpr int kJoiners = kSplits < kQueries ? kSplits : kQueries;
-  constexpr int kMost = kMerged > kJoiners ? kMerged : kJoiners;
-  int first = S::first_value(b) / kOfHead, last = S::first_value(b) + S::kPartValues;
+  constexpr bool kWholeHeads = S::kPartValues % kHeadDim == 0;
+  constexpr int kCount = S::kPartValues / kHeadDim + (kWholeHeads ? 0 : 2);
+  int first = S::first_value(b) / kHeadDim, last = S::first_value(b) + S::kPartValues;
   last = last < Stage::kCols ? last : Stage::kCols;
-  constexpr int kFlags = (kColumns * kMostHeads * kMost + 31) / 32;
-  int at[kFlags];
+  int split = b.in_warp / kColumns, column = b.in_warp % kColumns, at[kCount];
+  bool mine = column < b.p.num_seats && split < images_of(b, column, steps);
+  u32 phase = mine ? image_phase(b, column, split) : 0;
+  const u32* from = top_word(b, mine ? split : 0, column, first);
+  ask_until_ready(b, Step::kOProjInput, place_of(b, from), phase ^ 1, phase, [&] {
+    u32 bad = 0;
 #pragma unroll
-  for (int i = 0; i < kFlags; i++) {
-    int n = i * 32 + b.in_warp, split = n % kMost, column = n / kMost % kColumns;
-    int head = first + n / (kMost * kColumns);
-    at[i] = -1;
-    if (column >= b.p.num_seats || head * kOfHead >= last) continue;
-    int used = splits_of(b, column, steps);
-    if (used > kMerged && split < kJoiners)
-      at[i] = split_flag<JoinFlagsWords>(column, head, split);
-    if (used <= kMerged && split < used)
-      at[i] = split_flag<AttentionFlagsWords>(column, head, split);
-  }
-  await(b, Step::kOProjInput, at, epoch_of(iteration_of(b, steps)));
+    for (int i = 0; i < kCount; i++)
+      if (mine && (first + i) * kHeadDim < last)
+        bad |= load_relaxed(from + i * kMerged * kColumns) ^ phase;
+    return any_lane((bad & 1) != 0);
+  });
 }
 
 // A lane's words of one step and set, joined from those of `used` splits as ../attention.h does it.
-KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&top)[kMerged],
-                                  int used) {
+template <int kMost>
+KOG_DEVICE Activation join_splits(const Activation (&w)[kMost], const u32 (&top)[kMost], int used) {
   float best = unpack_f32(top[0]), total = 0, sum[2 * kOperandWords] = {};
 #pragma unroll
-  for (int s = 1; s < kMerged; s++) {
+  for (int s = 1; s < kMost; s++) {
     float other = unpack_f32(top[s]);
     if (s < used) best = other > best ? other : best;
   }
 #pragma unroll
-  for (int s = 0; s < kMerged; s++) {
+  for (int s = 0; s < kMost; s++) {
     float share = exp2_fast(unpack_f32(top[s]) - best);
     if (s >= used) continue;
     total += share;
@@ -179,75 +206,130 @@ KOG_DEVICE Activation join_splits(const Activation (&w)[kMerged], const u32 (&to
   return out;
 }
 
+// What a lane of Stage's operands knows of the columns whose words it has, set by set.
+template <class Stage>
+struct Images {
+  using S = Cut<Stage>;
+  bool mine[S::kSets];  // whether the column has a request: else its words are never written
+  int used[S::kSets];
+  u32 phases[S::kSets];  // bit s: that of split s
+
+  KOG_DEVICE Images(const Block& b, int steps) {
+#pragma unroll
+    for (int set = 0; set < S::kSets; set++) {
+      int column = column_of(b, set);
+      mine[set] = column < b.p.num_seats;
+      used[set] = mine[set] ? images_of(b, column, steps) : 1;
+      phases[set] = 0;
+#pragma unroll
+      for (int s = 0; s < kMerged; s++) phases[set] |= image_phase(b, column, s) << s;
+    }
+  }
+  KOG_DEVICE static int column_of(const Block& b, int set) {
+    return set * S::kTokens + S::token(b.in_warp % S::kLanes);
+  }
+  KOG_DEVICE int most() const {
+    int all = used[0];
+#pragma unroll
+    for (int set = 1; set < S::kSets; set++) all = used[set] > all ? used[set] : all;
+    return static_cast<int>(largest_of_warp(static_cast<u32>(all)));
+  }
+};
+
+// Steps [first, first + kAtOnce) of Stage's operands, of up to kMost splits.
+template <class Stage, int kAtOnce, int kMost>
+KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>& images,
+                             int first) {
+  using S = Cut<Stage>;
+  using Row = Words<S::kRowWords>;
+  int lane = b.in_warp % S::kLanes;
+  int k = S::first_value(b) + first * S::kStepValues;
+  const u32* from = image_words(b, 0) + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  int value = k + S::value(lane);  // all that the lane has of a step lies in its head
+  // Steps that share their heads, which is to say their logarithms.
+  constexpr bool kAligned = kHeadDim % S::kStepValues == 0 && S::kPartValues % kHeadDim == 0 &&
+                            kAtOnce * S::kStepValues % kHeadDim == 0 &&
+                            Stage::kSteps % kAtOnce == 0;
+  constexpr int kAlike = kAligned ? kHeadDim / S::kStepValues : 1;
+  Row w[kAtOnce][kMost];
+  u32 top[kAtOnce / kAlike][S::kSets][kMost] = {};
+  ask_until_ready(b, Step::kOProjInput, place_of(b, from), 1, 0, [&] {
+    u32 bad = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+      for (int s = 0; s < kMost; s++) {
+        bool any = s == 0;
+#pragma unroll
+        for (int set = 0; set < S::kSets; set++) {
+          bool there = s < images.used[set];
+          any |= there;
+          int head = (value + i * S::kStepValues) / kHeadDim;
+          if (kMost > 1 && i % kAlike == 0)  // one split needs none
+            top[i / kAlike][set][s] = load_relaxed(
+                top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
+        }
+        load_row(from + (any ? s : 0) * AttentionWords::kStride + i * S::kStepWords, w[i][s]);
+      }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+      for (int s = 0; s < kMost; s++)
+#pragma unroll
+        for (int j = 0; j < S::kRowWords; j++) {
+          int set = j / kOperandWords;
+          u32 phase = images.phases[set] >> s, late = w[i][s].w[j] ^ phase;
+          if (kMost > 1) late |= top[i / kAlike][set][s] ^ phase;
+          bool inside =
+              Stage::kPaddedK == Stage::kCols || value + i * S::kStepValues < Stage::kCols;
+          bad |= images.mine[set] && s < images.used[set] && inside ? late : 0;
+          w[i][s].w[j] = operand_of(w[i][s].w[j]);
+        }
+    return any_lane((bad & 1) != 0);
+  });
+#pragma unroll
+  for (int i = 0; i < kAtOnce; i++) {
+    Row row = w[i][0];
+#pragma unroll
+    for (int set = 0; set < S::kSets && kMost > 1; set++) {
+      Activation of_split[kMost];
+#pragma unroll
+      for (int s = 0; s < kMost; s++) of_split[s] = of_set(w[i][s], set);
+      if (images.used[set] == 1) continue;
+      Activation v = join_splits<kMost>(of_split, top[i / kAlike][set], images.used[set]);
+#pragma unroll
+      for (int j = 0; j < kOperandWords; j++) row.w[set * kOperandWords + j] = v.w[j];
+    }
+    if (first + i < Stage::kHeld)
+      to.held[first + i] = row;
+    else
+      to.store(first + i, row);
+  }
+}
+
+// All steps, kRoom of a split at once.
+template <class Stage, int kRoom, int kMost>
+KOG_DEVICE void stage_all(Block& b, Operands<Stage>& to, const Images<Stage>& images) {
+  constexpr int kAtOnce = Stage::kSteps < kRoom ? Stage::kSteps : kRoom;
+  constexpr int kLast = Stage::kSteps - kAtOnce;
+#pragma unroll
+  for (int first = 0; first < Stage::kSteps; first += kAtOnce)
+    stage_splits<Stage, kAtOnce, kMost>(b, to, images, first < kLast ? first : kLast);
+}
+
 // Wait for this warp's part of the attention's outputs and make it Stage's operands.
 template <class Stage>
 KOG_DEVICE void stage_attention(Block& b, Operands<Stage>& to, int steps) {
-  using S = Cut<Stage>;
-  constexpr int kAtOnce = 2;  // steps whose words are on their way
   await_attention<Stage>(b, steps);
-  int lane = b.in_warp % S::kLanes;
-  const u32* images =
-      image_words(b, 0) + S::first_value(b) / kFragK * S::kStepWords + lane * kOperandWords;
-#pragma unroll
-  for (int set = 0; set < S::kSets; set++) {
-    int column = set * S::kTokens + lane / 8;
-    // Words of columns without a request, and of values beyond the last, are never written.
-    bool mine = column < b.p.num_seats;
-    int used = mine ? splits_of(b, column, steps) : 1;
-    if (used > kMerged) used = 1;
-    int most = static_cast<int>(largest_of_warp(static_cast<u32>(used)));
-    u32 phase[kMerged];
-#pragma unroll
-    for (int s = 0; s < kMerged; s++) phase[s] = image_phase(b, column, s < used ? s : used - 1);
-#pragma unroll
-    for (int first = 0; first < Stage::kSteps; first += kAtOnce) {
-      Activation w[kAtOnce][kMerged];
-      u32 top[kAtOnce][kMerged] = {};
-      ask_until_ready(b, Step::kOProjInput, place_of(b, images), phase[0] ^ 1, phase[0], [&] {
-        u32 bad = 0;
-#pragma unroll
-        for (int s = 0; s < kMerged; s++) {
-          if (s >= most) break;
-          int split = s < used ? s : used - 1;
-#pragma unroll
-          for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
-            int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
-            int head = value / kHeadDim;
-            load_operand(images + split * AttentionWords::kStride + (first + i) * S::kStepWords +
-                             set * S::kSetWords,
-                         w[i][s]);
-            top[i][s] = load_relaxed(top_word(b, split, column, head < kHeads ? head : 0));
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < kMerged; s++) {
-          if (s >= most) break;
-#pragma unroll
-          for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
-            int value = S::first_value(b) + (first + i) * kFragK + lane % 4 * (kFragK / 4);
-            // Read even of one split, which needs none: unread, its store could land after a later one.
-            u32 late = top[i][s] ^ phase[s];
-#pragma unroll
-            for (int j = 0; j < kOperandWords; j++) {
-              late |= w[i][s].w[j] ^ phase[s];
-              w[i][s].w[j] = operand_of(w[i][s].w[j]);
-            }
-            if (mine && value < Stage::kCols) bad |= late;
-          }
-        }
-        return any_lane((bad & 1) != 0);
-      });
-#pragma unroll
-      for (int i = 0; i < kAtOnce && first + i < Stage::kSteps; i++) {
-        Activation v = w[i][0];
-        if (used > 1) v = join_splits(w[i], top[i], used);
-        if (first + i < Stage::kHeld)
-          to.held[first + i][set] = v;
-        else
-          to.store(first + i, set, v);
-      }
-    }
-  }
+  Images<Stage> images(b, steps);
+  int most = images.most();
+  // Code for as few splits as there are, which is shorter and asks for more of them at once.
+  if (most == 1)
+    stage_all<Stage, 4, 1>(b, to, images);
+  else if (most == 2)
+    stage_all<Stage, 4, 2>(b, to, images);
+  else
+    stage_all<Stage, 2, kMerged>(b, to, images);
   sync_warp();
 }
 

@@ -1,5 +1,6 @@
 // One launch serves up to kColumns requests together, a token of each a step, until one ends or the
-// host wants to speak: the walk of one block. Who is served does not change while it runs.
+// host wants to speak: the walk of one block. Who is served does not change while it runs. Or it
+// serves one prompt, kColumns positions a step, until its first token (chunk.h).
 #pragma once
 #include <kog/columns/head.h>
 #include <kog/outcome.h>
@@ -18,7 +19,7 @@ KOG_DEVICE void run_step(Block& b, Walk& k) {
 // After a step: a warp a column says what its token means and what comes next.
 KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
   Seat& seat = b.small->seats[column];
-  int position = position_of(b, column, k.steps), made = position - seat.first_head + 1;
+  int made = made_by(b, column, k.steps);
   int token = made > 0 ? b.small->chosen[column] : 0;
   b.request = request_of(b, column);
   Ending ending;
@@ -26,7 +27,9 @@ KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
   int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
   int next = token;
   if (made <= 0)
-    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
+    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) +
+                      position_of(b, column, k.steps + 1)];
+  if (kChunk && made > 0 && outcome == kRunning) outcome = kYield;  // the prompt is done
   if (b.in_warp != 0) return;
   seat.token = next;
   b.small->outcomes[column] = outcome;
@@ -53,6 +56,10 @@ KOG_DEVICE void consume(Block& b) {
   pair_clocks(b, 0);
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
   if (b.thread < kColumns * kMerged) b.small->uses[b.thread] = 0;
+  if constexpr (kChunk) {
+    spread_seats(b);
+    sync_consumers();
+  }
   while (outcome == kRunning) {
     run_step(b, k);
     b.turn++;
@@ -71,26 +78,27 @@ KOG_DEVICE void consume(Block& b) {
   pair_clocks(b, 1);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
   if (b.block != 0) return;
-  save_seats(b, k.steps);
+  if constexpr (kChunk) {
+    if (b.thread == 0) save_chunks(b, k.steps);
+  } else {
+    save_seats(b, k.steps);
+  }
   if (b.thread == 0)
     store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
                       static_cast<u64>(b.small->seats[last].slot));
 }
 
-// Chunks of one step: all layers, then the head if a column has logits. Runs ahead until the
-// consumers leave.
+// Chunks of one step: all layers, each behind its first keys and values, then the head if a column
+// has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  int layers = 0;
-  for (int i = 0; i < kLayers; i++)
-    layers += chunks_of<QkvProj>(b.place, i) + chunks_of<OProj>(b.place, i) +
-              chunks_of<GateUpProj>(b.place, i) + chunks_of<DownProj>(b.place, i);
-  int head = chunks_of<LmHead>(b.place, 0);
+  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {
-    const u8* from = b.p.weights + static_cast<u64>(b.block) * kChunkBytes;
-    int chunks = layers + (any_head(b, steps) ? head : 0);
-    for (int i = 0; i < chunks; i++, from += static_cast<u64>(kBlocks) * kChunkBytes)
-      if (!producer.fill(b, from, chunks - i)) return producer.drain(b);
+    Stream stream(b, 0, any_head(b, steps) ? all : layers);
+    for (int run = 0; stream.left > 0; run++) {
+      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
+      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
+    }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }

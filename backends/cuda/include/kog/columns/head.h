@@ -15,14 +15,6 @@ constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
 KOG_DEVICE const u32* request_of(const Block& b, int column) {
   return b.p.request + b.small->seats[column].slot * kRequestWords;
 }
-KOG_DEVICE bool has_head(const Block& b, int column, int steps) {
-  return b.small->seats[column].first + steps >= b.small->seats[column].first_head;
-}
-KOG_DEVICE bool any_head(const Block& b, int steps) {
-  bool any = false;
-  for (int c = 0; c < b.p.num_seats; c++) any |= has_head(b, c, steps);
-  return any;
-}
 // A column whose next token takes nothing but every row's logit once.
 KOG_DEVICE bool is_plain(const Block& b, int column) {
   return (request_of(b, column)[Request::kFlags] & kWantsMore) == 0;
@@ -40,9 +32,8 @@ KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
 template <int kItems>
 KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const int (&column)[kItems],
                              u64 epoch, u32 control) {
-  Candidate* local = reinterpret_cast<Candidate*>(b.partials);  // [column][warp]
-  static_assert(kColumns * kWarps * sizeof(Candidate) <= kPartialBytes);
-  sync_consumers();  // the partial sums have been read
+  Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
+  static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
 #pragma unroll 1
   for (int c = 0; c < b.p.num_seats; c++) {
     Candidate best = nobody();
@@ -66,33 +57,43 @@ KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const in
 KOG_DEVICE int judge_of(int column) { return column * kBlocks / kColumns; }
 
 KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
-  Candidate best = nobody();
-  u32 control = 0;
-  for (int first = 0; first < kBlocks; first += 32) {
-    const u64* from =
-        first + b.in_warp < kBlocks ? best_of_column(b, column, first + b.in_warp) : nullptr;
-    ulonglong2 key = {epoch, epoch}, rest = key;
-    auto ask = [&] {
-      if (from != nullptr) key = load_relaxed_pair(from), rest = load_relaxed_pair(from + 2);
-      return any_lane((key.x ^ epoch) >> 32 != 0 || (key.y ^ epoch) >> 32 != 0 ||
-                      (rest.x ^ epoch) >> 32 != 0 || (rest.y ^ epoch) >> 32 != 0);
-    };
-    if (ask()) {
-      begin_wait(b);
-      while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
-                      static_cast<u32>(rest.x >> 32), static_cast<u32>(epoch >> 32)) &&
-             ask()) {
-      }
-      end_wait(b);
+  constexpr int kEach = (kBlocks + 31) / 32;  // of a lane, on their way together
+  const u64* from = best_of_column(b, column, b.in_warp);
+  ulonglong2 key[kEach], rest[kEach];
+  auto late = [&](const ulonglong2& v) { return ((v.x ^ epoch) | (v.y ^ epoch)) >> 32 != 0; };
+  auto ask = [&] {
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      key[i] = rest[i] = {epoch, epoch};
+      if (32 * i + b.in_warp >= kBlocks) continue;
+      key[i] = load_relaxed_pair(from + 4 * 32 * i);
+      rest[i] = load_relaxed_pair(from + 4 * 32 * i + 2);
     }
-    if (from == nullptr) continue;
-    Candidate c = {double_of(key.x << 32 | (key.y & 0xffffffffu)), static_cast<int>(rest.x)};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) bad |= late(key[i]) || late(rest[i]);
+    return any_lane(bad);
+  };
+  if (ask()) {
+    begin_wait(b);
+    u32 place = place_of(b, reinterpret_cast<const u32*>(from)),
+        wanted = static_cast<u32>(epoch >> 32);
+    while (!give_up(b, Step::kWinner, place, wanted - 1, wanted) && ask()) {
+    }
+    end_wait(b);
+  }
+  Candidate best = nobody();
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    if (32 * i + b.in_warp >= kBlocks) continue;
+    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)),
+                   static_cast<int>(rest[i].x)};
     if (beats(c, best)) best = c;
-    if (first + b.in_warp == 0) control = static_cast<u32>(rest.y);
   }
   best = best_of_warp(best);
   if (b.in_warp != 0 || must_leave(b)) return;
   int token = best.key == -infinity() ? kNothing : best.id;
+  u64 control = rest[0].y & 0xffffffffu;  // block 0 brought it
   store_relaxed_pair(winner_of_column(b, column), epoch | static_cast<u32>(token), epoch | control);
 }
 
@@ -127,11 +128,13 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  Operands<LmHead> x(b);
-  stage_streams(b, Step::kMlpOut, x, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
+  stage_streams<LmHead::kPaddedK, LmHead::kParts == kWarps>(
+      b, Step::kMlpOut, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
   fence_gpu();  // this step's rows of the cache are there for all that comes
   constexpr int kItems = Cut<LmHead>::kItems;
-  float scale[kItems] = {};
+  Operands<LmHead> x(b);
+  x.hold();
+  Scales scales;
   int column[kItems];
   Candidate mine[kItems];
 #pragma unroll
@@ -140,16 +143,17 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(b.place, 0), x, [](const Item&) { return 0; },
+      b, k.ring, units_of<LmHead>(b.place, 0), x, NothingTaken(),
+      [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
+        float logit = sum * scales.of(b, item.column);
         if (!item.there || !has_head(b, item.column, k.steps)) return;
-        if (scale[i] == 0) scale[i] = inverse_rms(b, item.column);
         const u32* request = request_of(b, item.column);
         if ((request[Request::kFlags] & kWantsMore) != 0) {
-          raw_scores(b.p, item.column)[item.row] = sum * scale[i];
+          raw_scores(b.p, item.column)[item.row] = logit;
           return;
         }
-        Candidate c = candidate(request, sum * scale[i], item.row,
+        Candidate c = candidate(request, logit, item.row,
                                 position_of(b, item.column, k.steps) + 1);
         if (beats(c, mine[i])) mine[i] = c;
       },

@@ -14,7 +14,6 @@ namespace kog::columns {
 // Of one consumer thread, from the first step to the last.
 struct Walk {
   Ring ring;
-  int turn = 0;   // which partial sums are free
   int heads = 0;  // exchanges of heads: their numbers
   int steps = 0;
 };
@@ -37,21 +36,34 @@ KOG_DEVICE Units layer_units(const Block& b) {
   return units_of<Stage>(b.place, b.layer);
 }
 
-KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
+// The stages that multiply x: what is staged serves either.
+constexpr int kLayerK =
+    QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
+constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
+
+// Units of either that every block has, in kTakenWords registers.
+constexpr bool kAlike = QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
+                        QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
+                        QkvProj::kSteps == GateUpProj::kSteps;
+constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
+constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
+                            ? QkvProj::kUnits / QkvProj::kGroup
+                            : GateUpProj::kUnits / GateUpProj::kGroup;
+constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
+using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
+
+KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<QkvProj> x(b);
-  int iteration = iteration_of(b, k.steps);
-  stage_streams(b, Step::kMlpOut, x, layer_streams(b), 2 * b.layer, iteration - 1);
-  stamp(b, Point::kMlpOut);
-  u32 phase = phase_of(iteration);
+  x.hold();
+  u32 phase = phase_of(iteration_of(b, k.steps));
   const float* bias = bias_of<QkvProj>(b);
-  float scale[Cut<QkvProj>::kItems] = {};
+  Scales scales;
   run_units<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), x,
+      b, k.ring, layer_units<QkvProj>(b), x, ahead,
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
-      [&](int i, const Item& item, float sum, float asked) {
-        if (scale[i] == 0 && item.there) scale[i] = inverse_rms(b, item.column);
-        float v = sum * scale[i] + asked, next = shuffle_down(v, 1);
+      [&](int, const Item& item, float sum, float asked) {
+        float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
         u32* to = b.p.words + QkvWords::kOffset + item.column * QkvWords::kStride + item.row / 2;
         if (item.there && item.row % 2 == 0)
           store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
@@ -59,31 +71,37 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k) {
       [](int) {});
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& k) {
+// The hint of the block at this place, as units_of turns it: those that one warp waits for lie
+// together, others in other lines, so that all blocks' questions spread over the L2.
+KOG_DEVICE int mlp_flag(int place) {
+  return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
+}
+
+KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   b.begin_stage();
   Operands<GateUpProj> x(b);
+  x.hold();
   int iteration = iteration_of(b, k.steps);
-  stage_streams(b, Step::kAttentionOut, x, inner_streams(b), 2 * b.layer + 1, iteration);
-  stamp(b, Point::kAttentionOut);
   u32* to = b.p.words + MlpWords::kOffset;
   u32 phase = phase_of(iteration);
   const float* bias = bias_of<GateUpProj>(b);
-  float scale[Cut<GateUpProj>::kItems] = {};
+  Scales scales;
   run_units<GateUpProj>(
-      b, k.ring, k.turn, layer_units<GateUpProj>(b), x,
+      b, k.ring, layer_units<GateUpProj>(b), x, ahead,
       [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
-      [&](int i, const Item& item, float sum, float asked) {
-        if (scale[i] == 0 && item.there) scale[i] = inverse_rms(b, item.column);
-        float v = sum * scale[i] + asked, up = shuffle_down(v, 1);
+      [&](int, const Item& item, float sum, float asked) {
+        float v = sum * scales.of(b, item.column) + asked, up = shuffle_down(v, 1);
         float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
               next = shuffle_down(h, 2);
         if (item.there && item.row % 4 == 0)
-          store_relaxed(to + narrow_place(item.row / 4, item.column),
+          store_relaxed(to + narrow_place<DownProj>(item.row / 4, item.column),
                         pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
       },
-      [&](int unit) {
-        raise_flag(b, b.p.words + MlpFlagsWords::kOffset + unit, epoch_of(iteration));
-      });
+      [](int) {});
+  // One hint of a block for all its units: many warps of all blocks wait for the same ones.
+  if (b.warp == 0)
+    raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
+               epoch_of(iteration));
 }
 
 // o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache
@@ -98,7 +116,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
     float bias, x;
   };
   run_units<Stage>(
-      b, k.ring, k.turn, layer_units<Stage>(b), operands,
+      b, k.ring, layer_units<Stage>(b), operands, NothingTaken(),
       [&](const Item& item) {
         return Asked{kBias && item.there ? bias[item.row] : 0.f,
                      item.there ? x.value(b, item.column, item.row) : 0.f};
@@ -127,48 +145,68 @@ KOG_DEVICE void o_proj(Block& b, Walk& k) {
                                                                         layer_streams(b), false);
 }
 
-// Until the units of gate_up_proj that this warp's part of down_proj's inputs comes from are there.
+// Until the blocks that compute this warp's part of down_proj's inputs have done so.
 KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   using S = Cut<DownProj>;
-  constexpr int kRows = GateUpProj::kUnitRows, kFlags = (2 * S::kPartValues / kRows + 33) / 32;
+  constexpr int kRows = GateUpProj::kUnitRows, kUnits = GateUpProj::kUnits,
+                kGroup = GateUpProj::kGroup;
+  constexpr int kMost = (2 * S::kPartValues / kRows + 1) * kGroup / kUnits + 2;  // blocks
+  constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
+  // The place, as units_of turns it, of the block that has a unit.
+  auto owner = [](int unit) { return ((unit + 1) * kGroup - 1) / kUnits; };
+  int from = owner(2 * first / kRows), to = owner((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
-    int unit = 2 * first / kRows + i * 32 + b.in_warp;
-    at[i] = first < last && unit * kRows < 2 * last ? MlpFlagsWords::kOffset + unit : -1;
+    int place = from + i * 32 + b.in_warp;
+    at[i] = first < last && place <= to ? mlp_flag(place) : -1;
   }
   await(b, Step::kDownProjInput, at, epoch);
 }
 
+// Registers for words that are on their way to down_proj: steps of K, in as few turns as they allow.
+constexpr int kMostAsked = 64 / Cut<DownProj>::kRowWords;
+constexpr int kTurns = (DownProj::kSteps + kMostAsked - 1) / kMostAsked;
+constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
+constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
+using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
+
+// Operands of kAsked steps from step `first` on.
+KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
+  using S = Cut<DownProj>;
+  // The lane's words of a step: every other one of a quarter.
+  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
+  int value = k + S::value(lane);
+  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords +
+                    lane * S::kLaneStride;
+  receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
+    bool inside = DownProj::kPaddedK == DownProj::kCols ||
+                  value + i * S::kStepValues + 4 * word < DownProj::kCols;
+    return set * S::kTokens + S::token(lane) < b.p.num_seats && inside;
+  });
+}
+
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
-  using S = Cut<DownProj>;
-  constexpr int kLeft = DownProj::kSteps - DownProj::kHeld;
-  constexpr int kAtOnce = kLeft < 4 ? kLeft : 4;  // steps on their way to scratch
   await_mlp(b, epoch_of(iteration));
-  u32 phase = phase_of(iteration);
-  // The lane's words of a step: every other one of a quarter (narrow_place).
-  int lane = b.in_warp % S::kLanes;
-  int value = S::first_value(b) + lane % 4 * (kFragK / 4) + lane / 4 % 2 * 2;
-  const u32* from = b.p.words + MlpWords::kOffset + S::first_value(b) / kFragK * S::kStepWords +
-                    lane * kOperandWords;
-  auto mine = [&](int step, int set, int word) {
-    bool inside = value + step * kFragK + 4 * word < DownProj::kCols;
-    return set * S::kTokens + lane / 8 < b.p.num_seats && inside;
-  };
-  if constexpr (DownProj::kHeld > 0)
-    receive<S>(b, Step::kDownProjInput, from, phase, to.held, mine);
+  AskedRows w;
 #pragma unroll 1
-  for (int step = DownProj::kHeld; step < DownProj::kSteps; step += kAtOnce) {
-    Activation w[kAtOnce > 0 ? kAtOnce : 1][S::kSets];
-    int first = step + kAtOnce <= DownProj::kSteps ? step : DownProj::kSteps - kAtOnce;
-    receive<S>(b, Step::kDownProjInput, from + first * S::kStepWords, phase, w,
-               [&](int i, int set, int word) { return mine(first + i, set, word); });
+  for (int step = kAsked; step < DownProj::kSteps; step += kAsked) {
+    int first = step + kAsked <= DownProj::kSteps ? step : DownProj::kSteps - kAsked;
+    receive_mlp(b, iteration, first, w);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++)
+    for (int i = 0; i < kAsked; i++)
+      if (first + i >= DownProj::kHeld) to.store(first + i, w[i]);
+  }
+  // Those that stay in registers come last.
+  receive_mlp(b, iteration, 0, w);
 #pragma unroll
-      for (int set = 0; set < S::kSets; set++) to.store(first + i, set, w[i][set]);
+  for (int i = 0; i < kAsked; i++) {
+    if (i < DownProj::kHeld)
+      to.held[i] = w[i];
+    else
+      to.store(i, w[i]);
   }
   sync_warp();
 }
@@ -182,16 +220,33 @@ KOG_DEVICE void down_proj(Block& b, Walk& k) {
                                                                  b.layer == kLayers - 1);
 }
 
-KOG_DEVICE void run_layer(Block& b, Walk& k) {
-  stamp(b, Point::kStart);
-  qkv_proj(b, k);
+KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {
+  qkv_proj(b, k, ahead);
   stamp(b, Point::kQkvProj);
   b.begin_stage();
   attention(b, k.steps);
   stamp(b, Point::kAttention);
   o_proj(b, k);
   stamp(b, Point::kOProj);
-  gate_up_proj(b, k);
+}
+
+KOG_DEVICE void run_layer(Block& b, Walk& k) {
+  stamp(b, Point::kStart);
+  int before = iteration_of(b, k.steps) - 1;
+  // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
+  // the instruction cache.
+  LayerAhead ahead;
+#pragma unroll 1
+  for (int half = 0; half < 2; half++) {
+    b.begin_stage();
+    ahead.take(b, k.ring);
+    stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
+                                      half == 0 ? layer_streams(b) : inner_streams(b),
+                                      2 * b.layer + half, before + half);
+    stamp(b, half == 0 ? Point::kMlpOut : Point::kAttentionOut);
+    if (half == 0) attend(b, k, ahead);
+  }
+  gate_up_proj(b, k, ahead);
   stamp(b, Point::kGateUpProj);
   down_proj(b, k);
   count_uses(b, k.steps);

@@ -2,11 +2,12 @@
 // (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
-//   narrow   up to 4 tokens: [even, odd] of each
+//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of
+//            K long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
 //
 // Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
-// the step does not change a bit of them. Operands of a step of K, in memory or in scratch: the
-// sets one after the other, a lane's words side by side. A warp holds those of its first steps in
+// the step does not change a bit of them. Operands of a step of K, in memory or in scratch, are
+// [set][lane][word] (wide) or [lane][set][word] (narrow). A warp holds those of its first steps in
 // registers.
 //
 //   partial sums [part of K][unit][token][row]; a warp adds and finishes a unit
@@ -17,31 +18,61 @@
 namespace kog::columns {
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
-constexpr int kPadWords = 8;  // between steps of wide operands: their stagers meet other banks
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// that stages four steps at once meet banks of their own.
+KOG_DEVICE int wide_turn(int step) { return step % 4 * 8; }
 
 template <class Stage>
 struct Cut {
-  static_assert(Stage::kFragmentRows == 8);
-  static constexpr int kTokens = Stage::kWide ? 2 : kColumns < 4 ? kColumns : 4;  // of a set
+  static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
+  static_assert(!Stage::kWide || kHalves == 1);
+  static constexpr int kStepValues = kHalves * kFragK;  // of K
+  static constexpr int kMostTokens = Stage::kWide ? 2 : 4 / kHalves;
+  static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   static constexpr int kSets = kColumns / kTokens;
-  static constexpr int kSetWords = kTokens * kFragK / 2 * (Stage::kWide ? 2 : 1);
+  static constexpr int kSetWords = kTokens * kStepValues / 2 * (Stage::kWide ? 2 : 1);
   static constexpr int kLanes = kSetWords / kOperandWords;  // the others repeat them
+  static constexpr int kRowWords = kSets * kOperandWords;   // of one lane and step
+  static constexpr int kLaneStride = Stage::kWide ? kOperandWords : kRowWords;
   static constexpr int kStepWords = kSets * kSetWords;
-  static constexpr int kStaged = kStepWords + (Stage::kWide ? kPadWords : 0);  // words in scratch
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
   static constexpr int kItems = (kUnitWords + 31) / 32;           // of a lane that finishes a unit
+  // Partial sums lie in scratch behind the operands, or in the place of those that are held, each
+  // part's in that of its own.
+  static constexpr int kPartStride =
+      Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
+  static_assert(Stage::kBatch <= kWarps && Stage::kBatch * kUnitWords <= kPartStride);
 
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
-    return b.warp % Stage::kParts * Stage::kSteps * kFragK;
+    return b.warp % Stage::kParts * kPartValues;
   }
-  static constexpr int kPartValues = Stage::kSteps * kFragK;
+  static constexpr int kPartValues = Stage::kSteps * kStepValues;
+
+  // Which narrow operands a lane has: of which token of a set, and the first value of a step.
+  KOG_DEVICE static int token(int lane) { return kHalves == 1 ? lane / 8 : lane / 4 % 2; }
+  KOG_DEVICE static int value(int lane) {
+    int odd = kHalves == 1 ? lane / 4 % 2 : lane / 16, half = kHalves == 1 ? 0 : lane / 8 % 2;
+    return half * kFragK + lane % 4 * (kFragK / 4) + 2 * odd;
+  }
+  // The lane that has word `word` (two values) of a step, of a token of a set.
+  KOG_DEVICE static int lane_of(int word, int token) {
+    int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
+    int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
+    return 4 * column + in_half / kLaneWords;
+  }
 };
 
-// A lane's words of a step and set, as another block has stored them; and into shared memory.
+// A lane's words of a step, as another block has stored them; and in shared memory.
 template <int N>
-KOG_DEVICE void load_operand(const u32* from, Words<N>& v) {
-  if constexpr (N == 2) {
+KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      uint4 w = load_relaxed4(from + i);
+      v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
+    }
+  } else if constexpr (N == 2) {
     uint2 w = load_relaxed2(from);
     v.w[0] = w.x, v.w[1] = w.y;
   } else {
@@ -49,34 +80,34 @@ KOG_DEVICE void load_operand(const u32* from, Words<N>& v) {
   }
 }
 template <int N>
-KOG_DEVICE void store_operand(u32* to, const Words<N>& v) {
-  if constexpr (N == 2)
+KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      *reinterpret_cast<uint4*>(to + i) = {v.w[i], v.w[i + 1], v.w[i + 2], v.w[i + 3]};
+  } else if constexpr (N == 2) {
     *reinterpret_cast<uint2*>(to) = {v.w[0], v.w[1]};
-  else
+  } else {
     to[0] = v.w[0];
+  }
 }
 
 // Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns
 // carry the phase. mine(step, set, word): whether the lane's word of them is ever written.
 template <class S, int kSteps, class Mine>
 KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
-                        Words<kOperandWords> (&w)[kSteps][S::kSets], Mine mine) {
+                        Words<S::kRowWords> (&w)[kSteps], Mine mine) {
   ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
     u32 bad = 0;
 #pragma unroll
-    for (int i = 0; i < kSteps; i++)
-#pragma unroll
-      for (int set = 0; set < S::kSets; set++)
-        load_operand(from + i * S::kStepWords + set * S::kSetWords, w[i][set]);
+    for (int i = 0; i < kSteps; i++) load_row(from + i * S::kStepWords, w[i]);
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
 #pragma unroll
-      for (int set = 0; set < S::kSets; set++)
-#pragma unroll
-        for (int j = 0; j < kOperandWords; j++) {
-          bad |= mine(i, set, j) ? w[i][set].w[j] ^ phase : 0;
-          w[i][set].w[j] = operand_of(w[i][set].w[j]);
-        }
+      for (int j = 0; j < S::kRowWords; j++) {
+        bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
+        w[i].w[j] = operand_of(w[i].w[j]);
+      }
     return any_lane((bad & 1) != 0);
   });
 }
@@ -85,60 +116,146 @@ KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
 template <class Stage>
 struct Operands {
   using S = Cut<Stage>;
+  using Row = Words<S::kRowWords>;                                // a lane's words of a step
   static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
-  Activation held[Stage::kHeld > 0 ? Stage::kHeld : 1][S::kSets];
-  u32* staged;  // this lane's words of step kFirst, set 0
+  Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
+  u32* staged;  // words of step kFirst
+  int lane;     // where this lane's begin in a step
+  int first;    // wide: how the first step is turned
 
   KOG_DEVICE explicit Operands(const Block& b) {
-    staged = reinterpret_cast<u32*>(b.scratch) +
-             b.warp % Stage::kParts * (Stage::kSteps - kFirst) * S::kStaged +
-             b.in_warp % S::kLanes * kOperandWords;
+    int part = b.warp % Stage::kParts;
+    staged = reinterpret_cast<u32*>(b.scratch) + part * (Stage::kSteps - kFirst) * S::kStepWords;
+    lane = b.in_warp % S::kLanes * S::kLaneStride;
+    first = part * Stage::kSteps;
   }
-  KOG_DEVICE u32* place(int step, int set) const {
-    return staged + (step - kFirst) * S::kStaged + set * S::kSetWords;
+  KOG_DEVICE u32* place(int step) const {
+    int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
+    return staged + (step - kFirst) * S::kStepWords + at;
   }
-  KOG_DEVICE Activation load(int step, int set) const {
-    return Activation::load(reinterpret_cast<const u8*>(place(step, set)));
+  KOG_DEVICE Row load(int step) const {
+    // A lane's words of all sets lie side by side, or of one.
+    constexpr int kRun = Stage::kWide ? kOperandWords : S::kRowWords < 4 ? S::kRowWords : 4;
+    constexpr int kStride = Stage::kWide ? S::kSetWords : kRun;
+    Row row;
+#pragma unroll
+    for (int i = 0; i < S::kRowWords / kRun; i++) {
+      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(place(step) + i * kStride));
+#pragma unroll
+      for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
+    }
+    return row;
   }
-  KOG_DEVICE Activation at(int step, int set) const {
-    if (step < Stage::kHeld) return held[step][set];
-    return load(step, set);
-  }
-  KOG_DEVICE void store(int step, int set, const Activation& v) const {
-    store_operand(place(step, set), v);
+  KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
+  KOG_DEVICE void store(int step, const Row& v) const { store_row(place(step), v); }
+  // Wide operands, which all come by the scratch, into registers if that is where they belong.
+  KOG_DEVICE void hold() {
+#pragma unroll
+    for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
   }
 };
-
-// Where a narrow operand's word `word` of K (two values) is for a token, in words from the first
-// step.
-struct Narrow {
-  static constexpr bool kWide = false;
-  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8;
-};
-KOG_DEVICE int narrow_place(int word, int token) {
-  using S = Cut<Narrow>;
-  int in_step = word % (kFragK / 2), in_lane = in_step % kLaneWords;
-  int lane = (token % S::kTokens * 2 + in_lane % 2) * 4 + in_step / kLaneWords;
-  return word / (kFragK / 2) * S::kStepWords + token / S::kTokens * S::kSetWords +
-         lane * kOperandWords + in_lane / 2;
+// A row's words of one set, as the tensor core takes them.
+template <int N>
+KOG_DEVICE Activation of_set(const Words<N>& row, int set) {
+  Activation v;
+#pragma unroll
+  for (int j = 0; j < kOperandWords; j++) v.w[j] = row.w[set * kOperandWords + j];
+  return v;
 }
 
-// The sums of one unit, part of K and set to shared memory; `to` is the warp's rows of the unit.
+// How wide operands lie, whatever the stage.
+struct Wide {
+  static constexpr bool kWide = true, kSumsInPlace = false;
+  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
+                       kBatch = 1;
+};
+
+// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
 template <class Stage>
-KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], int set, float* to) {
+KOG_DEVICE int narrow_place(int word, int token) {
+  using S = Cut<Stage>;
+  int in_step = word % (S::kStepValues / 2);
+  return word / (S::kStepValues / 2) * S::kStepWords +
+         S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
+         token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
+}
+
+// The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
+template <class Stage>
+KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][4],
+                         float* to) {
+  constexpr int kSets = Cut<Stage>::kSets, kTokens = Cut<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
-  float even = c[0][0] + c[1][0];
   if constexpr (Stage::kWide) {
-    float odd = c[0][2] + c[1][2];
-    even += c[0][1] + c[1][1];
-    odd += c[0][3] + c[1][3];
-    float sum = quarter % 2 == 0 ? even : odd;
-    sum += shuffle_xor(sum, 1);
-    if (quarter % 2 == 0) to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = sum;
+    // Of two sets at once, so that every lane has one to store.
+    constexpr int kAtOnce = kSets < 2 ? 1 : 2;
+#pragma unroll
+    for (int first = 0; first < kSets; first += kAtOnce) {
+      float sum[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        auto& v = c[first + i];
+        float even = v[0][0] + v[1][0], odd = v[0][2] + v[1][2];
+        even += v[0][1] + v[1][1];
+        odd += v[0][3] + v[1][3];
+        sum[i] = quarter % 2 == 0 ? even : odd;
+        sum[i] += shuffle_xor(sum[i], 1);
+      }
+      int set = first + (kAtOnce > 1 ? quarter % 2 : 0);
+      float mine = sum[quarter % 2 == 0 ? 0 : kAtOnce - 1];
+      if (kAtOnce > 1 || quarter % 2 == 0)
+        to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = mine;
+    }
+  } else if constexpr (Cut<Stage>::kHalves == 1) {
+#pragma unroll
+    for (int set = 0; set < kSets; set++) {
+      auto& v = c[set];
+      float even = v[0][0] + v[1][0], odd = v[0][3] + v[1][3];
+      if (quarter < kTokens) to[(kTokens * set + quarter) * Stage::kUnitRows + row] = even + odd;
+    }
   } else {
-    constexpr int kTokens = Cut<Stage>::kTokens;
-    float odd = c[0][3] + c[1][3];
-    if (quarter < kTokens) to[(kTokens * set + quarter) * Stage::kUnitRows + row] = even + odd;
+    // Sums of even words in the first two quarters, of odd ones in the others; of the first step of
+    // a fragment in the first of two, of the second in the other and four rows on (../matvec.h).
+#pragma unroll
+    for (int set = 0; set < kSets; set++)
+#pragma unroll
+      for (int token = 0; token < kTokens; token++) {
+        auto& v = c[set];
+        float even = v[0][token] + v[1][token], odd = v[0][2 + token] + v[1][2 + token];
+        float sum = quarter % 2 == row / 4 ? (quarter < 2 ? even : odd) : 0;
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        sum += shuffle_xor(sum, 16);
+        if (row < 4 && quarter == 0) to[(kTokens * set + token) * Stage::kUnitRows + row] = sum;
+      }
+  }
+}
+
+// Sums of one unit, or of the one in hand of a period: of each set in two chains.
+template <class Stage>
+using Sums = float[Cut<Stage>::kSets][2][4];
+
+// Multiply the period's chunk i. kKnown: i is, and so are the operands' registers.
+template <class Stage, bool kKnown>
+KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
+                               int i, int left, Sums<Stage>& c, float* to) {
+  using S = Cut<Stage>;
+  constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
+#pragma unroll
+  for (int f = 0; f < kFragments; f++) {
+    int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
+    auto row = kKnown ? x.at(step) : x.load(step);
+#pragma unroll
+    for (int set = 0; set < S::kSets; set++)
+      multiply_add<kF16>(c[set][f & 1], w[f].w, of_set(row, set).w);
+    if (kPeriod > 1 && step == kSteps - 1) {
+      int done = at / kSteps;
+      if (done < left) put_sums<Stage>(b, c, to + done * S::kUnitWords);
+#pragma unroll
+      for (int set = 0; set < S::kSets; set++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[set][0][j] = c[set][1][j] = 0;
+    }
   }
 }
 
@@ -146,37 +263,51 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[2][4], int set, float*
 template <class Stage>
 KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, int left,
                                 float* to) {
-  using S = Cut<Stage>;
-  constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  // Operands in registers need indices that are known, and so does a period of several units.
-  constexpr int kUnrolled = kPeriod > 1 || Stage::kHeld > 0 ? kPeriodChunks<Stage> : 1;
-  float c[S::kSets][2][4] = {};
-#pragma unroll kUnrolled
-  for (int i = 0; i < kPeriodChunks<Stage>; i++) {
-    if (kPeriod > 1 && i * kFragments / kSteps >= left) break;
+  constexpr int kPeriod = Stage::kPeriod, kChunks = kPeriodChunks<Stage>;
+  // Operands in registers need steps that are known, and so does a period of several units.
+  constexpr int kKnown =
+      kPeriod > 1 ? kChunks : (Stage::kHeld + kFragments - 1) / kFragments;  // chunks
+  Sums<Stage> c = {};
+#pragma unroll
+  for (int i = 0; i < kKnown; i++) {
+    if (kPeriod > 1 && i * kFragments / Stage::kSteps >= left) break;
     Chunk<Stage> chunk;
     chunk.take(b, ring);
+    multiply_chunk<Stage, true>(b, chunk.w, x, i, left, c, to);
+  }
+#pragma unroll 1
+  for (int i = kKnown; i < kChunks; i++) {
+    Chunk<Stage> chunk;
+    chunk.take(b, ring);
+    multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+  }
+  if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
+}
+
+// Weights that a warp takes from the ring before its activations are there (../matvec.h says why):
+// the first units of a wide stage whose operands are all held.
+template <int kCount, int kUnitChunks>
+struct Taken {
+  static constexpr int kUnits = kCount;
+  Chunk<Wide> chunks[kUnits > 0 ? kUnits * kUnitChunks : 1];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) {
-      int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
+    for (int i = 0; i < kUnits * kUnitChunks; i++) chunks[i].take(b, ring);
+  }
+  template <class Stage>
+  KOG_DEVICE void multiply(Block& b, const Operands<Stage>& x, float* to) const {
 #pragma unroll
-      for (int set = 0; set < S::kSets; set++)
-        multiply_add<kF16>(c[set][f & 1], chunk.w[f].w, x.at(step, set).w);
-      if (kPeriod > 1 && step == kSteps - 1) {
-        int done = at / kSteps;
+    for (int unit = 0; unit < kUnits; unit++) {
+      Sums<Stage> c = {};
 #pragma unroll
-        for (int set = 0; set < S::kSets; set++) {
-          if (done < left) put_sums<Stage>(b, c[set], set, to + done * S::kUnitWords);
-#pragma unroll
-          for (int j = 0; j < 4; j++) c[set][0][j] = c[set][1][j] = 0;
-        }
-      }
+      for (int i = 0; i < kUnitChunks; i++)
+        multiply_chunk<Stage, true>(b, chunks[unit * kUnitChunks + i].w, x, i, 1, c, to);
+      put_sums<Stage>(b, c, to + unit * Cut<Stage>::kUnitWords);
     }
   }
-  if constexpr (kPeriod == 1)
-#pragma unroll
-    for (int set = 0; set < S::kSets; set++) put_sums<Stage>(b, c[set], set, to);
-}
+};
+using NothingTaken = Taken<0, 0>;
 
 // One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding
 // nor a column without a request.
@@ -194,46 +325,62 @@ KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
 
 // One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
-template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int count,
-                          const Operands<Stage>& x, Before before, After after, Done done) {
+template <class Stage, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
+                          const Ahead& ahead, Before before, After after, Done done) {
   using S = Cut<Stage>;
-  static_assert(Stage::kBatch <= kWarps);
-  float* partials = b.partials + (turn++ & 1) * (kPartialBytes / 8);
+  float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
   decltype(before(Item{})) asked[S::kItems];
   if (mine < count)
 #pragma unroll
     for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
-  constexpr int kBatchWords = Stage::kBatch * S::kUnitWords;
-  float* to = partials + b.warp % Stage::kParts * kBatchWords + b.warp / Stage::kParts * 8;
-  for (int n = 0; n < count; n += Stage::kPeriod)
+  float* to = partials + b.warp % Stage::kParts * S::kPartStride +
+              b.warp / Stage::kParts * Stage::kFragmentRows;
+  ahead.multiply(b, x, to);
+#pragma unroll 1
+  for (int n = Ahead::kUnits; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);
   sync_consumers();
-  if (mine >= count) return;
+  if (mine < count) {
 #pragma unroll
-  for (int i = 0; i < S::kItems; i++) {
-    Item item = item_of<Stage>(b, unit, i);
-    float sum = 0;
-    if (item.there)
+    for (int i = 0; i < S::kItems; i++) {
+      Item item = item_of<Stage>(b, unit, i);
+      const float* from = partials + mine * S::kUnitWords + i * 32 + b.in_warp;
+      float sum = 0;
+      if (item.there)
 #pragma unroll
-      for (int part = 0; part < Stage::kParts; part++)
-        sum += partials[part * kBatchWords + mine * S::kUnitWords + i * 32 + b.in_warp];
-    after(i, item, sum, asked[i]);
+        for (int part = 0; part < Stage::kParts; part++) sum += from[part * S::kPartStride];
+      after(i, item, sum, asked[i]);
+    }
+    done(unit);
   }
-  done(unit);
+  sync_consumers();  // the sums have been read
 }
 
-// All units of the block, batch by batch.
-template <class Stage, class Before, class After, class Done>
-KOG_DEVICE void run_units(Block& b, Ring& ring, int& turn, Units units, const Operands<Stage>& x,
-                          Before before, After after, Done done) {
-  if (units.first == units.last) return sync_consumers();  // what a stage staged is never overtaken
-  for (int first = units.first; first < units.last; first += Stage::kBatch) {
+// All units of the block, batch by batch; the first begins with what was taken ahead.
+template <class Stage, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stage>& x,
+                          const Ahead& ahead, Before before, After after, Done done) {
+  // What a stage staged is never overtaken; where warps share a part, all hold theirs before one
+  // of them puts its sums there.
+  constexpr bool kShared = Stage::kSumsInPlace && Stage::kParts != kWarps;
+  if (kShared || units.first == units.last) sync_consumers();
+  int first = units.first;
+  if constexpr (Ahead::kUnits > 0) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, turn, first, left < Stage::kBatch ? left : Stage::kBatch, x, before,
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, before,
                      after, done);
+    first += Stage::kBatch;
   }
+  constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
+  if constexpr (Ahead::kUnits == 0 || !kOneBatch)
+#pragma unroll 1
+    for (; first < units.last; first += Stage::kBatch) {
+      int left = units.last - first;
+      run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
+                       NothingTaken(), before, after, done);
+    }
 }
 
 }  // namespace kog::columns

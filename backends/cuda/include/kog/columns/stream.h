@@ -3,7 +3,7 @@
 // next norm.
 //
 //   words   [column][row]: a float32 whose lowest bit is the phase
-//   marks   [8 rows][2 columns]: those bits, a byte a column, under the number of the run, which is
+//   marks   [4 rows][4 columns]: those bits, four a column, under the number of the run, which is
 //           the hint as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
@@ -11,14 +11,14 @@
 
 namespace kog::columns {
 
-constexpr int kMarks = kColumns / 2;  // words of 8 rows
+constexpr int kMarks = (kColumns + 3) / 4;  // words of 4 rows
 
 // Layers that the launch has run before this one; and what their flags carry.
 KOG_DEVICE int iteration_of(const Block& b, int steps) { return steps * kLayers + b.layer; }
 KOG_DEVICE u32 epoch_of(int iteration) { return static_cast<u32>(iteration) + 1; }
 
 KOG_DEVICE u32 mark_bit(u32 mark, int column, int row) {
-  return mark >> (8 * (column % 2) + row % 8) & 1;
+  return mark >> (4 * (column % 4) + row % 4) & 1;
 }
 
 // The streams as one exchange holds them, or the embedding.
@@ -39,7 +39,7 @@ struct Streams {
   KOG_DEVICE float value(const Block& b, int column, int e) const {
     if (words == nullptr) return widen(embedding(b, column)[e]);
     u32 word = load_relaxed(words + column * kHiddenStride + e);
-    u32 mark = load_relaxed(marks + e / 8 * kMarks + column / 2);
+    u32 mark = load_relaxed(marks + e / 4 * kMarks + column / 4);
     return float_of((word & ~1u) | mark_bit(mark, column, e));
   }
 };
@@ -63,7 +63,7 @@ struct Quads {
   }
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
     const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
-    const u32* from = x.marks + e / 8 * kMarks;
+    const u32* from = x.marks + e / 4 * kMarks;
     u32 mark[kMarks];
     ask_until_ready(b, step, place_of(b, from), epoch - 1, epoch, [&] {
       u32 late = 0;
@@ -72,7 +72,7 @@ struct Quads {
       if (e < kHidden) load_marks(from, mark);
 #pragma unroll
       for (int i = 0; i < kMarks; i++)
-        if (2 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
+        if (4 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
       return any_lane(late != 0);
     });
     ask_until_ready(b, step, place_of(b, x.words + e), phase ^ 1, phase, [&] {
@@ -88,7 +88,7 @@ struct Quads {
     });
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
-      u32 low = c < b.p.num_seats ? mark[c / 2] >> (8 * (c % 2) + e % 8) : 0;
+      u32 low = c < b.p.num_seats ? mark[c / 4] >> 4 * (c % 4) : 0;
       w[c] = {(w[c].x & ~1u) | (low & 1), (w[c].y & ~1u) | (low >> 1 & 1),
               (w[c].z & ~1u) | (low >> 2 & 1), (w[c].w & ~1u) | (low >> 3 & 1)};
     }
@@ -96,10 +96,9 @@ struct Quads {
 
  private:
   KOG_DEVICE static void load_marks(const u32* from, u32 (&mark)[kMarks]) {
-    if constexpr (kColumns == 8) {
-      uint4 v = load_relaxed4(from);
-#pragma unroll
-      for (int i = 0; i < kMarks; i++) mark[i] = word_of(v, i);
+    if constexpr (kMarks == 2) {
+      uint2 v = load_relaxed2(from);
+      mark[0] = v.x, mark[1] = v.y;
     } else {
 #pragma unroll
       for (int i = 0; i < kMarks; i++) mark[i] = load_relaxed(from + i);
@@ -107,13 +106,34 @@ struct Quads {
   }
 };
 
-// Stage this warp's slice of x * gain as Stage's operands, and leave its sums of squares for
-// `inverse_rms`. `iteration`: the run whose outputs complete x.
-template <class Stage>
-KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const Streams& x, int norm,
-                              int iteration) {
-  using S = Cut<Stage>;
-  static_assert(Stage::kWide && Stage::kPaddedK <= kWarps * kSlice);
+// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32.
+// The same pairs are added as if all lanes added all columns, but each lane goes on with half of
+// them.
+KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
+#pragma unroll
+  for (int mask = 16, left = kColumns; mask; mask >>= 1) {
+    bool upper = (b.in_warp & mask) != 0;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int c = 0; c < left; c++) {
+        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        v[c] = mine + shuffle_xor(theirs, mask);
+      }
+    } else {
+      v[0] += shuffle_xor(v[0], mask);
+    }
+  }
+  return v[0];
+}
+
+// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
+// multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
+// outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
+template <int kPaddedK, bool kOwn>
+KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
+  using S = Cut<Wide>;
+  static_assert(kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -126,7 +146,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
-    bool staged = local < kSlice && e < Stage::kPaddedK;
+    bool staged = local < kSlice && e < kPaddedK;
     Quads v;
     if (x.words == nullptr)
       v.embed(b, x, staged ? e : kHiddenStride);
@@ -134,7 +154,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
       v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
-    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStaged + at;
+    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       float scaled[4];
@@ -151,22 +171,15 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, Operands<Stage>& to, const St
                                    scaled[2 * odd + 1] - high_of(high));
         int lane = (c % 2 * 4 + odd * 2) * 4 + quarter;
         u32* words = step + c / 2 * S::kSetWords;
-        words[lane * kOperandWords] = high;
-        words[(lane + 4) * kOperandWords] = low;
+        words[(lane * kOperandWords + at) ^ wide_turn(e / kFragK)] = high;
+        words[((lane + 4) * kOperandWords + at) ^ wide_turn(e / kFragK)] = low;
       }
     }
   }
-#pragma unroll
-  for (int c = 0; c < kColumns; c++) {
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) square[c] += shuffle_xor(square[c], mask);
-    if (b.in_warp == 0) b.small->squares[c * kWarps + b.warp] = square[c];
-  }
-  sync_staged<Stage::kParts == kWarps>();
-#pragma unroll
-  for (int step = 0; step < Stage::kHeld; step++)
-#pragma unroll
-    for (int set = 0; set < S::kSets; set++) to.held[step][set] = to.load(step, set);
+  int lanes = 32 / kColumns;  // that share a column's sum
+  float sum = sum_columns(b, square);
+  if (b.in_warp % lanes == 0) b.small->squares[b.warp * kColumns + b.in_warp / lanes] = sum;
+  sync_staged<kOwn>();
 }
 
 // Until this warp's slice of the streams has come, which it does not need.
@@ -176,13 +189,22 @@ KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iterati
   for (int i = 0; i < kGroups; i++) v.receive(b, step, x, element(b, i), iteration);
 }
 
-// 1 / rms of the column's stream staged last; after a barrier that all warps have passed since.
-KOG_DEVICE float inverse_rms(const Block& b, int column) {
-  float sum = 0;
+// 1 / rms of the streams staged last, found at the first question, behind a barrier that all warps
+// have passed since; by whole warps.
+struct Scales {
+  float mine = 0;  // of column lane % kColumns
+
+  KOG_DEVICE float of(const Block& b, int column) {
+    if (any_lane(mine == 0)) {
+      float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kWarps; i++) sum += b.small->squares[column * kWarps + i];
-  return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
-}
+      for (int i = 0; i < kWarps; i++)
+        sum += b.small->squares[i * kColumns + b.in_warp % kColumns];
+      mine = rsqrt_of(sum * (1.f / kHidden) + kNormEps);
+    }
+    return shuffle(mine, column % kColumns);
+  }
+};
 
 // Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
 template <class Stage, class Marks>
@@ -192,17 +214,17 @@ KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Sta
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
-  int group = b.in_warp / kMarks, pair = b.in_warp % kMarks;
-  if (group >= kRows / 8 || unit * kRows + 8 * group >= kHidden) return;
+  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = unit * kRows + 4 * group;
+  if (group >= kRows / 4 || row >= kHidden) return;
   u32 mark = epoch << 16;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int first = (2 * pair + half) * kRows + 8 * group;
+  for (int k = 0; k < 4 && k < kColumns; k++) {
+    int first = (4 * word + k) * kRows + 4 * group;
 #pragma unroll
     for (int i = 0; i < kItems; i++)
-      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xffu) << 8 * half;
+      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xfu) << 4 * k;
   }
-  store_relaxed(b.p.words + Marks::kOffset + (unit * (kRows / 8) + group) * kMarks + pair, mark);
+  store_relaxed(b.p.words + Marks::kOffset + row / 4 * kMarks + word, mark);
 }
 
 }  // namespace kog::columns

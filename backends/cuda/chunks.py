@@ -1,0 +1,86 @@
+"""Prompts in chunks: several positions of one request a step of the CUDA kernel (include/kog/columns/chunk.h).
+
+A chunk reads the weights once for all its positions, and leaves the keys and values that a token at a time
+leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. What cannot
+take part is refused by name: its prompts go a token at a time, on that kernel alone.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make_kernel
+from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.header import Layout
+
+from kog_triton.backends.library_prefill import Crossover
+from kog_triton.errors import ModelError
+from kog_triton.schedule.cuda import CudaLowering
+
+log = logging.getLogger(__name__)
+POSITIONS = 8  # of a chunk
+# Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
+# request is one launch.
+CHUNKS_FROM = 3
+# For `--prefill auto`, times to the first token of Llama-3.2-1B on one H200 in development runs: 8 tokens 1.38 ms
+# for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48 tokens 5.4 for 6.0, behind 2,000 ones
+# 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions 0.92, behind 2,200 1.64.
+CHUNKED = Crossover(8, 48)
+# Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model.
+MOST_CHUNKS = 32
+
+
+class Chunks:
+    """The kernel of one model's prompts, compiled by a thread of its own while the rest is loaded.
+
+    positions  of a step; 0 for no such kernel
+    compile    puts a layout's kernel where `load` finds it
+    load       makes it ready to run
+    kernel     None until `open`, and where there is none
+    """
+
+    kernel: ColumnKernel | None = None
+
+    def __init__(
+        self,
+        lowering: CudaLowering,
+        max_context: int,
+        positions: int,
+        compile: Callable[[Layout], object],
+        load: Callable[[Layout], Kernel],
+    ) -> None:
+        self._compile, self._load = compile, load
+        self._layout: Layout | None = None
+        if not positions:
+            return
+        try:
+            self._layout = lay_out_columns(lowering, max_context, positions, chunk=True)
+        except ModelError as error:
+            log.info("prompts run a token at a time: %s", error)
+            return
+        # No daemon: inside the compiler it must not outlive Python, whatever else fails.
+        self._thread = threading.Thread(target=self._run, args=(self._layout,))
+        self._thread.start()
+
+    def open(self, device: torch.device) -> None:
+        """Wait for the compiler and load the kernel. Where the compiler fails the log says so."""
+        if self._layout is None:
+            return
+        self._thread.join()
+        if self._layout is not None:
+            self.kernel = make_kernel(self._layout, self._load(self._layout), device)
+
+    def for_prompt(self, tokens: int) -> ColumnKernel | None:
+        """The kernel, if there is one and it is for so many tokens that a prompt has left."""
+        return self.kernel if tokens >= CHUNKS_FROM else None
+
+    def memory_bytes(self) -> int:
+        return 0 if self.kernel is None else self.kernel.nbytes
+
+    def _run(self, layout: Layout) -> None:
+        try:
+            self._compile(layout)
+        except Exception as error:
+            log.warning("no kernel of chunks, prompts run a token at a time: %s", error)
+            self._layout = None

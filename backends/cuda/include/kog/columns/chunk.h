@@ -1,0 +1,139 @@
+// A chunk of a prompt: the columns of a step are positions in a row of one request, so that a
+// column sees what those ahead of it append. Their keys and values come to it as its own do: as
+// words of qkv_proj, rotated and rounded by each unit for itself. No step waits for the cache, and
+// each column computes what a kernel of one token does at its position, bit for bit.
+//
+//   [0, first)          in the cache, by steps or launches before this one
+//   [first, position]   words of the columns up to the unit's own, of this step
+#pragma once
+#include <kog/attention.h>
+#include <kog/columns/place.h>
+
+namespace kog::columns {
+
+// What is not in the cache yet, of a column's view (../attention.h, Newest).
+struct ChunkRows {
+  int first;  // the position of the step's first column
+
+  // The first of a span's positions that are in words, and how many there are.
+  KOG_DEVICE int start(const Span& span) const { return span.start > first ? span.start : first; }
+  KOG_DEVICE int count(const Span& span) const {
+    return span.end > start(span) ? span.end - start(span) : 0;
+  }
+  KOG_DEVICE int cached(const Span& span) const { return span.end < first ? span.end : first; }
+
+  // What a warp receives, by its number: a query, then key and value of a new position.
+  KOG_DEVICE int position_of_item(const Span& span, int position, int item) const {
+    int row = start(span) + item - kQueries;
+    // A warp without one loads a rotation that exists, and that nobody takes.
+    return item < kQueries || row > position ? position : row;
+  }
+  KOG_DEVICE Rotation rotation(const Block& b, const Span& span, int position) const {
+    int item = first_received(b);
+    return load_rotation(b, position_of_item(span, position, item), item >= kQueries);
+  }
+
+  KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
+                          const AttentionScratch& scratch, Rotation rotation) const {
+    for (int item = first_received(b); item < kQueries + count(span); item += kWarps) {
+      bool is_query = item < kQueries;
+      int at = position_of_item(span, position, item);
+      if (item >= kWarps) rotation = load_rotation(b, at, !is_query);
+      Head head, value;
+      receive_pair(b, is_query ? b.column : at - first,
+                   is_query ? span.head * kQueries + item : kHeads + span.head, !is_query, phase,
+                   head, value);
+      head.rotate(b, rotation, is_query ? query_scale() : 1.f);
+      if (is_query) {
+        put_query(b, head, item, scratch.queries);
+        continue;
+      }
+      // Each position is appended once: not by columns behind it, nor by those that repeat it.
+      bool own = at == position && at - first == b.column;
+      int row = (item - kQueries) * kRowDim;
+      u16* cache = cache_of(b, span.head) + static_cast<u64>(at) * kRowDim;
+      keep(b, head, scratch.key + row, own, cache);
+      keep(b, value, scratch.value + row, own, cache + static_cast<u64>(kMaxContext) * kRowDim);
+    }
+  }
+
+  // A head of a column's words and, if `paired`, the one that lies kKvHeads behind it: the value of
+  // a key. Both in one wait.
+  KOG_DEVICE static void receive_pair(Block& b, int column, int head, bool paired, u32 phase,
+                                      Head& first, Head& second) {
+    constexpr int kOne = 2 * kQuads;  // words of a head, a lane
+    const u32* words =
+        b.p.words + QkvWords::kOffset + column * QkvWords::kStride + head * (kHeadDim / 2);
+    u32 w[2 * kOne];
+    poll_words(
+        b, Step::kAttentionQkv,
+        [&](int n) {
+          if (n < kOne) return Head::word_at(b, words, n);
+          return paired ? Head::word_at(b, words + kKvHeads * (kHeadDim / 2), n - kOne) : nullptr;
+        },
+        phase, w);
+    first.unpack(w);
+    second.unpack(w + kOne);
+  }
+  KOG_DEVICE static void keep(const Block& b, const Head& head, u16* scratch, bool own, u16* cache) {
+    head.each(b, [&](int word, float2 v) {
+      u32 w = cached_pair(v);
+      reinterpret_cast<u32*>(scratch)[word] = w;
+      if (own) reinterpret_cast<u32*>(cache)[word] = w;
+    });
+  }
+
+  // Where among the new rows a position's begins, in words; below 0 if it is none of them.
+  KOG_DEVICE int place_of_row(const Span& span, int position) const {
+    return position < span.end ? (position - start(span)) * (kRowDim / 2) : -1;
+  }
+  KOG_DEVICE void patch(const Block& b, const Span& span, int, int at,
+                        const AttentionScratch& scratch, Keys& key, Values& value) const {
+    if (at + kTileRows <= start(span)) return;
+#pragma unroll
+    for (int j = 0; j < kTileRows / 8; j++) {
+      int place = place_of_row(span, at + Keys::row(b, j));
+      if (place < 0) continue;
+      const u32* from = reinterpret_cast<const u32*>(scratch.key) + place;
+#pragma unroll
+      for (int i = 0; i < kKeyWords; i++) key.w[j][i] = from[Keys::Quarter::at(b.in_warp % 4, i)];
+    }
+#pragma unroll
+    for (int j = 0; j < kTileRows / 4; j++) {
+      int place = place_of_row(span, at + Values::row(b, j));
+      if (place < 0) continue;
+      const u32* from = reinterpret_cast<const u32*>(scratch.value) + place;
+#pragma unroll
+      for (int i = 0; i < kValueWords; i++)
+        value.w[j][i] = from[Values::Eighth::at(b.in_warp / 4, i)];
+    }
+  }
+};
+
+KOG_DEVICE auto fresh_rows(const Block& b, int steps) {
+  if constexpr (kChunk)
+    return ChunkRows{position_of(b, 0, steps)};
+  else
+    return Newest{};
+}
+
+// The tokens of a chunk's columns: the host's states tell that of the first. By the first warp,
+// ahead of a barrier.
+KOG_DEVICE void spread_seats(const Block& b) {
+  if (b.thread >= b.p.num_seats) return;
+  Seat& seat = b.small->seats[b.thread];
+  const int* tokens = b.p.tokens + static_cast<u64>(seat.slot) * (kMaxContext + 1);
+  seat.token = tokens[position_of(b, b.thread, 0)];
+}
+
+// Where the request stands behind `steps` chunks, for the next launch; by one thread.
+KOG_DEVICE void save_chunks(const Block& b, int steps) {
+  const Seat& seat = b.small->seats[0];
+  int next = ahead_of(b, 0, steps), last = seat.first_head;
+  // Behind the prompt comes the token of the column that stood at its end.
+  int column = next > last ? (last - seat.first) % kColumns : 0;
+  b.p.states[2 * seat.slot] = next > last ? last + 1 : next;
+  b.p.states[2 * seat.slot + 1] = b.small->seats[column].token;
+}
+
+}  // namespace kog::columns
