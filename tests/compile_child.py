@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for `python compile_child.py TARGET SHAPE [rules | STAGE ..]`; print reports as JSON.
+"""Compile the Triton kernel and print reports as JSON: `compile_child.py TARGET SHAPE [rules | chunks | STAGE ..]`.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
@@ -24,9 +24,7 @@ if __name__ == "__main__":
     spec, sizes = options[shape] if shape in options else (named_shape(shape), {})
     reports = []
     for variant in variants or [""]:
-        rules = variant == "rules"
-        reports.append(
-            compile_report(spec, target, **sizes, rules=rules, stage="" if rules else variant)
-        )
+        flag = {variant: True} if variant in ("rules", "chunks") else {"stage": variant}
+        reports.append(compile_report(spec, target, **sizes, **flag))
     print(f"compiled by triton {triton.__version__}", file=sys.stderr)
     print(json.dumps([vars(report) for report in reports]))

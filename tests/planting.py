@@ -12,6 +12,9 @@ import pytest
 
 from kog_triton.backends.triton import (
     attention,
+    chunk,
+    chunk_attention,
+    columns,
     edits,
     head,
     kernel,
@@ -28,7 +31,8 @@ from kog_triton.backends.triton import (
 )
 
 DEVICE_MODULES = (
-    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, edits, logprobs, head, kernel,
+    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, edits, logprobs, head,
+    columns, chunk_attention, chunk, kernel,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}
 

@@ -68,7 +68,7 @@ def draw(backend, logits, request: Request, seed: int = 0, memory: str = "sc", p
     backend.memory.pointers.logits[0] = torch.from_numpy(logits)
     grid = (backend.tiles.num_blocks,)
 
-    def launch(pointers, rules):
+    def launch(pointers, rules, chunks):
         pointers.words.zero_()
         pointers.error.zero_()
         choose_kernel[grid](pointers, backend.tiles, rules)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu
 # interpreted on a CPU 0.106 and 0.068, "llama" in fp16 0.011. Layer by layer, test_conformance.py is strict.
 TOLERANCE = {DType.BF16: 0.12, DType.F16: 2e-2}
 CONTEXT = 512
+GREEDY = SamplingParams(temperature=0.0)
 
 WIDE = {"intermediate_size": 96}  # in steps of four for each of four lanes
 TINY = {
@@ -71,6 +72,38 @@ def test_real_shapes_equal_the_reference(shape):
     spec = named_shape(shape)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 200).tolist()
     check(RandomWeights(spec, device="cuda"), spec.dtype, tokens, CONTEXT)
+
+
+def check_prompt(weights, tokens: list[int], max_context: int) -> None:
+    """Logits behind a prompt that ran in chunks, and three equal runs."""
+    options = BackendOptions(max_context=max_context, device="nvidia", prefill="kernel")
+    reference, first = ReferenceBackend(weights, options), len(tokens) - 8
+    want = reference.forward_logits(tokens)[first:]
+    reference.close()
+    backend = TritonBackend(weights, options)
+    caches = []
+    for _ in range(3):
+        backend.memory.pointers.kv.fill_(torch.nan)
+        served(backend, Request(0, tuple(tokens[: first + 1]), GREEDY, 0, 1))
+        caches.append(backend.memory.pointers.kv[..., :first, :].clone())
+    assert all(torch.equal(cache, caches[0]) for cache in caches)
+    got = backend.score(0, tokens, first, len(tokens))
+    error = np.sqrt(np.mean((got - want) ** 2)) / want.std()
+    assert error < TOLERANCE[backend.spec.dtype]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_prompts_of_tiny_models_in_chunks(name):
+    spec = TINY[name]
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 250).tolist()
+    check_prompt(ArrayWeights(spec), tokens, 256)
+
+
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "laneformer-2b"])
+def test_prompts_of_real_shapes_in_chunks(shape):
+    spec = named_shape(shape)
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 300).tolist()
+    check_prompt(RandomWeights(spec, device="cuda"), tokens, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +255,10 @@ def test_waits_are_bounded_in_seconds(patience, expires):
 
 
 def test_one_kernel_serves_a_request():
-    """By torch's profiler: prompt, decode, sampling and stop in one launch, with copies around it."""
+    """By torch's profiler: prompt in chunks, decode, sampling and stop in one launch, with copies around it."""
     options = BackendOptions(max_context=64, prefill="kernel")
     backend = TritonBackend(ArrayWeights(TINY["llama"]), options)
-    request = Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 40)
+    request = Request(0, (3, 7, 12, *range(20)), GREEDY, 0, 40)
     served(backend, request)
     seen = trace_kernels(lambda: served(backend, request))
     assert list(seen["kernels"]) == ["decode_kernel"] and seen["launches"] == 1

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import open_library, run_prompt
+from kog_triton.backends.library_prefill import Crossover, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
@@ -16,7 +16,10 @@ from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
+SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
+# Behind a cached prefix the library has no graph (Llama-3.2-1B on one H200: benchmarks/README.md).
+IN_CHUNKS = Crossover(fresh=32, behind=192)
 
 
 class TritonBackend:
@@ -120,7 +123,9 @@ class TritonBackend:
         m = self.memory
         p = m.pointers
         held = [
-            t for name, t in p._asdict().items() if name != "wide" and isinstance(t, torch.Tensor)
+            t
+            for name, t in p._asdict().items()
+            if name not in SECOND_NAMES and isinstance(t, torch.Tensor)
         ]
         held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
@@ -139,16 +144,16 @@ class TritonBackend:
     def prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.pointers.kv[request.slot]
-        return run_prompt(self.library, self.options.prefill, request, cache)
+        return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
-    def start(self, slots: Sequence[int], rules: bool) -> Callable[[], bool]:
-        """Launch the kernel for these slots, the one that knows all sampling rules if one of them needs it.
+    def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
+        """Launch the kernel for these slots: with all sampling rules, and with prompts in chunks, if one needs them.
 
         The result tells whether it has left.
         """
         turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
-        return self._launch(self.memory.pointers, rules)
+        return self._launch(self.memory.pointers, rules, chunks)
 
     def expired(self) -> str:
         """What the last launch waited for in vain; "" if nothing."""
@@ -175,21 +180,21 @@ class TritonBackend:
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
         seat_logits(alone, list(tokens), first, last)
-        self._launch(alone, False)
+        self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if expired := self.expired():
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
-    def _launch(self, pointers: Any, rules: bool) -> Callable[[], bool]:
+    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel import decode_kernel
 
         # Copies and not fills, which would be kernels: a request that needs no library runs in one.
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
-        decode_kernel[grid](pointers, self.tiles, rules, **self._launch_options)
+        decode_kernel[grid](pointers, self.tiles, rules, chunks, **self._launch_options)
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()

@@ -2,12 +2,13 @@
 
 A pass runs one token of one slot: its embedding, the layers, and where a token is to be chosen the head. Every pass
 ends in one meeting of all blocks (sample.winner), at which they agree on the token and on what the host wants. All
-that a later launch needs is in device memory by then (slots.py).
+that a later launch needs is in device memory by then (slots.py). With CHUNKS, prompts run first, many tokens a pass.
 """
 
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.chunk import run_prompts
 from kog_triton.backends.triton.head import choose, keep, logits_row, no_candidate, score
 from kog_triton.backends.triton.layer import run_layer
 from kog_triton.backends.triton.matvec import fill
@@ -65,8 +66,11 @@ def run_layers(
 
 
 @triton.jit
-def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
-    """Serve the slots that `p.turns` lists; without RULES no request among them asks for any but a temperature."""
+def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr):
+    """Serve the slots that `p.turns` lists.
+
+    Without RULES no request among them asks for any but a temperature, without CHUNKS every prompt runs token by token.
+    """
     block = tl.program_id(0)
     lane, place = block // S.group, block % S.group
     zero = block * 0  # a tensor also in the interpreter
@@ -74,6 +78,9 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
     slots = tl.load(p.turns)
     layers = p.weights + tl.zeros((), tl.int64)
     head = layers + S.num_layers * S.layer_words
+    if CHUNKS:
+        alive, stays = run_prompts(alive, block, lane, place, p, S)
+        turn = tl.where(stays != 0, next_turn(slots - 1, slots, block, p, S), -1)
     ring = fill(layers, block, S, 0)
     while turn >= 0:
         # Pairs with the fence before the last publication of a token: its cache rows are there.

@@ -7,6 +7,7 @@ import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.request_words import capacity
+from kog_triton.backends.triton.cut import scratch_sizes
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.words import RECORD
@@ -55,10 +56,13 @@ def allocate(
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
     words = ints(tiles.total_words)
+    floats, halves = scratch_sizes(tiles)
     vocab = spec.vocab_size
     pointers = Pointers(
         weights=arena,
+        half_weights=arena.view(dtype),
         embed=embed.view(torch.int32),
+        half_embed=embed,
         gains=torch.stack(gains).contiguous(),
         biases=_biases(schedule, get, device),
         qk_gains=_qk_gains(spec, get, device),
@@ -71,6 +75,8 @@ def allocate(
         wide=words.view(torch.int64),
         fences=ints(tiles.num_blocks * 32),
         error=ints(1 + tiles.num_blocks, RECORD.value),
+        chunk=torch.zeros(floats, device=device),
+        half_chunk=torch.zeros(halves, dtype=dtype, device=device),
         profile=torch.zeros(
             max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
         ),

@@ -11,7 +11,9 @@ class Pointers(NamedTuple):
 
     # ---- the model ----
     weights: Any  # int32: layers, then the head, in tiles
+    half_weights: Any  # the same memory, in the model's 16-bit type
     embed: Any  # int32 [vocab, hidden / 2]
+    half_embed: Any  # the same memory
     gains: Any  # float32 [2 * layers + 1, lanes or 1, 2 planes, hidden / 2]
     biases: Any  # float32: a layer's qkv, o, gate_up, down rows of every lane
     qk_gains: Any  # float32 [layers, 2, head_dim]
@@ -23,6 +25,8 @@ class Pointers(NamedTuple):
     wide: Any  # int64: the same memory
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
+    chunk: Any  # float32: a chunk's vectors (cut.py)
+    half_chunk: Any  # the model's 16-bit type; columns that pad a width are zero
     profile: Any  # int64 [layer runs, blocks, 16]: see layer.POINTS
     # ---- slots ----
     turns: Any  # int32 [1 + slots]: how many slots to serve, and which, in turn

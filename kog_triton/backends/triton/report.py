@@ -26,8 +26,9 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.tiles import lower_tiles
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950")
-# Triton's names of the pointers' types; kv is the model's own 16-bit type.
-FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits")
+# Triton's names of the pointers' types; HALVES have the model's own 16-bit type.
+FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits", "chunk")
+HALVES = ("kv", "half_weights", "half_embed", "half_chunk")
 LONGS = ("wide", "mailbox", "profile")
 NUMBERS = ("layer", "position", "token")  # of a stage
 
@@ -56,23 +57,26 @@ def compile_report(
     max_context: int = 4096,
     depth: int = 1,
     rules: bool = False,
+    chunks: bool = False,
     stage: str = "",
 ) -> CompileReport:
     """Compile the kernel of a model for a target: sm_80 .. or gfx90a .. .
 
-    With `rules`, the one that knows every sampling rule; with a `stage`, that of run_stage.
+    With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts
+    in chunks; with a `stage`, that of run_stage.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
     tiles = lower_tiles(build(spec), num_blocks, max_context, vendor, depth)
-    kv = "*fp16" if tiles.f16 else "*bf16"
-    types = dict.fromkeys(Pointers._fields, "*i32") | {"kv": kv, "limit": "i32"}
+    half = "*fp16" if tiles.f16 else "*bf16"
+    types = dict.fromkeys(Pointers._fields, "*i32") | {"limit": "i32"}
+    types |= dict.fromkeys(HALVES, half)
     types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(LONGS, "*i64")
     signature: dict[str, Any] = {"p": Pointers(**types)}
     if stage:
         signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
         known = {"STAGE": stage, "S": tiles}
     else:
-        known = {"S": tiles, "RULES": rules}
+        known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
     aligned = [i for i, name in enumerate(Pointers._fields) if name != "limit"]
     source = ASTSource(
         fn=stage_kernel if stage else decode_kernel,

@@ -18,6 +18,7 @@ import numpy as np
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step, now_ns
 from kog_triton.backends.request_words import Flag, mask_words
+from kog_triton.backends.triton.chunk import LEAST
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.seats import seat, start
 from kog_triton.backends.triton.slots import (
@@ -42,8 +43,9 @@ POLL_S = 50e-6  # how often the host looks for tokens
 class Launcher(Protocol):
     """The backend, as this file needs it."""
 
-    def start(self, slots: Sequence[int], rules: bool) -> Callable[[], bool]:
-        """Launch the kernel for these slots, some of which need RULES; the result tells whether it has left."""
+    def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
+        """Launch the kernel for these slots, some of which need RULES, or have so much of a prompt left
+        that it pays to run it in chunks; the result tells whether it has left."""
         ...
 
     def expired(self) -> str:
@@ -65,12 +67,18 @@ class Running:
 
     request: Request
     rules: bool  # it asks for more than a temperature
+    position: int  # of the token that the next launch runs first
     output: list[int] = field(default_factory=list)
     masks: int = 0  # masks that were sent
     scored: int = 0  # positions of the prompt whose log-probabilities were told
     error: Exception | None = (
         None  # of the caller's mask; ends the request once the kernel has let go of it
     )
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether enough of the prompt is left for a pass of many tokens; the last token is not for it."""
+        return len(self.request.prompt) - 1 - self.position >= LEAST.value
 
 
 class Serving:
@@ -116,10 +124,11 @@ class Serving:
         for request in arrived:
             try:
                 flags = seat(self._pointers, self._tiles, request)
+                position = request.cached
                 if request.prompt_logprobs is None:
                     position = self._launcher.prefill(request)
                     start(self._pointers.states[request.slot], position, request.prompt[position])
-                mailbox.resumed[request.slot] = Running(request, bool(flags & RULES))
+                mailbox.resumed[request.slot] = Running(request, bool(flags & RULES), position)
             except KogError as error:
                 mailbox.push(request.slot, Failure(error))
 
@@ -143,6 +152,7 @@ class Serving:
             running.scored = mailbox.prefilled[slot] = last
             if last == end:
                 start(self._pointers.states[slot], last, request.prompt[last])
+                running.position = last
             return True
         return False
 
@@ -152,7 +162,10 @@ class Serving:
         """One launch for all slots, until the kernel has left."""
         slots = list(mailbox.resumed)
         self.poll()  # masks, and whether a request was cancelled meanwhile
-        done = self._launcher.start(slots, any(r.rules for r in mailbox.resumed.values()))
+        running = mailbox.resumed.values()
+        done = self._launcher.start(
+            slots, any(r.rules for r in running), any(r.in_chunks for r in running)
+        )
         try:
             while not done():
                 self.poll()
@@ -166,7 +179,8 @@ class Serving:
         states = self._pointers.states.cpu()[:, 0].tolist()
         expired = self._launcher.expired()
         for slot in list(mailbox.resumed):
-            mailbox.prefilled[slot] = states[slot][POSITION.value]
+            position = states[slot][POSITION.value]
+            mailbox.resumed[slot].position = mailbox.prefilled[slot] = position
             if expired:
                 self._end(slot, Failure(RunError(f"{expired}: the run is void")), mailbox)
             elif states[slot][OUTCOME.value]:

@@ -149,9 +149,15 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
     tl.store(own + MADE, made)
     tl.store(own + OUTCOME, outcome)
     if (block == 0) & (outcome != 0):
-        result = (position.to(tl.int64) << 32) | (made << 8).to(tl.int64) | outcome.to(tl.int64)
-        tl.store(mail_of(slot, p, "result", S), result, cache_modifier=".wt")
+        tell_end(outcome, position, made, slot, p, S)
     return outcome
+
+
+@triton.jit
+def tell_end(outcome, position, made, slot, p, S: tl.constexpr):
+    """How a request ended, to the host; for one block."""
+    result = (position.to(tl.int64) << 32) | (made << 8).to(tl.int64) | outcome.to(tl.int64)
+    tl.store(mail_of(slot, p, "result", S), result, cache_modifier=".wt")
 
 
 @triton.jit

@@ -68,6 +68,19 @@ def fence(word, S: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.jit
+def order(word, S: tl.constexpr):
+    """As `fence`, without a way to memory and back where a vendor has an instruction for it."""
+    if S.vendor == "nvidia":
+        meet(S)
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
+        )
+        tl.debug_barrier()
+    else:
+        fence(word, S)
+
+
 @triton.constexpr_function
 def loop_stages(S):
     """Steps of a loop that Triton may keep on their way in shared memory: on AMD that would take all 64 KB of it."""
@@ -81,6 +94,15 @@ def dot(a, b, S: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
         return tl.dot(a, b)
+
+
+@triton.jit
+def dot_onto(total, a, b, S: tl.constexpr):
+    """total + a @ b in float32, as `dot`."""
+    if S.vendor == "cpu":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 WAITS = (
     "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
     "down_proj mlp", "down_proj past", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample votes",
-    "sample mask", "sample winner",
+    "sample mask", "sample winner", "chunk arrivals",
 )  # fmt: skip
 PLACES = {reason: i for i, reason in enumerate(WAITS)}
 

@@ -1,0 +1,113 @@
+"""How a chunk of a prompt is cut: what a block multiplies at once, and where the chunk's vectors stand.
+
+All blocks of a lane share its chunk, a row a token. Blocks own rows of a matrix as they do for one token; where that
+is few (o_proj, down_proj), `parts` of them take their rows together and a part of K each: a block then reads fewer of
+the vectors, which for many tokens are more bytes than its weights.
+
+    chunk       float32: `stream` x, `qkv` as it left the matrix, `out` the parts of the modules' outputs
+    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero behind the end
+"""
+
+from typing import Any
+
+import triton
+
+ROWS = 128  # of a matrix multiplied at once, at most
+SHARED_ROWS = 64  # of the blocks that share theirs
+STEP_BYTES = {"nvidia": 32 * 1024, "amd": 16 * 1024, "cpu": 32 * 1024}  # of one step along K
+STAGES = {"nvidia": 4, "amd": 2, "cpu": 1}  # steps on their way in shared memory
+WIRED = (1, 3)  # o_proj and down_proj
+
+
+@triton.constexpr_function
+def width(S: Any, stage: int) -> int:
+    """Of a vector that the stage reads, padded."""
+    return S.stages[stage].chunks * 2 * S.stages[stage].tile_words
+
+
+@triton.constexpr_function
+def parts(S: Any, stage: int) -> int:
+    """Blocks of a lane that share their rows of a stage."""
+    if stage not in WIRED:
+        return 1
+    rows = S.stages[stage].block_rows
+    fitting = (n for n in range(1, S.group + 1) if S.group % n == 0 and n * rows <= SHARED_ROWS)
+    return max(fitting, default=1)
+
+
+@triton.constexpr_function
+def span(S: Any, stage: int) -> int:
+    """Rows of the blocks that share theirs."""
+    return parts(S, stage) * S.stages[stage].block_rows
+
+
+@triton.constexpr_function
+def row_tile(S: Any, stage: int) -> int:
+    """Rows multiplied at once: each time all vectors are read again."""
+    return min(max(16, triton.next_power_of_2(span(S, stage))), ROWS)
+
+
+@triton.constexpr_function
+def row_tiles(S: Any, stage: int) -> int:
+    return -(-span(S, stage) // row_tile(S, stage))
+
+
+@triton.constexpr_function
+def step(S: Any, stage: int) -> int:
+    """Columns of a matrix multiplied at once; a tile holds a whole number of steps."""
+    columns = 2 * S.stages[stage].tile_words
+    while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > STEP_BYTES[S.vendor]:
+        columns //= 2
+    return columns
+
+
+@triton.constexpr_function
+def pipelined(S: Any) -> int:
+    return STAGES[S.vendor]
+
+
+@triton.constexpr_function
+def tile_strides(S: Any, stage: int) -> tuple[int, int]:
+    """Tiles from one row tile to the next, and from one tile along K to the next."""
+    cut = S.stages[stage]
+    return (1, cut.units) if stage in WIRED else (cut.chunks, 1)
+
+
+# ---- where vectors stand ----
+
+
+@triton.constexpr_function
+def max_parts(S: Any) -> int:
+    return max(parts(S, stage) for stage in WIRED)
+
+
+@triton.constexpr_function
+def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes in values, in order: of `chunk`, of `half_chunk`."""
+    rows = S.lanes * S.columns
+    outs = 2 * (S.delay + 1) * max_parts(S)
+    floats = {
+        "stream": rows * S.hidden_size,
+        "qkv": rows * S.stages[0].rows,
+        "out": outs * rows * S.hidden_size,
+    }
+    halves = {
+        "x": rows * width(S, 0),
+        "attention": rows * width(S, 1),
+        "mlp": rows * width(S, 3),
+    }
+    return floats, halves
+
+
+@triton.constexpr_function
+def begins(S: Any, name: str) -> int:
+    """Where a region begins in its tensor."""
+    (sizes,) = (s for s in scratch(S) if name in s)
+    names = list(sizes)
+    return sum(sizes[n] for n in names[: names.index(name)])
+
+
+def scratch_sizes(tiles: Any) -> tuple[int, int]:
+    """Values of `chunk` and of `half_chunk`."""
+    floats, halves = scratch(tiles)
+    return sum(floats.values()), sum(halves.values())
