@@ -1,0 +1,184 @@
+// The heads of q, k and v that a unit of attention waits for: received by a warp each, normalized and
+// rotated; queries go where the tensor core finds them, the new key and value into the cache.
+#pragma once
+#include <kog/unit.h>
+
+namespace kog {
+
+constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
+constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
+
+// What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
+struct Rotation {
+  float2 cos[kQuads], sin[kQuads], gain[kQuads], gain_far[kQuads];
+};
+KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
+  Rotation r;
+  const float2* angle =
+      reinterpret_cast<const float2*>(b.p.rope + static_cast<u64>(position) * kHeadDim);
+  const float2* gains =
+      reinterpret_cast<const float2*>(b.p.qk_gains + (2 * b.layer + is_key) * kHeadDim);
+#pragma unroll
+  for (int n = 0; n < kQuads; n++) {
+    int i = n * 32 + b.in_warp;
+    bool inside = i < kHeadDim / 4;
+    r.cos[n] = inside ? angle[i] : float2{0, 0};
+    r.sin[n] = inside ? angle[kHeadDim / 4 + i] : float2{0, 0};
+    r.gain[n] = inside && kQkNorm ? gains[i] : float2{1, 1};
+    r.gain_far[n] = inside && kQkNorm ? gains[kHeadDim / 4 + i] : float2{1, 1};
+  }
+  return r;
+}
+
+// (a * cos + z * sin) * scale, rounded alike in every kernel.
+KOG_DEVICE float turn(float a, float cos, float z, float sin, float scale) {
+  return product(fused(a, cos, product(z, sin)), scale);
+}
+
+// One head of q, k or v: neighbors and those half a head on, a lane.
+struct Head {
+  float2 near[kQuads], far[kQuads];
+
+  KOG_DEVICE void receive(Block& b, int row, u32 phase) {
+    const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
+    u32 w[2 * kQuads];
+    poll_words(
+        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); }, phase, w);
+    unpack(w);
+  }
+  // Where word n of a lane is, of a head's that lie from `words` on; and the values of all of them.
+  KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
+    int i = n / 2 * 32 + b.in_warp;
+    return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+  }
+  KOG_DEVICE void unpack(const u32* w) {
+#pragma unroll
+    for (int n = 0; n < kQuads; n++) {
+      near[n] = {first_of(w[2 * n]), second_of(w[2 * n])};
+      far[n] = {first_of(w[2 * n + 1]), second_of(w[2 * n + 1])};
+    }
+  }
+  // Normalize if the model asks, rotate, scale.
+  KOG_DEVICE void rotate(const Block& b, const Rotation& r, float scale) {
+    if constexpr (kQkNorm) {
+      float square = 0;
+#pragma unroll
+      for (int n = 0; n < kQuads; n++)
+        if (n * 32 + b.in_warp < kHeadDim / 4) {
+          square = fused(near[n].x, near[n].x, square);
+          square = fused(near[n].y, near[n].y, square);
+          square = fused(far[n].x, far[n].x, square);
+          square = fused(far[n].y, far[n].y, square);
+        }
+#pragma unroll
+      for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
+      scale *= rsqrt_of(square / kHeadDim + kNormEps);
+    }
+#pragma unroll
+    for (int n = 0; n < kQuads; n++) {
+      if constexpr (kQkNorm) {
+        near[n] = {product(near[n].x, r.gain[n].x), product(near[n].y, r.gain[n].y)};
+        far[n] = {product(far[n].x, r.gain_far[n].x), product(far[n].y, r.gain_far[n].y)};
+      }
+      float2 a = near[n], z = far[n];
+      near[n] = {turn(a.x, r.cos[n].x, -z.x, r.sin[n].x, scale),
+                 turn(a.y, r.cos[n].y, -z.y, r.sin[n].y, scale)};
+      far[n] = {turn(z.x, r.cos[n].x, a.x, r.sin[n].x, scale),
+                turn(z.y, r.cos[n].y, a.y, r.sin[n].y, scale)};
+    }
+  }
+  // put(word, pair) for every word of a row of the cache; those behind the head are zero.
+  template <class Put>
+  KOG_DEVICE void each(const Block& b, Put put) const {
+#pragma unroll
+    for (int n = 0; n < kQuads; n++) {
+      int i = n * 32 + b.in_warp;
+      if (i >= kHeadDim / 4) continue;
+      put(i, near[n]);
+      put(kHeadDim / 4 + i, far[n]);
+    }
+    if (b.in_warp < (kRowDim - kHeadDim) / 2) put(kHeadDim / 2 + b.in_warp, float2{0, 0});
+  }
+};
+
+// A rotated query in two 16-bit parts, where the tensor core's lanes find it.
+KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
+  u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
+                                   query % kGroupHeads * 4);
+  head.each(b, [&](int word, float2 v) {
+    u32 high = round_pair<kF16>(v.x, v.y);
+    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
+    using Quarter = Keys::Quarter;
+    int lane = word % Quarter::kStride / Quarter::kPiece,
+        in_lane = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
+    *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
+  });
+}
+KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }
+// Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
+KOG_DEVICE u32 infinities_void(u32 both) {
+  constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
+  if ((both & kInfinite) == kInfinite) both |= kQuiet;
+  if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
+  return both;
+}
+// Two values of a key or value, rounded as everybody will read them.
+KOG_DEVICE u32 cached_pair(float2 v) { return infinities_void(round_pair<kF16>(v.x, v.y)); }
+// The new key or value.
+KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
+  head.each(b, [&](int word, float2 v) {
+    u32 w = cached_pair(v);
+    reinterpret_cast<u32*>(scratch)[word] = w;
+    reinterpret_cast<u32*>(cache)[word] = w;
+  });
+}
+
+// Which of the heads that a split waits for a warp receives first.
+KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
+
+// What is not in the cache yet, where a step computes one position of a request: the newest.
+struct Newest {
+  // The end of what the cache holds of a span.
+  KOG_DEVICE static int cached(const Span& span) { return span.newest ? span.end - 1 : span.end; }
+
+  // What a warp's first head is rotated with.
+  KOG_DEVICE static Rotation rotation(const Block& b, const Span&, int position) {
+    return load_rotation(b, position, first_received(b) == kQueries);
+  }
+
+  // Heads of q by warps, the new k and v by two more where this block takes the newest position.
+  KOG_DEVICE static void receive(Block& b, const Span& span, int position, u32 phase,
+                                 const AttentionScratch& scratch, const Rotation& rotation) {
+    u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
+    for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
+      if (h >= kQueries && !span.newest) continue;
+      bool is_key = h == kQueries;
+      int row =
+          h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
+      Head head;
+      head.receive(b, row * kHeadDim, phase);
+      if (h > kQueries) {
+        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
+        continue;
+      }
+      // Rotations were asked for before the wait, for each warp's first head.
+      Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
+      head.rotate(b, r, is_key ? 1.f : query_scale());
+      if (is_key)
+        append(b, head, scratch.key, cache);
+      else
+        put_query(b, head, h, scratch.queries);
+    }
+  }
+
+  // The tile at `at` has it as well, if it is there.
+  KOG_DEVICE static void patch(const Block& b, const Span& span, int position, int at,
+                               const AttentionScratch& scratch, Keys& key, Values& value) {
+    int newest = span.newest ? position - at : kTileRows;
+    if (newest >= kTileRows) return;
+    key.patch(b, newest, scratch.key);
+    value.patch(b, newest, scratch.value);
+  }
+};
+
+}  // namespace kog

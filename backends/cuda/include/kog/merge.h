@@ -1,0 +1,138 @@
+// What the warps of a unit of attention have found, joined in shared memory in their order.
+#pragma once
+#include <kog/softmax.h>
+#include <kog/unit.h>
+
+namespace kog {
+
+// One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
+struct Slot {
+  static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
+  float* results;
+  float2* tops;
+
+  KOG_DEVICE Slot(const Block& b, const AttentionScratch& scratch) {
+    int slot = (b.warp / kWarpsAGroup * kSlots + b.warp % kWarpsAGroup % kSlots) * kGroupHeads;
+    results = scratch.results + slot * kResultStride;
+    tops = scratch.tops + slot;
+  }
+  // each(where, t): the kPiece words from t on of head i, which lie there.
+  template <class Each>
+  KOG_DEVICE void each_piece(const Block& b, int i, Each each) const {
+    int head = b.in_warp % 4 * 2 + i;
+    if (head >= kGroupHeads) return;
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t += kPiece)
+      each(results + head * kResultStride + Values::dimension(b, t), t);
+  }
+
+  KOG_DEVICE void put(const Block& b, const Softmax& s) const {
+    float total = s.total();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](float* at, int t) {
+        if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
+          float4* wide = reinterpret_cast<float4*>(at);
+          wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
+          wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
+        } else {
+#pragma unroll
+          for (int n = 0; n < kPiece; n++)
+            *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
+        }
+      });
+    if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
+      tops[b.in_warp / 4] = {s.top, total};
+  }
+
+  // Add what another warp put there to `s`.
+  KOG_DEVICE void absorb(const Block& b, Softmax& s) const {
+    int head = b.in_warp / 4;
+    float2 theirs = tops[head < kGroupHeads ? head : 0];
+    float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
+    s.rescale(b, exp2_fast(s.top - top));
+    s.top = top;
+    if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all lanes of the head
+    float shares[2] = {shuffle(share, b.in_warp % 4 * 8), shuffle(share, b.in_warp % 4 * 8 + 4)};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      each_piece(b, i, [&](const float* at, int t) {
+#pragma unroll
+        for (int n = 0; n < kPiece; n++) {
+          s.out[t + n][i] = fused(shares[i], at[2 * n], s.out[t + n][i]);
+          s.out[t + n][i + 2] = fused(shares[i], at[2 * n + 1], s.out[t + n][i + 2]);
+        }
+      });
+    sync_warp();  // all lanes have read
+  }
+};
+
+// The results of `walked` warps of each group to shared memory, for merge_warps: those that find no room
+// are added to others first.
+KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
+                            const AttentionScratch& scratch) {
+  int walker = b.warp % kWarpsAGroup;
+  Slot slot(b, scratch);
+  if (walked > kSlots) {
+    if (walks && walker >= kSlots) slot.put(b, softmax);
+    sync_consumers();
+    if (walker + kSlots < walked && walks) slot.absorb(b, softmax);
+  }
+  if (walks && walker < kSlots) slot.put(b, softmax);
+  sync_consumers();
+}
+
+// Lanes that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
+constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
+                         : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
+                                                                      : 1;
+
+// Merge the warps' results in order: put(head, pair, values, top) for each pair of a head's outputs, by
+// one lane.
+template <class Put>
+KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
+  constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
+  constexpr int kEach = (kSlots + kSharers - 1) / kSharers;  // results of one lane
+  walked = walked < kSlots ? walked : kSlots;
+  for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
+    int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
+    bool inside = i < kPairs;
+    int at = head / kGroupHeads * kSlots * kGroupHeads + head % kGroupHeads;
+    float top = kNoScore, sum = 0;
+    float2 out = {0, 0};
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
+      float t = scratch.tops[at + w * kGroupHeads].x;
+      top = t > top ? t : top;
+    }
+#pragma unroll
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
+      float other = shuffle_xor(top, mask);
+      top = other > top ? other : top;
+    }
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+      int w = n * kSharers + b.in_warp % kSharers;
+      if (!inside || w >= walked) continue;
+      float2 t = scratch.tops[at + w * kGroupHeads];
+      float2 v = *reinterpret_cast<const float2*>(
+          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
+      float share = exp2_fast(t.x - top);
+      sum += share * t.y;
+      out.x += share * v.x;
+      out.y += share * v.y;
+    }
+#pragma unroll
+    for (int mask = 1; mask < kSharers; mask <<= 1) {
+      sum += shuffle_xor(sum, mask);
+      out.x += shuffle_xor(out.x, mask);
+      out.y += shuffle_xor(out.y, mask);
+    }
+    if (!inside || b.in_warp % kSharers != 0) continue;
+    put(head, pair, float2{divide(out.x, sum), divide(out.y, sum)}, top + log2_fast(sum));
+  }
+}
+
+}  // namespace kog

@@ -1,0 +1,108 @@
+// A unit of attention, which one block works on: a key/value head and one split of the context. Which
+// part of the context that is, where its words lie, and what it keeps in shared memory.
+#pragma once
+#include <kog/cache.h>
+
+namespace kog {
+
+constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
+constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
+constexpr int kWarpsAGroup = kWarps / kHeadGroups;
+// The results of half of the warps find room at once.
+constexpr int kSlots = (kWarpsAGroup + 1) / 2;  // of a group of warps
+constexpr int kUnits = kKvHeads * kSplits;
+constexpr int kResultStride = kRowDim + 4;
+
+// Positions of one step that a unit receives as words: a chunk of a prompt has several (columns/chunk.h).
+constexpr int kNewRows = kChunk ? kColumns : 1;
+
+// Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
+// tensor core takes them, the new key and value as rows of the cache, results of all warps.
+struct AttentionScratch {
+  uint4* queries;  // [head groups][kDimSteps][32 lanes]
+  u16* key;        // [kNewRows][kRowDim]
+  u16* value;
+  float* results;  // [head group][slot][head][kResultStride]
+  float2* tops;    // [head group][slot][head]: maximum and sum
+  KOG_DEVICE explicit AttentionScratch(const Block& b) {
+    queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
+    key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
+    value = key + kNewRows * kRowDim;
+    results = reinterpret_cast<float*>(value + kNewRows * kRowDim);
+    tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
+  }
+};
+
+// Which part of the context a unit walks: [start, end), the newest position included.
+struct Span {
+  int head, split, used, start, end;
+  bool newest;
+};
+KOG_DEVICE int first_position(int position, int window) {
+  return window > 0 && position + 1 > window ? position + 1 - window : 0;
+}
+KOG_DEVICE int splits_in_use(int length) {
+  int used = (length + kSplitLeast - 1) / kSplitLeast;
+  if (used <= kMerged) return used;
+  return length <= kMergedLength ? kMerged : kSplits;
+}
+// Whether the layer's splits are joined in a step of their own (join.h).
+KOG_DEVICE bool has_join(const Block& b, int position) {
+  int first = first_position(position, kWindows[b.layer]);
+  return splits_in_use(position + 1 - first) > kMerged;
+}
+// n / used, by one of the few numbers that splits_in_use can be: known ones divide fast.
+KOG_DEVICE u32 divided(u32 n, int used) {
+  u32 quotient = n / kSplits;
+#pragma unroll
+  for (int i = 1; i <= kMerged; i++)
+    if (used == i) quotient = n / static_cast<u32>(i);
+  return quotient;
+}
+KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
+  Span s;
+  s.head = head;
+  s.split = split_of_head;
+  int first = first_position(position, window);
+  int length = position + 1 - first;
+  s.used = splits_in_use(length);
+  // At most 2^8 splits of 2^23 positions: 32 bits hold the products.
+  u32 parts = static_cast<u32>(length), split = static_cast<u32>(s.split);
+  s.start = first + static_cast<int>(divided(split * parts, s.used));
+  s.end = first + static_cast<int>(divided((split + 1) * parts, s.used));
+  s.newest = s.split == s.used - 1;
+  return s;
+}
+// The words of `attention` change with each step that joins, not with each layer. If layers without
+// one wrote them to keep step, nobody would read that, and two blocks' stores to a word, a layer apart,
+// could land in either order.
+KOG_DEVICE u32 join_phase(const Block& b) {
+  return phase_of(static_cast<int>(load_volatile(&b.small->joins)));
+}
+// At the end of a layer: the next one reads it behind a barrier.
+KOG_DEVICE void count_join(const Block& b, int position) {
+  if (b.thread == 0 && has_join(b, position))
+    store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
+}
+// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
+// a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
+static_assert(kMerged <= kBundle);
+KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
+  return b.p.words + SplitTopsWords::kOffset + at * SplitTopsWords::kStride + query * kQueryTops +
+         split % kBundle;
+}
+KOG_DEVICE u32* split_words(const Block& b, int head, int query, int split) {
+  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
+  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * (kHeadDim / 2);
+}
+
+// A split's output and the logarithms of its sums as words.
+KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int pair, float2 v,
+                              float top, u32 phase) {
+  store_relaxed(split_words(b, span.head, query, span.split) + pair, pack_pair(v.x, v.y, phase));
+  if (pair == 0)
+    store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
+}
+
+}  // namespace kog
