@@ -175,7 +175,7 @@ def test_lanes_agree_with_the_reference(head):
     assert_close(Walk(spec, weights, 8), weights, 4, 0.02)
 
 
-@pytest.mark.parametrize("region", ["attention", "splits"])
+@pytest.mark.parametrize("region", ["attention", "splits", "split_tops"])
 def test_stores_that_land_late_change_nothing(region):
     """A word's writers change from layer to layer: only what they have read of it orders their stores."""
     spec, options, _ = PLAIN["joins of many splits by one warp"]

@@ -5,6 +5,7 @@ and go, is serving.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,18 +103,24 @@ class CudaBackend:
             compile_columns,
             load_columns,
         )
+        # Weights are read and packed while the compiler works; behind it the kernel is found kept.
+        with ThreadPoolExecutor(1, "kog-compiler") as compiler:
+            compiled = compiler.submit(self._compile, "decode.cu", self.layout)
+            self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
+            self.columns = Columns(
+                lowering, self.max_context, counts, compile_columns, load_columns
+            )
+            self.library = open_library(
+                options,
+                weights,
+                self.spec,
+                self.max_context,
+                self.memory.embed[:, : self.spec.hidden_size],
+                self.memory.weights.nbytes,
+            )
+            compiled.result()
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
-        self.memory = allocate(self.layout, weights, options.num_slots, self.device)
-        counts = [c for c in self.column_counts if c < 2 * options.num_slots]
-        self.columns = Columns(lowering, self.max_context, counts, compile_columns, load_columns)
-        self.library = open_library(
-            options,
-            weights,
-            self.spec,
-            self.max_context,
-            self.memory.embed[:, : self.spec.hidden_size],
-            self.memory.weights.nbytes,
-        )
         self.chunks.open(self.device)
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
