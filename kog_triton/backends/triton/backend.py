@@ -18,8 +18,10 @@ from kog_triton.schedule.topology import Gpu, find_gpu
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
-# Behind a cached prefix the library has no graph (Llama-3.2-1B on one H200: benchmarks/README.md).
-IN_CHUNKS = Crossover(fresh=32, behind=192)
+# Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
+# Behind a cached prefix the library takes 4.3 ms (library_prefill.py), longer than three passes of a chunk: that side
+# was reckoned from passes without a prefix, not measured behind one.
+IN_CHUNKS = Crossover(fresh=17, behind=193)
 
 
 class TritonBackend:
