@@ -28,6 +28,7 @@ ORDERED = [
     {"bulk_load", "load", "kog_decode"},
     # every thread writes the value that every thread has computed, and reads what it wrote itself
     {"end_step", "position", "begin_step", "save_seats"},
+    {"serve_seat", "cache_of"},
 ]
 
 
