@@ -433,3 +433,18 @@ def test_a_dtype_is_that_of_every_weight(shape, name, dtype, torch_dtype):
     model = open_model(None, shape, torch.device("cpu"), name)
     assert model.weights.spec.dtype is dtype is not own.weights.spec.dtype
     assert model.weights.load("layers.0.attention_norm").dtype == torch_dtype
+
+
+def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
+    files = machine.source_files()
+    assert {
+        "bench/machine.py",
+        "backends/cuda/decode.cu",
+        "backends/cuda/include/kog/ring.h",
+    } <= set(files)
+    whole = machine.source_digest()
+    changed = tmp_path / "ring.h"
+    changed.write_bytes(files["backends/cuda/include/kog/ring.h"].read_bytes() + b"\n")
+    files["backends/cuda/include/kog/ring.h"] = changed
+    monkeypatch.setattr(machine, "source_files", lambda: files)
+    assert machine.source_digest() != whole

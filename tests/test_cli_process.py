@@ -35,6 +35,8 @@ def start(plugins, *argv, **options):
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # What a shell runs in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 

@@ -298,7 +298,7 @@ class LateBackend(FiberBackend):
         super().__init__(*arguments)
 
     def _compile(self, source, layout):
-        assert self._compiled.wait(60)
+        assert source == "decode.cu" or self._compiled.wait(60)
         super()._compile(source, layout)
 
 
@@ -321,7 +321,9 @@ class FailingBackend(FiberBackend):
     column_counts = (4,)
 
     def _compile(self, source, layout):
-        raise DeviceError("the compiler is out of room")
+        if source != "decode.cu":
+            raise DeviceError("the compiler is out of room")
+        super()._compile(source, layout)
 
 
 def test_requests_take_turns_where_the_compiler_fails(spec, apart, caplog):

@@ -1,6 +1,6 @@
 """Where a run took place: GPU, driver, versions, commit; and its clocks before and after.
 
-What cannot be found is null, never guessed. `source` is a digest of the package's Python and CUDA
+What cannot be found is null, never guessed. `source` is a digest of the package's Python, C++ and CUDA
 files, so that a run names its code also where there is no git.
 """
 
@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,29 @@ def gpu_row() -> Gpu | None:
         return None
 
 
+def source_files() -> dict[str, Path]:
+    """Every file of Python, C++ and CUDA by its name in the installed package.
+
+    In a checkout the CUDA backend lies beside the package; installed, inside it.
+    """
+    root = Path(kog_triton.__file__).parent
+    places = {"": root}
+    found = find_spec("kog_triton.backends.cuda")
+    if found and found.origin:
+        places["backends/cuda/"] = Path(found.origin).parent
+    return {
+        name + file.relative_to(place).as_posix(): file
+        for name, place in places.items()
+        for file in place.rglob("*")
+        if file.suffix in (".py", ".cu", ".h")
+    }
+
+
 def source_digest() -> str:
-    """SHA-256 of the names and contents of the package's .py and .cu files."""
-    digest, root = hashlib.sha256(), Path(kog_triton.__file__).parent
-    for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu")):
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+    """SHA-256 of their names and contents."""
+    digest = hashlib.sha256()
+    for name, file in sorted(source_files().items()):
+        digest.update(f"{name}\0".encode())
         digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()
 
