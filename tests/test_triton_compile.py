@@ -106,9 +106,7 @@ def test_llama_on_mi300(compiler, tmp_path):
     assert sum(report.instructions.values()) <= 20000
 
 
-@pytest.mark.parametrize(
-    "target", [t if t == "gfx942" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_prompts_in_chunks_compile_for_every_target(target, compiler, tmp_path):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""
     (report,) = reports_of(target, "tiny", tmp_path, "chunks")
