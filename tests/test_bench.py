@@ -255,6 +255,10 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     code, record, out, _ = cli(*argv)
     spans = record["rows"][0]["profile"]
     assert code == 0 and "where a token goes" in out and "gate_up_proj" in out
+    monkeypatch.setattr(ReferenceBackend, "profile", lambda self, *asked: 1 // 0)
+    code, broken, _, _ = cli(*argv)
+    assert code == 0 and broken["rows"][0]["status"] == "timed", "what was timed stays"
+    assert broken["rows"][0]["note"] == "not profiled: integer division or modulo by zero"
     assert {"qkv_proj", "o_proj", "down_proj"} <= {span["name"] for span in spans}
     assert written(read(spans)) == spans
     assert all(span["mean_ns"] <= span["largest_ns"] for span in spans)

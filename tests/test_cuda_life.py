@@ -4,15 +4,18 @@ Whatever happens to a request or beside it, its tokens, and the keys and values 
 same request alone in one launch, bit for bit.
 """
 
+import gc
 import re
 import shutil
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from cuda_walk import INCLUDE, FiberBackend, compile_walk
 from fake_checkpoint import make_checkpoint
+from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import header, serving
 from ring_walker import spec_of
 
@@ -20,7 +23,7 @@ from kog_triton import LLM
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.request_words import encode_logits
-from kog_triton.errors import RunError
+from kog_triton.errors import DeviceError, RunError
 from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
@@ -353,3 +356,27 @@ def test_a_planted_fault_is_seen(backend, alone, monkeypatch, tmp_path, name):
     backend.kernel.library = compile_walk(backend.layout, include=tmp_path / "include")
     with pytest.raises(AssertionError):
         test_launches_of_a_few_steps_change_nothing(backend, alone, monkeypatch, 2)
+
+
+class RefusedBackend(FiberBackend):
+    def _compile(self, source, layout):
+        raise DeviceError("the compiler refuses")
+
+
+def test_a_compiler_that_fails_leaves_no_weights_behind(monkeypatch):
+    """Nor until the collector comes: another backend may be next."""
+    packed, allocate = [], cuda_backend.allocate
+
+    def watched(*arguments):
+        memory = allocate(*arguments)
+        packed.append(weakref.ref(memory.weights))
+        return memory
+
+    monkeypatch.setattr(cuda_backend, "allocate", watched)
+    gc.disable()
+    try:
+        with pytest.raises(DeviceError, match="refuses"):
+            RefusedBackend(RandomWeights(spec_of()), BackendOptions(max_context=64), num_blocks=2)
+        assert packed and packed[0]() is None
+    finally:
+        gc.enable()

@@ -213,12 +213,16 @@ def test_caches_of_any_strides_are_filled():
 
 
 def test_a_mask_says_what_fused_attention_would_align_otherwise(monkeypatch):
-    nvidia = torch.device("cuda")
-    assert walk.aligns_ends(nvidia, 64) and walk.aligns_ends(nvidia, 256)
-    assert not walk.aligns_ends(nvidia, 12) and not walk.aligns_ends(nvidia, 264)
-    assert not walk.aligns_ends(CPU, 64)
+    nvidia, capability = torch.device("cuda"), [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    assert walk.aligns_ends(nvidia, BF16, 64) and walk.aligns_ends(nvidia, BF16, 256)
+    assert not walk.aligns_ends(nvidia, BF16, 12) and not walk.aligns_ends(nvidia, BF16, 264)
+    assert not walk.aligns_ends(nvidia, F32, 64) and not walk.aligns_ends(CPU, BF16, 64)
+    capability[0] = 7
+    assert not walk.aligns_ends(nvidia, BF16, 64)
+    capability[0] = 9
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not walk.aligns_ends(nvidia, 64)
+    assert not walk.aligns_ends(nvidia, BF16, 64)
 
 
 class Poisoned(RandomWeights):

@@ -217,11 +217,14 @@ def test_a_cancel_in_a_prompt_leaves_the_others_alone():
     assert [s.finish for s in second] == ["length"]
 
 
-@pytest.mark.parametrize("stalled", [0, 1])
-def test_a_block_that_never_comes_is_named(stalled):
+@pytest.mark.parametrize("stalled, cancelled", [(0, False), (1, False), (1, True)])
+def test_a_block_that_never_comes_is_named(stalled, cancelled):
+    """Also to who has cancelled: keys and values of such a chunk are not to be used again."""
     backend = chunked(CASES["qwen3"], limit=5)
     mailbox = backend.new_mailbox()
     mailbox.post(Request(0, TOKENS[:8], GREEDY, 0, 1))
+    if cancelled:
+        mailbox.cancel(0)
     with concurrent(0, "sc", backend.poll, stalled=stalled):
         backend.generate(mailbox)
     error = mailbox.read(0, 0)[0].error

@@ -119,7 +119,11 @@ class CudaBackend:
                 self.memory.embed[:, : self.spec.hidden_size],
                 self.memory.weights.nbytes,
             )
-            compiled.result()
+            try:
+                compiled.result()
+            except BaseException:
+                self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
+                raise
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
         self.chunks.open(self.device)
 

@@ -27,7 +27,8 @@ CHUNKS_FROM = 3
 # for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48 tokens 5.4 for 6.0, behind 2,000 ones
 # 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions 0.92, behind 2,200 1.64.
 CHUNKED = Crossover(8, 48)
-# Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model.
+# Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
+# the weights each of a larger one.
 MOST_CHUNKS = 32
 
 

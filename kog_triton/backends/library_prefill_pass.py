@@ -38,7 +38,7 @@ class PrefillPass:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.dtype = layers[0].qkv.dtype
         self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
-        self._flash = aligns_ends(embed.device, spec.head_dim)
+        self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
@@ -155,18 +155,16 @@ def band(
     return mask.masked_fill_((key > query) | (key <= query - window), torch.finfo(dtype).min)
 
 
-def aligns_ends(device: torch.device, head_dim: int) -> bool:
+def aligns_ends(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `causal` knows fewer queries than keys here.
 
-    NVIDIA's flash attention aligns them at their ends; AMD's has aligned them at their starts, so there,
-    as on a CPU, a mask says it.
+    NVIDIA's flash attention aligns them at their ends, 16-bit ones from sm_80 on; AMD's has aligned them at
+    their starts, so there, as on a CPU, a mask says it.
     """
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and head_dim % 8 == 0
-        and head_dim <= 256
-    )
+    if device.type != "cuda" or torch.version.hip is not None or dtype.itemsize != 2:
+        return False
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return ampere and head_dim % 8 == 0 and head_dim <= 256
 
 
 def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

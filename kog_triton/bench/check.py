@@ -18,9 +18,10 @@ from kog_triton.errors import RunError
 
 CHECK_POSITIONS = 128
 CHECK_TOKENS = 32
-# Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs
-# by 0.044 behind 32 tokens (benchmarks/results) and 0.089 behind 128; a wrong kernel by more than 1.
-MAX_KL = 0.15
+# Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs by
+# up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042; a wrong kernel by
+# more than 1.
+MAX_KL = {"backend": 0.08, "peer": 0.25}
 MAX_GAP = 0.2  # standard deviations
 
 
@@ -47,8 +48,8 @@ class Judge:
         self._count = min(count, CHECK_TOKENS)
         self._logits = reference.forward_logits(self._prompt)
 
-    def examine(self, subject: Subject) -> Check:
-        """RunError if the subject computes NaN or infinity."""
+    def examine(self, subject: Subject, kind: str = "backend") -> Check:
+        """`kind`: a key of MAX_KL. RunError if the subject computes NaN or infinity."""
         logits = subject.logits(self._prompt)
         if not np.isfinite(logits).all():
             raise RunError("its logits hold NaN or infinity")
@@ -64,7 +65,7 @@ class Judge:
             tokens=len(tokens),
             tokens_top1=float((gaps == 0).mean()),
             largest_gap=float(gaps.max()),
-            passed=bool(kl.mean() <= MAX_KL and gaps.max() <= MAX_GAP),
+            passed=bool(kl.mean() <= MAX_KL[kind] and gaps.max() <= MAX_GAP),
         )
 
     def close(self) -> None:

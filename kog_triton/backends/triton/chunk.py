@@ -189,10 +189,11 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
             number, control, alive = run_chunk(
                 pos, count, slot, number, alive, block, lane, place, p, S
             )
-            token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
-            tl.store(own + POSITION, pos + count)
-            tl.store(own + TOKEN, token)
-            if (control & CANCEL) != 0:
+            if alive != 0:  # else keys and values of this chunk are void
+                token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
+                tl.store(own + POSITION, pos + count)
+                tl.store(own + TOKEN, token)
+            if ((control & CANCEL) != 0) & (alive != 0):
                 tl.store(own + OUTCOME, CANCELLED)
                 if block == 0:
                     tell_end(zero + CANCELLED, pos + count, zero, slot, p, S)

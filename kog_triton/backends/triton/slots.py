@@ -136,7 +136,7 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
         outcome = tl.where(token == NONE_ALLOWED_ID, NONE_ALLOWED, outcome)
         if block == 0:
             word = (made.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
-            if token >= 0:
+            if (token >= 0) & (alive != 0):
                 tl.store(mail_of(slot, p, "tokens", S) + made - 1, word, cache_modifier=".wt")
         if (flags & EDITED) != 0:
             tl.store(known + position, token)  # for bad words; every block writes what it reads
