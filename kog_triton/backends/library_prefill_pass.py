@@ -170,8 +170,7 @@ def aligns_ends(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of the last T positions, q [S, H, T, d], to the n of keys and values [S, K, n, d] that they may see.
 
-    torch.nn.attention.bias has a name for it, and imports torch's compiler, which takes longer than all
-    else that a start imports.
+    torch.nn.attention.bias has a name for it, and imports torch's compiler: a second or more of every start.
     """
     if q.shape[2] == keys.shape[2]:
         return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
