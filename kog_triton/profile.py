@@ -10,12 +10,14 @@ A second kernel is compiled that takes the stamps; the one that serves has none.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.recording import Profiler
+from kog_triton.backends.resources import ResourceReporter
 from kog_triton.choose import choose, known_names
 from kog_triton.command import run
 from kog_triton.errors import DeviceError
@@ -94,6 +96,7 @@ def _body(argv: Sequence[str] | None) -> int:
     try:
         ids = np.random.default_rng(SEED).integers(0, weights.spec.vocab_size, args.depth)
         recording = backend.profile(ids.tolist(), args.tokens)
+        held = backend.resources() if isinstance(backend, ResourceReporter) else None
         gpu = backend.gpu
     finally:
         backend.close()
@@ -106,6 +109,8 @@ def _body(argv: Sequence[str] | None) -> int:
         from kog_triton.profiling.trace import trace, write
 
         about = {"model": name, "backend": choice.name, "gpu": where, "depth": args.depth}
+        if held:
+            about["resources"] = asdict(held)
         write(trace(recording, line, about), args.out)
     if args.picture:
         from kog_triton.profiling.picture import draw
@@ -114,7 +119,8 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.text or not (args.out or args.picture):
         from kog_triton.profiling.show import show
 
-        show(recording, line, figures(recording, line), gpu, title)
+        head = f"{title}\n{held}" if held else title
+        show(recording, line, figures(recording, line), gpu, head)
     return 0
 
 

@@ -87,10 +87,10 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
         samples = _time(task, entries, prompt, say)
         for entry in entries:
             _fill(task, entry, bandwidth)
+            if isinstance(entry.subject, BackendSubject):
+                _look_inside(task, entry.row, entry.subject, prompt, say)
             if task.count_kernels and entry.row["kind"] == "backend":
                 _trace(task, entry, prompt)
-            if task.profile_tokens:
-                _profile(task, entry, prompt, say)
     finally:
         for entry in entries:
             _close(entry)
@@ -205,16 +205,21 @@ def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
             entry.row["kernels"] = trace_kernels(lambda: subject.generate(short, tokens))
 
 
-def _profile(task: Task, entry: _Entry, prompt: list[int], say: Say) -> None:
-    subject = entry.subject
-    if isinstance(subject, BackendSubject):
-        say(f"profile {subject.name}")
-        try:
+def _look_inside(
+    task: Task, row: dict[str, Any], subject: BackendSubject, prompt: list[int], say: Say
+) -> None:
+    """What a backend can say of its kernel: what it takes and, if asked for, where a token goes."""
+    try:
+        held = subject.resources()
+        if held is not None:
+            row["resources"] = asdict(held)
+        if task.profile_tokens:
+            say(f"profile {subject.name}")
             spans = subject.profile(prompt, min(task.profile_tokens, task.tokens))
             if spans is not None:
-                entry.row["profile"] = written(spans)
-        except Exception as error:  # what was timed stays
-            entry.row["note"] = f"not profiled: {' '.join(str(error).split())[:300]}"
+                row["profile"] = written(spans)
+    except Exception as error:  # what was timed stays
+        row["note"] = f"not profiled: {' '.join(str(error).split())[:300]}"
 
 
 def _failures(task: Task, entries: list[_Entry]) -> list[str]:

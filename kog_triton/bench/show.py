@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kog_triton.backends.resources import Resources
 from kog_triton.bench.bandwidth import TARGET_READ
 from kog_triton.bench.machine import gpu_row
 from kog_triton.bench.spans import read
@@ -138,6 +139,8 @@ def notes(record: dict[str, Any]) -> list[str]:
         lines.append(_bandwidth(record["bandwidth"]))
         lines.append(_conditions(record["conditions"]))
     for row in record["rows"]:
+        if "resources" in row:
+            lines.append(f"{row['name']}: {Resources(**row['resources'])}")
         if row["kernels"]:
             k = row["kernels"]
             lines.append(

@@ -16,6 +16,7 @@ from kog_triton import __version__
 from kog_triton.backends import Backend, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.recording import Profiler
+from kog_triton.backends.resources import ResourceReporter, Resources
 from kog_triton.errors import KogError, RunError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.profiling.analysis import Figure, figures, timeline
@@ -107,6 +108,11 @@ class BackendSubject:
             return None
         recording = self._backend.profile(prompt, tokens)
         return figures(recording, timeline(recording))
+
+    def resources(self) -> Resources | None:
+        """Of the kernel that ran; None if the backend does not know."""
+        backend = self._backend
+        return backend.resources() if isinstance(backend, ResourceReporter) else None
 
     def memory_bytes(self) -> dict[str, int]:
         return self._backend.memory_bytes()
