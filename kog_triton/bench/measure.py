@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends import BackendOptions, find_backend
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge
@@ -140,7 +141,7 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
     if not any(entry.subject for entry in entries):
         return
     say("the reference's logits")
-    reference = find_backend("reference")(task.model.weights, task.options())
+    reference = ReferenceBackend(task.model.weights, task.options())
     judge = Judge(reference, prompt, task.tokens)
     try:
         for entry in entries:
