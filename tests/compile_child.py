@@ -9,8 +9,8 @@ import json
 import sys
 
 import triton
+from lowering_cases import lanes
 from ring_walker import spec_of
-from test_lowering import lanes
 
 from kog_triton.backends.triton.report import compile_report
 from kog_triton.model.shapes import named_shape

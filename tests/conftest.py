@@ -18,6 +18,17 @@ if not any(Path(driver).exists() for driver in GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """One torch thread, for modules of small models: the processes of a run share the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(config, items):
     """GPU tests are skipped with a reason where there is none."""
     marked = [item for item in items if "gpu" in item.keywords]
