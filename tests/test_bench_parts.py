@@ -70,7 +70,7 @@ def test_wrong_text_behind_right_logits_is_found(swap):
 def test_text_is_judged_behind_the_whole_prompt(monkeypatch):
     """A subject that loses what lies deeper than the positions whose logits are compared."""
     monkeypatch.setattr("kog_triton.bench.check.CHECK_POSITIONS", 8)
-    monkeypatch.setattr("kog_triton.bench.check.CHUNK", 7)
+    monkeypatch.setattr("kog_triton.bench.check.PASS", 7)
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
     honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))
     judge = judge_of(weights)
