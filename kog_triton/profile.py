@@ -7,7 +7,6 @@
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter
@@ -25,8 +25,8 @@ from kog_triton.errors import DeviceError
 TOKENS, DEPTH, SEED = 4, 32, 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="kog profile", description="Show where the time of a decode step goes, span by span."
     )
     what = parser.add_mutually_exclusive_group()
@@ -36,13 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
     parser.add_argument(
         "--depth",
-        type=_positive,
+        type=positive,
         default=DEPTH,
         metavar="N",
         help="ids of the prompt (%(default)s)",
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
+        "--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument(
@@ -52,13 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--text", action="store_true", help="print the table (the default without --out, --picture)"
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[str, WeightSource]:
@@ -79,6 +72,9 @@ def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[st
 
 def _body(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
+    for flag, file in (("--out", args.out), ("--picture", args.picture)):
+        if file:
+            check_output(flag, file)
     choice = choose(args.backend, args.device)
     if not issubclass(choice.backend, Profiler):
         raise DeviceError(

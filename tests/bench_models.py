@@ -16,11 +16,7 @@ SMALL = {
     "max_position_embeddings": 128,
     "dtype": "float32",
 }
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
 MODELS = {
     "llama": {
         "model_type": "llama",
@@ -46,8 +42,6 @@ MODELS = {
     },
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
 }
-
-
 PROMPT = [int(i) for i in np.random.default_rng(1).integers(0, 97, 20)]
 
 

@@ -13,8 +13,6 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
 H200 = GPUS["h200"]
-
-
 PROMPT = [3, 77, 12, 5, 98, 41, 41]
 
 

@@ -16,19 +16,11 @@ from kog_triton.model.spec import DType, Reduce, Rope, RopeScaling
 from kog_triton.random_weights import RandomWeights
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-
-
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
 STORED = {BF16: DType.BF16, F16: DType.F16, F32: DType.F32}
-
-
 # Root mean square of the error of a layer's keys or values, over their own. Each layer rounds its
 # activations once more, to 8 bits (bf16) or 11 (fp16).
 TOLERANCE = {F32: 2e-6, F16: 0.004, BF16: 0.03}
-
-
 CPU = torch.device("cpu")
 
 
@@ -48,8 +40,6 @@ def lanes(*reduces, delay=2, **changes):
 
 
 YARN = Rope(scaling=RopeScaling.YARN, factor=4.0, original_context=16, attention_factor=1.25)
-
-
 SPECS = {
     "llama": spec_of(),
     "one key head, yarn": spec_of(num_kv_heads=1, head_dim=6, rope=YARN),

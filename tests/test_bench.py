@@ -31,8 +31,6 @@ from kog_triton.random_weights import RandomWeights
 
 SCHEMA = json.loads(Path(bench.__file__).with_name("result.schema.json").read_text())
 FEW = ("--rounds", "2", "--warmup", "1", "--max-tokens", "4", "--depth", "5")
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -178,15 +176,29 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--no-kernel-switches"], 2, "there is none in use"),
         (["decode", "--device", "h200"], 4, "torch sees no GPU"),
         (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
-        (["decode", "--save", "../up", *FEW], 2, "a name of a-z"),
+        (["decode", "--save", "../up", *FEW], 2, "--save ../up: a name of a-z"),
+        (["decode", "--save", "", *FEW], 2, "a name of a-z"),
+        (["decode", "--target-tps", "-5"], 2, "argument --target-tps: -5 is no number from 0 on"),
+        (["decode", "--target-tps", "nan"], 2, "nan is no number"),
+        (["decode", "--warmup", "x"], 2, "argument --warmup: 'x' is no whole number"),
+        (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
+        (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),
         (["table", "--readme", "/nowhere/README.md"], 2, "cannot be read"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 def test_mistakes_are_told_in_one_line(cli, argv, code, said):
-    got, _, _, err = cli(*argv)
-    assert got == code and said in err.splitlines()[-1]
+    got, _, out, err = cli(*argv)
+    assert (got, out) == (code, "") and said in err
+    assert err.count("\n") == 1, "nothing was measured before"
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(llama, tmp_path, capsys):
+    for file in (tmp_path, tmp_path / "none" / "x.json"):
+        assert bench.main(["decode", "--model", str(llama), *FEW, "--json", str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"error: --json {file}: ") and err.count("\n") == 1
 
 
 def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
@@ -215,7 +227,8 @@ def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch)
     program.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    gguf = ("--gguf", "model.gguf", "--peer=llama-bench", "--backend=reference")
+    (tmp_path / "model.gguf").touch()
+    gguf = (f"--gguf={tmp_path}/model.gguf", "--peer=llama-bench", "--backend=reference")
     code, record, out, _ = cli("compare", "--model", str(llama), *gguf, *FEW)
     rows = rows_of(record)
     assert code == 0 and rows["reference"]["status"] == "timed"

@@ -120,7 +120,7 @@ def test_the_subcommand_on_the_demo(tmp_path, capsys):
         (["concurrency", "--requests", "0"], "below 1"),
         (["concurrency", "--max-tokens", "1"], "--max-tokens 1"),
         (["concurrency", "--prompt-tokens", "5000"], "do not fit the 1024 of demo"),
-        (["decode", "--temperature", "-1"], "no temperature"),
+        (["decode", "--temperature", "-1"], "no number from 0 on"),
         (["decode", "--temperature", "1", "--peer", "transformers"], "leave --peer out"),
     ],
 )

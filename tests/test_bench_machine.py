@@ -15,8 +15,6 @@ from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.read_kernel import read_kernel
 
 ROOT = Path(__file__).parents[1]
-
-
 PACKAGE = ROOT / "kog_triton" / "bench"
 
 

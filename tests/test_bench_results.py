@@ -6,14 +6,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from kog_triton.bench import cli as bench
 from kog_triton.bench.record import kept_file, make_row
 from kog_triton.bench.show import notes
 from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
 from kog_triton.errors import RequestError
 
 ROOT = Path(__file__).parents[1]
-
-
 SCHEMA = json.loads((ROOT / "kog_triton/bench/result.schema.json").read_text())
 
 
@@ -69,6 +68,27 @@ def test_a_readme_without_markers_is_left_alone(tmp_path):
     with pytest.raises(RequestError, match="are missing"):
         write_between(file, "x")
     assert file.read_text() == "nothing"
+
+
+def test_no_results_never_take_the_place_of_some(tmp_path, capsys):
+    """A folder that is not there is a slip of the pen, not an empty one."""
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+    argv = ["table", "--readme", str(file), "--results", str(tmp_path / "none")]
+    assert bench.main(argv) == 2 and "none: no such folder" in capsys.readouterr().err
+    assert "old" in file.read_text()
+
+
+def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(RequestError, match=r"README\.md: cannot be written: Permission denied"):
+        write_between(file, "new")
 
 
 def test_where_results_are_kept():

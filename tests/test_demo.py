@@ -19,8 +19,6 @@ from kog_triton.demo.record import record
 from kog_triton.errors import ModelError, RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 TWIN = Path(__file__).parent / "data" / "twin"
 
 

@@ -13,8 +13,6 @@ from kog_triton.demo.model import Decoder, Shape
 from kog_triton.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 OUTER = '''class A:
     def method(self, n):
         """Doc.

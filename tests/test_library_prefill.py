@@ -243,8 +243,6 @@ def gate_alone(x, inplace=False):
 
 
 BAND, PRODUCT, JOIN = walk.band, walk.product, walk.PrefillPass._join
-
-
 FAULTS = {
     "windows are one key too wide": (walk, "band", shifted_band, "mistral"),
     "rows are not paired": (fused, "paired", rows_as_they_are, "llama"),

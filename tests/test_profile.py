@@ -24,7 +24,7 @@ from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.profiling import show
 from kog_triton.profiling.analysis import critical_path, figures, timeline
 from kog_triton.profiling.picture import draw, need_matplotlib
-from kog_triton.profiling.trace import trace
+from kog_triton.profiling.trace import trace, write
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.topology import GPUS
@@ -269,8 +269,21 @@ def test_the_trace_is_written(door, tmp_path):
     assert code == 0 and not out
     assert document["otherData"]["model"] == "llama-3.2-1b" and document["otherData"]["depth"] == 7
     assert sum(e["ph"] == "X" for e in document["traceEvents"]) == 9 + 7 + 9
-    code, _, err = door("--out", str(tmp_path / "none" / "trace.json"))
-    assert code == 2 and "trace.json: cannot be written" in err
+    with pytest.raises(RequestError, match=r"trace\.json: cannot be written"):
+        write(document, tmp_path / "none" / "trace.json")
+
+
+@pytest.mark.parametrize("flag", ["--out", "--picture"])
+def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, door, tmp_path):
+    def opened(weights, options):
+        raise AssertionError
+
+    code, _, err = door(flag, str(tmp_path / "none" / "trace.json"), backend=opened)
+    assert (
+        code == 2
+        and "none/trace.json: there is no folder" in err
+        and err.startswith(f"error: {flag}")
+    )
 
 
 def test_what_the_kernel_takes_is_told_if_the_backend_knows(door, tmp_path):

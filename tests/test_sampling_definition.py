@@ -77,8 +77,6 @@ def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 PROMPT, OUTPUT = [0, 5, 9, 5], [9, 12, 12, 3]
-
-
 SETTINGS = {
     "plain": ({}, None),
     "cold": ({"temperature": 0.4}, None),

@@ -83,10 +83,15 @@ def write(record: dict[str, Any], file: Path) -> None:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Path:
-    """Where `--save NAME` puts a record: by GPU and date. RequestError for a name that is a path."""
+def check_name(name: str) -> None:
+    """RequestError for what `--save` cannot make a file's name of."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise RequestError(f"--save {name}: a name of a-z, 0-9, '.', '_' and '-' is needed")
+
+
+def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Path:
+    """Where `--save NAME` puts a record: by GPU and date. RequestError for a name that is a path."""
+    check_name(name)
     gpu = (record["machine"]["gpu"] or "cpu").lower()
     gpu = re.sub(r"[^a-z0-9]+", "-", gpu.removeprefix("nvidia ").removeprefix("amd "))
     return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.json"
