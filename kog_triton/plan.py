@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kog_triton.arguments import Parser, positive
 from kog_triton.command import run
+from kog_triton.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
@@ -45,7 +44,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     s = partition.schedule
     cuda = partition if isinstance(partition, CudaLowering) else None
     title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table(title)
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
     names += ["warps K x rows", "MB/token", "padding", "floor us"] if cuda else []
     names += [] if cuda else ["MB/token", "floor us"]
@@ -151,7 +150,7 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.dtype:
         spec = spec.replace(dtype=DTYPES[args.dtype])
     partition = plan(build(spec, args.gpus), gpu)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Output(WIDTH)
     console.print(plan_table(partition, gpu, name))
     console.print(summary(partition, gpu), soft_wrap=True)
     return 0

@@ -260,7 +260,10 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     monkeypatch.setattr(ReferenceBackend, "profile", lambda self, *asked: 1 // 0)
     code, broken, _, _ = cli(*argv)
     assert code == 0 and broken["rows"][0]["status"] == "timed", "what was timed stays"
-    assert broken["rows"][0]["note"] == "not profiled: integer division or modulo by zero"
+    assert (
+        broken["rows"][0]["note"]
+        == "not profiled: ZeroDivisionError: integer division or modulo by zero"
+    )
     assert {"qkv_proj", "o_proj", "down_proj"} <= {span["name"] for span in spans}
     assert written(read(spans)) == spans
     assert all(span["mean_ns"] <= span["largest_ns"] for span in spans)

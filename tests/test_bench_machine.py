@@ -34,6 +34,8 @@ def test_throttling():
     ]
     (why,) = machine.throttling([fast, fast | {"sm_mhz": 1700.0}])
     assert "1980 to 1700" in why
+    assert machine.conditions([None, fast, None]) == {"samples": [fast], "throttled": []}
+    assert machine.conditions([None]) == {"samples": [], "throttled": None}
 
 
 def test_bandwidth_on_a_cpu_has_no_scale():

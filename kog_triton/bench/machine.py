@@ -116,6 +116,12 @@ def parse_sample(line: str) -> dict[str, Any] | None:
     return {name: _number(cell) for name, cell in zip(QUERY, cells, strict=True)}
 
 
+def conditions(samples: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """The `conditions` part of a record, of what `sample` gave."""
+    known = [sample for sample in samples if sample]
+    return {"samples": known, "throttled": throttling(known)}
+
+
 def throttling(samples: list[dict[str, Any]]) -> list[str] | None:
     """Why the GPU was slower than it can be, by samples taken under load; None if nothing is known."""
     if not samples:

@@ -19,13 +19,12 @@ from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import Peer, Setting
-from kog_triton.bench.record import make_row
+from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
 from kog_triton.bench.subjects import BackendSubject, Run, Subject
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
 from kog_triton.choose import Choice
-from kog_triton.errors import KogError
 
 Say = Callable[[str], None]
 # Of the request whose kernels are counted. So short a prompt runs in the kernel that decodes: a longer
@@ -97,7 +96,7 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
             _close(entry)
     return {
         "bandwidth": bandwidth,
-        "conditions": {"samples": samples, "throttled": machine.throttling(samples)},
+        "conditions": machine.conditions(samples),
         "rows": [entry.row for entry in entries],
         "failures": _failures(task, entries),
     }
@@ -172,7 +171,9 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
                     _request(task, entry.subject, prompt)
 
 
-def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> list[dict[str, Any]]:
+def _time(
+    task: Task, entries: list[_Entry], prompt: list[int], say: Say
+) -> list[dict[str, Any] | None]:
     """The rounds; samples of the clocks right behind the warm-up and behind the last round."""
     samples = [machine.sample()]
     for index in range(task.rounds):
@@ -182,7 +183,7 @@ def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> lis
                 with _Guard(entry):
                     entry.runs.append(_request(task, entry.subject, prompt))
     samples.append(machine.sample())
-    return [sample for sample in samples if sample]
+    return samples
 
 
 def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
@@ -226,7 +227,7 @@ def _look_inside(
             if spans is not None:
                 row["profile"] = written(spans)
     except Exception as error:  # what was timed stays
-        row["note"] = f"not profiled: {' '.join(str(error).split())[:300]}"
+        row["note"] = f"not profiled: {note_of(error)}"
 
 
 def _failures(task: Task, entries: list[_Entry]) -> list[str]:
@@ -253,8 +254,7 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
-        self._entry.row |= {"status": "failed", "note": " ".join(what.split())[:300]}
+        self._entry.row |= {"status": "failed", "note": note_of(error)}
         _close(self._entry)
         return True
 

@@ -9,10 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import KogError, RequestError
 
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
+
+
+MOST_NOTE = 300  # characters
+
+
+def note_of(error: Exception) -> str:
+    """What a row says of an error, in one line; of one that is not ours, its kind too."""
+    what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
+    return " ".join(what.split())[:MOST_NOTE]
 
 
 def make_row(name: str, kind: str, status: str, note: str) -> dict[str, Any]:

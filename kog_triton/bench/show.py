@@ -1,10 +1,7 @@
 """A record as a table for people, with the terms that it holds under."""
 
-import sys
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kog_triton.backends.resources import Resources
@@ -12,6 +9,7 @@ from kog_triton.bench.bandwidth import TARGET_READ
 from kog_triton.bench.machine import gpu_row
 from kog_triton.bench.spans import read
 from kog_triton.bench.startup import PHASES
+from kog_triton.console import Output, plain_table
 from kog_triton.profiling.show import span_table
 
 WIDTH = 132  # where stdout is no terminal
@@ -23,13 +21,13 @@ CLOCKS = {  # of a stage alone
 
 def show(record: dict[str, Any]) -> None:
     """Print it on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Output(WIDTH)
     model, test = record["model"], record["test"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
     kinds = {"startup": startup_table, "stages": stage_table, "concurrency": concurrency_table}
     table = kinds.get(record["kind"], speed_table)(record)
-    table.title, table.title_justify = title, "left"
+    table.title = title
     console.print(table)
     gpu = gpu_row()
     for row in record["rows"]:
@@ -210,7 +208,7 @@ def _conditions(conditions: dict[str, Any]) -> str:
 
 
 def _table(names: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table()
     for name in names:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     return table
