@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -21,12 +22,15 @@ from kog_triton.bench import cli as bench
 from kog_triton.bench import machine, measure
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
+from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.subjects import BackendSubject
 from kog_triton.bench.table import MARKERS, read_results, table
 from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import choose
+from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RunError
+from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 
 SCHEMA = json.loads(Path(bench.__file__).with_name("result.schema.json").read_text())
@@ -106,7 +110,12 @@ def test_prefill_times_the_prompt_alone(cli):
         "prefill", "--prompt-tokens", "40", "--rounds", "3", "--warmup", "1", "--backend=reference"
     )
     (row,) = record["rows"]
-    assert code == 0 and "pp40" in out and row["host"] is None and row["floor"] is None
+    assert code == 0 and "pp40" in out and row["host"] is None and "floor ms" in out
+    weights = Checkpoint.open(checkpoint_path()).spec.replace(dtype=DType.F32).bytes_per_token
+    assert row["floor"]["bytes"] == weights, "one pass over them, in the reference's own type"
+    assert row["floor"]["measured_mbu"] == pytest.approx(
+        row["floor"]["measured_us"] / row["ttft_us"]
+    )
     times = sorted(row["ttft_us_rounds"])
     assert len(times) == 3 and row["ttft_us"] == times[1]
     assert row["prompt_tokens_per_s"] == pytest.approx(40e6 / times[1])
@@ -130,6 +139,44 @@ def test_a_laneformer_has_no_transformers(cli):
     code, record, _, _ = cli("compare", "--backend=reference", "--peer=transformers", *FEW)
     row = rows_of(record)["transformers"]
     assert code == 0 and row["status"] == "absent" and "no laneformer" in row["note"]
+
+
+def test_every_round_begins_with_another(cli, llama, monkeypatch):
+    begun = []
+    of_ours, of_theirs = BackendSubject.generate, TransformersEager.generate
+
+    def seen(name, generate):
+        return lambda self, *asked: begun.append(name) or generate(self, *asked)
+
+    monkeypatch.setattr(BackendSubject, "generate", seen("reference", of_ours))
+    monkeypatch.setattr(TransformersEager, "generate", seen("transformers", of_theirs))
+    rest = ("--rounds=3", "--warmup=1", "--max-tokens=2", "--depth=3")
+    only = ("--backend=reference", "--peer=transformers")
+    assert cli("compare", "--model", str(llama), *only, *rest)[0] == 0
+    pair = ["reference", "transformers"]
+    assert begun[-6:] == [*pair, *reversed(pair), *pair]
+
+
+@pytest.mark.parametrize("kind", ["decode", "stages", "concurrency"])
+def test_more_gpus_than_a_backend_uses_are_no_measurement(cli, kind):
+    """The reference computes all ranks in one process: its row would say 2 GPUs."""
+    rest = ("--rounds=1", "--warmup=1") + (("--peer=transformers",) if kind == "decode" else ())
+    code, record, _, err = cli(kind, "--backend=reference", "--gpus=2", *rest)
+    rows = rows_of(record)
+    assert code == 5 and "uses 1 GPU, not 2: leave --gpus out" in err
+    assert rows["reference"]["status"] == "failed" and rows["reference"]["host"] is None
+    if kind == "decode":
+        assert rows["transformers"]["status"] == "absent"
+        assert rows["transformers"]["note"].startswith("this adapter runs on one GPU")
+
+
+def test_a_start_that_never_ends_is_an_error(cli, monkeypatch):
+    def run(argv, timeout, **options):
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr("subprocess.run", run)
+    code, record, _, err = cli("startup", "--rounds=1")
+    assert code == 5 and record is None and err == "error: a start took more than 900 s\n"
 
 
 def test_startup_is_timed_in_its_own_process(cli):
@@ -181,6 +228,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--target-tps", "-5"], 2, "argument --target-tps: -5 is no number from 0 on"),
         (["decode", "--target-tps", "nan"], 2, "nan is no number"),
         (["decode", "--warmup", "x"], 2, "argument --warmup: 'x' is no whole number"),
+        (["decode", "--temperature=1", "--peer=transformers"], 2, "leave --peer out"),
         (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
         (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),

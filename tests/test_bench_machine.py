@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,20 @@ def exchange(monkeypatch):
     module = importlib.import_module("exchange")
     monkeypatch.setattr(module, "WORDS", 16)
     return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
+@pytest.mark.parametrize("name, code", [("read_bandwidth", 0), ("launch_cost", 1), ("exchange", 1)])
+def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(name, code):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == code
+    assert "TB/s" in done.stdout if code == 0 else done.stderr.startswith("a GPU is needed")
+    assert done.stderr.count("\n") == code
 
 
 @pytest.mark.parametrize("memory", ["sc", "stale"])

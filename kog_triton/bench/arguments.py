@@ -25,6 +25,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             check_output("--json", one.json)
         if one.save is not None:
             check_name(one.save)
+    if getattr(args, "temperature", 0) and getattr(args, "peer", None):
+        raise RequestError("--temperature is of our backends, peers are greedy: leave --peer out")
     if getattr(args, "gguf", None) and not args.gguf.is_file():
         raise RequestError(f"--gguf {args.gguf}: no such file")
     return args

@@ -1,8 +1,8 @@
 """One measurement: open every subject, check its text, warm up, time round by round, write it down.
 
-Subjects stay open together and take turns within a round, so that whatever drifts (clocks, heat,
-neighbors) meets all of them alike. A subject that is wrong is not timed; one that fails is told with
-its reason, and the others go on.
+Subjects stay open together and take turns within a round, each round beginning with another, so that
+whatever drifts (clocks, heat, neighbors) meets all of them alike. A subject that is wrong is not timed;
+one that fails is told with its reason, and the others go on.
 """
 
 import time
@@ -116,6 +116,8 @@ def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
 def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
     setting = Setting(task.model.weights, task.device, task.max_context, task.gguf)
     why = peer.absent(setting)
+    if task.num_gpus > 1:
+        why = "this adapter runs on one GPU"
     if why:
         return _Entry(make_row(peer.name, "peer", "absent", f"{why}; {peer.ran}"))
     say(f"open {peer.name}")
@@ -178,7 +180,8 @@ def _time(
     samples = [machine.sample()]
     for index in range(task.rounds):
         say(f"round {index + 1} of {task.rounds}")
-        for entry in entries:
+        first = index % max(len(entries), 1)
+        for entry in entries[first:] + entries[:first]:
             if entry.subject:
                 with _Guard(entry):
                     entry.runs.append(_request(task, entry.subject, prompt))
@@ -201,7 +204,9 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
     if task.tokens > 1:
         size = decode_bytes(entry.subject.spec, task.prompt_tokens, task.tokens)
         rate = row["host"]["tokens_per_s"]
-        row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
+    else:  # a prompt takes one pass over the weights at least, however long it is
+        size, rate = entry.subject.spec.bytes_per_token, 1e6 / row["ttft_us"]
+    row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
 
 
 def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:

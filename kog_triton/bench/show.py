@@ -44,7 +44,7 @@ def speed_table(record: dict[str, Any]) -> Table:
     names = ["", "dtype", "top-1", "KL mean", "text"]
     if decoding:
         names += ["tokens/s", "device t/s", "p50 us", "p99 us", "floor us", "MBU"]
-    names += ["TTFT ms"] if decoding else ["tokens/s", "TTFT ms"]
+    names += ["TTFT ms"] if decoding else ["tokens/s", "floor ms", "TTFT ms"]
     table = _table(names)
     for row in record["rows"]:
         if row["status"] == "absent":
@@ -65,6 +65,8 @@ def speed_table(record: dict[str, Any]) -> Table:
             ]
         else:
             cells.append(_n(row["prompt_tokens_per_s"], ",.1f"))
+            pass_us = floor.get("measured_us")
+            cells.append(_n(pass_us and pass_us / 1e3, ",.2f"))
         cells.append(_n(row["ttft_us"] and row["ttft_us"] / 1e3, ",.2f"))
         table.add_row(*cells)
     return table

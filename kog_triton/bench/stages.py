@@ -23,6 +23,7 @@ from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.model import SEED, Model
 from kog_triton.bench.record import make_row, note_of
+from kog_triton.bench.subjects import check_devices
 from kog_triton.choose import Choice
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -109,6 +110,7 @@ def _fill(
     say(f"open {choice.name}")
     started = time.perf_counter()
     backend = choice.backend(task.model.weights, options)
+    check_devices(backend, task.num_gpus)
     try:
         row["load_s"] = time.perf_counter() - started
         row["dtype"] = backend.spec.dtype.name.lower()
