@@ -10,9 +10,10 @@ A kernel of several token columns (include/kog/columns) has regions and scratch 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kog_triton.backends.cuda import protocol
+from kog_triton.backends.cuda import lanes, protocol
 
 from kog_triton.backends import request_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -78,6 +79,7 @@ class Layout:
     )
     partial_bytes: int = PARTIAL_BYTES
     small_bytes: int = SMALL_BYTES
+    joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
 
     @property
@@ -307,6 +309,7 @@ def render(layout: Layout) -> str:
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
+        "joined_at": layout.joined_at,
         "joined": JOINED,
         "taken_words": TAKEN_WORDS,
         "flags_together": FLAGS_TOGETHER,
@@ -335,6 +338,7 @@ def render(layout: Layout) -> str:
         "lane_norms": spec.lane_norms,
         "has_past": layout.region("mlp_out_past").stride > 0,
         "has_now": layout.region("mlp_out_now").stride > 0,
+        "sends": layout.joined_at > 0,
         "mixes": mixes,
         "mean": mixes and spec.head is Head.MEAN,
         "concat": mixes and spec.head is Head.CONCAT,
@@ -356,7 +360,7 @@ def render(layout: Layout) -> str:
     for name, region in layout.regions.items():
         lines.append(
             f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
-            f"kStride = {region.stride}, kRows = {region.rows}; }};"
+            f"kStride = {region.stride}, kRows = {region.rows}, kBuffers = {region.buffers}; }};"
         )
     bias_at = 0
     for name in names:
@@ -387,11 +391,18 @@ def render(layout: Layout) -> str:
             f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}; }};"
         )
     lines.append(f"constexpr int kBiasRows = {bias_at};")
-    for name, values in (
-        ("windows", spec.windows),
-        ("reduce_attention", spec.reduce_attention),
-        ("reduce_mlp", spec.reduce_mlp),
-    ):
+    tables: dict[str, Sequence[int]] = {
+        "windows": spec.windows,
+        "reduce_attention": spec.reduce_attention,
+        "reduce_mlp": spec.reduce_mlp,
+    }
+    if layout.columns > 1:
+        for name, reduces in (
+            ("attention_sends", spec.reduce_attention),
+            ("mlp_sends", spec.reduce_mlp),
+        ):
+            tables[name] = lanes.sends_before(reduces, spec.delay)
+    for name, values in tables.items():
         text = ", ".join(str(int(v)) for v in values)
         lines.append(f"KOG_CONSTANT int {_camel('k_' + name)}[] = {{{text}}};")
     return "\n".join([*lines, "}  // namespace kog", ""])
@@ -477,6 +488,12 @@ def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
 def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
     """The most units, up to so many, that end with a chunk; 0 if none do."""
     return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
+
+
+def finished_items(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Sums of a stage that a block finishes in one layer at most, 32 an item (columns/matvec.h)."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    return units * -(-lo.tilings[stage.name].unit_rows * columns // 32)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:

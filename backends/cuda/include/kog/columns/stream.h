@@ -29,7 +29,7 @@ struct Streams {
   template <class Words, class Marks>
   KOG_DEVICE static Streams of(const Block& b) {
     static_assert(Words::kStride == kHiddenStride);
-    return {b.p.words + Words::kOffset, b.p.words + Marks::kOffset};
+    return {lane_words<Words>(b), lane_words<Marks>(b)};
   }
   KOG_DEVICE const u16* embedding(const Block& b, int column) const {
     int token = b.small->seats[column].token;  // below 0: the request ends, and why
@@ -127,10 +127,16 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
   return v[0];
 }
 
+// The gains of one norm: two a layer, then the last.
+KOG_DEVICE const float* gains_of(const Block& b, int norm) {
+  return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
+}
+
 // Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
 // multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
-template <int kPaddedK, bool kOwn>
+// Without kGains they are 1.
+template <int kPaddedK, bool kOwn, bool kGains = true>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
   using S = Cut<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
@@ -139,8 +145,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
   for (int i = 0; i < kGroups; i++) {
     int e = element(b, i);
     // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
-    const float* from = b.p.gains + norm * kHiddenStride + (e < kHidden ? e : 0);
-    gain[i] = *reinterpret_cast<const float4*>(from);
+    const float* from = gains_of(b, norm) + (e < kHidden ? e : 0);
+    gain[i] = kGains ? *reinterpret_cast<const float4*>(from) : float4{1, 1, 1, 1};
   }
   float square[kColumns] = {};
 #pragma unroll
@@ -224,7 +230,7 @@ KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Sta
     for (int i = 0; i < kItems; i++)
       if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xfu) << 4 * k;
   }
-  store_relaxed(b.p.words + Marks::kOffset + row / 4 * kMarks + word, mark);
+  store_relaxed(lane_words<Marks>(b) + row / 4 * kMarks + word, mark);
 }
 
 }  // namespace kog::columns
