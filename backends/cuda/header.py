@@ -111,14 +111,9 @@ class Layout:
 
     def staged_bytes(self, stage: Stage) -> int:
         """Of a matrix stage's inputs in scratch."""
-        lo = self.lowering
         if self.columns == 1:
-            return _staged_bytes(lo, stage)
-        words = self.columns * lo.fragment(stage)[1] // 2
-        parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
-        if is_wide(stage):
-            return parts * steps * 2 * words * 4
-        return parts * (steps - held_steps(lo, stage, self.columns)) * words * 4
+            return _staged_bytes(self.lowering, stage)
+        return _staged_columns(self.lowering, stage, self.columns)
 
     def sums_at(self, stage: Stage) -> int:
         """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
@@ -231,6 +226,14 @@ def _activation_bytes(lowering: CudaLowering) -> int:
 
 def _staged_bytes(lowering: CudaLowering, stage: Stage) -> int:
     return lowering.padded_k(stage) * (4 if is_wide(stage) else 2)
+
+
+def _staged_columns(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    words = columns * lo.fragment(stage)[1] // 2
+    parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
+    if is_wide(stage):
+        return parts * steps * 2 * words * 4
+    return parts * (steps - held_steps(lo, stage, columns)) * words * 4
 
 
 def row_dim(spec: ModelSpec) -> int:
@@ -467,7 +470,32 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    return max(_whole_chunks(lo, steps, most), units_in_place(lo, stage, columns))
+    return max(
+        _whole_chunks(lo, steps, most),
+        units_in_place(lo, stage, columns),
+        _units_beside(lo, stage, columns),
+    )
+
+
+def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a stage of 16-bit words, for a warp each of their pieces, whose partial sums find room where
+    other stages keep the operands that x becomes."""
+    if columns == 1 or is_wide(stage):
+        return 0
+    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    wide = [s for s in matrix_stages(lo.schedule) if is_wide(s)]
+    room = max(_staged_columns(lo, s, columns) for s in wide)
+    room -= _staged_columns(lo, stage, columns)
+    sums = tiling.unit_rows * columns * tiling.k_parts * 4
+    period = unit_period(steps, lo.fragments)
+    mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
+    pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
+    return _whole_chunks(lo, steps, min(room // sums, mine, WARPS // pieces))
+
+
+def piece_rows(unit_rows: int, columns: int) -> int:
+    """Rows of a unit that a warp finishes at once (columns/matvec.h)."""
+    return min(unit_rows, max(MMA_ROWS, 64 // columns))
 
 
 def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -493,7 +521,9 @@ def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
 def finished_items(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Sums of a stage that a block finishes in one layer at most, 32 an item (columns/matvec.h)."""
     units = -(-lo.num_units(stage) // lo.group_size(stage))
-    return units * -(-lo.tilings[stage.name].unit_rows * columns // 32)
+    rows = lo.tilings[stage.name].unit_rows
+    piece = piece_rows(rows, columns)
+    return units * rows // piece * -(-piece * columns // 32)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:

@@ -36,17 +36,20 @@ struct MlpSends {
 template <class Stage, class Sends>
 struct Reduction {
   using Words = typename Sends::Words;
-  static constexpr int kItems = Cut<Stage>::kItems;
-  static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kItems;
+  static constexpr int kItems = Cut<Stage>::kItems, kPieces = Cut<Stage>::kPieces;
+  static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces * kItems;
   // Items that a warp asks for in one round trip: their words are in registers meanwhile.
   static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
   static constexpr int kAtOnce = kEach < kRoom ? kEach : kRoom;
   static constexpr int kOfLane = kColumns * Words::kStride;
   int how, steps;
-  Units units;
+  int first, last;  // pieces of this block
 
   KOG_DEVICE Reduction(const Block& b, int steps)
-      : how(Sends::how(b)), steps(steps), units(units_of<Stage>(b.place, b.layer)) {}
+      : how(Sends::how(b)), steps(steps) {
+    Units units = units_of<Stage>(b.place, b.layer);
+    first = units.first * kPieces, last = units.last * kPieces;
+  }
 
   // Outputs that a lane has sent before this layer's.
   KOG_DEVICE int turn_of(int layer) const {
@@ -58,9 +61,8 @@ struct Reduction {
   KOG_DEVICE static u32 phase(int turn) { return phase_of(turn / Words::kBuffers); }
   KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
 
-  // This block's sum of an item.
-  KOG_DEVICE float* joined(const Block& b, int unit, int i) const {
-    int n = (unit - units.first) * kItems + i;
+  // The sum of item n of this block's.
+  KOG_DEVICE static float* joined(const Block& b, int n) {
     return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
   }
 
@@ -77,15 +79,15 @@ struct Reduction {
   KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
     const u32* base = words(b, turn_of(layer));
     u32 phase_there = phase(turn_of(layer));
-    int count = (units.last - units.first) * kItems;
+    int count = (last - first) * kItems;
 #pragma unroll 1
-    for (int first = b.warp; first < count; first += kWarps * kAtOnce) {
+    for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
       const u32* from[kAtOnce];
       float sum[kAtOnce];
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
-        int n = first + a * kWarps;
-        Item item = item_of<Stage>(b, units.first + n / kItems, n % kItems);
+        int n = next + a * kWarps;
+        Item item = item_of<Stage>(b, first + n / kItems, n % kItems);
         bool mine = n < count && item.there;
         from[a] = mine ? base + place(item) : nullptr;
         sum[a] = mine && all ? x.value(b, item.column, item.row) : 0;
@@ -105,8 +107,8 @@ struct Reduction {
 #pragma unroll
         for (int lane = 0; lane < kLanes; lane++)
           if (all || lane != b.lane) sum[a] += unpack_f32(w[a * kLanes + lane]);
-        int n = first + a * kWarps;
-        if (n < count) *joined(b, units.first + n / kItems, n % kItems) = sum[a];
+        int n = next + a * kWarps;
+        if (n < count) *joined(b, n) = sum[a];
       }
     }
   }
@@ -119,9 +121,9 @@ struct Reduction {
   // What joins the stream for an output, unless it is reduced NOW.
   KOG_DEVICE float owed(const Block& b, const Item& item, int i, float y) const {
     if (how == kOwn) return y * kRootLanes;
-    return y + *joined(b, item.row / Stage::kUnitRows, i);
+    return y + *joined(b, (item.row / Cut<Stage>::kPieceRows - first) * kItems + i);
   }
-  // Behind the stage: put(i, item, stream) by whole warps, done(unit).
+  // Behind the stage: put(i, item, stream) by whole warps, then done(piece).
   template <class Put, class Done>
   KOG_DEVICE void end(Block& b, const Streams& x, Put put, Done done) const {
     if constexpr (kSends) {
@@ -129,11 +131,11 @@ struct Reduction {
       join(b, b.layer, true, x);
       sync_consumers();
 #pragma unroll 1
-      for (int unit = units.first + b.warp; unit < units.last; unit += kWarps) {
+      for (int piece = first + b.warp; piece < last; piece += kWarps) {
 #pragma unroll
         for (int i = 0; i < kItems; i++)
-          put(i, item_of<Stage>(b, unit, i), *joined(b, unit, i));
-        done(unit);
+          put(i, item_of<Stage>(b, piece, i), *joined(b, (piece - first) * kItems + i));
+        done(piece);
       }
     }
   }

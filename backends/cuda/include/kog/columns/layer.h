@@ -122,8 +122,8 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
     if (item.there)
       store_relaxed(to + item.column * kHiddenStride + item.row, (word & ~1u) | phase);
   };
-  auto done = [&](int unit) {
-    publish_marks<Stage, Marks>(b, unit, low, epoch_of(iteration_of(b, k.steps)));
+  auto done = [&](int piece) {
+    publish_marks<Stage, Marks>(b, piece, low, epoch_of(iteration_of(b, k.steps)));
   };
   struct Asked {
     float bias, x;
@@ -144,8 +144,8 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
         // Rounded as a word that carries its readiness: a kernel of one token sends such.
         put(i, item, asked.x + unpack_f32(pack_f32(y, 0)));
       },
-      [&](int unit) {
-        if (kLanes == 1 || lanes.how != kNow) done(unit);
+      [&](int piece) {
+        if (kLanes == 1 || lanes.how != kNow) done(piece);
       });
   lanes.end(b, x, put, done);
 }

@@ -212,15 +212,15 @@ struct Scales {
   }
 };
 
-// Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
+// Publish the marks of a piece of Stage's rows, of whose items `low[i]` are the lowest bits.
 template <class Stage, class Marks>
-KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Stage>::kItems],
+KOG_DEVICE void publish_marks(const Block& b, int piece, const u32 (&low)[Cut<Stage>::kItems],
                               u32 epoch) {
-  constexpr int kItems = Cut<Stage>::kItems, kRows = Stage::kUnitRows;
+  constexpr int kItems = Cut<Stage>::kItems, kRows = Cut<Stage>::kPieceRows;
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
-  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = unit * kRows + 4 * group;
+  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = piece * kRows + 4 * group;
   if (group >= kRows / 4 || row >= kHidden) return;
   u32 mark = epoch << 16;
 #pragma unroll
