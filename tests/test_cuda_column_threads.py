@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_threads import ColumnThreadWalk
+from cuda_walk import header
 from ring_walker import spec_of
 from test_cuda_columns import GREEDY, alone, request
 
@@ -29,6 +30,12 @@ LANES = spec_of(
     reduce_mlp=(OWN, NOW, OWN, NOW),
 )
 SPECS = {"one lane": (spec_of(num_layers=2, dtype=DType.F16), 3), "lanes": (LANES, 4)}
+
+
+@pytest.fixture(autouse=True)
+def splits(monkeypatch):
+    """Two blocks each take a part of a head's context, so that they read what others have appended."""
+    monkeypatch.setattr(header, "split_least", lambda spec: 2)
 
 
 def said(walk, slot, count):

@@ -51,7 +51,9 @@ def lay_out_columns(
     schedule, spec = lowering.schedule, lowering.schedule.spec
     shards = schedule.num_shards
     if shards > 1 and spec.head is Head.CONCAT:
-        raise ModelError("requests whose lanes are scored side by side share the cuda kernel by turns")
+        raise ModelError(
+            "requests whose lanes are scored side by side share the cuda kernel by turns"
+        )
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     for name, stage in stages.items():
         if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
