@@ -113,11 +113,13 @@ def lay_out_columns(
         spec, splits, columns if chunk else 1
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
-    scratch = up(max(rooms), 128)
     if lanes.shares(spec):
+        # Beside all that o_proj and down_proj keep, where x is staged for other stages.
+        at = up(max(behind, layout.stage_bytes(stages["down_proj"])), 128)
         joined = max(finished_items(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))
-        layout = replace(layout, joined_at=scratch)
-        scratch += up(joined * 32 * 4, 128)
+        layout = replace(layout, joined_at=at)
+        rooms.append(at + joined * 32 * 4)
+    scratch = up(max(rooms), 128)
     free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
     if ring <= lowering.window_chunks:

@@ -124,6 +124,7 @@ class Layout:
         lo, staged = self.lowering, self.staged_bytes(stage)
         tiling, units = lo.tilings[stage.name], batch_units(lo, stage, self.columns)
         sums = units * tiling.unit_rows * self.columns * tiling.k_parts * 4
+        sums *= sum_rooms(lo, stage, self.columns)
         return max(staged, self.sums_at(stage) + sums)
 
     @property
@@ -382,6 +383,7 @@ def render(layout: Layout) -> str:
             "batch": batch_units(lo, stage, layout.columns),
             "held": held_steps(lo, stage, layout.columns),
             "sums_at": layout.sums_at(stage),
+            "rooms": sum_rooms(lo, stage, layout.columns),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
@@ -511,6 +513,14 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
 def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
     """Whether a stage's partial sums lie where its operands did."""
     return batch_units(lo, stage, columns) == units_in_place(lo, stage, columns)
+
+
+def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Rooms for partial sums: two where batches follow each other and operands stay beside them."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    one = units <= batch_units(lo, stage, columns)
+    narrow = columns == 1 or not is_wide(stage)
+    return 1 if narrow or one or sums_in_place(lo, stage, columns) else 2
 
 
 def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:

@@ -137,6 +137,7 @@ struct Reduction {
           put(i, item_of<Stage>(b, piece, i), *joined(b, (piece - first) * kItems + i));
         done(piece);
       }
+      sync_consumers();  // the sums have been read
     }
   }
 };

@@ -339,11 +339,14 @@ KOG_DEVICE Item item_of(const Block& b, int piece, int i) {
 
 // One batch of units: a warp finishes a piece. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(piece).
+// Batches take turns with `room` where there are two: then only the last one's sums are waited for.
 template <class Stage, class Ahead, class Before, class After, class Done>
 KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
-                          const Ahead& ahead, Before before, After after, Done done) {
+                          const Ahead& ahead, int room, bool last, Before before, After after,
+                          Done done) {
   using S = Cut<Stage>;
   float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
+  if constexpr (Stage::kRooms > 1) partials += room * (Stage::kParts * S::kPartStride);
   // Of the batch's pieces.
   int pieces = count * S::kPieces, from_piece = first * S::kPieces;
   int mine = (b.warp + kWarps - from_piece % kWarps) % kWarps;
@@ -377,7 +380,7 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
     }
     done(from_piece + piece);
   }
-  sync_consumers();  // the sums have been read
+  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
@@ -391,17 +394,17 @@ KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stag
   int first = units.first;
   if constexpr (Ahead::kUnits > 0) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, before,
-                     after, done);
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, 1,
+                     left <= Stage::kBatch, before, after, done);
     first += Stage::kBatch;
   }
   constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
   if constexpr (Ahead::kUnits == 0 || !kOneBatch)
 #pragma unroll 1
-    for (; first < units.last; first += Stage::kBatch) {
+    for (int room = 0; first < units.last; first += Stage::kBatch, room ^= 1) {
       int left = units.last - first;
       run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
-                       NothingTaken(), before, after, done);
+                       NothingTaken(), room, left <= Stage::kBatch, before, after, done);
     }
 }
 
