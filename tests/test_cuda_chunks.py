@@ -32,6 +32,7 @@ from kog_triton.backends.mailbox import Failure
 from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, RunError
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
@@ -57,7 +58,7 @@ def launched(backend):
 # ---- layout ----
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "laneformer-2b"])
 def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     spec = named_shape(name)
     chunk = layout_of(spec)
@@ -318,9 +319,11 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     backend = make(FailingBackend, spec, 1)
     assert backend.chunks.kernel is None and run(backend, r) == steps
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
-    lanes = make(ChunkBackend, spec_of(num_lanes=2, intermediate_size=96), 1, 4)
+    lanes = make(ChunkBackend, spec_of(num_lanes=2, head=Head.CONCAT), 1, 4)
     assert lanes.chunks.kernel is None
-    assert "prompts run a token at a time: requests of a model with lanes" in caplog.text
+    assert (
+        "prompts run a token at a time: requests whose lanes are scored side by side" in caplog.text
+    )
 
 
 # ---- machine code ----

@@ -10,9 +10,10 @@ A kernel of several token columns (include/kog/columns) has regions and scratch 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kog_triton.backends.cuda import protocol
+from kog_triton.backends.cuda import lanes, protocol
 
 from kog_triton.backends import request_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -78,6 +79,7 @@ class Layout:
     )
     partial_bytes: int = PARTIAL_BYTES
     small_bytes: int = SMALL_BYTES
+    joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
 
     @property
@@ -109,14 +111,9 @@ class Layout:
 
     def staged_bytes(self, stage: Stage) -> int:
         """Of a matrix stage's inputs in scratch."""
-        lo = self.lowering
         if self.columns == 1:
-            return _staged_bytes(lo, stage)
-        words = self.columns * lo.fragment(stage)[1] // 2
-        parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
-        if is_wide(stage):
-            return parts * steps * 2 * words * 4
-        return parts * (steps - held_steps(lo, stage, self.columns)) * words * 4
+            return _staged_bytes(self.lowering, stage)
+        return _staged_columns(self.lowering, stage, self.columns)
 
     def sums_at(self, stage: Stage) -> int:
         """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
@@ -127,6 +124,7 @@ class Layout:
         lo, staged = self.lowering, self.staged_bytes(stage)
         tiling, units = lo.tilings[stage.name], batch_units(lo, stage, self.columns)
         sums = units * tiling.unit_rows * self.columns * tiling.k_parts * 4
+        sums *= sum_rooms(lo, stage, self.columns)
         return max(staged, self.sums_at(stage) + sums)
 
     @property
@@ -231,6 +229,14 @@ def _staged_bytes(lowering: CudaLowering, stage: Stage) -> int:
     return lowering.padded_k(stage) * (4 if is_wide(stage) else 2)
 
 
+def _staged_columns(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    words = columns * lo.fragment(stage)[1] // 2
+    parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
+    if is_wide(stage):
+        return parts * steps * 2 * words * 4
+    return parts * (steps - held_steps(lo, stage, columns)) * words * 4
+
+
 def row_dim(spec: ModelSpec) -> int:
     """Values of a row of the cache: a head, padded with zeros to steps of the tensor core."""
     return up(spec.head_dim, 16)
@@ -307,6 +313,7 @@ def render(layout: Layout) -> str:
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
+        "joined_at": layout.joined_at,
         "joined": JOINED,
         "taken_words": TAKEN_WORDS,
         "flags_together": FLAGS_TOGETHER,
@@ -335,6 +342,7 @@ def render(layout: Layout) -> str:
         "lane_norms": spec.lane_norms,
         "has_past": layout.region("mlp_out_past").stride > 0,
         "has_now": layout.region("mlp_out_now").stride > 0,
+        "sends": layout.joined_at > 0,
         "mixes": mixes,
         "mean": mixes and spec.head is Head.MEAN,
         "concat": mixes and spec.head is Head.CONCAT,
@@ -356,7 +364,7 @@ def render(layout: Layout) -> str:
     for name, region in layout.regions.items():
         lines.append(
             f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
-            f"kStride = {region.stride}, kRows = {region.rows}; }};"
+            f"kStride = {region.stride}, kRows = {region.rows}, kBuffers = {region.buffers}; }};"
         )
     bias_at = 0
     for name in names:
@@ -375,6 +383,7 @@ def render(layout: Layout) -> str:
             "batch": batch_units(lo, stage, layout.columns),
             "held": held_steps(lo, stage, layout.columns),
             "sums_at": layout.sums_at(stage),
+            "rooms": sum_rooms(lo, stage, layout.columns),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
@@ -387,11 +396,18 @@ def render(layout: Layout) -> str:
             f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}; }};"
         )
     lines.append(f"constexpr int kBiasRows = {bias_at};")
-    for name, values in (
-        ("windows", spec.windows),
-        ("reduce_attention", spec.reduce_attention),
-        ("reduce_mlp", spec.reduce_mlp),
-    ):
+    tables: dict[str, Sequence[int]] = {
+        "windows": spec.windows,
+        "reduce_attention": spec.reduce_attention,
+        "reduce_mlp": spec.reduce_mlp,
+    }
+    if layout.columns > 1:
+        for name, reduces in (
+            ("attention_sends", spec.reduce_attention),
+            ("mlp_sends", spec.reduce_mlp),
+        ):
+            tables[name] = lanes.sends_before(reduces, spec.delay)
+    for name, values in tables.items():
         text = ", ".join(str(int(v)) for v in values)
         lines.append(f"KOG_CONSTANT int {_camel('k_' + name)}[] = {{{text}}};")
     return "\n".join([*lines, "}  // namespace kog", ""])
@@ -456,7 +472,32 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
     most = min(most, THREADS // tiling.unit_rows)
-    return max(_whole_chunks(lo, steps, most), units_in_place(lo, stage, columns))
+    return max(
+        _whole_chunks(lo, steps, most),
+        units_in_place(lo, stage, columns),
+        _units_beside(lo, stage, columns),
+    )
+
+
+def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a stage of 16-bit words, for a warp each of their pieces, whose partial sums find room where
+    other stages keep the operands that x becomes."""
+    if columns == 1 or is_wide(stage):
+        return 0
+    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    wide = [s for s in matrix_stages(lo.schedule) if is_wide(s)]
+    room = max(_staged_columns(lo, s, columns) for s in wide)
+    room -= _staged_columns(lo, stage, columns)
+    sums = tiling.unit_rows * columns * tiling.k_parts * 4
+    period = unit_period(steps, lo.fragments)
+    mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
+    pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
+    return _whole_chunks(lo, steps, min(room // sums, mine, WARPS // pieces))
+
+
+def piece_rows(unit_rows: int, columns: int) -> int:
+    """Rows of a unit that a warp finishes at once (columns/matvec.h)."""
+    return min(unit_rows, max(MMA_ROWS, 64 // columns))
 
 
 def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -474,9 +515,25 @@ def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
     return batch_units(lo, stage, columns) == units_in_place(lo, stage, columns)
 
 
+def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Rooms for partial sums: two where batches follow each other and operands stay beside them."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    one = units <= batch_units(lo, stage, columns)
+    narrow = columns == 1 or not is_wide(stage)
+    return 1 if narrow or one or sums_in_place(lo, stage, columns) else 2
+
+
 def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
     """The most units, up to so many, that end with a chunk; 0 if none do."""
     return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
+
+
+def finished_items(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Sums of a stage that a block finishes in one layer at most, 32 an item (columns/matvec.h)."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    rows = lo.tilings[stage.name].unit_rows
+    piece = piece_rows(rows, columns)
+    return units * rows // piece * -(-piece * columns // 32)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
