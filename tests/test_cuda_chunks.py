@@ -21,6 +21,7 @@ from cuda_walk import (
     lower,
 )
 from kog_triton.backends.cuda import chunks
+from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
 from ring_walker import spec_of
 from test_cuda import f16_spec, innermost, is_local, machine_code
@@ -66,9 +67,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
     assert chunk.ring_chunks > chunk.lowering.window_chunks
-    keys = header.attention_bytes(spec, chunk.splits, 8) - header.attention_bytes(
-        spec, chunk.splits
-    )
+    keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)
     assert "bool kChunk = false" in header.render(columns)

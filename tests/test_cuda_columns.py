@@ -16,6 +16,7 @@ import torch
 from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
+from kog_triton.backends.cuda.layout import lay_out
 from ring_walker import spec_of
 from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_life import Server, ended, held, tokens_of
@@ -106,7 +107,7 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
     assert layout.ring_chunks > layout.lowering.window_chunks
     # The weights are packed once: both kernels read the same stream.
-    one = header.lay_out(layout.lowering, 1024)
+    one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
     for key in ("kFragK", "kFragments", "kChunkBytes", "kBlocks"):
         assert numbers[0][key] == numbers[1][key]

@@ -15,8 +15,9 @@ import torch
 from kog_triton.backends.cuda.chunks import CHUNKED, POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import Layout, lay_out, render
+from kog_triton.backends.cuda.header import render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
+from kog_triton.backends.cuda.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make_kernel
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import Layout
+from kog_triton.backends.cuda.layout import Layout
 
 from kog_triton.backends.library_prefill import Crossover
 from kog_triton.errors import ModelError

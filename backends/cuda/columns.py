@@ -13,28 +13,24 @@ from dataclasses import dataclass, replace
 
 import torch
 from kog_triton.backends.cuda import lanes
+from kog_triton.backends.cuda.attention import MERGED, attention_bytes
+from kog_triton.backends.cuda.batches import finished_items, is_wide, up
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import (
+from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
     LINE_WORDS,
-    MERGED,
     PARTIAL_BYTES,
-    WARPS,
     Layout,
     Region,
     add_head_regions,
     add_region,
     add_split_regions,
-    attention_bytes,
     check_model,
-    finished_items,
-    is_wide,
-    up,
 )
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head
-from kog_triton.schedule.cuda import MMA_ROWS, CudaLowering
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)

@@ -62,7 +62,7 @@ struct Small {
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
 };
 constexpr u32 kExpired = 2;
-static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in header.py");
+static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
 
 struct Block {
   const Pointers& p;
