@@ -25,6 +25,26 @@ def test_a_line_of_nvidia_smi():
     assert sample["sm_mhz"] == 1980 and sample["power_w"] == 312.52 and sample["reasons"] == 0x24
     assert machine.parse_sample("1980, 3201, [N/A], 1, 0x0")["temperature_c"] is None
     assert machine.parse_sample("no devices were found") is None
+    assert machine.parse_sample(None) is None and machine.parse_sample("") is None
+
+
+def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch):
+    answers = {"clocks.sm": "1980, 3201, 41, 312.5, 0x1", "counters.sw_power_cap": "7, 0, 0, 20"}
+
+    def say(argv):
+        (query,) = [word for word in argv if word.startswith("--query-gpu=")]
+        return next((answers[key] for key in answers if key in query), None)
+
+    monkeypatch.setattr(machine, "_say", say)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    slowed = machine.sample()["slowed_us"]
+    assert slowed["power cap"] == 7 and slowed["hardware power brake"] == 20 and len(slowed) == 4
+    answers["counters.sw_power_cap"] = "7, 0, [N/A], 20"
+    assert machine.sample()["slowed_us"] is None
+    del answers["counters.sw_power_cap"]
+    assert machine.sample()["slowed_us"] is None and machine.sample()["sm_mhz"] == 1980
+    answers.clear()
+    assert machine.sample() is None
 
 
 def test_throttling():
@@ -36,6 +56,11 @@ def test_throttling():
     ]
     (why,) = machine.throttling([fast, fast | {"sm_mhz": 1700.0}])
     assert "1980 to 1700" in why
+    slowed = dict.fromkeys(machine.COUNTERS, 5.0)
+    calm, held = fast | {"slowed_us": slowed}, fast | {"slowed_us": slowed | {"power cap": 12_505}}
+    assert machine.throttling([calm, calm]) == []
+    assert machine.throttling([calm, held]) == ["power cap for 12.5 ms"], "between two calm moments"
+    assert machine.throttling([fast | {"slowed_us": None}, held]) == []
     assert machine.conditions([None, fast, None]) == {"samples": [fast], "throttled": []}
     assert machine.conditions([None]) == {"samples": [], "throttled": None}
 
