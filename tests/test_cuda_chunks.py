@@ -28,7 +28,7 @@ from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
 from test_cuda_life import Server, tokens_of
 
-from kog_triton.backends.library_prefill import choose_prefill
+from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
 from kog_triton.backends.mailbox import Failure
 from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, RunError
@@ -218,10 +218,11 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     assert launched(backend) == (1, 0)
 
 
-def test_auto_gives_the_library_longer_prompts_than_without_chunks():
+@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES])
+def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
     tokens = range(1, 100)
     for first in (0, 200):
-        chosen = [choose_prefill(n, first, chunks.CHUNKED) for n in tokens]
+        chosen = [choose_prefill(n, first, crossover) for n in tokens]
         assert chosen == sorted(chosen) and set(chosen) == {"kernel", "library"}
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
@@ -317,6 +318,7 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     steps, _ = alone(spec, [r])
     backend = make(FailingBackend, spec, 1)
     assert backend.chunks.kernel is None and run(backend, r) == steps
+    assert backend.chunks.crossover == BY_TOKEN
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
     lanes = make(ChunkBackend, spec_of(num_lanes=2, head=Head.CONCAT), 1, 4)
     assert lanes.chunks.kernel is None

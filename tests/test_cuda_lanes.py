@@ -12,6 +12,7 @@ import torch
 from cuda_planting import plant
 from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
+from kog_triton.backends.cuda.chunks import CHUNKED_LANES
 from ring_walker import spec_of
 from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_columns import EXTRAS, GREEDY, MIXED, PROMPTS, alone, make, request, run, staggered
@@ -158,6 +159,15 @@ SHAPES = {
         8,
         {"split_least": lambda spec: 1, "MERGED_LENGTH": 6},
     ),
+    # Operands of x that do not fit into registers: batches of gate_up_proj take turns with two rooms.
+    "batch behind batch": (
+        f16_spec(
+            hidden_size=320, intermediate_size=400, num_layers=1, num_lanes=2, reduce_mlp=(OWN,)
+        ),
+        8,
+        4,
+        {},
+    ),
 }
 MORE = {
     # Units of 64 rows, more of whose pieces than a block has warps.
@@ -228,6 +238,7 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     assert run(backend, *requests) == steps
     assert torch.equal(backend.memory.cache, cache)
     assert backend.chunks.kernel.kernel.launches == len(lengths)
+    assert backend.chunks.crossover == CHUNKED_LANES
 
 
 def test_every_way_to_choose_works_beside_every_other(spec):

@@ -1,8 +1,9 @@
 """The layout of a kernel of several token columns: one step serves as many requests.
 
-It reads the same weight stream as the kernel of one token. Regions of words have a row a column, or hold
-the operands of all columns as warps read them (include/kog/columns/matvec.h); flags have a word a unit. What
-cannot take part is refused by name: requests then take turns, a token each, on the kernel of one token.
+It reads the same weight stream as the kernel of one token. Regions of words have a row a lane and column, or
+hold the operands of all columns of a lane as warps read them (include/kog/columns/matvec.h); flags have a word
+a unit. What cannot take part is refused by name: requests then take turns, a token each, on the kernel of one
+token.
 """
 
 import logging

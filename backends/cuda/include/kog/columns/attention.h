@@ -1,5 +1,5 @@
-// Attention of one new token a column: the units in use (column, key/value head, split) are dealt
-// out to the blocks, each walked as in a kernel of one token (../attention.h).
+// Attention of one new token a column: the units in use (column, key/value head, split) of a lane
+// are dealt out to its blocks, each walked as in a kernel of one token (../attention.h).
 //
 //   few splits    image `split` of o_proj's operands, and the logarithms: joined by their readers
 //   many splits   words, joined by the blocks that made them into image 0

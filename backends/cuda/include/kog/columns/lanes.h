@@ -20,16 +20,12 @@ namespace kog::columns {
 struct AttentionSends {
   using Words = AttentionOutSentWords;
   KOG_DEVICE static int how(const Block& b) { return kReduceAttention[b.layer]; }
-  KOG_DEVICE static int before(int layer) {
-    return kAttentionSends[layer];
-  }
+  KOG_DEVICE static int before(int layer) { return kAttentionSends[layer]; }
 };
 struct MlpSends {
   using Words = MlpOutSentWords;
   KOG_DEVICE static int how(const Block& b) { return kReduceMlp[b.layer]; }
-  KOG_DEVICE static int before(int layer) {
-    return kMlpSends[layer];
-  }
+  KOG_DEVICE static int before(int layer) { return kMlpSends[layer]; }
 };
 
 // One layer's reduction of Stage's outputs, of several lanes.

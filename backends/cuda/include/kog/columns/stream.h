@@ -1,10 +1,10 @@
-// The residual streams, one a column. Whoever computes a row of a module's output adds it to the
-// stream and publishes the sum: no block keeps a stream, each reads the whole of all of them at the
-// next norm.
+// The residual streams, one a lane and column. Whoever computes a row of a module's output adds it
+// to the stream and publishes the sum: no block keeps a stream, each reads the whole of all those of
+// its lane at the next norm. What lanes owe each other is lanes.h's.
 //
-//   words   [column][row]: a float32 whose lowest bit is the phase
-//   marks   [4 rows][4 columns]: those bits, four a column, under the number of the run, which is
-//           the hint as well (flags.h)
+//   words   [lane][column][row]: a float32 whose lowest bit is the phase
+//   marks   [lane][4 rows][4 columns]: those bits, four a column, under the number of the run, which
+//           is the hint as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
 #include <kog/seat.h>
