@@ -178,6 +178,21 @@ def test_wrong_text_behind_right_logits_is_found(swap):
     assert not check.passed and check.kl_mean == 0 and check.tokens_top1 < 1
 
 
+def test_text_is_judged_behind_the_whole_prompt(monkeypatch):
+    """A subject that loses what lies deeper than the positions whose logits are compared."""
+    monkeypatch.setattr("kog_triton.bench.check.CHECK_POSITIONS", 8)
+    monkeypatch.setattr("kog_triton.bench.check.CHUNK", 7)
+    weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
+    honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))
+    judge = judge_of(weights)
+    check = judge.examine(honest)
+    assert check.passed and (check.positions, check.depth, check.largest_gap) == (8, 20, 0)
+    lost = Liar(honest, 0)
+    lost.generate = lambda prompt, count: honest.generate(prompt[:8] + prompt[9:], count)
+    check = judge.examine(lost)
+    assert not check.passed and check.kl_mean == 0 and check.tokens_top1 < 1
+
+
 def test_wrong_logits_behind_right_text_are_found():
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
     honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))

@@ -3,6 +3,7 @@
     decode    tg128 @ d32: tokens behind a prompt of --depth ids; several depths, a record each
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
+    concurrency  several requests at a time, over one
     stages    each stage alone, against the floor of its own bytes
     startup   from nothing to a token, in fresh processes
     table     the results that were kept, as the README's table
@@ -24,6 +25,7 @@ from kog_triton.command import run
 from kog_triton.errors import RequestError, RunError
 
 DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512
+REQUESTS = (1, 2, 4, 8)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,9 +61,38 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="and show where N tokens spend their time, of backends that take stamps",
     )
+    sampled = argparse.ArgumentParser(add_help=False)
+    sampled.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="X",
+        help="of what is timed, of our backends (%(default)s: greedy); text is checked greedily",
+    )
     both = [common, timed, decoding]
-    kinds.add_parser("decode", parents=both, help="tokens/s behind a prompt: tg128 @ d32")
+    kinds.add_parser(
+        "decode", parents=[*both, sampled], help="tokens/s behind a prompt: tg128 @ d32"
+    )
     kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
+    crowd = kinds.add_parser(
+        "concurrency",
+        parents=[common, _repeated(), sampled],
+        help="all tokens/s of several requests at a time, over those of one",
+    )
+    crowd.add_argument(
+        "--prompt-tokens", type=_positive, default=DEPTH, metavar="N", help="(%(default)s)"
+    )
+    crowd.add_argument(
+        "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
+    )
+    crowd.add_argument(
+        "--requests",
+        type=_positive,
+        nargs="+",
+        default=list(REQUESTS),
+        metavar="N",
+        help=f"at a time ({' '.join(map(str, REQUESTS))})",
+    )
     prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
     prefill.add_argument(
         "--prompt-tokens", type=_positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
@@ -136,6 +167,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or above")
+    return value
+
+
 def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[tuple[str, str]]]:
     """Those to time, and (name, reason) of those that cannot run here; only compare takes all."""
     if args.backend or args.kind != "compare":
@@ -151,6 +189,11 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     from kog_triton.bench.measure import Task, measure
     from kog_triton.bench.model import SEED, find_device, open_model
 
+    temperature: float = getattr(args, "temperature", 0.0)
+    if temperature and args.peer:
+        raise RequestError(
+            "--temperature is of our backends: peers decode greedily, leave --peer out"
+        )
     device, word = find_device(args.device)
     if args.no_kernel_switches and device.type == "cpu":
         raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
@@ -185,6 +228,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         gguf=args.gguf,
         count_kernels=args.no_kernel_switches,
         profile_tokens=getattr(args, "profile", 0),
+        temperature=temperature,
     )
     say = (lambda line: None) if args.quiet else _progress
     measured = measure(task, say)
@@ -193,7 +237,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "prompt": f"random ids, seed {SEED}",
         "tokens": tokens,
-        "sampling": "greedy",
+        "sampling": _sampling(temperature),
         "batch": 1,
         "rounds": args.rounds,
         "warmup": args.warmup,
@@ -203,6 +247,10 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return make_record(
         args.kind, _asked(argv), model.describe(), machine.describe(), described, measured, target
     )
+
+
+def _sampling(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def _asked(argv: Sequence[str]) -> list[str]:
@@ -215,6 +263,49 @@ def _asked(argv: Sequence[str]) -> list[str]:
         elif not word.startswith("--json="):
             out.append(word)
     return out
+
+
+def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of concurrency."""
+    from kog_triton.bench import machine
+    from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
+    from kog_triton.bench.model import SEED, find_device, open_model
+
+    if args.max_tokens < 2:
+        raise RequestError("--max-tokens 1 leaves no time between tokens: 2 or more")
+    device, word = find_device(args.device)
+    backends, _ = _backends(args, word)
+    model = open_model(args.model, args.shape, device, args.dtype)
+    model.check_room(args.prompt_tokens + args.max_tokens)
+    requests = sorted(set(args.requests))
+    task = ConcurrencyTask(
+        model=model,
+        device=device,
+        device_word=word,
+        num_gpus=args.gpus,
+        requests=requests,
+        prompt_tokens=args.prompt_tokens,
+        tokens=args.max_tokens,
+        temperature=args.temperature,
+        rounds=args.rounds,
+        warmup=args.warmup,
+        backends=backends,
+    )
+    measured = measure_concurrency(task, (lambda line: None) if args.quiet else _progress)
+    described = {
+        "name": f"{', '.join(map(str, requests))} x tg{args.max_tokens} @ d{args.prompt_tokens}",
+        "prompt_tokens": args.prompt_tokens,
+        "prompt": f"random ids, seeds from {SEED}",
+        "tokens": args.max_tokens,
+        "sampling": _sampling(args.temperature),
+        "batch": requests[-1],
+        "rounds": args.rounds,
+        "warmup": args.warmup,
+        "num_gpus": args.gpus,
+    }
+    return make_record(
+        "concurrency", _asked(argv), model.describe(), machine.describe(), described, measured, None
+    )
 
 
 def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -280,6 +371,9 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     )
 
 
+MEASURES = {"concurrency": _crowded, "stages": _staged, "startup": _started}
+
+
 def _progress(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
@@ -298,7 +392,7 @@ def _body(argv: Sequence[str] | None) -> int:
         return 0
     failures = []
     for one in _each_depth(args):
-        record = {"startup": _started, "stages": _staged}.get(one.kind, _measured)(one, argv)
+        record = MEASURES.get(one.kind, _measured)(one, argv)
         if one.json:
             write(record, one.json)
         if one.save:

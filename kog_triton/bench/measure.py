@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends import BackendOptions, find_backend
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge
@@ -52,6 +53,7 @@ class Task:
     gguf: Path | None = None
     count_kernels: bool = False
     profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
+    temperature: float = 0.0  # of what is timed; above 0 there are no peers
 
     @property
     def max_context(self) -> int:
@@ -140,7 +142,7 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
     if not any(entry.subject for entry in entries):
         return
     say("the reference's logits")
-    reference = find_backend("reference")(task.model.weights, task.options())
+    reference = ReferenceBackend(task.model.weights, task.options())
     judge = Judge(reference, prompt, task.tokens)
     try:
         for entry in entries:
@@ -168,7 +170,7 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
             if entry.subject:
                 say(f"warm up {entry.row['name']}")
                 with _Guard(entry):
-                    entry.subject.generate(prompt, task.tokens)
+                    _request(task, entry.subject, prompt)
 
 
 def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> list[dict[str, Any]]:
@@ -179,9 +181,15 @@ def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> lis
         for entry in entries:
             if entry.subject:
                 with _Guard(entry):
-                    entry.runs.append(entry.subject.generate(prompt, task.tokens))
+                    entry.runs.append(_request(task, entry.subject, prompt))
     samples.append(machine.sample())
     return [sample for sample in samples if sample]
+
+
+def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
+    if isinstance(subject, BackendSubject):
+        return subject.generate(prompt, task.tokens, task.temperature)
+    return subject.generate(prompt, task.tokens)
 
 
 def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def show(record: dict[str, Any]) -> None:
     model, test = record["model"], record["test"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
-    kinds = {"startup": startup_table, "stages": stage_table}
+    kinds = {"startup": startup_table, "stages": stage_table, "concurrency": concurrency_table}
     table = kinds.get(record["kind"], speed_table)(record)
     table.title, table.title_justify = title, "left"
     console.print(table)
@@ -68,6 +68,31 @@ def speed_table(record: dict[str, Any]) -> Table:
             cells.append(_n(row["prompt_tokens_per_s"], ",.1f"))
         cells.append(_n(row["ttft_us"] and row["ttft_us"] / 1e3, ",.2f"))
         table.add_row(*cells)
+    return table
+
+
+def concurrency_table(record: dict[str, Any]) -> Table:
+    """A row a backend and number of requests at a time; tokens/s are those of all of them."""
+    names = ["", "requests", "text", "as alone", "tokens/s", "device t/s", "over one", "p50 us"]
+    table = _table([*names, "p99 us", "floor us", "MBU", "TTFT ms"])
+    for row in record["rows"]:
+        if not row["host"]:
+            continue
+        device, floor = row["device"], row["floor"]
+        table.add_row(
+            row["name"],
+            str(row["requests"]),
+            "right" if row["check"]["passed"] else "WRONG",
+            "yes" if row["repeatable"] else "NO",
+            _n(row["host"]["tokens_per_s"], ",.1f"),
+            _n(device and device["tokens_per_s"], ",.1f"),
+            _n(row["over_one"], ".2f"),
+            _n(row["host"]["itl_p50_us"], ",.1f"),
+            _n(row["host"]["itl_p99_us"], ",.1f"),
+            _n(floor["measured_us"], ",.1f"),
+            _n(floor["measured_mbu"], ".1%"),
+            _n(row["ttft_us"] / 1e3, ",.2f"),
+        )
     return table
 
 
@@ -129,10 +154,11 @@ def notes(record: dict[str, Any]) -> list[str]:
             f"medians of {test['rounds']} rounds; weights: {record['model']['weights']}"
         )
     elif record["kind"] != "startup":
+        many = record["kind"] == "concurrency"
         lines.append(
-            f"batch 1, greedy, {test['prompt']}; {test['warmup']} warm-up and {test['rounds']} "
-            f"timed rounds, interleaved; medians; tokens/s without the first token; weights: "
-            f"{record['model']['weights']}"
+            f"{'' if many else 'batch 1, '}{test['sampling']}, {test['prompt']}; "
+            f"{test['warmup']} warm-up and {test['rounds']} timed rounds, interleaved; medians; "
+            f"tokens/s without the first token; weights: {record['model']['weights']}"
         )
     if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))
