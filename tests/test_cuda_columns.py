@@ -510,7 +510,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     assert path.read_text().count(before) == 1
     path.write_text(path.read_text().replace(before, after))
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
-    spec = f16_spec(num_layers=2)
+    spec = f16_spec(num_layers=6)
     requests = [request(i, p, 6) for i, p in enumerate(PROMPTS[:4])]
     steps, cache = alone(spec, requests, 6)
     backend = make(ColumnBackend, spec, 4, 6, -1, counts=(4,))
