@@ -20,9 +20,18 @@ from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
-from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, unit_period
+from kog_triton.schedule.cuda import (
+    CALM_BYTES,
+    MMA_ROWS,
+    PARTIAL_ROWS,
+    WARPS,
+    WINDOW_BYTES,
+    CudaLowering,
+    is_wide,
+    unit_period,
+)
 from kog_triton.schedule.lowering import matrix_stages
-from kog_triton.schedule.schedule import Prologue, Stage
+from kog_triton.schedule.schedule import Stage
 
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 THREADS = WARPS * 32  # that consume
@@ -34,13 +43,13 @@ PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 # Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 BUNDLE = 4  # splits whose logarithms lie side by side
-QUERY_TOPS = 8  # words from those of one query to the next's: a sector
+QUERY_TOPS = 32  # words from those of one query to the next's: a line of the L2
 MERGED = 4  # splits that are joined by those who read them: of one bundle
 MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
-AHEAD_TICKS = 1600  # between two chunks on their way there
+AHEAD_TICKS = 800  # between two chunks on their way there
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 TAKEN_WORDS = 16  # registers for weights that wait for them there (columns/layer.h)
@@ -111,7 +120,7 @@ class Layout:
         """Of a matrix stage's inputs in scratch."""
         lo = self.lowering
         if self.columns == 1:
-            return _staged_bytes(lo, stage)
+            return lo.staged_bytes(stage)
         words = self.columns * lo.fragment(stage)[1] // 2
         parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
         if is_wide(stage):
@@ -161,7 +170,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     add("part", spec.hidden_size if mixes else 0)
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
     add_head_regions(regions, lowering.num_blocks)
-    before = _staged_bytes(lowering, schedule.stage("o_proj"))
+    before = lowering.staged_bytes(schedule.stage("o_proj"))
     scratch = max(_activation_bytes(lowering), before + attention_bytes(spec, splits))
     scratch = up(scratch, 128)
     free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
@@ -218,17 +227,8 @@ def _uses(spec: ModelSpec, how: Reduce) -> bool:
     return spec.num_lanes > 1 and how in spec.reduce_attention + spec.reduce_mlp
 
 
-def is_wide(stage: Stage) -> bool:
-    """Whether activations come as float32 (kept as two 16-bit parts) or as 16-bit words."""
-    return stage.prologue is Prologue.RMS_NORM or stage.source == "y"
-
-
 def _activation_bytes(lowering: CudaLowering) -> int:
-    return max(_staged_bytes(lowering, s) for s in matrix_stages(lowering.schedule))
-
-
-def _staged_bytes(lowering: CudaLowering, stage: Stage) -> int:
-    return lowering.padded_k(stage) * (4 if is_wide(stage) else 2)
+    return max(map(lowering.staged_bytes, matrix_stages(lowering.schedule)))
 
 
 def row_dim(spec: ModelSpec) -> int:
@@ -268,6 +268,7 @@ def render(layout: Layout) -> str:
     head = schedule.stage("lm_head")
     reduces = {how.name: int(how) for how in Reduce}
     head_group = -(-spec.group // -(-spec.group // HEADS_AT_ONCE))
+    one = layout.columns == 1
     numbers = {
         "layers": spec.num_layers,
         "hidden": spec.hidden_size,
@@ -287,8 +288,8 @@ def render(layout: Layout) -> str:
         "fragments": lo.fragments,
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
-        "window_chunks": lo.window_chunks,
-        "calm_chunks": lo.calm_chunks,
+        "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
+        "calm_chunks": lo.calm_chunks if one else lo.chunks_of(CALM_BYTES),
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
         "ahead_ticks": AHEAD_TICKS,
         "columns": layout.columns,
@@ -327,6 +328,7 @@ def render(layout: Layout) -> str:
     flags = {
         "profile": layout.profile_tokens > 0,
         "chunk": layout.chunk,
+        "streams": lo.streams,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,
