@@ -32,6 +32,7 @@ from kog_triton.schedule.cuda import (
 )
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
+from kog_triton.schedule.topology import KB
 
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 THREADS = WARPS * 32  # that consume
@@ -49,7 +50,8 @@ MERGED_LENGTH = 2048  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
-AHEAD_TICKS = 800  # between two chunks on their way there
+# Between two times 16 KB on their way there; the same in kernels of columns.
+AHEAD_TICKS, COLUMN_AHEAD_TICKS = 800, 1600
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 TAKEN_WORDS = 16  # registers for weights that wait for them there (columns/layer.h)
@@ -291,7 +293,7 @@ def render(layout: Layout) -> str:
         "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
         "calm_chunks": lo.calm_chunks if one else lo.chunks_of(CALM_BYTES),
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
-        "ahead_ticks": AHEAD_TICKS,
+        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.chunk_bytes // (16 * KB),
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
         "room_bytes": layout.partial_bytes or layout.scratch_bytes,
