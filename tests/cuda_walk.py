@@ -55,13 +55,18 @@ def layout_of(spec, num_blocks=0, max_context=64):
 
 
 def build_walk(
-    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None
+    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None
 ) -> Path:
     """What g++ makes of one model and a source of cuda_host; kept by content."""
     text = header.render(layout)
-    for name, wanted in (("kSplitLeast", split_least), ("kMergedLength", merged_length)):
+    changes = (
+        ("kSplitLeast", split_least),
+        ("kMergedLength", merged_length),
+        ("kStreams", streams),
+    )
+    for name, wanted in changes:
         if wanted:
-            text, count = re.subn(rf"{name} = \d+;", f"{name} = {wanted};", text)
+            text, count = re.subn(rf"{name} = \w+;", f"{name} = {wanted};", text)
             assert count == 1
     sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
@@ -102,11 +107,16 @@ class Walk:
         split_least=None,
         merged_length=None,
         flags=("-O1",),
+        streams=None,
     ):
         self.spec = spec
         self.layout = layout_of(spec, num_blocks, max_context)
         self.library = compile_walk(
-            self.layout, flags, split_least=split_least, merged_length=merged_length
+            self.layout,
+            flags,
+            split_least=split_least,
+            merged_length=merged_length,
+            streams=streams,
         )
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 

@@ -111,6 +111,12 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
     for key in ("kFragK", "kFragments", "kChunkBytes", "kBlocks"):
         assert numbers[0][key] == numbers[1][key]
+    # What columns were measured with.
+    assert [numbers[1][k] for k in ("kWindowChunks", "kCalmChunks", "kAheadTicks")] == [
+        "3",
+        "2",
+        "1600",
+    ]
 
 
 def test_lanes_side_by_side_and_too_much_at_once_are_refused():

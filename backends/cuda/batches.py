@@ -4,24 +4,26 @@ A kernel of one token keeps operands in shared memory; one of several columns a 
 sums where they leave room (include/kog/columns/matvec.h).
 """
 
-from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, unit_period
+from kog_triton.schedule.cuda import (
+    MMA_ROWS,
+    PARTIAL_ROWS,
+    WARPS,
+    CudaLowering,
+    is_wide,
+    unit_period,
+)
 from kog_triton.schedule.lowering import matrix_stages
-from kog_triton.schedule.schedule import Prologue, Stage
+from kog_triton.schedule.schedule import Stage
 
 THREADS = WARPS * 32  # that consume
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 
 
-def is_wide(stage: Stage) -> bool:
-    """Whether activations come as float32 (kept as two 16-bit parts) or as 16-bit words."""
-    return stage.prologue is Prologue.RMS_NORM or stage.source == "y"
-
-
 def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     """Of a stage's inputs in shared memory."""
     if columns == 1:
-        return lo.padded_k(stage) * (4 if is_wide(stage) else 2)
+        return lo.staged_bytes(stage)
     words = columns * lo.fragment(stage)[1] // 2
     parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
     if is_wide(stage):

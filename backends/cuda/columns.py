@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda import lanes
 from kog_triton.backends.cuda.attention import MERGED, attention_bytes
-from kog_triton.backends.cuda.batches import finished_items, is_wide, up
+from kog_triton.backends.cuda.batches import finished_items, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
@@ -31,7 +31,7 @@ from kog_triton.backends.cuda.layout import (
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head
-from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering, is_wide
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from kog_triton.backends.cuda.attention import (
 from kog_triton.backends.cuda.batches import (
     batch_units,
     held_steps,
-    is_wide,
     sum_rooms,
     sums_in_place,
 )
@@ -32,11 +31,13 @@ from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
-from kog_triton.schedule.cuda import WARPS, unit_period
+from kog_triton.schedule.cuda import CALM_BYTES, WARPS, WINDOW_BYTES, is_wide, unit_period
+from kog_triton.schedule.topology import KB
 
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
-AHEAD_TICKS = 1600  # between two chunks on their way there
+# Between two times 16 KB on their way there; the same in kernels of columns.
+AHEAD_TICKS, COLUMN_AHEAD_TICKS = 800, 1600
 TAKEN_WORDS = 16  # registers for weights that wait for operands (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
 
@@ -74,6 +75,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
     lo = layout.lowering
     schedule, spec = lo.schedule, lo.schedule.spec
     head_group = -(-spec.group // -(-spec.group // HEADS_AT_ONCE))
+    one = layout.columns == 1
     return {
         "layers": spec.num_layers,
         "hidden": spec.hidden_size,
@@ -93,10 +95,10 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "fragments": lo.fragments,
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
-        "window_chunks": lo.window_chunks,
-        "calm_chunks": lo.calm_chunks,
+        "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
+        "calm_chunks": lo.calm_chunks if one else lo.chunks_of(CALM_BYTES),
         "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
-        "ahead_ticks": AHEAD_TICKS,
+        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.chunk_bytes // (16 * KB),
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
         "room_bytes": layout.partial_bytes or layout.scratch_bytes,
@@ -139,6 +141,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
     return {
         "profile": layout.profile_tokens > 0,
         "chunk": layout.chunk,
+        "streams": layout.lowering.streams,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,

@@ -10,25 +10,41 @@ struct Ring {
   u32 slot = 0, parity = 0;
 
   KOG_DEVICE const u8* wait(Block& b) {
-    i64 since = kProfile ? clock_ticks() : 0;
-    if (any_lane(!barrier_try(&b.full[slot], parity))) wait_on(b);
-    if constexpr (kProfile) b.ring_ticks += clock_ticks() - since;
-    return b.ring + slot * kChunkBytes;
+    wait_for<1>(b);
+    return chunk(b);
   }
-  KOG_DEVICE void wait_on(Block& b) {
+  KOG_DEVICE const u8* chunk(const Block& b) const { return b.ring + slot * kChunkBytes; }
+  // Until the next N are there: the code of a wait that lasts stands there once, not N times.
+  template <int N>
+  KOG_DEVICE void wait_for(Block& b) {
+    i64 since = kProfile ? clock_ticks() : 0;
+    bool there = true;
+    Ring next = *this;
+#pragma unroll
+    for (int i = 0; i < N; i++, next.step()) there &= barrier_try(&b.full[next.slot], next.parity);
+    if (any_lane(!there)) {
+      next = *this;
+#pragma unroll 1
+      for (int i = 0; i < N; i++, next.step()) next.wait_on(b);
+    }
+    if constexpr (kProfile) b.ring_ticks += clock_ticks() - since;
+  }
+  KOG_DEVICE void wait_on(Block& b) const {
     begin_wait(b);
-    do {
+    while (any_lane(!barrier_try(&b.full[slot], parity)))
       if (give_up(b, Step::kRing, slot, parity ^ 1, parity)) break;
-    } while (any_lane(!barrier_try(&b.full[slot], parity)));
     end_wait(b);
   }
-  KOG_DEVICE void release(Block& b) {
-    sync_warp();
-    if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);
+  KOG_DEVICE void step() {
     if (++slot == kRingChunks) {
       slot = 0;
       parity ^= 1;
     }
+  }
+  KOG_DEVICE void release(Block& b) {
+    sync_warp();
+    if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);
+    step();
   }
 };
 
