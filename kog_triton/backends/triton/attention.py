@@ -9,18 +9,16 @@ travel in words like the queries, and appends them to the cache.
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.sync import dot, load_shared, loop_stages, stamp, store_shared
+from kog_triton.backends.triton.sync import dot, loop_stages, stamp, store_shared
 from kog_triton.backends.triton.words import (
     POLLED,
     complain,
     complain_also,
     in_range,
-    load_polled,
     pack_f32,
     poll,
     publish_pairs,
     settle,
-    stale,
     unpack_f32,
     unpack_pair,
 )
@@ -62,17 +60,6 @@ def element(i, S: tl.constexpr):
         return i, i < S.head_dim
     else:
         return i // PLACES * HALF + i % PLACES, (i % PLACES < HALF) & (i < 2 * PLACES)
-
-
-@triton.jit
-def load_heads(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    """Words of the lower and the upper halves of the queries, the key and the value; 1 if any is stale."""
-    q, k, v, q_mask, kv_mask = given
-    w = ()
-    w = w + (load_polled(q, q_mask, phase, S), load_polled(q + S.head_dim // 4, q_mask, phase, S))
-    w = w + (load_polled(k, kv_mask, phase, S), load_polled(k + S.head_dim // 4, kv_mask, phase, S))
-    w = w + (load_polled(v, kv_mask, phase, S), load_polled(v + S.head_dim // 4, kv_mask, phase, S))
-    return w, stale(w, phase, 6)
 
 
 @triton.jit
@@ -245,8 +232,11 @@ def one_head(
     kv_mask = (row >= 0) & (j < D // 4) & newest
     q = words + (head * GROUP + row) * (D // 2) + j
     k = words + (S.heads + head + row * 0) * (D // 2) + j  # the same in all rows
-    given = (q, k, k + S.kv_heads * (D // 2), mask, kv_mask)
-    w, bad = poll(load_heads, given, phase, alive, p, S)
+    v = k + S.kv_heads * (D // 2)
+    upper = D // 4
+    ptrs = (q, q + upper, k, k + upper, v, v + upper)
+    masks = (mask, mask, kv_mask, kv_mask, kv_mask, kv_mask)
+    w, bad = poll(ptrs, masks, phase, alive, p, S, 6)
     if (bad != 0) & (alive != 0):
         run: tl.constexpr = D // 2  # words
         complain(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
@@ -294,14 +284,6 @@ def one_head(
 
 
 @triton.jit
-def load_splits(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    """A query head's output and weight in every split, both [splits, head_dim]; 1 if any is stale."""
-    outputs, weights, mask = given
-    w = (load_shared(outputs, mask, phase, S), load_shared(weights, mask, phase, S))
-    return w, stale(w, phase, 2)
-
-
-@triton.jit
 def join_splits(constants, layer, position, lane, head, split, phase, alive, p, S: tl.constexpr):
     """Join the splits of this head for query heads split, split + used, ... and publish them."""
     D: tl.constexpr = S.head_dim
@@ -318,8 +300,8 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
             mine = (s < used)[:, None]
             part = base + s[:, None] * S.split_words
             have = mine & (i < D)[None, :]
-            given = (part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0, have)
-            w, bad = poll(load_splits, given, phase, alive, p, S)
+            outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
+            w, bad = poll((outputs, weights), (have, have), phase, alive, p, S, 2)
             if (bad != 0) & (alive != 0):
                 complain(base, used * S.split_words, phase, "attention splits", layer, p)
             alive = tl.where(bad != 0, 0, alive)

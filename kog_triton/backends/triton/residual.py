@@ -15,7 +15,6 @@ from kog_triton.backends.triton.words import (
     high,
     index,
     load_polled,
-    load_words,
     low,
     poll_on,
     publish_planes,
@@ -179,8 +178,7 @@ def add_past(
     HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
     ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
-    bad = tl.max((words ^ turn) & 1)
-    words, bad = poll_on(words, bad, load_words, (ptr, mask), turn, alive, p, S)
+    words, bad = poll_on(words, ptr, mask, turn, alive, p, S)
     if (bad != 0) & (alive != 0):
         REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
         base, turn = past_buffer(which, it - S.delay, p, S)
