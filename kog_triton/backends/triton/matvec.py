@@ -105,6 +105,22 @@ def add_chunk(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.const
         return total + part
 
 
+@triton.constexpr_function
+def looped(S, stage):
+    """Chunks of a wired stage whose tiles all ask for one of their own stage: in a loop, as code is fetched too."""
+    T = S.stages[stage]
+    return T.chunks - 1 if T.chunks > 2 and S.depth <= T.units else 0
+
+
+@triton.jit
+def chosen(xs, which, COUNT: tl.constexpr):
+    """xs[which], of COUNT tensors."""
+    x = xs[0]
+    for i in tl.static_range(1, COUNT):
+        x = tl.where(which == i, xs[i], x)
+    return x
+
+
 @triton.jit
 def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
     """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
@@ -113,13 +129,20 @@ def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr
     CHUNKS: tl.constexpr = T.chunks
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
+    LOOPED: tl.constexpr = looped(S, STAGE)
     sums = ()
     for u in tl.static_range(UNITS):
         sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
-    for c in tl.static_range(CHUNKS):
-        x = pin(xs[c], S)  # every warp's copy of a chunk lives as long as its tiles
+    # Every warp's copy of a chunk lives as long as its tiles; the row tile whose turn it is comes first and goes last.
+    for c in range(LOOPED):
+        x = pin(chosen(xs, c, LOOPED), S)
         for u in tl.static_range(UNITS):
-            # The row tile whose turn it is comes first; it goes last.
+            sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
+            following = load_tile(base, c * UNITS + u + S.depth, block, S, STAGE)
+            ring = ring[1:] + (following,)
+    for c in tl.static_range(LOOPED, CHUNKS):
+        x = pin(xs[c], S)
+        for u in tl.static_range(UNITS):
             sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
             following = fetch(
                 base, next_base, block, S, position(S, STAGE, c * UNITS + u + S.depth)

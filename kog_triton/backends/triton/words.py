@@ -373,12 +373,6 @@ def find_missing(own, first, count, wanted, p):
 
 
 @triton.jit
-def publish_planes(base, half, row, value, rows, phase):
-    """float32 values of consecutive rows into a vector's planes; every value a word."""
-    store_shared(base + (row & 1) * half + (row >> 1), pack_f32(value, phase), row < rows)
-
-
-@triton.jit
 def publish_pairs(base, row, value, rows, phase, S: tl.constexpr, N: tl.constexpr):
     """N values of rows row .. row + N - 1 (row even) as pair words."""
     first, second = tl.split(tl.reshape(value, (N // 2, 2)))
