@@ -17,7 +17,8 @@ from kog_triton.backends.triton.sync import pin, pin_address
 from kog_triton.backends.triton.words import LINE, high, low, unscaled
 
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
-HELD_WORDS: tl.constexpr = tl.constexpr(1024)
+UNROLL: tl.constexpr = tl.constexpr(1)
+HELD_WORDS: tl.constexpr = tl.constexpr(2048)
 
 
 @triton.constexpr_function
@@ -31,15 +32,16 @@ def position(S, stage, tile):
 
 
 @triton.constexpr_function
-def turn_tiles(chunks, depth):
-    """Tiles of one turn of a row loop: whole row tiles and whole rings."""
-    return math.lcm(chunks, depth)
+def turn_tiles(tiles, chunks, depth):
+    """Tiles of one turn of a row loop: whole row tiles and whole rings, at least UNROLL.value if there are as many."""
+    least = math.lcm(chunks, depth)
+    return least * max(1, min(UNROLL.value // least, (tiles - depth) // least))
 
 
 @triton.constexpr_function
-def turns(tiles, chunks, depth):
+def turns(tiles, turn, depth):
     """Turns of a row loop in which every tile asks for one of its own stage."""
-    return max(0, (tiles - depth) // math.lcm(chunks, depth))
+    return max(0, (tiles - depth) // turn)
 
 
 @triton.jit
@@ -105,22 +107,6 @@ def add_chunk(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.const
         return total + part
 
 
-@triton.constexpr_function
-def looped(S, stage):
-    """Chunks of a wired stage whose tiles all ask for one of their own stage: in a loop, as code is fetched too."""
-    T = S.stages[stage]
-    return T.chunks - 1 if T.chunks > 2 and S.depth <= T.units else 0
-
-
-@triton.jit
-def chosen(xs, which, COUNT: tl.constexpr):
-    """xs[which], of COUNT tensors."""
-    x = xs[0]
-    for i in tl.static_range(1, COUNT):
-        x = tl.where(which == i, xs[i], x)
-    return x
-
-
 @triton.jit
 def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
     """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
@@ -129,20 +115,13 @@ def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr
     CHUNKS: tl.constexpr = T.chunks
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
-    LOOPED: tl.constexpr = looped(S, STAGE)
     sums = ()
     for u in tl.static_range(UNITS):
         sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
-    # Every warp's copy of a chunk lives as long as its tiles; the row tile whose turn it is comes first and goes last.
-    for c in range(LOOPED):
-        x = pin(chosen(xs, c, LOOPED), S)
+    for c in tl.static_range(CHUNKS):
+        x = pin(xs[c], S)  # every warp's copy of a chunk lives as long as its tiles
         for u in tl.static_range(UNITS):
-            sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
-            following = load_tile(base, c * UNITS + u + S.depth, block, S, STAGE)
-            ring = ring[1:] + (following,)
-    for c in tl.static_range(LOOPED, CHUNKS):
-        x = pin(xs[c], S)
-        for u in tl.static_range(UNITS):
+            # The row tile whose turn it is comes first; it goes last.
             sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
             following = fetch(
                 base, next_base, block, S, position(S, STAGE, c * UNITS + u + S.depth)
@@ -181,8 +160,8 @@ def rowwise(
     CHUNKS: tl.constexpr = T.chunks
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
-    TURN: tl.constexpr = turn_tiles(T.chunks, S.depth)
-    TURNS: tl.constexpr = turns(T.tiles, T.chunks, S.depth)
+    TURN: tl.constexpr = turn_tiles(T.tiles, T.chunks, S.depth)
+    TURNS: tl.constexpr = turns(T.tiles, TURN, S.depth)
     total = tl.zeros((ROWS, WIDE // 4), tl.float32)
     HELD: tl.constexpr = T.chunks * T.tile_words <= HELD_WORDS
     if HELD:

@@ -226,6 +226,14 @@ def add_past(
 
 
 @triton.jit
+def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
+    if S.o_bias if STAGE == 1 else S.mlp_bias:
+        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
+        y += tl.load(bias + row, mask=valid, other=0.0)
+    return y
+
+
+@triton.jit
 def publish_module(
     ys,
     past,
@@ -242,14 +250,9 @@ def publish_module(
     STAGE: tl.constexpr,
 ):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
-    T: tl.constexpr = S.stages[STAGE]
-    row, at, valid = module_rows(place, S, STAGE)
-    y = in_planes(ys, S, STAGE)
-    if S.o_bias if STAGE == 1 else S.mlp_bias:
-        bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
-        y += tl.load(bias + row, mask=valid, other=0.0)
-    to = p.words + S.region(name) + at
     if S.mixed_reduce:
+        row, at, valid = module_rows(place, S, STAGE)
+        y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
         how = tl.load(p.reduces + which * S.num_layers + layer)
         raw = y
         if S.delay > 0:
@@ -257,12 +260,21 @@ def publish_module(
                 y, alive = add_past(y, past, which, layer, it, lane, place, alive, p, S, STAGE)
         if how == OWN:
             y *= tl.sqrt(S.lanes * 1.0)
-        store_shared(to + lane * S.hidden_size, pack_f32(y, phase), valid)
+        to = p.words + S.region(name) + lane * S.hidden_size
+        store_shared(to + at, pack_f32(y, phase), valid)
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
             sent, turn = past_buffer(which, it, p, S)
             store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, turn), valid)
-    else:
-        store_shared(to, pack_f32(y, phase), valid)
+    else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
+        T: tl.constexpr = S.stages[STAGE]
+        HALF: tl.constexpr = S.hidden_size // 2
+        UNITS: tl.constexpr = T.units
+        ROWS: tl.constexpr = T.tile_rows
+        for u in tl.static_range(UNITS):
+            row = place * T.block_rows + u * ROWS + tl.arange(0, ROWS)
+            y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
+            at = (row & 1) * HALF + (row >> 1)
+            store_shared(p.words + S.region(name) + at, pack_f32(y, phase), row < T.rows)
     return alive
 
 
