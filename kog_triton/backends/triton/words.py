@@ -147,23 +147,14 @@ def unpack_f32(w):
 
 
 @triton.jit
-def copies(ptr):
-    """Zeros by which a tensor of pointers [m, n] grows to POLLED elements; a scalar if it has as many."""
-    if ptr.numel >= POLLED:
-        return 0
-    else:
-        return tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
-
-
-@triton.jit
 def load_polled(ptr, mask, wanted, S: tl.constexpr):
     """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; none misses a masked one."""
     other = wanted if ptr.dtype.element_ty == tl.int32 else wanted << 32
     if ptr.numel >= POLLED:
         return load_shared(ptr, mask, other, S)
     else:
-        more = copies(ptr)
-        return load_shared(ptr[None, :, :] + more, mask[None, :, :] & (more == 0), other, S)
+        copy = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
+        return load_shared(ptr[None, :, :] + copy, mask[None, :, :] & (copy == 0), other, S)
 
 
 @triton.jit
@@ -201,7 +192,7 @@ def missing(ws, wanted, COUNT: tl.constexpr):
 def verdict(lacking, late):
     """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
 
-    Threads may differ in `late`; the sum over the block that a poll needs anyway makes them one mind about it.
+    Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
     """
     return tl.max(lacking * (1 + late))
 
