@@ -180,6 +180,9 @@ class FiberKernel:
         self.launch(blocks, threads, argument).synchronize()
         return time.perf_counter() - begun
 
+    def resources(self):
+        """None: a CPU's function has no registers to tell of."""
+
     def close(self):
         pass
 

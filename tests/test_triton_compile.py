@@ -82,10 +82,14 @@ def test_a_tiny_model_compiles_for_every_target(target, compiler, tmp_path):
 
 
 def test_llama_on_hopper(compiler, tmp_path):
-    """Hardly any stack, weights in 128-bit loads that are evicted first, polls past the L1."""
+    """Hardly any stack or barriers, weights in 128-bit loads that are evicted first, polls past the L1.
+
+    A wait has one reduction, which also tells the block that its time is up: a vote beside it took 44 barriers more.
+    """
     (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.spilled_bytes <= 64
+    assert report.count(r"BAR.*") <= 150
     assert report.registers <= 255
     assert report.shared_bytes <= 72 * 1024  # the L1 keeps the rest
     weights = report.count(r"LDG\.E\.EF\.128")
@@ -93,6 +97,22 @@ def test_llama_on_hopper(compiler, tmp_path):
     assert report.count(r"LDG\.E\.EF(\.64)?") <= weights // 4
     assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 40
     assert sum(report.instructions.values()) <= 16000
+
+
+def test_lanes_on_hopper(compiler, tmp_path):
+    """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit."""
+    (report,) = reports_of("sm_90", "laneformer-2b", tmp_path)
+    check_polls(report)
+    assert report.spilled_bytes <= 112
+    assert report.count(r"BAR.*") <= 200
+
+
+@pytest.mark.slow
+def test_what_runs_prompts_takes_no_registers_from_decode(compiler, tmp_path):
+    """Of a wide model: in line it cost 450 bytes of stack."""
+    plain, chunks = reports_of("sm_90", "qwen3-8b", tmp_path, "plain", "chunks")
+    assert plain.spilled_bytes <= 80
+    assert chunks.spilled_bytes <= plain.spilled_bytes + 16
 
 
 def test_llama_on_mi300(compiler, tmp_path):
@@ -122,6 +142,21 @@ def test_prompts_in_chunks_on_hopper(compiler, tmp_path):
     assert report.spilled_bytes <= 64
     assert report.count(r"HGMMA.*") > 0
     assert sum(report.instructions.values()) <= 20000
+
+
+@pytest.mark.parametrize(
+    "target, shape, spilled, most",
+    [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],
+)
+def test_prompts_in_chunks_with_all_sampling_rules(
+    target, shape, spilled, most, compiler, tmp_path
+):
+    """The largest variant: what a request with penalties and a long prompt runs."""
+    (report,) = reports_of(target, shape, tmp_path, "rules+chunks")
+    check_polls(report, 2)
+    check_chunks(report)
+    assert report.spilled_bytes <= spilled
+    assert sum(report.instructions.values()) <= most
 
 
 def check_chunks(report: CompileReport) -> None:

@@ -35,6 +35,7 @@ from kog_triton.backends.library_prefill import BY_TOKEN, open_library, run_prom
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
+from kog_triton.backends.resources import Resources
 from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
@@ -239,6 +240,10 @@ class CudaBackend:
             )
         finally:
             stamping.close()
+
+    def resources(self) -> Resources | None:
+        """Of the kernel of one token, which takes no stamps."""
+        return self.kernel.resources()
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory

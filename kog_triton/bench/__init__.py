@@ -5,6 +5,7 @@
                   ├ timing         rounds, medians, percentiles
                   ├ machine, bandwidth, trace                 where it ran, and what that can do
                   └ record ─ show, table                      JSON; a table for people; the README's
+        ├ concurrency   several requests at a time, over one
         ├ stages        each stage of one step alone, through run_stage
         └ startup       from nothing to a token
 

@@ -1,23 +1,28 @@
 """Is it the right model at all? Asked of every subject before it is timed, against the fp32 reference.
 
-Two questions, on the prompt that is timed (its first CHECK_POSITIONS ids):
-    logits  top-1 agreement and KL(reference || subject) at every position, by a forward pass
-    text    each greedy token that the timed path makes: how far its logit lies below the largest one
-            of the reference, which reads the same tokens; in standard deviations of the logits
+Two questions, on the prompt that is timed:
+    logits  top-1 agreement and KL(reference || subject) at its first CHECK_POSITIONS, by a forward pass
+    text    each greedy token that the timed path makes behind its first CHECK_DEPTH positions: how far
+            its logit lies below the largest one of the reference, which reads the same tokens; in
+            standard deviations of the logits
 Rounding moves a choice only between near-equal logits, a wrong kernel anywhere.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 
-from kog_triton.backends import Backend
+from kog_triton.backends import BackendOptions, WeightSource, find_backend
 from kog_triton.bench.subjects import Subject
 from kog_triton.errors import RunError
 
 CHECK_POSITIONS = 128
+# The reference has no flash attention: four times as many take it sixteen times as long.
+CHECK_DEPTH = 32768
 CHECK_TOKENS = 32
+PASS = 256  # of them that the reference takes at once: bounds its scores at PASS x depth a head
 # Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs by
 # up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
 # shape, a development run).
@@ -30,6 +35,7 @@ class Check:
     """How a subject compares with the reference; `passed` is both limits kept."""
 
     positions: int
+    depth: int  # positions before the first token judged
     top1: float  # share of positions with the same largest logit
     kl_mean: float  # nats
     kl_max: float
@@ -39,26 +45,48 @@ class Check:
     passed: bool
 
 
+class Oracle(Protocol):
+    """The reference backend as far as it judges: it also reads a prompt part by part."""
+
+    def forward(
+        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
+    ) -> np.ndarray:
+        """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
+        ...
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+def open_oracle(weights: WeightSource, options: BackendOptions) -> Oracle:
+    """The fp32 reference of a model."""
+    return cast(Oracle, find_backend("reference")(weights, options))
+
+
 class Judge:
     """The reference, open for as long as there is something to check."""
 
-    def __init__(self, reference: Backend, prompt: Sequence[int], count: int) -> None:
+    def __init__(self, reference: Oracle, prompt: Sequence[int], count: int) -> None:
         self._reference = reference
-        self._prompt = list(prompt[:CHECK_POSITIONS])
+        self._prompt = list(prompt[:CHECK_DEPTH])
         self._count = min(count, CHECK_TOKENS)
-        self._logits = reference.forward_logits(self._prompt)
+        self._logits = reference.forward_logits(self._prompt[:CHECK_POSITIONS])
+        # The prompt's keys and values stay in the slot; each subject's tokens are read behind them.
+        for i in range(0, len(self._prompt), PASS):
+            self._last = reference.forward(0, self._prompt[i : i + PASS], i, last_only=True)
 
     def examine(self, subject: Subject, kind: str = "backend") -> Check:
         """`kind`: a key of MAX_KL. RunError if the subject computes NaN or infinity."""
-        logits = subject.logits(self._prompt)
+        logits = subject.logits(self._prompt[:CHECK_POSITIONS])
         if not np.isfinite(logits).all():
             raise RunError("its logits hold NaN or infinity")
         same, kl = compare(self._logits, logits)
         tokens = subject.generate(self._prompt, self._count).tokens
-        seen = self._reference.forward_logits(self._prompt + tokens[:-1])
-        gaps = token_gaps(seen[len(self._prompt) - 1 :], tokens)
+        gaps = token_gaps(self._seen_by(tokens), tokens)
         return Check(
-            positions=len(self._prompt),
+            positions=len(logits),
+            depth=len(self._prompt),
             top1=float(same.mean()),
             kl_mean=float(kl.mean()),
             kl_max=float(kl.max()),
@@ -67,6 +95,13 @@ class Judge:
             largest_gap=float(gaps.max()),
             passed=bool(kl.mean() <= MAX_KL[kind] and gaps.max() <= MAX_GAP),
         )
+
+    def _seen_by(self, tokens: Sequence[int]) -> np.ndarray:
+        """The reference's logits that each token was to be chosen from, [tokens, vocab]."""
+        if len(tokens) == 1:
+            return self._last
+        more = self._reference.forward(0, tokens[:-1], len(self._prompt), last_only=False)
+        return np.concatenate([self._last, more])
 
     def close(self) -> None:
         self._reference.close()

@@ -3,6 +3,7 @@
     decode    tg128 @ d32: tokens behind a prompt of --depth ids; several depths, a record each
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
+    concurrency  several requests at a time, over one
     stages    each stage alone, against the floor of its own bytes
     startup   from nothing to a token, in fresh processes
     table     the results that were kept, as the README's table
@@ -13,127 +14,15 @@ wrong or a target not met.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import MODULES, find_peer
-from kog_triton.bench.record import RESULTS, kept_file, make_record, target_of, write
+from kog_triton.bench.record import kept_file, make_record, target_of, write
 from kog_triton.choose import Choice, choose, known_names, look_at
 from kog_triton.command import run
 from kog_triton.errors import RequestError, RunError
-
-DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kog bench",
-        description="Measure one request at batch 1: text first, then time, beside the floor.",
-        epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 wrong text, failed "
-        "run or missed target, 130 Ctrl-C.",
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    common = _common()
-    timed = _timed()
-    deep = argparse.ArgumentParser(add_help=False)
-    deep.add_argument(
-        "--depth",
-        type=_positive,
-        nargs="+",
-        default=[DEPTH],
-        metavar="N",
-        help=f"ids of the prompt ({DEPTH}); of several each is measured, with a record of its own",
-    )
-    decoding = argparse.ArgumentParser(add_help=False, parents=[deep])
-    decoding.add_argument(
-        "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
-    )
-    decoding.add_argument(
-        "--target-tps", type=float, metavar="X", help="fail unless a backend reaches X tokens/s"
-    )
-    decoding.add_argument(
-        "--profile",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="and show where N tokens spend their time, of backends that take stamps",
-    )
-    both = [common, timed, decoding]
-    kinds.add_parser("decode", parents=both, help="tokens/s behind a prompt: tg128 @ d32")
-    kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
-    prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
-    prefill.add_argument(
-        "--prompt-tokens", type=_positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
-    )
-    kinds.add_parser(
-        "stages",
-        parents=[common, _repeated(), deep],
-        help="each stage alone, against the floor of its own bytes",
-    )
-    startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
-    startup.add_argument(
-        "--rounds", type=_positive, default=2, metavar="N", help="processes (%(default)s)"
-    )
-    table = kinds.add_parser("table", help="the results kept so far, in Markdown")
-    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    table.add_argument(
-        "--readme", type=Path, metavar="FILE", help="write it between the markers of this file"
-    )
-    return parser
-
-
-def _common() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False)
-    what = out.add_mutually_exclusive_group()
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
-    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
-    out.add_argument(
-        "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
-    )
-    out.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bf16", "fp16"),
-        help="of the weights (%(default)s)",
-    )
-    out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
-    out.add_argument("--gpus", type=_positive, default=1, metavar="N")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
-    out.add_argument(
-        "--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json"
-    )
-    out.add_argument("--quiet", action="store_true", help="no table and no progress")
-    return out
-
-
-def _repeated() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False)
-    out.add_argument("--rounds", type=_positive, default=5, metavar="N", help="(%(default)s)")
-    out.add_argument("--warmup", type=_positive, default=2, metavar="N", help="(%(default)s)")
-    return out
-
-
-def _timed() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False, parents=[_repeated()])
-    out.add_argument(
-        "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
-    )
-    out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
-    out.add_argument(
-        "--no-kernel-switches",
-        action="store_true",
-        help="fail unless a profiler sees one kernel a GPU for a request of each backend, behind a prompt "
-        "of two tokens, too short for a kernel of its own and for library prefill",
-    )
-    return out
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[tuple[str, str]]]:
@@ -151,6 +40,11 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     from kog_triton.bench.measure import Task, measure
     from kog_triton.bench.model import SEED, find_device, open_model
 
+    temperature: float = getattr(args, "temperature", 0.0)
+    if temperature and args.peer:
+        raise RequestError(
+            "--temperature is of our backends: peers decode greedily, leave --peer out"
+        )
     device, word = find_device(args.device)
     if args.no_kernel_switches and device.type == "cpu":
         raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
@@ -185,6 +79,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         gguf=args.gguf,
         count_kernels=args.no_kernel_switches,
         profile_tokens=getattr(args, "profile", 0),
+        temperature=temperature,
     )
     say = (lambda line: None) if args.quiet else _progress
     measured = measure(task, say)
@@ -193,7 +88,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "prompt": f"random ids, seed {SEED}",
         "tokens": tokens,
-        "sampling": "greedy",
+        "sampling": _sampling(temperature),
         "batch": 1,
         "rounds": args.rounds,
         "warmup": args.warmup,
@@ -203,6 +98,10 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return make_record(
         args.kind, _asked(argv), model.describe(), machine.describe(), described, measured, target
     )
+
+
+def _sampling(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def _asked(argv: Sequence[str]) -> list[str]:
@@ -215,6 +114,49 @@ def _asked(argv: Sequence[str]) -> list[str]:
         elif not word.startswith("--json="):
             out.append(word)
     return out
+
+
+def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of concurrency."""
+    from kog_triton.bench import machine
+    from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
+    from kog_triton.bench.model import SEED, find_device, open_model
+
+    if args.max_tokens < 2:
+        raise RequestError("--max-tokens 1 leaves no time between tokens: 2 or more")
+    device, word = find_device(args.device)
+    backends, _ = _backends(args, word)
+    model = open_model(args.model, args.shape, device, args.dtype)
+    model.check_room(args.prompt_tokens + args.max_tokens)
+    requests = sorted(set(args.requests))
+    task = ConcurrencyTask(
+        model=model,
+        device=device,
+        device_word=word,
+        num_gpus=args.gpus,
+        requests=requests,
+        prompt_tokens=args.prompt_tokens,
+        tokens=args.max_tokens,
+        temperature=args.temperature,
+        rounds=args.rounds,
+        warmup=args.warmup,
+        backends=backends,
+    )
+    measured = measure_concurrency(task, (lambda line: None) if args.quiet else _progress)
+    described = {
+        "name": f"{', '.join(map(str, requests))} x tg{args.max_tokens} @ d{args.prompt_tokens}",
+        "prompt_tokens": args.prompt_tokens,
+        "prompt": f"random ids, seeds from {SEED}",
+        "tokens": args.max_tokens,
+        "sampling": _sampling(args.temperature),
+        "batch": requests[-1],
+        "rounds": args.rounds,
+        "warmup": args.warmup,
+        "num_gpus": args.gpus,
+    }
+    return make_record(
+        "concurrency", _asked(argv), model.describe(), machine.describe(), described, measured, None
+    )
 
 
 def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -280,13 +222,16 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     )
 
 
+MEASURES = {"concurrency": _crowded, "stages": _staged, "startup": _started}
+
+
 def _progress(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
 def _body(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     if args.kind == "table":
         from kog_triton.bench.table import read_results, table, write_between
 
@@ -297,8 +242,8 @@ def _body(argv: Sequence[str] | None) -> int:
             print(text)
         return 0
     failures = []
-    for one in _each_depth(args):
-        record = {"startup": _started, "stages": _staged}.get(one.kind, _measured)(one, argv)
+    for one in each_depth(args):
+        record = MEASURES.get(one.kind, _measured)(one, argv)
         if one.json:
             write(record, one.json)
         if one.save:
@@ -311,22 +256,6 @@ def _body(argv: Sequence[str] | None) -> int:
     if failures:
         raise RunError("; ".join(failures))
     return 0
-
-
-def _each_depth(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The arguments of each record: one depth of those asked for, beside the `deepest`.
-
-    Of several depths each record goes to files whose names end in the depth.
-    """
-    depths: list[int] = list(dict.fromkeys(getattr(args, "depth", ())))
-    if not depths:
-        yield args
-    for depth in depths:
-        own: dict[str, Any] = {"depth": depth, "deepest": max(depths)}
-        if len(depths) > 1:
-            own["json"] = args.json and args.json.with_stem(f"{args.json.stem}-d{depth}")
-            own["save"] = args.save and f"{args.save}-d{depth}"
-        yield argparse.Namespace(**vars(args) | own)
 
 
 def _failures(record: dict[str, Any]) -> list[str]:

@@ -40,9 +40,9 @@ class Model:
             "weights": self.origin,
         }
 
-    def prompt(self, count: int) -> list[int]:
-        """Random ids, the same for the same vocabulary; speed does not depend on which they are."""
-        ids = np.random.default_rng(SEED).integers(0, self.weights.spec.vocab_size, count)
+    def prompt(self, count: int, index: int = 0) -> list[int]:
+        """Random ids, the same for the same vocabulary and index; speed does not depend on which they are."""
+        ids = np.random.default_rng(SEED + index).integers(0, self.weights.spec.vocab_size, count)
         return [int(i) for i in ids]
 
     def check_room(self, positions: int) -> None:

@@ -6,7 +6,7 @@ is the time until its id is in the caller's thread. Peers (peers/) keep the same
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +16,8 @@ from kog_triton import __version__
 from kog_triton.backends import Backend, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.recording import Profiler
-from kog_triton.errors import KogError, RunError
+from kog_triton.backends.resources import ResourceReporter, Resources
+from kog_triton.errors import DeviceError, KogError, RunError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.profiling.analysis import Figure, figures, timeline
 from kog_triton.sampling.params import SamplingParams
@@ -59,6 +60,16 @@ class Subject(Protocol):
     def close(self) -> None: ...
 
 
+def check_devices(backend: Backend, num_gpus: int) -> None:
+    """DeviceError, and the backend is closed, if it does not use as many GPUs as the record would say."""
+    if backend.num_devices != num_gpus:
+        backend.close()
+        raise DeviceError(
+            f"the {backend.name} backend uses {backend.num_devices} GPU, not {num_gpus}: "
+            "leave --gpus out"
+        )
+
+
 class BackendSubject:
     """One of our backends, by the class that `choose` found."""
 
@@ -69,6 +80,7 @@ class BackendSubject:
     ) -> None:
         self.name, self.version = backend.name, f"kog_triton {__version__}"
         self._backend = backend(weights, options)
+        check_devices(self._backend, options.num_gpus)
         self.spec = self._backend.spec
         self._mailbox = self._backend.new_mailbox()
         self._server = ThreadPoolExecutor(1, "bench-backend")
@@ -76,30 +88,61 @@ class BackendSubject:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._backend.forward_logits(token_ids)
 
-    def generate(self, prompt: Sequence[int], count: int) -> Run:
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, seed=0)
-        params = params.resolve(self.spec.vocab_size, (), lambda text: [])
-        request = Request(0, tuple(prompt), params, seed=0, max_tokens=count)
-        run = Run(time.perf_counter())
-        self._mailbox.post(request)
+    def generate(self, prompt: Sequence[int], count: int, temperature: float = 0.0) -> Run:
+        (run,) = self.generate_all([prompt], count, temperature)
+        return run
+
+    def generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[Run]:
+        """A request a prompt, all posted before the backend begins; each stamped in a thread of its own.
+
+        Above temperature 0 request i is sampled with seed + i. No more prompts than the backend has slots.
+        """
+        runs = [Run(time.perf_counter()) for _ in prompts]
+        for slot, prompt in enumerate(prompts):
+            params = SamplingParams(
+                temperature=temperature, max_tokens=count, ignore_eos=True, seed=seed + slot
+            ).resolve(self.spec.vocab_size, (), lambda text: [])
+            self._mailbox.post(
+                Request(slot, tuple(prompt), params, seed=seed + slot, max_tokens=count)
+            )
         served = self._server.submit(self._backend.generate, self._mailbox)
         try:
-            while len(run.tokens) < count:
-                alive = not served.done()  # before reading: it pushes nothing after it has ended
-                steps = self._mailbox.read(0, POLL_S if alive else 0)
-                for step in steps:
-                    if isinstance(step, Failure):
-                        raise _as_error(step.error)
-                    run.add(step.token)
-                    run.device_ns.append(step.device_ns)
-                if not steps and not alive:
-                    raise _as_error(served.exception() or RunError("it made too few tokens"))
+            with ThreadPoolExecutor(max(len(runs) - 1, 1), "bench-reader") as readers:
+                try:
+                    others = [
+                        readers.submit(self._read, slot, runs[slot], count, served)
+                        for slot in range(1, len(runs))
+                    ]
+                    self._read(0, runs[0], count, served)
+                    for other in others:
+                        other.result()
+                finally:  # Ctrl-C: no thread may stay inside a backend that closes
+                    for slot, run in enumerate(runs):
+                        if len(run.tokens) < count:
+                            self._mailbox.cancel(slot)
         finally:
-            if len(run.tokens) < count:
-                self._mailbox.cancel(0)  # Ctrl-C: no thread may stay inside a backend that closes
             if served.exception():  # what a crash left behind is not trusted
                 self._mailbox = self._backend.new_mailbox()
-        return run
+        return runs
+
+    def _read(self, slot: int, run: Run, count: int, served: Future[None]) -> None:
+        """A request's tokens as they come; its error if it has one."""
+        while len(run.tokens) < count:
+            alive = not served.done()  # before reading: it pushes nothing after it has ended
+            steps = self._mailbox.read(slot, POLL_S if alive else 0)
+            for step in steps:
+                if isinstance(step, Failure):
+                    raise _as_error(step.error)
+                run.add(step.token)
+                run.device_ns.append(step.device_ns)
+            if not steps and not alive:
+                raise _as_error(served.exception() or RunError("it made too few tokens"))
 
     def profile(self, prompt: Sequence[int], tokens: int) -> list[Figure] | None:
         """Where so many tokens behind the prompt spend their time, span by span; None: it takes no stamps."""
@@ -107,6 +150,11 @@ class BackendSubject:
             return None
         recording = self._backend.profile(prompt, tokens)
         return figures(recording, timeline(recording))
+
+    def resources(self) -> Resources | None:
+        """Of the kernel that ran; None if the backend does not know."""
+        backend = self._backend
+        return backend.resources() if isinstance(backend, ResourceReporter) else None
 
     def memory_bytes(self) -> dict[str, int]:
         return self._backend.memory_bytes()

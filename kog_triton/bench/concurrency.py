@@ -1,0 +1,177 @@
+"""`kog bench concurrency`: the tokens/s of all requests that one backend serves at a time, over that of one.
+
+Numbers of requests take turns within a round, so that drift meets all alike. Every request's tokens
+must be those that it gets alone; the text of the first is compared with the fp32 reference before.
+
+tokens/s = (tokens of all requests - 1) / (last stamp of any - first stamp of any)
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.bench import machine
+from kog_triton.bench.bandwidth import measure_bandwidth
+from kog_triton.bench.check import Judge, open_oracle
+from kog_triton.bench.model import Model
+from kog_triton.bench.record import make_row, note_of
+from kog_triton.bench.subjects import BackendSubject, Run
+from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
+from kog_triton.choose import Choice
+from kog_triton.model.spec import ModelSpec
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ConcurrencyTask:
+    """What to measure: each number of `requests`, of so many prompt tokens and tokens each."""
+
+    model: Model
+    device: torch.device
+    device_word: str  # as backends take it
+    num_gpus: int
+    requests: Sequence[int]
+    prompt_tokens: int
+    tokens: int
+    temperature: float
+    rounds: int
+    warmup: int
+    backends: Sequence[Choice]
+
+
+@dataclass
+class _Turn:
+    """One number of requests on one backend."""
+
+    requests: int
+    rounds: list[list[Run]] = field(default_factory=list)
+
+
+def measure_concurrency(task: ConcurrencyTask, say: Say) -> dict[str, Any]:
+    """The parts of a record that this measurement makes: bandwidth, conditions, rows, failures."""
+    say("read bandwidth")
+    gpu = machine.gpu_row() if task.device.type == "cuda" else None
+    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    samples = [machine.sample()]
+    rows = []
+    for choice in task.backends:
+        try:
+            rows += _rows(task, choice, bandwidth, say)
+        except Exception as error:
+            rows.append(make_row(choice.name, "backend", "failed", note_of(error)))
+    samples.append(machine.sample())
+    return {
+        "bandwidth": bandwidth,
+        "conditions": machine.conditions(samples),
+        "rows": rows,
+        "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
+    }
+
+
+def _rows(
+    task: ConcurrencyTask, choice: Choice, bandwidth: dict[str, Any], say: Say
+) -> list[dict[str, Any]]:
+    """A row a number of requests, or one that says what is wrong."""
+    most = max(task.requests)
+    options = BackendOptions(
+        max_context=task.prompt_tokens + task.tokens,
+        num_gpus=task.num_gpus,
+        device=task.device_word,
+        num_slots=most,
+    )
+    say(f"open {choice.name}")
+    started = time.perf_counter()
+    subject = BackendSubject(choice.backend, task.model.weights, options)
+    load_s = time.perf_counter() - started
+    try:
+        prompts = [task.model.prompt(task.prompt_tokens, i) for i in range(most)]
+        say("the reference's logits")
+        judge = Judge(
+            open_oracle(task.model.weights, replace(options, num_slots=1)),
+            prompts[0],
+            task.tokens,
+        )
+        try:
+            check = asdict(judge.examine(subject))
+        finally:
+            judge.close()
+        common = {"check": check, "load_s": load_s, "version": subject.version}
+        common["dtype"] = subject.spec.dtype.name.lower()
+        common["memory_bytes"] = subject.memory_bytes()
+        if not check["passed"]:
+            row = make_row(choice.name, "backend", "wrong", "its text is wrong: not timed")
+            return [row | common]
+        alone = [
+            subject.generate_all([prompt], task.tokens, task.temperature, seed)[0].tokens
+            for seed, prompt in enumerate(prompts)
+        ]
+        turns = _time(task, subject, prompts, say)
+        rows = [_row(task, choice, subject.spec, turn, alone, bandwidth) | common for turn in turns]
+        one = next((row["host"]["tokens_per_s"] for row in rows if row["requests"] == 1), None)
+        for row in rows:
+            row["over_one"] = row["host"]["tokens_per_s"] / one if one else None
+        return rows
+    finally:
+        subject.close()
+        if task.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _time(
+    task: ConcurrencyTask, subject: BackendSubject, prompts: list[list[int]], say: Say
+) -> list[_Turn]:
+    turns = [_Turn(n) for n in task.requests]
+    for index in range(task.warmup + task.rounds):
+        timed = index >= task.warmup
+        say(f"round {index + 1 - task.warmup} of {task.rounds}" if timed else "warm up")
+        for turn in turns:
+            runs = subject.generate_all(prompts[: turn.requests], task.tokens, task.temperature)
+            if timed:
+                turn.rounds.append(runs)
+    return turns
+
+
+def _row(
+    task: ConcurrencyTask,
+    choice: Choice,
+    spec: ModelSpec,
+    turn: _Turn,
+    alone: list[list[int]],
+    bandwidth: dict[str, Any],
+) -> dict[str, Any]:
+    row = make_row(choice.name, "backend", "timed", choice.reason)
+    runs = [run for one in turn.rounds for run in one]
+    on_device = all(run.device_ns and all(run.device_ns) for run in runs)
+    ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
+    row |= {
+        "requests": turn.requests,
+        "host": figures_of_all(
+            [[[t * 1e6 for t in run.arrivals] for run in one] for one in turn.rounds]
+        ),
+        "device": figures_of_all(
+            [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in turn.rounds]
+        )
+        if on_device
+        else None,
+        "ttft_us": median(ttft),
+        "ttft_us_rounds": ttft,
+        "repeatable": all(
+            [run.tokens for run in one] == alone[: turn.requests] for one in turn.rounds
+        ),
+    }
+    # a step reads the weights once, and the keys and values of every request
+    weights = spec.bytes_per_token
+    num_bytes = decode_bytes(spec, task.prompt_tokens, task.tokens) - weights
+    num_bytes = weights + turn.requests * num_bytes
+    steps_per_s = row["host"]["tokens_per_s"] / turn.requests
+    row["floor"] = floor(num_bytes, steps_per_s, bandwidth["datasheet"], bandwidth["measured"])
+    if not row["repeatable"]:
+        note = f"{turn.requests} at a time give other tokens than each alone"
+        row |= {"status": "wrong", "note": note}
+    return row
