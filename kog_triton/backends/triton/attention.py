@@ -24,7 +24,7 @@ from kog_triton.backends.triton.words import (
 )
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step, at most
-# Of keys in registers at a step. Twice as many spill where heads are wide: Laneformer-2B (fp16, H200) 713 tokens/s, not 728.
+# Of keys in registers at a step. Twice as many spill where heads are wide: Laneformer-2B 713 tokens/s for 728 (H200).
 STEP_BYTES: tl.constexpr = tl.constexpr(8 * 1024)
 # A split of more positions than FEW takes DEEP_BYTES of keys at a step, the next steps on their way into shared memory.
 # Llama-3.2-1B behind 32,768 positions (H200): 887 tokens/s; 32 KB and one stage 804; 64 positions in registers 642.
