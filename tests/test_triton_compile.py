@@ -57,9 +57,12 @@ def polls(report: CompileReport) -> list[int]:
 
 
 def check_polls(report: CompileReport, asked: int = 1) -> None:
-    """Many polls, none narrower than the block; the scalars are the host's word, which nobody tests."""
+    """Many polls, none narrower than the block; the scalars are the host's word, which nobody tests.
+
+    A wait's loads stand once, in its loop: a dozen in the smallest model.
+    """
     sizes = polls(report)
-    assert len(sizes) > 15
+    assert len(sizes) >= 12
     scalars = [size for size in sizes if size == 1]
     assert len(scalars) <= asked
     assert min(size for size in sizes if size > 1) >= report.num_threads
@@ -75,24 +78,44 @@ def test_a_tiny_model_compiles_for_every_target(target, compiler, tmp_path):
     assert report.shared_bytes <= 48 * 1024
     if target.startswith("gfx"):
         coherent = r".*_load_dword(x[234])? (sc0 sc1|glc|sc1)"
-        assert report.count(coherent) >= 15
+        assert report.count(coherent) >= 12
         assert report.count(r"s_waitcnt") > 0
     else:
-        assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 15
+        assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 12
 
 
 def test_llama_on_hopper(compiler, tmp_path):
-    """Hardly any stack, weights in 128-bit loads that are evicted first, polls past the L1."""
+    """Hardly any stack or barriers, weights in 128-bit loads that are evicted first, polls past the L1.
+
+    A wait has one reduction, which also tells the block that its time is up: a vote beside it took 44 barriers more.
+    """
     (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path)
     check_polls(report)
     assert report.spilled_bytes <= 64
+    assert report.count(r"BAR.*") <= 150
     assert report.registers <= 255
     assert report.shared_bytes <= 72 * 1024  # the L1 keeps the rest
     weights = report.count(r"LDG\.E\.EF\.128")
     assert weights >= 100
     assert report.count(r"LDG\.E\.EF(\.64)?") <= weights // 4
-    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 40
-    assert sum(report.instructions.values()) <= 16000
+    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 20
+    assert sum(report.instructions.values()) <= 13000
+
+
+def test_lanes_on_hopper(compiler, tmp_path):
+    """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit."""
+    (report,) = reports_of("sm_90", "laneformer-2b", tmp_path)
+    check_polls(report)
+    assert report.spilled_bytes <= 112
+    assert report.count(r"BAR.*") <= 200
+
+
+@pytest.mark.slow
+def test_what_runs_prompts_takes_no_registers_from_decode(compiler, tmp_path):
+    """Of a wide model: in line it cost 450 bytes of stack."""
+    plain, chunks = reports_of("sm_90", "qwen3-8b", tmp_path, "", "chunks")
+    assert plain.spilled_bytes <= 80
+    assert chunks.spilled_bytes <= plain.spilled_bytes + 16
 
 
 def test_llama_on_mi300(compiler, tmp_path):
@@ -102,7 +125,7 @@ def test_llama_on_mi300(compiler, tmp_path):
     assert report.spilled_bytes == 0
     assert report.shared_bytes <= 48 * 1024
     assert report.count(r"(buffer|global)_load_dwordx4") >= 100
-    assert report.count(r".*_load_dword(x[24])? sc0 sc1") >= 40
+    assert report.count(r".*_load_dword(x[24])? sc0 sc1") >= 20
     assert sum(report.instructions.values()) <= 20000
 
 

@@ -21,12 +21,13 @@ import triton.language as tl
 from concurrent_interpreter import Deadlock, concurrent
 from lowering_cases import ArrayWeights
 from planting import plant
-from triton_cases import Case, backend_of, lanes, plain
+from triton_cases import PROMPT, Case, backend_of, lanes, plain
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import attention
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.schedule import tiles
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 F16, BF16 = DType.F16, DType.BF16
@@ -106,6 +107,16 @@ def test_blocks_and_ring_depth_leave_the_function_alone(monkeypatch):
         assert error_of(case, logits_of(other, 0, "stale", monkeypatch)) < 1
 
 
+def test_matrices_of_several_tiles_along_k(monkeypatch):
+    """Loops over tiles and over chunks of words, and the tiles behind them that ask for the next stage's."""
+    monkeypatch.setattr(tiles, "WIDTHS", (32,))
+    spec = plain(hidden_size=68, intermediate_size=132)
+    for depth in (1, 2):
+        case = Case(spec, depth=depth, tokens=PROMPT[:2])
+        assert [s.chunks for s in backend_of(case).tiles.stages] == [2, 1, 2, 3, 2]
+        assert error_of(case, logits_of(case, depth, "stale", monkeypatch)) < 1
+
+
 # ---- planted faults ----
 
 
@@ -160,6 +171,13 @@ FAULTS = {
     "the value is turned like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, S), S)",
         "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
+    ),
+    "a poll tests its first words alone": Fault(
+        "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",
+    ),
+    "rows of units stand in turns": Fault(
+        "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",
+        "qwen3",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",

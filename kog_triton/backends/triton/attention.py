@@ -9,23 +9,23 @@ travel in words like the queries, and appends them to the cache.
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.sync import dot, load_shared, loop_stages, stamp, store_shared
+from kog_triton.backends.triton.sync import dot, loop_stages, stamp, store_shared
 from kog_triton.backends.triton.words import (
     POLLED,
     complain,
     complain_also,
     in_range,
-    load_polled,
     pack_f32,
     poll,
     publish_pairs,
     settle,
-    stale,
     unpack_f32,
     unpack_pair,
 )
 
-BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step
+BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step, at most
+# Of keys in registers at a step. Twice as many spill where heads are wide: Laneformer-2B 713 tokens/s for 728 (H200).
+STEP_BYTES: tl.constexpr = tl.constexpr(8 * 1024)
 # A split of more positions than FEW takes DEEP_BYTES of keys at a step, the next steps on their way into shared memory.
 # Llama-3.2-1B behind 32,768 positions (H200): 887 tokens/s; 32 KB and one stage 804; 64 positions in registers 642.
 FEW: tl.constexpr = tl.constexpr(128)
@@ -62,17 +62,6 @@ def element(i, S: tl.constexpr):
         return i, i < S.head_dim
     else:
         return i // PLACES * HALF + i % PLACES, (i % PLACES < HALF) & (i < 2 * PLACES)
-
-
-@triton.jit
-def load_heads(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    """Words of the lower and the upper halves of the queries, the key and the value; 1 if any is stale."""
-    q, k, v, q_mask, kv_mask = given
-    w = ()
-    w = w + (load_polled(q, q_mask, phase, S), load_polled(q + S.head_dim // 4, q_mask, phase, S))
-    w = w + (load_polled(k, kv_mask, phase, S), load_polled(k + S.head_dim // 4, kv_mask, phase, S))
-    w = w + (load_polled(v, kv_mask, phase, S), load_polled(v + S.head_dim // 4, kv_mask, phase, S))
-    return w, stale(w, phase, 6)
 
 
 @triton.jit
@@ -219,6 +208,7 @@ def one_head(
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
     G: tl.constexpr = head_rows(S)
+    FLAT_N: tl.constexpr = min(BLOCK_N, STEP_BYTES // (2 * DP))
     DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
     g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
@@ -236,7 +226,7 @@ def one_head(
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     values_at = S.max_context * D
     # On its way while we wait for the queries.
-    key, value = load_cached(cache, start, end, S, BLOCK_N)
+    key, value = load_cached(cache, start, end, S, FLAT_N)
 
     newest = split == used - 1  # this split takes the new key and value
     words = p.words + S.region("qkv") + lane * S.qkv_words
@@ -245,8 +235,11 @@ def one_head(
     kv_mask = (row >= 0) & (j < D // 4) & newest
     q = words + (head * GROUP + row) * (D // 2) + j
     k = words + (S.heads + head + row * 0) * (D // 2) + j  # the same in all rows
-    given = (q, k, k + S.kv_heads * (D // 2), mask, kv_mask)
-    w, bad = poll(load_heads, given, phase, alive, p, S)
+    v = k + S.kv_heads * (D // 2)
+    upper = D // 4
+    ptrs = (q, q + upper, k, k + upper, v, v + upper)
+    masks = (mask, mask, kv_mask, kv_mask, kv_mask, kv_mask)
+    w, bad = poll(ptrs, masks, phase, alive, p, S, 6)
     if (bad != 0) & (alive != 0):
         run: tl.constexpr = D // 2  # words
         complain(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
@@ -271,10 +264,10 @@ def one_head(
     out = tl.where(newest, q * 0.0 + v16.to(tl.float32), 0.0)
     q16 = q.to(p.kv.dtype.element_ty)
     deep = (end - start > FEW) & DEEP
-    for at in range(start, tl.where(deep, start, end), BLOCK_N):
+    for at in range(start, tl.where(deep, start, end), FLAT_N):
         now_key, now_value = key, value
-        key, value = load_cached(cache, at + BLOCK_N, end, S, BLOCK_N)
-        top, total, out = add_keys(q16, top, total, out, now_key, now_value, at, end, S, BLOCK_N)
+        key, value = load_cached(cache, at + FLAT_N, end, S, FLAT_N)
+        top, total, out = add_keys(q16, top, total, out, now_key, now_value, at, end, S, FLAT_N)
     if DEEP:
         for at in tl.range(tl.where(deep, start, end), end, DEEP_N, num_stages=loop_stages(S)):
             keys, values = load_cached(cache, at, end, S, DEEP_N)
@@ -294,14 +287,6 @@ def one_head(
 
 
 @triton.jit
-def load_splits(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    """A query head's output and weight in every split, both [splits, head_dim]; 1 if any is stale."""
-    outputs, weights, mask = given
-    w = (load_shared(outputs, mask, phase, S), load_shared(weights, mask, phase, S))
-    return w, stale(w, phase, 2)
-
-
-@triton.jit
 def join_splits(constants, layer, position, lane, head, split, phase, alive, p, S: tl.constexpr):
     """Join the splits of this head for query heads split, split + used, ... and publish them."""
     D: tl.constexpr = S.head_dim
@@ -318,8 +303,8 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
             mine = (s < used)[:, None]
             part = base + s[:, None] * S.split_words
             have = mine & (i < D)[None, :]
-            given = (part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0, have)
-            w, bad = poll(load_splits, given, phase, alive, p, S)
+            outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
+            w, bad = poll((outputs, weights), (have, have), phase, alive, p, S, 2)
             if (bad != 0) & (alive != 0):
                 complain(base, used * S.split_words, phase, "attention splits", layer, p)
             alive = tl.where(bad != 0, 0, alive)

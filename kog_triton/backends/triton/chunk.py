@@ -200,3 +200,9 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
             meet(S)  # other threads of the block read them
             stays = tl.where((control & YIELD) != 0, 0, stays)
     return alive, stays
+
+
+@triton.jit(noinline=True)
+def run_prompts_apart(alive, block, lane, place, p, S: tl.constexpr):
+    """The same as a function that is called: in line, its registers would cost the kernel's others theirs."""
+    return run_prompts(alive, block, lane, place, p, S)

@@ -8,7 +8,7 @@ that a later launch needs is in device memory by then (slots.py). With CHUNKS, p
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.chunk import run_prompts
+from kog_triton.backends.triton.chunk import run_prompts, run_prompts_apart
 from kog_triton.backends.triton.head import choose, keep, logits_row, no_candidate, score
 from kog_triton.backends.triton.layer import run_layer
 from kog_triton.backends.triton.matvec import fill
@@ -79,7 +79,10 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
     layers = p.weights + tl.zeros((), tl.int64)
     head = layers + S.num_layers * S.layer_words
     if CHUNKS:
-        alive, stays = run_prompts(alive, block, lane, place, p, S)
+        if S.vendor == "nvidia":
+            alive, stays = run_prompts_apart(alive, block, lane, place, p, S)
+        else:  # on AMD a call takes a stack
+            alive, stays = run_prompts(alive, block, lane, place, p, S)
         turn = tl.where(stays != 0, next_turn(slots - 1, slots, block, p, S), -1)
     ring = fill(layers, block, S, 0)
     while turn >= 0:

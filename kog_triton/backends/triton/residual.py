@@ -8,6 +8,7 @@ reduced late all of them travel in a ring, in which a buffer is rewritten only a
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.sync import store_shared
 from kog_triton.backends.triton.words import (
     complain,
     complain_also,
@@ -15,10 +16,9 @@ from kog_triton.backends.triton.words import (
     high,
     index,
     load_polled,
-    load_words,
     low,
+    pack_f32,
     poll_on,
-    publish_planes,
     settle,
     unpack_f32,
     wait_planes,
@@ -118,12 +118,49 @@ def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
 # ---- outputs of o_proj and down_proj ----
 
 
+@triton.constexpr_function
+def row_places(S, stage):
+    """The block's rows of a module's output, as a power of two."""
+    return triton.next_power_of_2(S.stages[stage].block_rows)
+
+
 @triton.jit
-def module_row(place, unit, S: tl.constexpr, STAGE: tl.constexpr):
-    """Rows of one unit of the block."""
+def module_rows(place, S: tl.constexpr, STAGE: tl.constexpr):
+    """The block's rows as they leave it, even ones first: row, place in the vector's planes, and which there are."""
     T: tl.constexpr = S.stages[STAGE]
-    ROWS: tl.constexpr = T.tile_rows
-    return place * T.block_rows + unit * ROWS + tl.arange(0, ROWS)
+    HALF: tl.constexpr = S.hidden_size // 2
+    EACH: tl.constexpr = row_places(S, STAGE) // 2
+    i = tl.arange(0, 2 * EACH)
+    plane, j = i // EACH, i % EACH
+    row = place * T.block_rows + 2 * j + plane
+    at = plane * HALF + place * (T.block_rows // 2) + j
+    return row, at, (2 * j < T.block_rows) & (row < T.rows)
+
+
+@triton.jit
+def pairwise(ys, COUNT: tl.constexpr):
+    """COUNT tensors, each with the next one behind it; the last of an odd number with itself."""
+    LENGTH: tl.constexpr = ys[0].numel
+    pairs = ()
+    for i in tl.static_range((COUNT + 1) // 2):
+        both = tl.join(ys[2 * i], ys[min(2 * i + 1, COUNT - 1)])
+        pairs = pairs + (tl.reshape(tl.trans(both), (2 * LENGTH,)),)
+    return pairs
+
+
+@triton.constexpr_function
+def halved(count, times):
+    return -(-count // 2**times)
+
+
+@triton.jit
+def in_planes(ys, S: tl.constexpr, STAGE: tl.constexpr):
+    """What `wired` gives, a tensor a unit, as one in the order of `module_rows`: what follows is done once."""
+    UNITS: tl.constexpr = S.stages[STAGE].units
+    PLACES: tl.constexpr = row_places(S, STAGE)
+    for level in tl.static_range((UNITS - 1).bit_length()):
+        ys = pairwise(ys, halved(UNITS, level))
+    return tl.reshape(tl.trans(tl.reshape(ys[0], (PLACES // 2, 2))), (PLACES,))
 
 
 @triton.jit
@@ -135,29 +172,24 @@ def past_buffer(which, it, p, S: tl.constexpr):
 
 
 @triton.jit
-def past_words(which, it, row, rows, p, S: tl.constexpr):
+def past_words(which, it, at, valid, p, S: tl.constexpr):
     """Where the lanes' outputs of layer run `it` stand, [lanes, rows], which are there, and their phase."""
-    HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
     base, turn = past_buffer(which, it, p, S)
     j = tl.arange(0, LANES)[:, None]
-    ptr = base + j * S.hidden_size + (row & 1)[None, :] * HALF + (row >> 1)[None, :]
-    return ptr, (j < S.lanes) & (row < rows)[None, :], turn
+    return base + j * S.hidden_size + at[None, :], (j < S.lanes) & valid[None, :], turn
 
 
 @triton.jit
 def ask_past(which: tl.constexpr, layer, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
-    T: tl.constexpr = S.stages[STAGE]
-    UNITS: tl.constexpr = T.units
-    words = ()
     if S.delay > 0:
         late = tl.load(p.reduces + which * S.num_layers + layer) == DELAYED
-        for u in tl.static_range(UNITS):
-            row = module_row(place, u, S, STAGE)
-            ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
-            words = words + (load_polled(ptr, mask & late, turn, S),)
-    return words
+        _, at, valid = module_rows(place, S, STAGE)
+        ptr, mask, turn = past_words(which, it - S.delay, at, valid & late, p, S)
+        return load_polled(ptr, mask, turn, S)
+    else:
+        return 0
 
 
 @triton.jit
@@ -167,8 +199,8 @@ def add_past(
     which: tl.constexpr,
     layer,
     it,
-    row,
     lane,
+    place,
     alive,
     p,
     S: tl.constexpr,
@@ -178,19 +210,27 @@ def add_past(
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    ptr, mask, turn = past_words(which, it - S.delay, row, T.rows, p, S)
-    bad = tl.max((words ^ turn) & 1)
-    words, bad = poll_on(words, bad, load_words, (ptr, mask), turn, alive, p, S)
+    _, at, valid = module_rows(place, S, STAGE)
+    ptr, mask, turn = past_words(which, it - S.delay, at, valid, p, S)
+    words, bad = poll_on(words, ptr, mask, turn, alive, p, S)
     if (bad != 0) & (alive != 0):
         REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
         base, turn = past_buffer(which, it - S.delay, p, S)
-        first = tl.min(row) // 2  # the block's rows in every lane's two planes
-        count = tl.minimum(row.numel // 2, HALF - first)
+        first = place * (T.block_rows // 2)  # the block's rows in every lane's two planes
+        count = tl.minimum(T.block_rows // 2, HALF - first)
         complain(base, 0, turn, REASON, layer, p)
         complain_also(base + first, count, HALF, 2 * S.lanes, p)
     others = mask & (tl.arange(0, LANES) != lane)[:, None]
     y += tl.sum(tl.where(others, unpack_f32(settle(words)), 0.0), axis=0)
     return y, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
+def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
+    if S.o_bias if STAGE == 1 else S.mlp_bias:
+        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
+        y += tl.load(bias + row, mask=valid, other=0.0)
+    return y
 
 
 @triton.jit
@@ -210,31 +250,31 @@ def publish_module(
     STAGE: tl.constexpr,
 ):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
-    T: tl.constexpr = S.stages[STAGE]
-    HALF: tl.constexpr = S.hidden_size // 2
-    UNITS: tl.constexpr = T.units
-    for u in tl.static_range(UNITS):
-        row = module_row(place, u, S, STAGE)
-        y = ys[u]
-        if S.o_bias if STAGE == 1 else S.mlp_bias:
-            bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
-            y += tl.load(bias + row, mask=row < T.rows, other=0.0)
-        if S.mixed_reduce:
-            how = tl.load(p.reduces + which * S.num_layers + layer)
-            raw = y
-            if S.delay > 0:
-                if how == DELAYED:
-                    y, alive = add_past(y, past[u], which, layer, it, row, lane, alive, p, S, STAGE)
-            if how == OWN:
-                y *= tl.sqrt(S.lanes * 1.0)
-            publish_planes(
-                p.words + S.region(name) + lane * S.hidden_size, HALF, row, y, T.rows, phase
-            )
-            if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
-                sent, turn = past_buffer(which, it, p, S)
-                publish_planes(sent + lane * S.hidden_size, HALF, row, raw, T.rows, turn)
-        else:
-            publish_planes(p.words + S.region(name), HALF, row, y, T.rows, phase)
+    if S.mixed_reduce:
+        row, at, valid = module_rows(place, S, STAGE)
+        y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
+        how = tl.load(p.reduces + which * S.num_layers + layer)
+        raw = y
+        if S.delay > 0:
+            if how == DELAYED:
+                y, alive = add_past(y, past, which, layer, it, lane, place, alive, p, S, STAGE)
+        if how == OWN:
+            y *= tl.sqrt(S.lanes * 1.0)
+        to = p.words + S.region(name) + lane * S.hidden_size
+        store_shared(to + at, pack_f32(y, phase), valid)
+        if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
+            sent, turn = past_buffer(which, it, p, S)
+            store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, turn), valid)
+    else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
+        T: tl.constexpr = S.stages[STAGE]
+        HALF: tl.constexpr = S.hidden_size // 2
+        UNITS: tl.constexpr = T.units
+        ROWS: tl.constexpr = T.tile_rows
+        for u in tl.static_range(UNITS):
+            row = place * T.block_rows + u * ROWS + tl.arange(0, ROWS)
+            y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
+            at = (row & 1) * HALF + (row >> 1)
+            store_shared(p.words + S.region(name) + at, pack_f32(y, phase), row < T.rows)
     return alive
 
 

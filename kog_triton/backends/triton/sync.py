@@ -9,8 +9,6 @@ it has seen that publication and before it reads.
 import triton
 import triton.language as tl
 
-VOTERS: tl.constexpr = tl.constexpr(1024)  # at least the threads of a block, on any vendor
-
 
 @triton.jit
 def load_shared(ptr, mask, other, S: tl.constexpr):
@@ -127,16 +125,21 @@ def clock(S: tl.constexpr):
 
 
 @triton.jit
-def expired(since, tries, limit, S: tl.constexpr):
-    """1 if a wait has lasted `limit` that began at `since`: units of 1,024 ns, in the interpreter tries.
+def ticks(S: tl.constexpr):
+    """The clock in units of 1,024 ns, int32: it wraps, so only differences mean something."""
+    return (clock(S) >> 10).to(tl.int32)
 
-    Every thread reads the clock at a moment of its own, and a block's have to agree: the longest counts.
+
+@triton.jit
+def expired(since, tries, limit, S: tl.constexpr):
+    """1 if a wait has lasted `limit` that began at `since`: in ticks, in the interpreter in tries.
+
+    Every thread reads the clock at a moment of its own, so a block's may disagree.
     """
     if S.vendor == "cpu":
         return (tries >= limit).to(tl.int32)
     else:
-        lasted = ((clock(S) - since) >> 10).to(tl.int32) + tl.zeros((VOTERS,), tl.int32)
-        return (tl.max(lasted, axis=0) >= limit).to(tl.int32)
+        return (ticks(S) - since >= limit).to(tl.int32)
 
 
 @triton.jit

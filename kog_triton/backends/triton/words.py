@@ -13,7 +13,7 @@ Places count from the start of the words arena. Words that number themselves (wa
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.sync import clock, expired, load_shared, meet, store_shared
+from kog_triton.backends.triton.sync import expired, load_shared, meet, store_shared, ticks
 from kog_triton.model.spec import DType
 from kog_triton.schedule import wire
 
@@ -139,18 +139,32 @@ def unpack_f32(w):
     return (w & -2).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def load_polled(ptr, mask, phase, S: tl.constexpr):
-    """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; `settle` takes one.
+# ---- polls ----
+#
+# A poll takes tuples: pointers, masks, and gives words. Triton may repeat a load of fewer elements than threads in a
+# second layout, volatile or not, and then use words that no poll has tested. So there are always at least POLLED
+# of them: a smaller tensor is read in copies, of which `settle` takes one.
 
-    Triton may repeat a load of fewer elements than threads in a second layout, volatile or not, and then use
-    words that no poll has tested. So there are always at least POLLED of them.
-    """
+
+@triton.jit
+def load_polled(ptr, mask, wanted, S: tl.constexpr):
+    """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; none misses a masked one."""
+    other = wanted if ptr.dtype.element_ty == tl.int32 else wanted << 32
     if ptr.numel >= POLLED:
-        return load_shared(ptr, mask, phase, S)
+        return load_shared(ptr, mask, other, S)
     else:
-        copies = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
-        return load_shared(ptr[None, :, :] + copies, mask[None, :, :] & (copies == 0), phase, S)
+        copy = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
+        return load_shared(ptr[None, :, :] + copy, mask[None, :, :] & (copy == 0), other, S)
+
+
+@triton.jit
+def blank(ptr):
+    """Zeros in the shape of such words."""
+    if ptr.numel >= POLLED:
+        return tl.zeros(ptr.shape, ptr.dtype.element_ty)
+    else:
+        SHAPE: tl.constexpr = (POLLED // ptr.numel, ptr.shape[0], ptr.shape[1])
+        return tl.zeros(SHAPE, ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -163,62 +177,75 @@ def settle(w):
 
 
 @triton.jit
-def poll(LOAD: tl.constexpr, given, phase, alive, p, S: tl.constexpr, SIZE: tl.constexpr = 0):
-    """LOAD(given, phase, S, SIZE) -> words, bad: again and again until bad is 0 or the time is up; its last answer."""
-    w, bad = LOAD(given, phase, S, SIZE)
-    return poll_on(w, bad, LOAD, given, phase, alive, p, S, SIZE)
+def missing(ws, wanted, COUNT: tl.constexpr):
+    """Where any of COUNT tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above."""
+    if ws[0].dtype == tl.int64:
+        return ((ws[0] >> 32) != wanted).to(tl.int32)
+    else:
+        lacking = ws[0] ^ wanted
+        for i in tl.static_range(1, COUNT):
+            lacking = lacking | (ws[i] ^ wanted)
+        return lacking & 1
 
 
 @triton.jit
-def poll_on(
-    w, bad, LOAD: tl.constexpr, given, phase, alive, p, S: tl.constexpr, SIZE: tl.constexpr = 0
-):
-    """The same, from a first answer that was asked for before."""
-    BURST: tl.constexpr = 1 if S.vendor == "cpu" else 64  # tries between two looks at the clock
-    since, tries, over = clock(S), alive * 0, 1 - alive
-    while (bad != 0) & (over == 0):
-        left = alive * 0 + BURST
-        while (bad != 0) & (left != 0):
-            w, bad = LOAD(given, phase, S, SIZE)
-            left -= 1
-        tries += BURST
-        over = expired(since, tries, p.limit, S)
-    return w, bad
+def verdict(lacking, late):
+    """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
+
+    Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
+    """
+    return tl.max(lacking * (1 + late))
 
 
 @triton.jit
-def load_words(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    """Words at pointers with a mask; 1 if any is stale."""
-    ptr, mask = given
-    w = load_polled(ptr, mask, phase, S)
-    return w, tl.max((w ^ phase) & 1)
+def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
+    """The words at COUNT tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
+    ws = ()
+    for i in tl.static_range(COUNT):
+        ws = ws + (blank(ptrs[i]),)
+    since, tries, state = ticks(S), alive * 0, alive * 0 + 1
+    while state == 1:
+        ws = ()
+        for i in tl.static_range(COUNT):
+            ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
+        tries += 1
+        late = expired(since, tries, p.limit * alive, S)
+        state = verdict(missing(ws, wanted, COUNT), late)
+    return ws, state
 
 
 @triton.jit
-def load_tagged(given, tag, S: tl.constexpr, SIZE: tl.constexpr):
-    """int64 words at pointers with a mask, each of which carries `tag` in its upper half; 1 if any carries another."""
-    ptr, mask = given
-    w = load_shared(ptr, mask, tag << 32, S)
-    return w, tl.max(((w >> 32) != tag).to(tl.int32))
+def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
+    """The same of one tensor, from words on that were asked for before."""
+    since, tries = ticks(S), alive * 0
+    state = verdict(missing((w,), wanted, 1), 1 - alive)
+    while state == 1:
+        w = load_polled(ptr, mask, wanted, S)
+        tries += 1
+        late = expired(since, tries, p.limit, S)
+        state = verdict(missing((w,), wanted, 1), late)
+    return w, state
+
+
+# ---- waits ----
 
 
 @triton.jit
 def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constexpr):
     """int64 words once all carry `number` in their upper halves: the lower ones, zero where masked, and alive."""
-    w, bad = poll(load_tagged, (ptr, mask), number.to(tl.int64), alive, p, S)
+    ws, bad = poll((ptr,), (mask,), number.to(tl.int64), alive, p, S, 1)
     if (bad != 0) & (alive != 0):
         complain(p.words, 0, number, reason, 0, p)
-    return w & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
+    return ws[0] & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
 def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
     """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
-    given = ((base + index)[:, None], (index < count)[:, None])
-    w, bad = poll(load_words, given, phase, alive, p, S)
+    ws, bad = poll(((base + index)[:, None],), ((index < count)[:, None],), phase, alive, p, S, 1)
     if (bad != 0) & (alive != 0):
         complain(base, count, phase, reason, layer, p)
-    return tl.max(settle(w), axis=1), tl.where(bad != 0, 0, alive)
+    return tl.max(settle(ws[0]), axis=1), tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
@@ -235,28 +262,18 @@ def wait_planes(
     CHUNKS: tl.constexpr,
 ):
     """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
-    w, bad = poll(load_planes, (base, half), phase, alive, p, S, (WORDS, CHUNKS))
+    ptrs, masks = (), ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        ptrs = ptrs + (base + j, base + half + j)
+        masks = masks + (j < half, j < half)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * CHUNKS)
     if (bad != 0) & (alive != 0):
         complain(base, 2 * half, phase, reason, layer, p)
     out = ()
     for i in tl.static_range(2 * CHUNKS):
-        out = out + (settle(w[i]),)
+        out = out + (settle(ws[i]),)
     return out, tl.where(bad != 0, 0, alive)
-
-
-@triton.jit
-def load_planes(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    base, half = given
-    WORDS: tl.constexpr = SIZE[0]
-    CHUNKS: tl.constexpr = SIZE[1]
-    w = ()
-    for c in tl.static_range(CHUNKS):
-        j = c * WORDS + index(WORDS)
-        w = w + (
-            load_polled(base + j, j < half, phase, S),
-            load_polled(base + half + j, j < half, phase, S),
-        )
-    return w, stale(w, phase, 2 * CHUNKS)
 
 
 @triton.jit
@@ -273,35 +290,17 @@ def wait_pairs(
     CHUNKS: tl.constexpr,
 ):
     """`count` pair words once all carry `phase`, as operands: CHUNKS tensors of WORDS words, zeros behind the last."""
-    w, bad = poll(load_pairs, (base, count), phase, alive, p, S, (WORDS, CHUNKS))
+    ptrs, masks = (), ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        ptrs, masks = ptrs + (base + j,), masks + (j < count,)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, CHUNKS)
     if (bad != 0) & (alive != 0):
         complain(base, count, phase, reason, layer, p)
     xs = ()
     for c in tl.static_range(CHUNKS):
-        j = c * WORDS + index(WORDS)
-        xs = xs + (tl.where(j < count, operand_of(settle(w[c]), S), 0),)
+        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
     return xs, tl.where(bad != 0, 0, alive)
-
-
-@triton.jit
-def load_pairs(given, phase, S: tl.constexpr, SIZE: tl.constexpr):
-    base, count = given
-    WORDS: tl.constexpr = SIZE[0]
-    CHUNKS: tl.constexpr = SIZE[1]
-    w = ()
-    for c in tl.static_range(CHUNKS):
-        j = c * WORDS + index(WORDS)
-        w = w + (load_polled(base + j, j < count, phase, S),)
-    return w, stale(w, phase, CHUNKS)
-
-
-@triton.jit
-def stale(w, phase, COUNT: tl.constexpr):
-    """1 if any word of COUNT tensors lacks the phase."""
-    any_bad = w[0] ^ phase
-    for i in tl.static_range(1, COUNT):
-        any_bad = any_bad | (w[i] ^ phase)
-    return tl.max(any_bad & 1)
 
 
 # ---- what an expired wait says ----
@@ -362,12 +361,6 @@ def find_missing(own, first, count, wanted, p):
         if (w ^ wanted) & 1:
             tl.store(own + 3, i + 1)
             tl.store(own + 4, w)
-
-
-@triton.jit
-def publish_planes(base, half, row, value, rows, phase):
-    """float32 values of consecutive rows into a vector's planes; every value a word."""
-    store_shared(base + (row & 1) * half + (row >> 1), pack_f32(value, phase), row < rows)
 
 
 @triton.jit
