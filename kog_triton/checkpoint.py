@@ -59,6 +59,8 @@ class Checkpoint:
         """Open a folder, or a model of the hub by its id; ModelError for whatever is wrong."""
         folder = model_folder(path_or_hub_id, revision)
         file = folder / "config.json"
+        if not file.exists():
+            raise ModelError(f"{file}: no such file: pass the folder of a Hugging Face checkpoint")
         config = read_json(file)
         spec = read_spec(config, str(file))
         ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}

@@ -4,7 +4,6 @@ Looks and reports; it loads no model and exits with 0 whatever it finds. `--json
 one JSON document.
 """
 
-import argparse
 import json
 import platform
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton import __version__
+from kog_triton.arguments import Parser
 from kog_triton.choose import survey
 from kog_triton.command import run
 from kog_triton.demo import checkpoint_path
@@ -116,7 +116,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _body(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kog doctor", description="Show what can run on this machine, and what is missing."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -9,8 +9,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.command import INTERRUPTED, run
 from kog_triton.errors import RequestError
 
@@ -36,14 +37,7 @@ SAMPLING_FLAGS = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """A wrong usage is one line too, not the whole synopsis."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     from kog_triton.choose import known_names  # imported inside `run`, where Ctrl-C is one line
 
     parser = Parser(
@@ -92,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--backend", default="auto", help=f"auto, {', '.join(known_names())} (default: auto)"
     )
     machine.add_argument("--device", help="cpu, nvidia, amd or a GPU such as h200")
-    machine.add_argument("--gpus", type=int, default=1, metavar="N")
+    machine.add_argument("--gpus", type=positive, default=1, metavar="N")
     machine.add_argument("--dtype", default="auto", help="weights: auto, fp32, bf16 or fp16")
     machine.add_argument(
         "--max-model-len", type=int, metavar="N", help="positions to make room for"
@@ -124,10 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("a prompt is needed: -p TEXT, -p - for stdin, -p @FILE, or --interactive")
     if args.system is not None and (args.raw or not (args.chat or args.interactive)):
         parser.error("--system needs a conversation: --chat or --interactive")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        parser.error(f"--json {args.json}: Is a directory")
+    if args.json:
+        check_output("--json", args.json)
     return args
 
 

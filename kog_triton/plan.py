@@ -4,17 +4,15 @@ For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs 
 own yet: their rows are dealt out evenly to blocks, which is enough for bytes and floors.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kog_triton.arguments import Parser, positive
 from kog_triton.command import run
-from kog_triton.errors import RequestError
+from kog_triton.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
@@ -46,7 +44,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     s = partition.schedule
     cuda = partition if isinstance(partition, CudaLowering) else None
     title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table(title)
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
     names += ["warps K x rows", "MB/token", "padding", "floor us"] if cuda else []
     names += [] if cuda else ["MB/token", "floor us"]
@@ -127,7 +125,7 @@ def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
 
 
 def _body(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kog plan", description="Show how a model is laid out on a GPU, without a GPU."
     )
     what = parser.add_mutually_exclusive_group()
@@ -138,21 +136,21 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)"
     )
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default: 1)")
+    parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp16"),
         help="of the weights in memory (default: as in the checkpoint)",
     )
     args = parser.parse_args(argv)
-    if args.gpus < 1:
-        raise RequestError(f"--gpus {args.gpus}: a number from 1 on")
     gpu = find_gpu(args.device)
     name, spec = open_spec(args.model, args.shape)
     if args.dtype:
         spec = spec.replace(dtype=DTYPES[args.dtype])
     partition = plan(build(spec, args.gpus), gpu)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Output(WIDTH)
     console.print(plan_table(partition, gpu, name))
     console.print(summary(partition, gpu), soft_wrap=True)
     return 0

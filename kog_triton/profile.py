@@ -7,15 +7,17 @@
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.recording import Profiler
+from kog_triton.backends.resources import ResourceReporter
 from kog_triton.choose import choose, known_names
 from kog_triton.command import run
 from kog_triton.errors import DeviceError
@@ -23,8 +25,8 @@ from kog_triton.errors import DeviceError
 TOKENS, DEPTH, SEED = 4, 32, 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="kog profile", description="Show where the time of a decode step goes, span by span."
     )
     what = parser.add_mutually_exclusive_group()
@@ -34,13 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
     parser.add_argument(
         "--depth",
-        type=_positive,
+        type=positive,
         default=DEPTH,
         metavar="N",
         help="ids of the prompt (%(default)s)",
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
+        "--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument(
@@ -50,13 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--text", action="store_true", help="print the table (the default without --out, --picture)"
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[str, WeightSource]:
@@ -77,6 +72,9 @@ def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[st
 
 def _body(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
+    for flag, file in (("--out", args.out), ("--picture", args.picture)):
+        if file:
+            check_output(flag, file)
     choice = choose(args.backend, args.device)
     if not issubclass(choice.backend, Profiler):
         raise DeviceError(
@@ -94,6 +92,7 @@ def _body(argv: Sequence[str] | None) -> int:
     try:
         ids = np.random.default_rng(SEED).integers(0, weights.spec.vocab_size, args.depth)
         recording = backend.profile(ids.tolist(), args.tokens)
+        held = backend.resources() if isinstance(backend, ResourceReporter) else None
         gpu = backend.gpu
     finally:
         backend.close()
@@ -106,6 +105,8 @@ def _body(argv: Sequence[str] | None) -> int:
         from kog_triton.profiling.trace import trace, write
 
         about = {"model": name, "backend": choice.name, "gpu": where, "depth": args.depth}
+        if held:
+            about["resources"] = asdict(held)
         write(trace(recording, line, about), args.out)
     if args.picture:
         from kog_triton.profiling.picture import draw
@@ -114,7 +115,8 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.text or not (args.out or args.picture):
         from kog_triton.profiling.show import show
 
-        show(recording, line, figures(recording, line), gpu, title)
+        head = f"{title}\n{held}" if held else title
+        show(recording, line, figures(recording, line), gpu, head)
     return 0
 
 

@@ -18,6 +18,43 @@ if not any(Path(driver).exists() for driver in GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """One torch thread, for modules of small models: the processes of a run share the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint for the backend without a model; a module can have another of the same name."""
+    from fake_checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture
+def llm(folder):
+    """That backend's engine, with two slots."""
+    from fake_backend import open_llm
+
+    with open_llm(folder, num_slots=2) as llm:
+        yield llm
+
+
+@pytest.fixture
+def narrow(folder):
+    """The same with one slot only."""
+    from fake_backend import open_llm
+
+    with open_llm(folder) as llm:
+        yield llm
+
+
 def pytest_collection_modifyitems(config, items):
     """GPU tests are skipped with a reason where there is none."""
     marked = [item for item in items if "gpu" in item.keywords]

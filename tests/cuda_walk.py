@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
-from kog_triton.backends.cuda import header, memory, serving  # noqa: E402
+from kog_triton.backends.cuda import header, layout, memory, serving  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
 from kog_triton.backends.cuda.chunks import POSITIONS  # noqa: E402
 from kog_triton.backends.cuda.columns import COUNTS  # noqa: E402
@@ -51,7 +51,7 @@ FLAGS = {
 
 def layout_of(spec, num_blocks=0, max_context=64):
     lowering = lower(build(spec), GPUS["h200"], num_blocks)
-    return header.lay_out(lowering, max_context)
+    return layout.lay_out(lowering, max_context)
 
 
 def build_walk(
@@ -186,6 +186,9 @@ class FiberKernel:
         begun = time.perf_counter()
         self.launch(blocks, threads, argument).synchronize()
         return time.perf_counter() - begun
+
+    def resources(self):
+        """None: a CPU's function has no registers to tell of."""
 
     def close(self):
         pass

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 from fake_checkpoint import END, VOCAB_SIZE
 
+from kog_triton import LLM, CompletionOutput, SamplingParams
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step, now_ns
 from kog_triton.errors import RunError
 
 PRINTABLE = np.arange(32, 127)
 CHUNK = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @dataclass
@@ -191,3 +193,13 @@ def install(folder: Path) -> Path:
         "broken = fake_backend:BrokenBackend\n"
     )
     return folder
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, backend=FakeBackend, **options)
+
+
+def cold(folder: Path, prompt: str, params: SamplingParams = GREEDY) -> CompletionOutput:
+    """The output on an engine that has seen nothing."""
+    with open_llm(folder) as llm:
+        return llm.generate(prompt, params)[0].outputs[0]

@@ -130,7 +130,7 @@ FAULTS = (
         "schedule/check.py",
         "if sorted(owned) != list(range(partition.num_rows(stage, rank))):",
         "if not set(owned) <= set(range(partition.num_rows(stage, rank))):",
-        "test_lowering.py",
+        "test_partitions.py",
         "check takes rows without an owner",
     ),
     Fault(

@@ -1,9 +1,10 @@
-"""`kog bench`: every subcommand on a CPU, exit codes, records by the schema, results to README."""
+"""`kog bench`: every subcommand on a CPU, exit codes, records by the schema."""
 
 import importlib
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -21,30 +22,20 @@ from kog_triton.bench import cli as bench
 from kog_triton.bench import machine, measure
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
-from kog_triton.bench.record import kept_file, make_row
-from kog_triton.bench.show import notes
+from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.subjects import BackendSubject
-from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
+from kog_triton.bench.table import MARKERS, read_results, table
 from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import choose
-from kog_triton.errors import RequestError, RunError
+from kog_triton.demo import checkpoint_path
+from kog_triton.errors import RunError
+from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "kog_triton" / "bench"
-SCHEMA = json.loads((PACKAGE / "result.schema.json").read_text())
+SCHEMA = json.loads(Path(bench.__file__).with_name("result.schema.json").read_text())
 FEW = ("--rounds", "2", "--warmup", "1", "--max-tokens", "4", "--depth", "5")
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +110,12 @@ def test_prefill_times_the_prompt_alone(cli):
         "prefill", "--prompt-tokens", "40", "--rounds", "3", "--warmup", "1", "--backend=reference"
     )
     (row,) = record["rows"]
-    assert code == 0 and "pp40" in out and row["host"] is None and row["floor"] is None
+    assert code == 0 and "pp40" in out and row["host"] is None and "floor ms" in out
+    weights = Checkpoint.open(checkpoint_path()).spec.replace(dtype=DType.F32).bytes_per_token
+    assert row["floor"]["bytes"] == weights, "one pass over them, in the reference's own type"
+    assert row["floor"]["measured_mbu"] == pytest.approx(
+        row["floor"]["measured_us"] / row["ttft_us"]
+    )
     times = sorted(row["ttft_us_rounds"])
     assert len(times) == 3 and row["ttft_us"] == times[1]
     assert row["prompt_tokens_per_s"] == pytest.approx(40e6 / times[1])
@@ -143,6 +139,44 @@ def test_a_laneformer_has_no_transformers(cli):
     code, record, _, _ = cli("compare", "--backend=reference", "--peer=transformers", *FEW)
     row = rows_of(record)["transformers"]
     assert code == 0 and row["status"] == "absent" and "no laneformer" in row["note"]
+
+
+def test_every_round_begins_with_another(cli, llama, monkeypatch):
+    begun = []
+    of_ours, of_theirs = BackendSubject.generate, TransformersEager.generate
+
+    def seen(name, generate):
+        return lambda self, *asked: begun.append(name) or generate(self, *asked)
+
+    monkeypatch.setattr(BackendSubject, "generate", seen("reference", of_ours))
+    monkeypatch.setattr(TransformersEager, "generate", seen("transformers", of_theirs))
+    rest = ("--rounds=3", "--warmup=1", "--max-tokens=2", "--depth=3")
+    only = ("--backend=reference", "--peer=transformers")
+    assert cli("compare", "--model", str(llama), *only, *rest)[0] == 0
+    pair = ["reference", "transformers"]
+    assert begun[-6:] == [*pair, *reversed(pair), *pair]
+
+
+@pytest.mark.parametrize("kind", ["decode", "stages", "concurrency"])
+def test_more_gpus_than_a_backend_uses_are_no_measurement(cli, kind):
+    """The reference computes all ranks in one process: its row would say 2 GPUs."""
+    rest = ("--rounds=1", "--warmup=1") + (("--peer=transformers",) if kind == "decode" else ())
+    code, record, _, err = cli(kind, "--backend=reference", "--gpus=2", *rest)
+    rows = rows_of(record)
+    assert code == 5 and "uses 1 GPU, not 2: leave --gpus out" in err
+    assert rows["reference"]["status"] == "failed" and rows["reference"]["host"] is None
+    if kind == "decode":
+        assert rows["transformers"]["status"] == "absent"
+        assert rows["transformers"]["note"].startswith("this adapter runs on one GPU")
+
+
+def test_a_start_that_never_ends_is_an_error(cli, monkeypatch):
+    def run(argv, timeout, **options):
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr("subprocess.run", run)
+    code, record, _, err = cli("startup", "--rounds=1")
+    assert code == 5 and record is None and err == "error: a start took more than 900 s\n"
 
 
 def test_startup_is_timed_in_its_own_process(cli):
@@ -189,15 +223,30 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--no-kernel-switches"], 2, "there is none in use"),
         (["decode", "--device", "h200"], 4, "torch sees no GPU"),
         (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
-        (["decode", "--save", "../up", *FEW], 2, "a name of a-z"),
+        (["decode", "--save", "../up", *FEW], 2, "--save ../up: a name of a-z"),
+        (["decode", "--save", "", *FEW], 2, "a name of a-z"),
+        (["decode", "--target-tps", "-5"], 2, "argument --target-tps: -5 is no number from 0 on"),
+        (["decode", "--target-tps", "nan"], 2, "nan is no number"),
+        (["decode", "--warmup", "x"], 2, "argument --warmup: 'x' is no whole number"),
+        (["decode", "--temperature=1", "--peer=transformers"], 2, "leave --peer out"),
+        (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
+        (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),
         (["table", "--readme", "/nowhere/README.md"], 2, "cannot be read"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 def test_mistakes_are_told_in_one_line(cli, argv, code, said):
-    got, _, _, err = cli(*argv)
-    assert got == code and said in err.splitlines()[-1]
+    got, _, out, err = cli(*argv)
+    assert (got, out) == (code, "") and said in err
+    assert err.count("\n") == 1, "nothing was measured before"
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(llama, tmp_path, capsys):
+    for file in (tmp_path, tmp_path / "none" / "x.json"):
+        assert bench.main(["decode", "--model", str(llama), *FEW, "--json", str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"error: --json {file}: ") and err.count("\n") == 1
 
 
 def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
@@ -226,7 +275,8 @@ def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch)
     program.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    gguf = ("--gguf", "model.gguf", "--peer=llama-bench", "--backend=reference")
+    (tmp_path / "model.gguf").touch()
+    gguf = (f"--gguf={tmp_path}/model.gguf", "--peer=llama-bench", "--backend=reference")
     code, record, out, _ = cli("compare", "--model", str(llama), *gguf, *FEW)
     rows = rows_of(record)
     assert code == 0 and rows["reference"]["status"] == "timed"
@@ -258,7 +308,10 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     monkeypatch.setattr(ReferenceBackend, "profile", lambda self, *asked: 1 // 0)
     code, broken, _, _ = cli(*argv)
     assert code == 0 and broken["rows"][0]["status"] == "timed", "what was timed stays"
-    assert broken["rows"][0]["note"] == "not profiled: integer division or modulo by zero"
+    assert (
+        broken["rows"][0]["note"]
+        == "not profiled: ZeroDivisionError: integer division or modulo by zero"
+    )
     assert {"qkv_proj", "o_proj", "down_proj"} <= {span["name"] for span in spans}
     assert written(read(spans)) == spans
     assert all(span["mean_ns"] <= span["largest_ns"] for span in spans)
@@ -331,84 +384,3 @@ def test_a_result_is_kept_and_read_back(cli, llama, tmp_path, monkeypatch):
     readme.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
     assert cli("table", "--readme", str(readme))[0] == 0
     assert readme.read_text() == f"before\n{MARKERS[0]}\n{text}\n{MARKERS[1]}\nafter\n"
-
-
-def test_the_newest_of_equal_measurements_counts(tmp_path):
-    base = json.loads(json.dumps(a_record()))
-    for day, rate in (("02", 200.0), ("01", 100.0), ("03", 300.0)):
-        base["created"] = f"2026-01-{day}T00:00:00+00:00"
-        base["rows"][0]["host"]["tokens_per_s"] = rate
-        base["test"]["name"] = "tg8 @ d4" if day != "03" else "tg8 @ d9"
-        (tmp_path / f"{day}.json").write_text(json.dumps(base))
-    lines = table(read_results(tmp_path)).splitlines()
-    assert [line.split("|")[5].strip() for line in lines[2:4]] == ["200", "300"]
-
-
-def a_record():
-    row = make_row("triton", "backend", "timed", "")
-    row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}
-    row["host"] = {"tokens_per_s": 1.0, "itl_p50_us": 1.0, "itl_p99_us": 2.0}
-    gone = make_row("llama-bench", "peer", "absent", "not on the PATH")
-    return {
-        "schema": "kog_triton.bench/1",
-        "kind": "compare",
-        "created": "2026-01-01T00:00:00+00:00",
-        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
-        "machine": {"gpu": "NVIDIA H200"},
-        "test": {"name": "tg8 @ d4", "num_gpus": 1},
-        "rows": [row, gone],
-    }
-
-
-def test_the_table_tells_who_was_not_timed():
-    text = table([a_record()])
-    assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
-    assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
-    assert table([]) == "No results are kept yet."
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "other/2"}'])
-def test_a_file_that_is_no_record_is_named(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(RequestError, match=r"x\.json"):
-        read_results(tmp_path)
-
-
-def test_markers():
-    assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
-    assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"
-
-
-def test_a_readme_without_markers_is_left_alone(tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text("nothing")
-    with pytest.raises(RequestError, match="are missing"):
-        write_between(file, "x")
-    assert file.read_text() == "nothing"
-
-
-def test_where_results_are_kept():
-    record = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "created": "2026-01-02T03:04:05+00:00"}
-    assert kept_file(record, "a-b", Path("r")) == Path("r/h100-80gb-hbm3/2026-01-02-a-b.json")
-
-
-def test_rounds_that_differ_are_told():
-    record = a_record() | {"bandwidth": None, "kind": "startup"}
-    record["machine"] |= {"packages": {}, "commit": None, "dirty": None, "source": "0" * 64}
-    record["machine"] |= {"python": "3", "driver": None}
-    record["rows"][0]["repeatable"] = False
-    assert any("did not give the same tokens" in line for line in notes(record))
-
-
-def test_kept_results_are_records():
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
-        validator.validate(json.loads(file.read_text()))
-
-
-def test_the_readme_s_table_is_the_results():
-    inside = between((ROOT / "README.md").read_text(encoding="utf-8"))
-    records = read_results(ROOT / "benchmarks" / "results")
-    if inside is None or not records:
-        pytest.skip("README.md has no results markers" if records else "no results are kept yet")
-    assert inside == table(records), "python -m kog_triton.bench table --readme README.md"

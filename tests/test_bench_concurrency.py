@@ -12,9 +12,10 @@ from kog_triton.backends.mailbox import Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
 from kog_triton.bench import concurrency
-from kog_triton.bench.concurrency import ConcurrencyTask, figures, measure_concurrency
+from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
 from kog_triton.bench.model import Model
 from kog_triton.bench.show import concurrency_table
+from kog_triton.bench.timing import figures_of_all
 from kog_triton.choose import Choice
 from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
@@ -43,7 +44,7 @@ def measured(backend, requests=(1, 3), temperature=0.0):
 def test_figures_by_hand():
     """Two rounds of two requests: 5 tokens from 0 to 40 us, then from 10 to 20 us."""
     rounds = [[[0.0, 10.0, 30.0], [5.0, 40.0]], [[10.0, 12.0, 20.0], [11.0, 19.0]]]
-    out = figures(rounds)
+    out = figures_of_all(rounds)
     assert out["tokens_per_s_rounds"] == [pytest.approx(4 / 40e-6), pytest.approx(4 / 10e-6)]
     assert out["tokens_per_s"] == pytest.approx((4 / 40e-6 + 4 / 10e-6) / 2)
     assert out["itl_us"] == [[10, 20], [35], [2, 8], [8]] and out["itl_max_us"] == 35
@@ -120,7 +121,7 @@ def test_the_subcommand_on_the_demo(tmp_path, capsys):
         (["concurrency", "--requests", "0"], "below 1"),
         (["concurrency", "--max-tokens", "1"], "--max-tokens 1"),
         (["concurrency", "--prompt-tokens", "5000"], "do not fit the 1024 of demo"),
-        (["decode", "--temperature", "-1"], "no temperature"),
+        (["decode", "--temperature", "-1"], "no number from 0 on"),
         (["decode", "--temperature", "1", "--peer", "transformers"], "leave --peer out"),
     ],
 )

@@ -29,12 +29,7 @@ CPU = torch.device("cpu")
 PLAIN = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -302,7 +302,7 @@ def test_no_weights_and_no_config(tmp_path):
     tiny.write_json(tmp_path / "config.json", tiny.LLAMA)
     assert "model.safetensors" in refusal(tmp_path)
     (tmp_path / "config.json").unlink()
-    assert "config.json: no such file" in refusal(tmp_path)
+    assert "config.json: no such file: pass the folder of" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"a":' * 100_000, "\xff", "1" * 5000])

@@ -112,3 +112,11 @@ def test_a_closed_pipe_ends_quietly(plugins, folder):
     process.stdout = None
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
+
+
+def test_a_table_that_nobody_reads_ends_quietly(plugins):
+    process = start(plugins, "-m", "kog_triton", "plan")
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")

@@ -9,38 +9,18 @@ import time
 from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, next_logits
+from fake_backend import GREEDY, FakeBackend, cold, next_logits
 from fake_checkpoint import END, MAX_CONTEXT, make_checkpoint
 
 from kog_triton import LLM, SamplingParams, engine
 from kog_triton.errors import RequestError, RunError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
 WARM = SamplingParams(temperature=1, max_tokens=12, seed=5)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5, top_k=7)
-
-
-@pytest.fixture
-def llm(folder):
-    with LLM(folder, backend=FakeBackend, num_slots=2) as llm:
-        yield llm
-
-
-@pytest.fixture
-def narrow(folder):
-    """One slot only."""
-    with LLM(folder, backend=FakeBackend) as llm:
-        yield llm
-
-
-def cold(folder, prompt, params=GREEDY):
-    """The output on an engine that has seen nothing."""
-    with LLM(folder, backend=FakeBackend) as llm:
-        return llm.generate(prompt, params)[0].outputs[0]
 
 
 # ---- shapes of the API ----

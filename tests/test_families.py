@@ -22,12 +22,7 @@ from kog_triton.random_weights import RandomWeights
 TOLERANCE = 2e-4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_same_logits(folder, ids, want):

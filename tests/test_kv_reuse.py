@@ -8,37 +8,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend, next_logits
-from fake_checkpoint import make_checkpoint
+from fake_backend import GREEDY, FakeBackend, cold, next_logits
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.demo import checkpoint_path
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("fake"))
-
-
-@pytest.fixture
-def llm(folder):
-    with LLM(folder, backend=FakeBackend, num_slots=2) as llm:
-        yield llm
-
-
-@pytest.fixture
-def narrow(folder):
-    """One slot only."""
-    with LLM(folder, backend=FakeBackend) as llm:
-        yield llm
-
-
-def cold(folder, prompt, params=GREEDY):
-    """The output on an engine that has seen nothing."""
-    with LLM(folder, backend=FakeBackend) as llm:
-        return llm.generate(prompt, params)[0].outputs[0]
 
 
 def test_a_conversation_is_computed_from_where_it_ended(folder, narrow):

@@ -1,115 +1,34 @@
-"""Library prefill: its keys and values are the reference backend's, and the Triton kernel's.
+"""Library prefill: its keys and values are the reference backend's.
 
-Caches start as NaN, so what is read before it was written shows, and so does what padding would
-write. On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
+On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
 """
 
-import os
-from functools import cache
-
-import numpy as np
 import pytest
 import torch
-from ring_walker import spec_of
+from prefill_cases import (
+    BF16,
+    CPU,
+    DELAYED,
+    F16,
+    F32,
+    NOW,
+    OWN,
+    SPECS,
+    TOLERANCE,
+    assert_filled,
+    empty_cache,
+    errors,
+    expected,
+    prefill_of,
+    tokens_of,
+    weights_of,
+)
 
-from kog_triton.backends import BackendOptions
 from kog_triton.backends import library_prefill_pass as walk
 from kog_triton.backends import library_prefill_weights as fused
 from kog_triton.backends.library_prefill import BUCKETS, LibraryPrefill, choose_prefill
-from kog_triton.backends.mailbox import Request
-from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.errors import ModelError, RequestError
-from kog_triton.model.spec import DType, Reduce, Rope, RopeScaling
 from kog_triton.random_weights import RandomWeights
-from kog_triton.sampling import SamplingParams
-
-NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-STORED = {BF16: DType.BF16, F16: DType.F16, F32: DType.F32}
-# Root mean square of the error of a layer's keys or values, over their own. Each layer rounds its
-# activations once more, to 8 bits (bf16) or 11 (fp16).
-TOLERANCE = {F32: 2e-6, F16: 0.004, BF16: 0.03}
-CPU = torch.device("cpu")
-
-
-def lanes(*reduces, delay=2, **changes):
-    """Four lanes; one (attention, MLP) pair of reductions a layer."""
-    attention, mlp = zip(*reduces, strict=True)
-    base = {
-        "num_layers": len(reduces),
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "num_lanes": 4,
-        "delay": delay,
-        "reduce_attention": attention,
-        "reduce_mlp": mlp,
-    }
-    return spec_of(**(base | changes))
-
-
-YARN = Rope(scaling=RopeScaling.YARN, factor=4.0, original_context=16, attention_factor=1.25)
-SPECS = {
-    "llama": spec_of(),
-    "one key head, yarn": spec_of(num_kv_heads=1, head_dim=6, rope=YARN),
-    "qwen2": spec_of(qkv_bias=True, tied_embeddings=True),
-    "qwen3": spec_of(qk_norm=True),
-    "biases": spec_of(qkv_bias=True, o_bias=True, mlp_bias=True),
-    "mistral": spec_of(windows=(5, 0, 17), num_heads=4),
-    "lanes at once": lanes((NOW, NOW), (NOW, NOW), (NOW, NOW), delay=0),
-    "lanes of all kinds": lanes(
-        (OWN, NOW), (OWN, OWN), (DELAYED, DELAYED), (DELAYED, OWN), (NOW, DELAYED), (NOW, NOW),
-        lane_norms=True, qk_norm=True, windows=(3, 3, 9, 0, 9, 0),
-    ),
-    "lanes, far apart": lanes(
-        (OWN, NOW), (NOW, OWN), (OWN, OWN), *[(DELAYED, DELAYED)] * 4, delay=3,
-        qkv_bias=True, o_bias=True, mlp_bias=True, num_kv_heads=8,
-    ),
-}  # fmt: skip
-
-
-def tokens_of(count, seed=0):
-    return np.random.default_rng(seed).integers(0, 101, count).tolist()
-
-
-@cache
-def weights_of(name, dtype=F32):
-    return RandomWeights(SPECS[name].replace(dtype=STORED[dtype]))
-
-
-@cache
-def expected(name, dtype, count):
-    """The reference's keys and values, float32 [layers, S, K, 2, count, d]."""
-    backend = ReferenceBackend(weights_of(name, dtype), BackendOptions())
-    backend.forward(0, tokens_of(count), 0, last_only=True)
-    layers = [home[0, ..., :count, :].permute(1, 2, 0, 3, 4) for home in backend.kv._data]
-    return torch.stack(layers)
-
-
-def prefill_of(name, dtype=F32, **changes):
-    spec = SPECS[name]
-    options = {"max_context": 64, "device": CPU, "dtype": dtype, "buckets": (4, 16), "chunk": 7}
-    return LibraryPrefill(weights_of(name, dtype), spec, **(options | changes))
-
-
-def empty_cache(name, dtype=F32, positions=64):
-    spec = SPECS[name]
-    shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2, positions, spec.head_dim)
-    return torch.full(shape, torch.nan, dtype=dtype)
-
-
-def errors(got, want):
-    """Root mean square of the error over the values', of each layer's keys, values: [layers, 2]."""
-    dims = (1, 2, 4, 5)
-    return ((got.float() - want).square().mean(dims) / want.square().mean(dims)).sqrt()
-
-
-def assert_filled(held, name, dtype, count):
-    """The first `count` positions hold the reference's keys and values, all others are NaN."""
-    want = expected(name, dtype, count)
-    assert want.std() > 0.5
-    assert errors(held[..., :count, :], want).max() < TOLERANCE[dtype]
-    assert held[..., count:, :].isnan().all()
-
 
 # name -> how a prompt of so many tokens comes in: a request ends where the next one begins
 WAYS = {
@@ -121,46 +40,6 @@ WAYS = {
     "behind chunks": [17, 29],
     "behind chunks, many": [26, 64],
 }
-
-
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here"
-)
-
-
-def run_fused(name, dtype):
-    """A padded bucket, then a chunk behind it, through Triton's interpreter."""
-    ours, held = prefill_of(name, dtype, fused=True), empty_cache(name, dtype)
-    for first, end in ((0, 3), (3, 6)):
-        ours.run(tokens_of(6)[first:end], first, held)
-    return held
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("one key head, yarn", F32), ("qwen3", BF16), ("mistral", F16), ("lanes at once", F32)],
-)
-def test_fused_kernels_compute_the_same(name, dtype):
-    assert_filled(run_fused(name, dtype), name, dtype, 6)
-
-
-@interpreted
-@pytest.mark.parametrize("kernel", ["normed", "turned", "gated"])
-def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
-    from kog_triton.backends import library_prefill_fused as kernels
-
-    right = getattr(kernels, kernel)
-    wrong = {
-        "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
-        "turned": lambda qkv, norms, rope, spec, first, cache: right(
-            qkv, None, rope, spec, first, cache
-        ),
-        "gated": lambda h: right(h.flip(-1)),
-    }[kernel]
-    monkeypatch.setattr(kernels, kernel, wrong)
-    with pytest.raises(AssertionError):
-        assert_filled(run_fused("qwen3", BF16), "qwen3", BF16, 6)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -323,42 +202,6 @@ def test_a_gpu_fills_the_same_cache_without_waiting(name, dtype):
         runs.append(held.cpu())
         assert_filled(runs[-1], name, dtype, 60)
     assert torch.equal(*(held[..., :60, :] for held in runs))
-
-
-# ---- what the kernel leaves ----
-
-
-@interpreted
-def test_the_triton_kernel_goes_on_from_it():
-    """The kernel's own cache is the library's up to rounding, and so is the text that follows."""
-    from concurrent_interpreter import concurrent
-
-    from kog_triton.backends.triton import TritonBackend
-
-    spec = spec_of(
-        num_layers=2, hidden_size=32, intermediate_size=44, num_heads=4, vocab_size=50,
-        dtype=DType.F16, windows=(3, 0),
-    )  # fmt: skip
-    weights = RandomWeights(spec)
-    prompt = (3, 42, 12, 7, 8)
-
-    def serve(prefill):
-        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, 1, CPU)
-        kv = backend.memory.pointers.kv[0]
-        mailbox = backend.new_mailbox()
-        params = SamplingParams(temperature=0)
-        mailbox.post(Request(0, prompt, params, 0, 3, frozenset()))
-        with concurrent(0, "sc"):
-            backend.generate(mailbox)
-        return [step.token for step in mailbox.read(0, 1)], kv, backend.memory_bytes()["weights"]
-
-    text, from_kernel, weights_once = serve("kernel")
-    same, from_library, weights_twice = serve("library")
-    assert same == text
-    assert (
-        0 < errors(from_library[..., :7, :], from_kernel[..., :7, :].float()).max() < TOLERANCE[F16]
-    )
-    assert weights_once < weights_twice < 2 * weights_once
 
 
 # ---- planted faults ----

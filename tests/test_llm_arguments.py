@@ -3,24 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from fake_backend import FakeBackend
-from fake_checkpoint import make_checkpoint
+from fake_backend import GREEDY, FakeBackend
 
-from kog_triton import LLM, SamplingParams
+from kog_triton import LLM
 from kog_triton.errors import ModelError, RequestError
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("fake"))
-
-
-@pytest.fixture
-def llm(folder):
-    with LLM(folder, backend=FakeBackend, num_slots=2) as llm:
-        yield llm
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
     [
         (["--shape", "llama-9"], 3, "no shape is named 'llama-9': have laneformer-2b"),
         (["--device", "h300"], 4, "no GPU named 'h300': have h200"),
-        (["--gpus", "0"], 2, "--gpus 0: a number from 1 on"),
-        (["--gpus", "3"], 3, "8 lanes do not divide over 3 GPUs"),
+        (["--gpus", "0"], 2, "argument --gpus: 0 is below 1"),
+        (["--gpus", "3"], 3, "8 lanes do not divide over 3 GPUs: choose one of 1, 2, 4, 8"),
         (["--gpus", "many"], 2, "--gpus"),
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
         (["--model", "x", "--shape", "y"], 2, "not allowed with"),

@@ -17,13 +17,14 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Profiler, Recording, Span
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.resources import Resources
 from kog_triton.choose import Choice
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.profiling import show
 from kog_triton.profiling.analysis import critical_path, figures, timeline
 from kog_triton.profiling.picture import draw, need_matplotlib
-from kog_triton.profiling.trace import trace
+from kog_triton.profiling.trace import trace, write
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.topology import GPUS
@@ -230,10 +231,15 @@ class Recorded:
         pass
 
 
+class Reporting(Recorded):
+    def resources(self):
+        return Resources(168, 16, 230_400)
+
+
 @pytest.fixture
 def door(monkeypatch, capsys):
-    def call(*argv):
-        choice = Choice(Recorded, "recorded", "")
+    def call(*argv, backend=Recorded):
+        choice = Choice(backend, "recorded", "")
         monkeypatch.setattr(profile, "choose", lambda name, device: choice)
         code = profile.main(["--shape=llama-3.2-1b", "--depth=7", "--tokens=2", *argv])
         return code, *capsys.readouterr()
@@ -263,8 +269,36 @@ def test_the_trace_is_written(door, tmp_path):
     assert code == 0 and not out
     assert document["otherData"]["model"] == "llama-3.2-1b" and document["otherData"]["depth"] == 7
     assert sum(e["ph"] == "X" for e in document["traceEvents"]) == 9 + 7 + 9
-    code, _, err = door("--out", str(tmp_path / "none" / "trace.json"))
-    assert code == 2 and "trace.json: cannot be written" in err
+    with pytest.raises(RequestError, match=r"trace\.json: cannot be written"):
+        write(document, tmp_path / "none" / "trace.json")
+
+
+@pytest.mark.parametrize("flag", ["--out", "--picture"])
+def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, door, tmp_path):
+    def opened(weights, options):
+        raise AssertionError
+
+    code, _, err = door(flag, str(tmp_path / "none" / "trace.json"), backend=opened)
+    assert (
+        code == 2
+        and "none/trace.json: there is no folder" in err
+        and err.startswith(f"error: {flag}")
+    )
+
+
+def test_what_the_kernel_takes_is_told_if_the_backend_knows(door, tmp_path):
+    """Below the title, and in the trace's metadata."""
+    _, out, _ = door(backend=Reporting)
+    assert out.splitlines()[1].rstrip() == (
+        "168 registers and 16 bytes of local memory a thread, "
+        "230,400 bytes of shared memory a block"
+    )
+    assert "registers" not in door()[1]
+    for backend in (Recorded, Reporting):
+        door("--out", str(tmp_path / "trace.json"), backend=backend)
+        about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+        held = {"registers": 168, "local_bytes": 16, "shared_bytes": 230_400}
+        assert about.get("resources") == (held if backend is Reporting else None)
 
 
 @pytest.mark.parametrize("argv", [("--backend=reference",), ("--device=cpu",)])

@@ -18,8 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import torch
 import triton.language as tl
 from concurrent_interpreter import Deadlock, concurrent
+from lowering_cases import ArrayWeights
 from planting import plant
-from test_lowering import ArrayWeights
 from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
 from kog_triton.backends import BackendOptions

@@ -124,6 +124,21 @@ def test_prompts_in_chunks_on_hopper(compiler, tmp_path):
     assert sum(report.instructions.values()) <= 20000
 
 
+@pytest.mark.parametrize(
+    "target, shape, spilled, most",
+    [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],
+)
+def test_prompts_in_chunks_with_all_sampling_rules(
+    target, shape, spilled, most, compiler, tmp_path
+):
+    """The largest variant: what a request with penalties and a long prompt runs."""
+    (report,) = reports_of(target, shape, tmp_path, "rules+chunks")
+    check_polls(report, 2)
+    check_chunks(report)
+    assert report.spilled_bytes <= spilled
+    assert sum(report.instructions.values()) <= most
+
+
 def check_chunks(report: CompileReport) -> None:
     """Vectors and weights meet on matrix units, on NVIDIA out of a pipeline in shared memory."""
     if report.target.startswith("gfx"):

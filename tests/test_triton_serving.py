@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from concurrent_interpreter import concurrent
-from test_lowering import ArrayWeights
+from lowering_cases import ArrayWeights
 from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
 from kog_triton.backends.mailbox import Failure, Request

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_lowering import MODELS, PROMPT, ArrayWeights
+from lowering_cases import MODELS, PROMPT, ArrayWeights
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend

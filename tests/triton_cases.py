@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from concurrent_interpreter import concurrent
+from lowering_cases import ArrayWeights
 from ring_walker import spec_of
-from test_lowering import ArrayWeights
 
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step

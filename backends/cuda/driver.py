@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-NUM_REGISTERS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, _LOCAL_SIZE_BYTES
+# CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES (without the dynamic part), _LOCAL_SIZE_BYTES, _NUM_REGS
+STATIC_SHARED, LOCAL_BYTES, NUM_REGISTERS = 1, 3, 4
 
 
 class Kernel:
@@ -55,14 +57,15 @@ class Kernel:
             ended.synchronize()
             return begun.elapsed_time(ended) / 1e3
 
-    def resources(self) -> dict[str, int]:
-        """Registers and bytes of local memory of one thread."""
-        out = {}
-        for name, attribute in (("registers", NUM_REGISTERS), ("local_bytes", LOCAL_BYTES)):
+    def resources(self) -> Resources:
+        """Registers, local and shared memory, the dynamic part included."""
+
+        def ask(attribute: int) -> int:
             value = ctypes.c_int()
             self._call("cuFuncGetAttribute", ctypes.byref(value), attribute, self._function)
-            out[name] = value.value
-        return out
+            return value.value
+
+        return Resources(ask(NUM_REGISTERS), ask(LOCAL_BYTES), ask(STATIC_SHARED) + self._shared)
 
     def close(self) -> None:
         self._call("cuModuleUnload", self._module)

@@ -10,10 +10,11 @@ Rounding moves a choice only between near-equal logits, a wrong kernel anywhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 
-from kog_triton.backends.reference import CHUNK, ReferenceBackend
+from kog_triton.backends import BackendOptions, WeightSource, find_backend
 from kog_triton.bench.subjects import Subject
 from kog_triton.errors import RunError
 
@@ -21,6 +22,7 @@ CHECK_POSITIONS = 128
 # The reference has no flash attention: four times as many take it sixteen times as long.
 CHECK_DEPTH = 32768
 CHECK_TOKENS = 32
+PASS = 256  # of them that the reference takes at once: bounds its scores at PASS x depth a head
 # Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs by
 # up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
 # shape, a development run).
@@ -43,17 +45,36 @@ class Check:
     passed: bool
 
 
+class Oracle(Protocol):
+    """The reference backend as far as it judges: it also reads a prompt part by part."""
+
+    def forward(
+        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
+    ) -> np.ndarray:
+        """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
+        ...
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+def open_oracle(weights: WeightSource, options: BackendOptions) -> Oracle:
+    """The fp32 reference of a model."""
+    return cast(Oracle, find_backend("reference")(weights, options))
+
+
 class Judge:
     """The reference, open for as long as there is something to check."""
 
-    def __init__(self, reference: ReferenceBackend, prompt: Sequence[int], count: int) -> None:
+    def __init__(self, reference: Oracle, prompt: Sequence[int], count: int) -> None:
         self._reference = reference
         self._prompt = list(prompt[:CHECK_DEPTH])
         self._count = min(count, CHECK_TOKENS)
         self._logits = reference.forward_logits(self._prompt[:CHECK_POSITIONS])
         # The prompt's keys and values stay in the slot; each subject's tokens are read behind them.
-        for i in range(0, len(self._prompt), CHUNK):
-            self._last = reference.forward(0, self._prompt[i : i + CHUNK], i, last_only=True)
+        for i in range(0, len(self._prompt), PASS):
+            self._last = reference.forward(0, self._prompt[i : i + PASS], i, last_only=True)
 
     def examine(self, subject: Subject, kind: str = "backend") -> Check:
         """`kind`: a key of MAX_KL. RunError if the subject computes NaN or infinity."""

@@ -14,164 +14,15 @@ wrong or a target not met.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import MODULES, find_peer
-from kog_triton.bench.record import RESULTS, kept_file, make_record, target_of, write
+from kog_triton.bench.record import kept_file, make_record, target_of, write
 from kog_triton.choose import Choice, choose, known_names, look_at
 from kog_triton.command import run
 from kog_triton.errors import RequestError, RunError
-
-DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512
-REQUESTS = (1, 2, 4, 8)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kog bench",
-        description="Measure one request at batch 1: text first, then time, beside the floor.",
-        epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 wrong text, failed "
-        "run or missed target, 130 Ctrl-C.",
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    common = _common()
-    timed = _timed()
-    deep = argparse.ArgumentParser(add_help=False)
-    deep.add_argument(
-        "--depth",
-        type=_positive,
-        nargs="+",
-        default=[DEPTH],
-        metavar="N",
-        help=f"ids of the prompt ({DEPTH}); of several each is measured, with a record of its own",
-    )
-    decoding = argparse.ArgumentParser(add_help=False, parents=[deep])
-    decoding.add_argument(
-        "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
-    )
-    decoding.add_argument(
-        "--target-tps", type=float, metavar="X", help="fail unless a backend reaches X tokens/s"
-    )
-    decoding.add_argument(
-        "--profile",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="and show where N tokens spend their time, of backends that take stamps",
-    )
-    sampled = argparse.ArgumentParser(add_help=False)
-    sampled.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.0,
-        metavar="X",
-        help="of what is timed, of our backends (%(default)s: greedy); text is checked greedily",
-    )
-    both = [common, timed, decoding]
-    kinds.add_parser(
-        "decode", parents=[*both, sampled], help="tokens/s behind a prompt: tg128 @ d32"
-    )
-    kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
-    crowd = kinds.add_parser(
-        "concurrency",
-        parents=[common, _repeated(), sampled],
-        help="all tokens/s of several requests at a time, over those of one",
-    )
-    crowd.add_argument(
-        "--prompt-tokens", type=_positive, default=DEPTH, metavar="N", help="(%(default)s)"
-    )
-    crowd.add_argument(
-        "--max-tokens", type=_positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
-    )
-    crowd.add_argument(
-        "--requests",
-        type=_positive,
-        nargs="+",
-        default=list(REQUESTS),
-        metavar="N",
-        help=f"at a time ({' '.join(map(str, REQUESTS))})",
-    )
-    prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
-    prefill.add_argument(
-        "--prompt-tokens", type=_positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
-    )
-    kinds.add_parser(
-        "stages",
-        parents=[common, _repeated(), deep],
-        help="each stage alone, against the floor of its own bytes",
-    )
-    startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
-    startup.add_argument(
-        "--rounds", type=_positive, default=2, metavar="N", help="processes (%(default)s)"
-    )
-    table = kinds.add_parser("table", help="the results kept so far, in Markdown")
-    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    table.add_argument(
-        "--readme", type=Path, metavar="FILE", help="write it between the markers of this file"
-    )
-    return parser
-
-
-def _common() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False)
-    what = out.add_mutually_exclusive_group()
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
-    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
-    out.add_argument(
-        "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
-    )
-    out.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bf16", "fp16"),
-        help="of the weights (%(default)s)",
-    )
-    out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
-    out.add_argument("--gpus", type=_positive, default=1, metavar="N")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
-    out.add_argument(
-        "--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json"
-    )
-    out.add_argument("--quiet", action="store_true", help="no table and no progress")
-    return out
-
-
-def _repeated() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False)
-    out.add_argument("--rounds", type=_positive, default=5, metavar="N", help="(%(default)s)")
-    out.add_argument("--warmup", type=_positive, default=2, metavar="N", help="(%(default)s)")
-    return out
-
-
-def _timed() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(add_help=False, parents=[_repeated()])
-    out.add_argument(
-        "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
-    )
-    out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
-    out.add_argument(
-        "--no-kernel-switches",
-        action="store_true",
-        help="fail unless a profiler sees one kernel a GPU for a request of each backend, behind a prompt "
-        "of two tokens, too short for a kernel of its own and for library prefill",
-    )
-    return out
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or above")
-    return value
 
 
 def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[tuple[str, str]]]:
@@ -380,7 +231,7 @@ def _progress(line: str) -> None:
 
 def _body(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     if args.kind == "table":
         from kog_triton.bench.table import read_results, table, write_between
 
@@ -391,7 +242,7 @@ def _body(argv: Sequence[str] | None) -> int:
             print(text)
         return 0
     failures = []
-    for one in _each_depth(args):
+    for one in each_depth(args):
         record = MEASURES.get(one.kind, _measured)(one, argv)
         if one.json:
             write(record, one.json)
@@ -405,22 +256,6 @@ def _body(argv: Sequence[str] | None) -> int:
     if failures:
         raise RunError("; ".join(failures))
     return 0
-
-
-def _each_depth(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The arguments of each record: one depth of those asked for, beside the `deepest`.
-
-    Of several depths each record goes to files whose names end in the depth.
-    """
-    depths: list[int] = list(dict.fromkeys(getattr(args, "depth", ())))
-    if not depths:
-        yield args
-    for depth in depths:
-        own: dict[str, Any] = {"depth": depth, "deepest": max(depths)}
-        if len(depths) > 1:
-            own["json"] = args.json and args.json.with_stem(f"{args.json.stem}-d{depth}")
-            own["save"] = args.save and f"{args.save}-d{depth}"
-        yield argparse.Namespace(**vars(args) | own)
 
 
 def _failures(record: dict[str, Any]) -> list[str]:

@@ -9,24 +9,20 @@ tokens/s = (tokens of all requests - 1) / (last stamp of any - first stamp of an
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
-from kog_triton.bench.check import Judge
+from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.model import Model
-from kog_triton.bench.record import make_row
+from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.subjects import BackendSubject, Run
-from kog_triton.bench.timing import decode_bytes, floor
+from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
 from kog_triton.choose import Choice
-from kog_triton.errors import KogError
-from kog_triton.metrics import percentile
 from kog_triton.model.spec import ModelSpec
 
 Say = Callable[[str], None]
@@ -68,14 +64,11 @@ def measure_concurrency(task: ConcurrencyTask, say: Say) -> dict[str, Any]:
         try:
             rows += _rows(task, choice, bandwidth, say)
         except Exception as error:
-            what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
-            note = " ".join(what.split())[:300]
-            rows.append(make_row(choice.name, "backend", "failed", note))
+            rows.append(make_row(choice.name, "backend", "failed", note_of(error)))
     samples.append(machine.sample())
-    known = [sample for sample in samples if sample]
     return {
         "bandwidth": bandwidth,
-        "conditions": {"samples": known, "throttled": machine.throttling(known)},
+        "conditions": machine.conditions(samples),
         "rows": rows,
         "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
     }
@@ -100,7 +93,7 @@ def _rows(
         prompts = [task.model.prompt(task.prompt_tokens, i) for i in range(most)]
         say("the reference's logits")
         judge = Judge(
-            ReferenceBackend(task.model.weights, replace(options, num_slots=1)),
+            open_oracle(task.model.weights, replace(options, num_slots=1)),
             prompts[0],
             task.tokens,
         )
@@ -158,8 +151,10 @@ def _row(
     ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
     row |= {
         "requests": turn.requests,
-        "host": figures([[[t * 1e6 for t in run.arrivals] for run in one] for one in turn.rounds]),
-        "device": figures(
+        "host": figures_of_all(
+            [[[t * 1e6 for t in run.arrivals] for run in one] for one in turn.rounds]
+        ),
+        "device": figures_of_all(
             [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in turn.rounds]
         )
         if on_device
@@ -180,23 +175,3 @@ def _row(
         note = f"{turn.requests} at a time give other tokens than each alone"
         row |= {"status": "wrong", "note": note}
     return row
-
-
-def figures(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """The decode figures of rounds of requests' stamps (one a token, us); all gaps pooled."""
-    gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for one in rounds for stamps in one]
-    rates = [
-        (sum(map(len, one)) - 1)
-        / max(max(stamps[-1] for stamps in one) - min(stamps[0] for stamps in one), 1e-3)
-        * 1e6
-        for one in rounds
-    ]
-    pooled = [gap for some in gaps for gap in some]
-    return {
-        "tokens_per_s": median(rates),
-        "tokens_per_s_rounds": rates,
-        "itl_p50_us": percentile(pooled, 50),
-        "itl_p99_us": percentile(pooled, 99),
-        "itl_max_us": max(pooled),
-        "itl_us": gaps,
-    }

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ SLOWDOWNS = {
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
+}
+# The same by the driver's clock: how long each has held the GPU back so far. Older drivers have no such fields.
+COUNTERS = {
+    "power cap": "clocks_event_reasons_counters.sw_power_cap",
+    "software thermal slowdown": "clocks_event_reasons_counters.sw_thermal_slowdown",
+    "hardware thermal slowdown": "clocks_event_reasons_counters.hw_thermal_slowdown",
+    "hardware power brake": "clocks_event_reasons_counters.hw_power_brake_slowdown",
 }
 CLOCK_DROP = 0.97  # of the SM clock: less than this at the end is a drop
 TIMEOUT_S = 20
@@ -103,27 +111,58 @@ def sample() -> dict[str, Any] | None:
     """Clocks, temperature, power and clock event reasons now; None without nvidia-smi or a GPU."""
     if not torch.cuda.is_available() or torch.version.hip:
         return None
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(QUERY.values())}"]
-    said = _say([*query, "--format=csv,noheader,nounits"])
-    return None if said is None else parse_sample(said)
+    found = parse_sample(_ask(QUERY))
+    return None if found is None else found | {"slowed_us": parse_counters(_ask(COUNTERS))}
 
 
-def parse_sample(line: str) -> dict[str, Any] | None:
-    """One line of nvidia-smi's CSV; a field that it does not support is null."""
-    cells = [cell.strip() for cell in line.splitlines()[0].split(",")]
-    if len(cells) != len(QUERY):
+def parse_sample(said: str | None) -> dict[str, Any] | None:
+    """The first line of nvidia-smi's CSV; a field that it does not support is null."""
+    return _cells(said, QUERY)
+
+
+def parse_counters(said: str | None) -> dict[str, float] | None:
+    """Microseconds since the driver was loaded; None unless all are known."""
+    found = _cells(said, COUNTERS)
+    if found is None or None in found.values():
         return None
-    return {name: _number(cell) for name, cell in zip(QUERY, cells, strict=True)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _ask(fields: dict[str, str]) -> str | None:
+    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields.values())}"]
+    return _say([*query, "--format=csv,noheader,nounits"])
+
+
+def _cells(said: str | None, names: Iterable[str]) -> dict[str, float | None] | None:
+    cells = [cell.strip() for line in (said or "").splitlines()[:1] for cell in line.split(",")]
+    names = list(names)
+    if len(cells) != len(names):
+        return None
+    return {name: _number(cell) for name, cell in zip(names, cells, strict=True)}
+
+
+def conditions(samples: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """The `conditions` part of a record, of what `sample` gave."""
+    known = [sample for sample in samples if sample]
+    return {"samples": known, "throttled": throttling(known)}
 
 
 def throttling(samples: list[dict[str, Any]]) -> list[str] | None:
-    """Why the GPU was slower than it can be, by samples taken under load; None if nothing is known."""
+    """Why the GPU was slower than it can be; None if nothing is known.
+
+    Samples tell their own moments, and the counters of the first and the last what lay in between.
+    """
     if not samples:
         return None
     found = []
     for bit, why in SLOWDOWNS.items():
         if any(int(s["reasons"] or 0) & bit for s in samples):
             found.append(why)
+    before, after = samples[0].get("slowed_us"), samples[-1].get("slowed_us")
+    if before and after:
+        for why in COUNTERS:
+            if after[why] > before[why]:
+                found.append(f"{why} for {(after[why] - before[why]) / 1e3:.1f} ms")
     first, last = samples[0]["sm_mhz"], samples[-1]["sm_mhz"]
     if first and last and last < CLOCK_DROP * first:
         found.append(f"SM clock fell from {first:.0f} to {last:.0f} MHz")

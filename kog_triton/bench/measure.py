@@ -1,8 +1,8 @@
 """One measurement: open every subject, check its text, warm up, time round by round, write it down.
 
-Subjects stay open together and take turns within a round, so that whatever drifts (clocks, heat,
-neighbors) meets all of them alike. A subject that is wrong is not timed; one that fails is told with
-its reason, and the others go on.
+Subjects stay open together and take turns within a round, each round beginning with another, so that
+whatever drifts (clocks, heat, neighbors) meets all of them alike. A subject that is wrong is not timed;
+one that fails is told with its reason, and the others go on.
 """
 
 import time
@@ -14,19 +14,17 @@ from typing import Any
 import torch
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
-from kog_triton.bench.check import Judge
+from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import Peer, Setting
-from kog_triton.bench.record import make_row
+from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
 from kog_triton.bench.subjects import BackendSubject, Run, Subject
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
 from kog_triton.choose import Choice
-from kog_triton.errors import KogError
 
 Say = Callable[[str], None]
 # Of the request whose kernels are counted. So short a prompt runs in the kernel that decodes: a longer
@@ -89,16 +87,16 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
         samples = _time(task, entries, prompt, say)
         for entry in entries:
             _fill(task, entry, bandwidth)
+            if isinstance(entry.subject, BackendSubject):
+                _look_inside(task, entry.row, entry.subject, prompt, say)
             if task.count_kernels and entry.row["kind"] == "backend":
                 _trace(task, entry, prompt)
-            if task.profile_tokens:
-                _profile(task, entry, prompt, say)
     finally:
         for entry in entries:
             _close(entry)
     return {
         "bandwidth": bandwidth,
-        "conditions": {"samples": samples, "throttled": machine.throttling(samples)},
+        "conditions": machine.conditions(samples),
         "rows": [entry.row for entry in entries],
         "failures": _failures(task, entries),
     }
@@ -118,6 +116,8 @@ def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
 def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
     setting = Setting(task.model.weights, task.device, task.max_context, task.gguf)
     why = peer.absent(setting)
+    if task.num_gpus > 1:
+        why = "this adapter runs on one GPU"
     if why:
         return _Entry(make_row(peer.name, "peer", "absent", f"{why}; {peer.ran}"))
     say(f"open {peer.name}")
@@ -142,7 +142,7 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
     if not any(entry.subject for entry in entries):
         return
     say("the reference's logits")
-    reference = ReferenceBackend(task.model.weights, task.options())
+    reference = open_oracle(task.model.weights, task.options())
     judge = Judge(reference, prompt, task.tokens)
     try:
         for entry in entries:
@@ -173,17 +173,20 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
                     _request(task, entry.subject, prompt)
 
 
-def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> list[dict[str, Any]]:
+def _time(
+    task: Task, entries: list[_Entry], prompt: list[int], say: Say
+) -> list[dict[str, Any] | None]:
     """The rounds; samples of the clocks right behind the warm-up and behind the last round."""
     samples = [machine.sample()]
     for index in range(task.rounds):
         say(f"round {index + 1} of {task.rounds}")
-        for entry in entries:
+        first = index % max(len(entries), 1)
+        for entry in entries[first:] + entries[:first]:
             if entry.subject:
                 with _Guard(entry):
                     entry.runs.append(_request(task, entry.subject, prompt))
     samples.append(machine.sample())
-    return [sample for sample in samples if sample]
+    return samples
 
 
 def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
@@ -201,7 +204,9 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
     if task.tokens > 1:
         size = decode_bytes(entry.subject.spec, task.prompt_tokens, task.tokens)
         rate = row["host"]["tokens_per_s"]
-        row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
+    else:  # a prompt takes one pass over the weights at least, however long it is
+        size, rate = entry.subject.spec.bytes_per_token, 1e6 / row["ttft_us"]
+    row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
 
 
 def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
@@ -213,16 +218,21 @@ def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
             entry.row["kernels"] = trace_kernels(lambda: subject.generate(short, tokens))
 
 
-def _profile(task: Task, entry: _Entry, prompt: list[int], say: Say) -> None:
-    subject = entry.subject
-    if isinstance(subject, BackendSubject):
-        say(f"profile {subject.name}")
-        try:
+def _look_inside(
+    task: Task, row: dict[str, Any], subject: BackendSubject, prompt: list[int], say: Say
+) -> None:
+    """What a backend can say of its kernel: what it takes and, if asked for, where a token goes."""
+    try:
+        held = subject.resources()
+        if held is not None:
+            row["resources"] = asdict(held)
+        if task.profile_tokens:
+            say(f"profile {subject.name}")
             spans = subject.profile(prompt, min(task.profile_tokens, task.tokens))
             if spans is not None:
-                entry.row["profile"] = written(spans)
-        except Exception as error:  # what was timed stays
-            entry.row["note"] = f"not profiled: {' '.join(str(error).split())[:300]}"
+                row["profile"] = written(spans)
+    except Exception as error:  # what was timed stays
+        row["note"] = f"not profiled: {note_of(error)}"
 
 
 def _failures(task: Task, entries: list[_Entry]) -> list[str]:
@@ -249,8 +259,7 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
-        self._entry.row |= {"status": "failed", "note": " ".join(what.split())[:300]}
+        self._entry.row |= {"status": "failed", "note": note_of(error)}
         _close(self._entry)
         return True
 

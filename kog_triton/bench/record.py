@@ -9,10 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import KogError, RequestError
 
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
+
+
+MOST_NOTE = 300  # characters
+
+
+def note_of(error: Exception) -> str:
+    """What a row says of an error, in one line; of one that is not ours, its kind too."""
+    what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
+    return " ".join(what.split())[:MOST_NOTE]
 
 
 def make_row(name: str, kind: str, status: str, note: str) -> dict[str, Any]:
@@ -83,10 +92,15 @@ def write(record: dict[str, Any], file: Path) -> None:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Path:
-    """Where `--save NAME` puts a record: by GPU and date. RequestError for a name that is a path."""
+def check_name(name: str) -> None:
+    """RequestError for what `--save` cannot make a file's name of."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise RequestError(f"--save {name}: a name of a-z, 0-9, '.', '_' and '-' is needed")
+
+
+def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Path:
+    """Where `--save NAME` puts a record: by GPU and date. RequestError for a name that is a path."""
+    check_name(name)
     gpu = (record["machine"]["gpu"] or "cpu").lower()
     gpu = re.sub(r"[^a-z0-9]+", "-", gpu.removeprefix("nvidia ").removeprefix("amd "))
     return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.json"

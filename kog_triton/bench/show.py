@@ -1,16 +1,15 @@
 """A record as a table for people, with the terms that it holds under."""
 
-import sys
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kog_triton.backends.resources import Resources
 from kog_triton.bench.bandwidth import TARGET_READ
 from kog_triton.bench.machine import gpu_row
 from kog_triton.bench.spans import read
 from kog_triton.bench.startup import PHASES
+from kog_triton.console import Output, plain_table
 from kog_triton.profiling.show import span_table
 
 WIDTH = 132  # where stdout is no terminal
@@ -22,13 +21,13 @@ CLOCKS = {  # of a stage alone
 
 def show(record: dict[str, Any]) -> None:
     """Print it on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Output(WIDTH)
     model, test = record["model"], record["test"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
     kinds = {"startup": startup_table, "stages": stage_table, "concurrency": concurrency_table}
     table = kinds.get(record["kind"], speed_table)(record)
-    table.title, table.title_justify = title, "left"
+    table.title = title
     console.print(table)
     gpu = gpu_row()
     for row in record["rows"]:
@@ -45,7 +44,7 @@ def speed_table(record: dict[str, Any]) -> Table:
     names = ["", "dtype", "top-1", "KL mean", "text"]
     if decoding:
         names += ["tokens/s", "device t/s", "p50 us", "p99 us", "floor us", "MBU"]
-    names += ["TTFT ms"] if decoding else ["tokens/s", "TTFT ms"]
+    names += ["TTFT ms"] if decoding else ["tokens/s", "floor ms", "TTFT ms"]
     table = _table(names)
     for row in record["rows"]:
         if row["status"] == "absent":
@@ -66,6 +65,8 @@ def speed_table(record: dict[str, Any]) -> Table:
             ]
         else:
             cells.append(_n(row["prompt_tokens_per_s"], ",.1f"))
+            pass_us = floor.get("measured_us")
+            cells.append(_n(pass_us and pass_us / 1e3, ",.2f"))
         cells.append(_n(row["ttft_us"] and row["ttft_us"] / 1e3, ",.2f"))
         table.add_row(*cells)
     return table
@@ -164,6 +165,8 @@ def notes(record: dict[str, Any]) -> list[str]:
         lines.append(_bandwidth(record["bandwidth"]))
         lines.append(_conditions(record["conditions"]))
     for row in record["rows"]:
+        if "resources" in row:
+            lines.append(f"{row['name']}: {Resources(**row['resources'])}")
         if row["kernels"]:
             k = row["kernels"]
             lines.append(
@@ -207,7 +210,7 @@ def _conditions(conditions: dict[str, Any]) -> str:
 
 
 def _table(names: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table()
     for name in names:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     return table

@@ -22,9 +22,9 @@ from kog_triton.backends import STAGE_READS, Backend, BackendOptions, StageTimer
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.model import SEED, Model
-from kog_triton.bench.record import make_row
+from kog_triton.bench.record import make_row, note_of
+from kog_triton.bench.subjects import check_devices
 from kog_triton.choose import Choice
-from kog_triton.errors import KogError
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 
@@ -70,14 +70,12 @@ def measure_stages(task: StageTask, say: Say) -> dict[str, Any]:
         try:
             _fill(task, row, choice, options, states, expected, bandwidth["measured"], say)
         except Exception as error:
-            what = str(error) if isinstance(error, KogError) else f"{type(error).__name__}: {error}"
-            row |= {"status": "failed", "note": " ".join(what.split())[:300]}
+            row |= {"status": "failed", "note": note_of(error)}
         rows.append(row)
     samples.append(machine.sample())
-    known = [sample for sample in samples if sample]
     return {
         "bandwidth": bandwidth,
-        "conditions": {"samples": known, "throttled": machine.throttling(known)},
+        "conditions": machine.conditions(samples),
         "rows": rows,
         "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
     }
@@ -112,6 +110,7 @@ def _fill(
     say(f"open {choice.name}")
     started = time.perf_counter()
     backend = choice.backend(task.model.weights, options)
+    check_devices(backend, task.num_gpus)
     try:
         row["load_s"] = time.perf_counter() - started
         row["dtype"] = backend.spec.dtype.name.lower()

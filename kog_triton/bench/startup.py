@@ -40,7 +40,10 @@ def start_rounds(name: str, argv: list[str], rounds: int) -> dict[str, Any]:
 def _start(argv: list[str]) -> dict[str, float]:
     started = time.time()
     program = [sys.executable, "-m", "kog_triton.bench.startup", "--started", repr(started)]
-    done = subprocess.run([*program, *argv], capture_output=True, text=True, timeout=TIMEOUT_S)
+    try:
+        done = subprocess.run([*program, *argv], capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"a start took more than {TIMEOUT_S} s") from error
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no message"]
         raise RunError(f"a start failed: {said[-1]}")

@@ -16,7 +16,8 @@ from kog_triton import __version__
 from kog_triton.backends import Backend, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.recording import Profiler
-from kog_triton.errors import KogError, RunError
+from kog_triton.backends.resources import ResourceReporter, Resources
+from kog_triton.errors import DeviceError, KogError, RunError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.profiling.analysis import Figure, figures, timeline
 from kog_triton.sampling.params import SamplingParams
@@ -59,6 +60,16 @@ class Subject(Protocol):
     def close(self) -> None: ...
 
 
+def check_devices(backend: Backend, num_gpus: int) -> None:
+    """DeviceError, and the backend is closed, if it does not use as many GPUs as the record would say."""
+    if backend.num_devices != num_gpus:
+        backend.close()
+        raise DeviceError(
+            f"the {backend.name} backend uses {backend.num_devices} GPU, not {num_gpus}: "
+            "leave --gpus out"
+        )
+
+
 class BackendSubject:
     """One of our backends, by the class that `choose` found."""
 
@@ -69,6 +80,7 @@ class BackendSubject:
     ) -> None:
         self.name, self.version = backend.name, f"kog_triton {__version__}"
         self._backend = backend(weights, options)
+        check_devices(self._backend, options.num_gpus)
         self.spec = self._backend.spec
         self._mailbox = self._backend.new_mailbox()
         self._server = ThreadPoolExecutor(1, "bench-backend")
@@ -138,6 +150,11 @@ class BackendSubject:
             return None
         recording = self._backend.profile(prompt, tokens)
         return figures(recording, timeline(recording))
+
+    def resources(self) -> Resources | None:
+        """Of the kernel that ran; None if the backend does not know."""
+        backend = self._backend
+        return backend.resources() if isinstance(backend, ResourceReporter) else None
 
     def memory_bytes(self) -> dict[str, int]:
         return self._backend.memory_bytes()

@@ -16,7 +16,9 @@ NAMES = ("GPU", "model", "test", "engine", "tokens/s", "p50 / p99 us", "TTFT ms"
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Every decode record below a folder, oldest first; RequestError for a file that is none."""
+    """Every decode record below a folder, oldest first; RequestError for a file that is none, or no folder."""
+    if not folder.is_dir():
+        raise RequestError(f"{folder}: no such folder: kog bench table --results DIR names another")
     records = []
     for file in sorted(folder.rglob("*.json")):
         try:
@@ -66,7 +68,10 @@ def write_between(file: Path, inside: str) -> None:
     if between(text) is None:
         raise RequestError(f"{file}: the lines {MARKERS[0]} and {MARKERS[1]} are missing")
     head, tail = text.split(MARKERS[0], 1)[0], text.split(MARKERS[1], 1)[1]
-    file.write_text(f"{head}{MARKERS[0]}\n{inside}\n{MARKERS[1]}{tail}", encoding="utf-8")
+    try:
+        file.write_text(f"{head}{MARKERS[0]}\n{inside}\n{MARKERS[1]}{tail}", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str]:

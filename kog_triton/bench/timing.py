@@ -18,9 +18,19 @@ def figures(stamps_us: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     """The decode figures of rounds of stamps (one a token, us); None with fewer than two tokens."""
     if len(stamps_us[0]) < 2:
         return None
-    gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for stamps in stamps_us]
-    rates = [(len(s) - 1) / max(s[-1] - s[0], 1e-3) * 1e6 for s in stamps_us]
-    pooled = [gap for round_gaps in gaps for gap in round_gaps]
+    return figures_of_all([[stamps] for stamps in stamps_us])
+
+
+def figures_of_all(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """The same of rounds of several requests at a time: tokens/s of all of them, gaps of each."""
+    gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for one in rounds for stamps in one]
+    rates = [
+        (sum(map(len, one)) - 1)
+        / max(max(stamps[-1] for stamps in one) - min(stamps[0] for stamps in one), 1e-3)
+        * 1e6
+        for one in rounds
+    ]
+    pooled = [gap for some in gaps for gap in some]
     return {
         "tokens_per_s": median(rates),
         "tokens_per_s_rounds": rates,

@@ -7,13 +7,10 @@
 A stage whose weights came while its block waited elsewhere can be faster than its floor; the step cannot.
 """
 
-import sys
-
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kog_triton.backends.recording import Recording
+from kog_triton.console import Output, plain_table
 from kog_triton.profiling.analysis import Figure, Timeline
 from kog_triton.schedule.topology import Gpu
 
@@ -24,7 +21,7 @@ def show(
     recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None, title: str
 ) -> None:
     """Print table and notes on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Output(WIDTH)
     console.print(span_table(rows, gpu, title))
     for text in notes(recording, line, rows, gpu):
         console.print(text, soft_wrap=True)
@@ -32,7 +29,7 @@ def show(
 
 def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:
     names = ["span", "runs", "us/run", "largest", "us/token", "share", "weights", "critical"]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table(title)
     for name in [*names, "GB/s", "floor us"]:
         table.add_column(name, justify="left" if name == "span" else "right", no_wrap=True)
     total = sum(row.token for row in rows)

@@ -173,11 +173,14 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     if num_ranks < 1:
         raise ModelError(f"cannot run on {num_ranks} GPUs")
     if lanes > 1 and lanes % num_ranks:
-        raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs")
+        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs: choose one of {fit}")
     shards = lanes if lanes > 1 else num_ranks
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(spec, name) % shards:
-            raise ModelError(f"{name} {getattr(spec, name)} does not divide over {shards} GPUs")
+            raise ModelError(
+                f"{name} {getattr(spec, name)} does not divide over {shards} GPUs: choose fewer"
+            )
     d, hidden = spec.head_dim, spec.hidden_size
     q, kv = spec.num_heads // shards * d, spec.num_kv_heads // shards * d
     ffn = spec.intermediate_size // shards

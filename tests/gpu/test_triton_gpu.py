@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from lowering_cases import ArrayWeights, lanes
 from ring_walker import spec_of
-from test_lowering import ArrayWeights, lanes
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions

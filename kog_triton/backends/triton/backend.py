@@ -9,6 +9,7 @@ import torch
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import Crossover, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
@@ -73,6 +74,7 @@ class TritonBackend:
             options, weights, self.spec, self.max_context, embed, self.memory.weight_bytes
         )
         self._serving = Serving(self.memory.pointers, self.tiles, self)
+        self._compiled: Any = None  # the variant of the kernel that was launched last
         self._launch_options: dict[str, Any] = {}
         if vendor != "cpu":
             warps = NUM_WARPS if vendor == "nvidia" else NUM_WARPS // 2
@@ -120,6 +122,14 @@ class TritonBackend:
             self.schedule, self.tiles, self.memory.pointers, stage, layer, self._launch_stage
         )
         return run.run(state)
+
+    def resources(self) -> Resources | None:
+        """Of the variant that was launched last; None before that, and in the interpreter."""
+        kernel = self._compiled
+        if kernel is None:
+            return None
+        # Triton counts the driver's local memory in words of 32 bits.
+        return Resources(kernel.n_regs, 4 * kernel.n_spills, kernel.metadata.shared)
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory
@@ -196,7 +206,9 @@ class TritonBackend:
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
-        decode_kernel[grid](pointers, self.tiles, rules, chunks, **self._launch_options)
+        self._compiled = decode_kernel[grid](
+            pointers, self.tiles, rules, chunks, **self._launch_options
+        )
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()

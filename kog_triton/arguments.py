@@ -1,0 +1,48 @@
+"""What the commands' command lines share: errors of one line, numbers in range, files that can be written."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from kog_triton.errors import RequestError
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong usage is one line, not the whole synopsis."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def positive(text: str) -> int:
+    """A `type` of argparse: a whole number from 1 on."""
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A `type` of argparse: a finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 on")
+    return value
+
+
+def check_output(flag: str, file: Path) -> None:
+    """RequestError if a file cannot be written: asked before anything is computed for it."""
+    if file.is_dir():
+        raise RequestError(f"{flag} {file}: Is a directory: name a file in it")
+    if not file.parent.is_dir():
+        raise RequestError(f"{flag} {file}: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise RequestError(f"{flag} {file}: cannot be written: permission denied")

@@ -1,0 +1,119 @@
+"""Kept results of `kog bench`: read, tabled, and the README's table is what they say."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kog_triton.bench import cli as bench
+from kog_triton.bench.record import kept_file, make_row
+from kog_triton.bench.show import notes
+from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
+from kog_triton.errors import RequestError
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / "kog_triton/bench/result.schema.json").read_text())
+
+
+def test_the_newest_of_equal_measurements_counts(tmp_path):
+    base = json.loads(json.dumps(a_record()))
+    for day, rate in (("02", 200.0), ("01", 100.0), ("03", 300.0)):
+        base["created"] = f"2026-01-{day}T00:00:00+00:00"
+        base["rows"][0]["host"]["tokens_per_s"] = rate
+        base["test"]["name"] = "tg8 @ d4" if day != "03" else "tg8 @ d9"
+        (tmp_path / f"{day}.json").write_text(json.dumps(base))
+    lines = table(read_results(tmp_path)).splitlines()
+    assert [line.split("|")[5].strip() for line in lines[2:4]] == ["200", "300"]
+
+
+def a_record():
+    row = make_row("triton", "backend", "timed", "")
+    row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}
+    row["host"] = {"tokens_per_s": 1.0, "itl_p50_us": 1.0, "itl_p99_us": 2.0}
+    gone = make_row("llama-bench", "peer", "absent", "not on the PATH")
+    return {
+        "schema": "kog_triton.bench/1",
+        "kind": "compare",
+        "created": "2026-01-01T00:00:00+00:00",
+        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
+        "machine": {"gpu": "NVIDIA H200"},
+        "test": {"name": "tg8 @ d4", "num_gpus": 1},
+        "rows": [row, gone],
+    }
+
+
+def test_the_table_tells_who_was_not_timed():
+    text = table([a_record()])
+    assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
+    assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
+    assert table([]) == "No results are kept yet."
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "other/2"}'])
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(RequestError, match=r"x\.json"):
+        read_results(tmp_path)
+
+
+def test_markers():
+    assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
+    assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("nothing")
+    with pytest.raises(RequestError, match="are missing"):
+        write_between(file, "x")
+    assert file.read_text() == "nothing"
+
+
+def test_no_results_never_take_the_place_of_some(tmp_path, capsys):
+    """A folder that is not there is a slip of the pen, not an empty one."""
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+    argv = ["table", "--readme", str(file), "--results", str(tmp_path / "none")]
+    assert bench.main(argv) == 2 and "none: no such folder" in capsys.readouterr().err
+    assert "old" in file.read_text()
+
+
+def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(RequestError, match=r"README\.md: cannot be written: Permission denied"):
+        write_between(file, "new")
+
+
+def test_where_results_are_kept():
+    record = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "created": "2026-01-02T03:04:05+00:00"}
+    assert kept_file(record, "a-b", Path("r")) == Path("r/h100-80gb-hbm3/2026-01-02-a-b.json")
+
+
+def test_rounds_that_differ_are_told():
+    record = a_record() | {"bandwidth": None, "kind": "startup"}
+    record["machine"] |= {"packages": {}, "commit": None, "dirty": None, "source": "0" * 64}
+    record["machine"] |= {"python": "3", "driver": None}
+    record["rows"][0]["repeatable"] = False
+    assert any("did not give the same tokens" in line for line in notes(record))
+
+
+def test_kept_results_are_records():
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    files = list((ROOT / "benchmarks" / "results").rglob("*.json"))
+    assert files
+    for file in files:
+        validator.validate(json.loads(file.read_text()))
+
+
+def test_the_readme_s_table_is_the_results():
+    inside = between((ROOT / "README.md").read_text(encoding="utf-8"))
+    records = read_results(ROOT / "benchmarks" / "results")
+    assert inside is not None and records
+    assert inside == table(records), "python -m kog_triton.bench table --readme README.md"
