@@ -138,6 +138,13 @@ class Walk:
         count = ctypes.c_long(words.end - words.offset)
         self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
 
+    def fetches(self):
+        """What the last run asked to come into the L2: addresses and bytes [n, 2]."""
+        count = ctypes.c_long()
+        self.library.kog_fetches.restype = ctypes.POINTER(ctypes.c_int64)
+        first = self.library.kog_fetches(ctypes.byref(count))
+        return np.ctypeslib.as_array(first, (count.value, 2)).copy()
+
     @property
     def outcome(self):
         return int(self.memory.mailbox[2])

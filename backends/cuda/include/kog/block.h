@@ -58,6 +58,7 @@ struct Small {
   u32 stop;   // the consumers have left: the producer may
   u32 leave;   // no wait of this block waits any longer
   u32 joins;   // attentions whose splits were joined in a step of their own
+  u32 walks;   // 1 while a long span is walked
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
 };

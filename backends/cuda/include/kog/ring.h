@@ -54,14 +54,16 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.full[i], 1);
       barrier_init(&b.empty[i], kWarps);
     }
-    b.small->stop = b.small->leave = b.small->joins = 0;
+    b.small->stop = b.small->leave = b.small->joins = b.small->walks = 0;
     for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
   }
 }
 
 // The producer's side: chunk `count` goes to slot count % kRingChunks. While the ring is full the
-// stream goes on into the L2, a little at a time: what it fetched there is quick to get later.
+// stream goes on into the L2, a little at a time: what it fetched there is quick to get later. Not
+// while a long span is walked: the memory is busy with keys and values then, and idle behind them,
+// while the splits are joined.
 struct Producer {
   u32 count = 0, slot = 0;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
@@ -82,7 +84,7 @@ struct Producer {
     i64 due = clock_ticks();
     while (!barrier_test(&b.empty[slot], parity)) {
       if (load_volatile(&b.small->stop) != 0) return false;
-      if (fetched >= last || clock_ticks() < due) continue;
+      if (fetched >= last || clock_ticks() < due || load_volatile(&b.small->walks) != 0) continue;
       fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
                   kChunkBytes, policy);
       fetched++;

@@ -8,6 +8,8 @@ namespace kog {
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
 constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
+// Positions that the warps of a group take at once, a tile each: a round of a span.
+constexpr int kRoundRows = kWarpsAGroup * kTileRows;
 // The results of half of the warps find room at once.
 constexpr int kSlots = (kWarpsAGroup + 1) / 2;  // of a group of warps
 constexpr int kUnits = kKvHeads * kSplits;
