@@ -5,12 +5,12 @@ from kog_triton.backends.cuda.batches import up
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import WARPS
 
-# Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
+# Measured on an H200 (benchmarks/README.md).
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 BUNDLE = 4  # splits whose logarithms lie side by side
 QUERY_TOPS = 32  # words from those of one query to the next's: a line of the L2
 MERGED = 4  # splits that are joined by those who read them: of one bundle
-MERGED_LENGTH = 2048  # positions up to which they are not more
+MERGED_LENGTH = 512  # positions up to which they are not more
 HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
 JOINED = 8  # splits that one warp joins
 
