@@ -12,10 +12,13 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
-from cuda_walk import HERE, INCLUDE, Walk, build_walk, layout_of, memory
+from cuda_walk import FLAGS, HERE, INCLUDE, Walk, build_walk, layout_of, lower, memory
+from kog_triton.backends.cuda.columns import lay_out_columns
 from kog_triton.backends.cuda.serving import UNLIMITED
 
-from kog_triton.backends.request_words import OFFSETS
+from kog_triton.backends.request_words import OFFSETS, encode
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
 
 JUDGED = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 MOST = 1_000_000  # rounds of a block
@@ -40,13 +43,19 @@ class Verdict:
 class ThreadWalk(Walk):
     """One model; `limit` of `run` counts microseconds."""
 
+    source, slots = "decode.cu", 1
+
     def __init__(self, spec, weights, num_blocks, judged=True, include=INCLUDE, **changes):
         self.spec = spec
-        self.layout = layout_of(spec, num_blocks)
-        flags = ("-O1", "-g", "-pthread", "-DKOG_THREADS", *(JUDGED if judged else ()))
+        self.layout = self._lay_out(num_blocks)
+        judge = ("-g", "-pthread", "-DKOG_THREADS", *(JUDGED if judged else ()))
+        flags = (*FLAGS[self.source], *judge)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
-        self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
+        self.memory = memory.allocate(self.layout, weights, self.slots, torch.device("cpu"))
         self.verdict = Verdict(0, "")
+
+    def _lay_out(self, num_blocks):
+        return layout_of(self.spec, num_blocks)
 
     def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=-1, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
@@ -56,10 +65,13 @@ class ThreadWalk(Walk):
             tensor.zero_()
         m.mailbox[0] = control
         m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
-        tensors = {name: getattr(m, name) for name in memory.TENSORS}
-        if logits is not None:
-            tensors["logits"] = logits
-        pointers = m.pointers([0], limit, UNLIMITED)
+        others = {} if logits is None else {"logits": logits}
+        return self._launch([0], seed, limit, **others)
+
+    def _launch(self, slots, seed, limit, **others):
+        m = self.memory
+        tensors = {name: getattr(m, name) for name in memory.TENSORS} | others
+        pointers = m.pointers(slots, limit, UNLIMITED)
         at = -(-ctypes.sizeof(pointers) // ALIGNMENT) * ALIGNMENT
         places = {}
         for name, tensor in tensors.items():
@@ -86,6 +98,30 @@ class ThreadWalk(Walk):
             done = judged_run(["setarch", "-R", *command])
         assert done.returncode in (0, 1, RACE), done.stderr
         return Verdict(done.returncode, done.stderr)
+
+
+class ColumnThreadWalk(ThreadWalk):
+    """The same of a kernel of several columns: requests, or positions of one prompt if it is a `chunk`."""
+
+    source = "columns.cu"
+
+    def __init__(self, spec, weights, num_blocks, columns, chunk=False, **options):
+        self.columns, self.chunk, self.slots = columns, chunk, 1 if chunk else columns
+        super().__init__(spec, weights, num_blocks, **options)
+
+    def _lay_out(self, num_blocks):
+        lowering = lower(build(self.spec), GPUS["h200"], num_blocks)
+        return lay_out_columns(lowering, 64, self.columns, self.chunk)
+
+    def serve(self, requests, seed=0, limit=1 << 26):
+        """One launch of requests in slots 0, 1, ..."""
+        m = self.memory
+        for tensor in (m.words, m.error, m.mailbox):
+            tensor.zero_()
+        for r in requests:
+            m.write_request(r.slot, encode(r, self.spec.vocab_size), r.prompt, r.cached)
+        slots = [r.slot for r in requests]
+        return self._launch(slots * self.columns if self.chunk else slots, seed, limit)
 
 
 def judged_run(command: list[str]) -> subprocess.CompletedProcess[str]:

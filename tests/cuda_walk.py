@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
-from kog_triton.backends.cuda import header, memory, serving  # noqa: E402
+from kog_triton.backends.cuda import header, layout, memory, serving  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
 from kog_triton.backends.cuda.chunks import POSITIONS  # noqa: E402
 from kog_triton.backends.cuda.columns import COUNTS  # noqa: E402
@@ -51,17 +51,22 @@ FLAGS = {
 
 def layout_of(spec, num_blocks=0, max_context=64):
     lowering = lower(build(spec), GPUS["h200"], num_blocks)
-    return header.lay_out(lowering, max_context)
+    return layout.lay_out(lowering, max_context)
 
 
 def build_walk(
-    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None
+    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None
 ) -> Path:
     """What g++ makes of one model and a source of cuda_host; kept by content."""
     text = header.render(layout)
-    for name, wanted in (("kSplitLeast", split_least), ("kMergedLength", merged_length)):
+    changes = (
+        ("kSplitLeast", split_least),
+        ("kMergedLength", merged_length),
+        ("kStreams", streams),
+    )
+    for name, wanted in changes:
         if wanted:
-            text, count = re.subn(rf"{name} = \d+;", f"{name} = {wanted};", text)
+            text, count = re.subn(rf"{name} = \w+;", f"{name} = {wanted};", text)
             assert count == 1
     sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
     digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
@@ -102,11 +107,16 @@ class Walk:
         split_least=None,
         merged_length=None,
         flags=("-O1",),
+        streams=None,
     ):
         self.spec = spec
         self.layout = layout_of(spec, num_blocks, max_context)
         self.library = compile_walk(
-            self.layout, flags, split_least=split_least, merged_length=merged_length
+            self.layout,
+            flags,
+            split_least=split_least,
+            merged_length=merged_length,
+            streams=streams,
         )
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 
@@ -127,6 +137,13 @@ class Walk:
         first = self.memory.words.data_ptr() + 4 * words.offset
         count = ctypes.c_long(words.end - words.offset)
         self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
+
+    def fetches(self):
+        """What the last run asked to come into the L2: addresses and bytes [n, 2]."""
+        count = ctypes.c_long()
+        self.library.kog_fetches.restype = ctypes.POINTER(ctypes.c_int64)
+        first = self.library.kog_fetches(ctypes.byref(count))
+        return np.ctypeslib.as_array(first, (count.value, 2)).copy()
 
     @property
     def outcome(self):

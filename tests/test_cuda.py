@@ -146,6 +146,16 @@ PLAIN = {
         {"num_blocks": 7},
         0.02,
     ),
+    "weights of two stages ahead, which some blocks have more of": (
+        f16_spec(hidden_size=88, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=510),
+        {"num_blocks": 7, "streams": "true"},
+        0.02,
+    ),
+    "chunks of three fragments": (
+        f16_spec(hidden_size=1536, intermediate_size=192, vocab_size=64, num_layers=2),
+        {"num_blocks": 12, "streams": "true"},
+        0.02,
+    ),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
     "joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24),
@@ -166,6 +176,40 @@ def test_plain_models_agree_with_the_reference(name):
     weights = RandomWeights(spec)
     tokens = 14 if "split_least" in options else 5
     assert_close(Walk(spec, weights, **options), weights, tokens, limit)
+
+
+def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
+    """72 query heads leave a round of the walk one tile of 16 positions: 60 of them are four rounds."""
+    spec = f16_spec(
+        num_layers=2,
+        hidden_size=24,
+        intermediate_size=32,
+        num_heads=72,
+        num_kv_heads=1,
+        head_dim=8,
+    )
+    weights, layers, tile, tokens = RandomWeights(spec), spec.num_layers, 16, 60
+    walk = Walk(spec, weights, 1)
+    assert_close(walk, weights, tokens, 0.02)
+    fetched = walk.fetches()
+
+    def offsets(tensor):
+        """Of what was fetched from it; -1 where it was not."""
+        at = fetched[:, 0] - tensor.data_ptr()
+        return np.where((at >= 0) & (at + fetched[:, 1] <= tensor.nbytes), at, -1)
+
+    chunks, rows = offsets(walk.memory.weights), offsets(walk.memory.cache)
+    assert ((chunks >= 0) ^ (rows >= 0)).all()
+    positions = walk.layout.max_context
+    row_bytes = walk.memory.cache.nbytes // (layers * 2 * positions)
+    home, row = np.divmod(rows // row_bytes, positions)  # a layer's keys or values
+    tiles = (rows >= 0) & (row > 0)
+    assert (fetched[tiles, 1] == tile * row_bytes).all()
+    for which in range(2 * layers):  # all that is full before the newest position
+        assert set(row[tiles & (home == which)]) == {tile, 2 * tile}
+    # Walks of three rounds and more keep weights back, and let them go on in the end.
+    first_tile = np.flatnonzero(tiles)[0]
+    assert (chunks[first_tile:] >= 0).any()
 
 
 @pytest.mark.parametrize("head", [Head.MEAN, Head.SUM_THEN_NORM, Head.VOCAB_PARALLEL, Head.CONCAT])

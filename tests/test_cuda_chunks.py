@@ -21,17 +21,19 @@ from cuda_walk import (
     lower,
 )
 from kog_triton.backends.cuda import chunks
+from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
 from ring_walker import spec_of
 from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
 from test_cuda_life import Server, tokens_of
 
-from kog_triton.backends.library_prefill import choose_prefill
+from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
 from kog_triton.backends.mailbox import Failure
 from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, RunError
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
@@ -57,7 +59,7 @@ def launched(backend):
 # ---- layout ----
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "laneformer-2b"])
 def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     spec = named_shape(name)
     chunk = layout_of(spec)
@@ -65,9 +67,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
     assert chunk.ring_chunks > chunk.lowering.window_chunks
-    keys = header.attention_bytes(spec, chunk.splits, 8) - header.attention_bytes(
-        spec, chunk.splits
-    )
+    keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)
     assert "bool kChunk = false" in header.render(columns)
@@ -218,10 +218,11 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     assert launched(backend) == (1, 0)
 
 
-def test_auto_gives_the_library_longer_prompts_than_without_chunks():
+@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES])
+def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
     tokens = range(1, 100)
     for first in (0, 200):
-        chosen = [choose_prefill(n, first, chunks.CHUNKED) for n in tokens]
+        chosen = [choose_prefill(n, first, crossover) for n in tokens]
         assert chosen == sorted(chosen) and set(chosen) == {"kernel", "library"}
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
@@ -317,10 +318,13 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     steps, _ = alone(spec, [r])
     backend = make(FailingBackend, spec, 1)
     assert backend.chunks.kernel is None and run(backend, r) == steps
+    assert backend.chunks.crossover == BY_TOKEN
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
-    lanes = make(ChunkBackend, spec_of(num_lanes=2, intermediate_size=96), 1, 4)
+    lanes = make(ChunkBackend, spec_of(num_lanes=2, head=Head.CONCAT), 1, 4)
     assert lanes.chunks.kernel is None
-    assert "prompts run a token at a time: requests of a model with lanes" in caplog.text
+    assert (
+        "prompts run a token at a time: requests whose lanes are scored side by side" in caplog.text
+    )
 
 
 # ---- machine code ----

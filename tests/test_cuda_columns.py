@@ -16,6 +16,7 @@ import torch
 from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
+from kog_triton.backends.cuda.layout import lay_out
 from ring_walker import spec_of
 from test_cuda import f16_spec, innermost, is_local, machine_code
 from test_cuda_life import Server, ended, held, tokens_of
@@ -24,7 +25,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType
+from kog_triton.model.spec import DType, Head
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.schedule import build
@@ -93,7 +94,9 @@ def staggered(backend, requests):
 # ---- layout ----
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b", "laneformer-2b"]
+)
 @pytest.mark.parametrize("columns", COUNTS)
 def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     layout = layout_of(named_shape(name), columns)
@@ -104,15 +107,21 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
     assert layout.ring_chunks > layout.lowering.window_chunks
     # The weights are packed once: both kernels read the same stream.
-    one = header.lay_out(layout.lowering, 1024)
+    one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
     for key in ("kFragK", "kFragments", "kChunkBytes", "kBlocks"):
         assert numbers[0][key] == numbers[1][key]
+    # What columns were measured with.
+    assert [numbers[1][k] for k in ("kWindowChunks", "kCalmChunks", "kAheadTicks")] == [
+        "3",
+        "2",
+        "1600",
+    ]
 
 
-def test_models_with_lanes_and_too_much_at_once_are_refused():
-    with pytest.raises(ModelError, match="with lanes share the cuda kernel by turns"):
-        layout_of(named_shape("laneformer-2b"), 2)
+def test_lanes_side_by_side_and_too_much_at_once_are_refused():
+    with pytest.raises(ModelError, match="lanes are scored side by side share the cuda kernel"):
+        layout_of(spec_of(num_lanes=2, head=Head.CONCAT), 2)
     lowering = lower(build(spec_of(dtype=DType.F16)), GPUS["h200"], 2)
     narrow = replace(lowering.tilings["qkv_proj"], unit_rows=4, fragment_rows=4)
     lowering = replace(lowering, tilings=lowering.tilings | {"qkv_proj": narrow})
@@ -124,7 +133,7 @@ def test_models_with_lanes_and_too_much_at_once_are_refused():
 
 
 def test_a_model_without_columns_takes_turns():
-    backend = make(ColumnBackend, spec_of(num_lanes=2, intermediate_size=96), num_blocks=4)
+    backend = make(ColumnBackend, spec_of(num_lanes=2, head=Head.CONCAT), num_blocks=4)
     assert backend.columns.counts == () and not backend.columns.ready(2)
     got = run(backend, request(0, PROMPTS[0], 2), request(1, PROMPTS[1], 2))
     assert [len(steps) for steps in got.values()] == [2, 2]
@@ -477,7 +486,7 @@ FAULTS = {
     ),
     "sums that a slower warp still reads": (
         "columns/matvec.h",
-        "  sync_consumers();  // the sums have been read\n",
+        "  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read\n",
         "",
     ),
     "the streams' rms of another column": (
@@ -507,7 +516,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     assert path.read_text().count(before) == 1
     path.write_text(path.read_text().replace(before, after))
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
-    spec = f16_spec(num_layers=2)
+    spec = f16_spec(num_layers=6)
     requests = [request(i, p, 6) for i, p in enumerate(PROMPTS[:4])]
     steps, cache = alone(spec, requests, 6)
     backend = make(ColumnBackend, spec, 4, 6, -1, counts=(4,))

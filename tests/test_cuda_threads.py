@@ -86,7 +86,7 @@ RACES = {
     "rows of the cache are read without a fence": {"append"},
     "a word is read as plain memory": {"poll_vectors"},
     "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
-    "a chunk is handed back before it is read": {"take", "load"},
+    "a chunk is handed back before it is read": {"take_there", "load"},
 }
 EDITS = (
     ("layer.h", "&& sends) fence_gpu();", f"&& sends && !{chosen(1)}) fence_gpu();"),
@@ -112,13 +112,13 @@ EDITS = (
     (
         "matvec.h",
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
-        f"if {chosen(5)} ring.release(b);\n"
+        f"if (mine && {chosen(5)}) ring.release(b);\n"
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
     ),
     (
         "matvec.h",
-        "    ring.release(b);\n  }\n};",
-        f"    if (!{chosen(5)}) ring.release(b);\n  }}\n}};",
+        "    if (mine) ring.release(b);\n  }\n};",
+        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n}};",
     ),
 )
 

@@ -91,7 +91,7 @@ def test_the_tree_is_read():
     assert {"kog_triton", "kog_triton.engine", "kog_triton.schedule.cuda"} <= set(MODULES)
     assert "kog_triton.model.spec" in imports(MODULES["kog_triton.schedule.schedule"])
     assert {"reference", "triton", "cuda"} <= BACKENDS
-    assert "kog_triton.backends.cuda.header" in imports(MODULES["kog_triton.backends.cuda.memory"])
+    assert "kog_triton.backends.cuda.layout" in imports(MODULES["kog_triton.backends.cuda.memory"])
     assert set(ARROWS) <= {room(m) for m in MODULES}
 
 

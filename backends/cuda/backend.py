@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.chunks import CHUNKED, POSITIONS, Chunks
+from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import Layout, lay_out, render
+from kog_triton.backends.cuda.header import render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
+from kog_triton.backends.cuda.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
@@ -31,7 +32,7 @@ from kog_triton.backends.cuda.serving import (
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import BY_TOKEN, open_library, run_prompt
+from kog_triton.backends.library_prefill import open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
@@ -167,8 +168,7 @@ class CudaBackend:
     def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        crossover = BY_TOKEN if self.chunks.kernel is None else CHUNKED
-        return run_prompt(self.library, self.options.prefill, request, cache, crossover)
+        return run_prompt(self.library, self.options.prefill, request, cache, self.chunks.crossover)
 
     def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
         """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make_kernel
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import Layout
+from kog_triton.backends.cuda.layout import Layout
 
-from kog_triton.backends.library_prefill import Crossover
+from kog_triton.backends.library_prefill import BY_TOKEN, Crossover
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
@@ -27,6 +27,9 @@ CHUNKS_FROM = 3
 # for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48 tokens 5.4 for 6.0, behind 2,000 ones
 # 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions 0.92, behind 2,200 1.64.
 CHUNKED = Crossover(8, 48)
+# The same of models with lanes, by Laneformer-2B in fp16, development runs: 8 tokens 2.00 ms for the library's 3.04,
+# 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 6.9, 32 tokens 8.2 for 6.8, behind 800 9.2 for 6.9.
+CHUNKED_LANES = Crossover(8, 24)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
 MOST_CHUNKS = 32
@@ -75,6 +78,14 @@ class Chunks:
     def for_prompt(self, tokens: int) -> ColumnKernel | None:
         """The kernel, if there is one and it is for so many tokens that a prompt has left."""
         return self.kernel if tokens >= CHUNKS_FROM else None
+
+    @property
+    def crossover(self) -> Crossover:
+        """From which prompts on "auto" means the library."""
+        if self.kernel is None:
+            return BY_TOKEN
+        lanes = self.kernel.layout.lowering.schedule.num_shards
+        return CHUNKED_LANES if lanes > 1 else CHUNKED
 
     def memory_bytes(self) -> int:
         return 0 if self.kernel is None else self.kernel.nbytes

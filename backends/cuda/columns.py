@@ -1,8 +1,9 @@
 """The layout of a kernel of several token columns: one step serves as many requests.
 
-It reads the same weight stream as the kernel of one token. Regions of words have a row a column, or hold
-the operands of all columns as warps read them (include/kog/columns/matvec.h); flags have a word a unit. What
-cannot take part is refused by name: requests then take turns, a token each, on the kernel of one token.
+It reads the same weight stream as the kernel of one token. Regions of words have a row a lane and column, or
+hold the operands of all columns of a lane as warps read them (include/kog/columns/matvec.h); flags have a word
+a unit. What cannot take part is refused by name: requests then take turns, a token each, on the kernel of one
+token.
 """
 
 import logging
@@ -12,26 +13,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from kog_triton.backends.cuda import lanes
+from kog_triton.backends.cuda.attention import MERGED, attention_bytes
+from kog_triton.backends.cuda.batches import finished_items, up
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import (
+from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
     LINE_WORDS,
-    MERGED,
     PARTIAL_BYTES,
-    WARPS,
     Layout,
     Region,
     add_head_regions,
     add_region,
     add_split_regions,
-    attention_bytes,
     check_model,
-    is_wide,
-    up,
 )
 
 from kog_triton.errors import ModelError
-from kog_triton.schedule.cuda import MMA_ROWS, CudaLowering
+from kog_triton.model.spec import Head
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering, is_wide
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,11 @@ def lay_out_columns(
     `chunk`; ModelError if they do not fit."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    if schedule.num_shards != 1:
-        raise ModelError("requests of a model with lanes share the cuda kernel by turns")
+    shards = schedule.num_shards
+    if shards > 1 and spec.head is Head.CONCAT:
+        raise ModelError(
+            "requests whose lanes are scored side by side share the cuda kernel by turns"
+        )
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     for name, stage in stages.items():
         if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
@@ -58,22 +61,36 @@ def lay_out_columns(
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
         if lowering.padded_k(stages[name]) > slices:
             raise ModelError(f"{name}: a part of K outgrows a warp's slice of the residual stream")
-    splits = max(1, lowering.num_blocks // spec.num_kv_heads)
+    group = lowering.group_size(stages["qkv_proj"])
+    splits = max(1, group // spec.lane_kv_heads)
     merged = min(MERGED, splits)
     regions: dict[str, Region] = {}
-    add_region(regions, "qkv", -(-schedule.exchange("qkv").width // 2), columns)
+
+    def add(name: str, width: int, rows: int = 1, buffers: int = 1) -> None:
+        """`rows` a lane."""
+        add_region(regions, name, width, shards * rows, buffers)
+
+    add("qkv", -(-schedule.exchange("qkv").width // 2), columns)
     for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
         images = merged if name == "attention" else 1
-        add_region(regions, name, lowering.padded_k(stages[stage]) // 2 * columns, images)
-    add_region(regions, "tops", spec.num_heads * merged * columns)
-    heads = spec.num_kv_heads * splits * columns
-    add_split_regions(regions, spec, spec.num_kv_heads * columns, splits)
-    add_region(regions, "attention_flags", heads)
-    for name in ("attention_out", "mlp_out"):
-        add_region(regions, name, spec.hidden_size, columns)
-        add_region(regions, name + "_flags", -(-spec.hidden_size // 4) * -(-columns // 4))
-    lines = -(-lowering.num_blocks // FLAGS_TOGETHER)
-    add_region(regions, "mlp_flags", lines * LINE_WORDS)
+        add(name, lowering.padded_k(stages[stage]) // 2 * columns, 1, images)
+    add("tops", spec.lane_heads * merged * columns)
+    heads = spec.lane_kv_heads * columns
+    add_split_regions(regions, spec, shards * heads, splits)
+    add("attention_flags", heads * splits)
+    for name, reduces in (
+        ("attention_out", spec.reduce_attention),
+        ("mlp_out", spec.reduce_mlp),
+    ):
+        add(name, spec.hidden_size, columns)
+        add(name + "_flags", marks_of(spec.hidden_size, columns))
+        buffers = lanes.num_buffers(reduces, spec.delay) if shards > 1 else 0
+        add(name + "_sent", spec.hidden_size if buffers else 0, columns, max(1, buffers))
+    add("mlp_flags", -(-group // FLAGS_TOGETHER) * LINE_WORDS)
+    mixed = spec.hidden_size if shards > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
+    add("part", mixed, columns)
+    add_region(regions, "y", mixed, columns)
+    add_region(regions, "y_flags", marks_of(mixed, columns))
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
@@ -93,6 +110,12 @@ def lay_out_columns(
         spec, splits, columns if chunk else 1
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
+    if lanes.shares(spec):
+        # Beside all that o_proj and down_proj keep, where x is staged for other stages.
+        at = up(max(behind, layout.stage_bytes(stages["down_proj"])), 128)
+        joined = max(finished_items(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))
+        layout = replace(layout, joined_at=at)
+        rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
     free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
@@ -102,6 +125,11 @@ def lay_out_columns(
             f"more than {lowering.window_chunks} are needed"
         )
     return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
+
+
+def marks_of(rows: int, columns: int) -> int:
+    """Words of the marks of so many rows (include/kog/columns/stream.h)."""
+    return -(-rows // 4) * -(-columns // 4)
 
 
 @dataclass(frozen=True)

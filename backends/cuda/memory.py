@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.header import LAYER, MOST_SEATS, POINTS, Layout
+from kog_triton.backends.cuda.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.names import LAYER, POINTS
 from kog_triton.backends.cuda.protocol import MAILBOX_WORDS
 
 from kog_triton.backends import WeightSource

@@ -1,14 +1,15 @@
 """The kernel's stamps as a Recording: one request, once by the plain kernel and once by one that takes stamps.
 
-The kernel's rows are points of a layer (header.POINTS), the head's behind the layers'. A point that a block
+The kernel's rows are points of a layer (names.POINTS), the head's behind the layers'. A point that a block
 does not pass keeps what an older token left there: those are told by their time.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from kog_triton.backends.cuda.header import LAYER, POINTS, Layout
+from kog_triton.backends.cuda.layout import Layout
 from kog_triton.backends.cuda.memory import Memory
+from kog_triton.backends.cuda.names import LAYER, POINTS
 
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Recording, Span

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.header import Layout
+from kog_triton.backends.cuda.layout import Layout
 from kog_triton.backends.cuda.memory import Memory, Pointers
 from kog_triton.backends.cuda.protocol import StageId
 

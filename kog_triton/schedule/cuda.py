@@ -21,18 +21,20 @@ from dataclasses import dataclass
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
-from kog_triton.schedule.schedule import Epilogue, Schedule, Scope, Stage
+from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import KB, Gpu
 
 WARPS = 16  # consumer warps; one more warp fills the ring
 FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
 MMA_ROWS = FRAGMENT_ROWS[0]
-# (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
-# larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
-CHUNKS = ((32, 2), (16, 3), (16, 4))
-# In flight a block: more makes polls queue behind weights (prototypes on H200: benchmarks/README.md).
-WINDOW_BYTES = 48 * KB
-CALM_BYTES = 32 * KB  # the same while the block has chunks to go on with
+# (frag_k, fragments a warp and chunk): chunks of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
+# ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
+# they alone that end where units do (benchmarks/README.md).
+CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
+# In flight a block: more makes polls queue behind weights (H200: benchmarks/README.md). Then the same while
+# the block has chunks to go on with.
+WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
+STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB  # where the stream sets the pace
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 18
@@ -81,20 +83,36 @@ class CudaLowering(Partition):
         return (self.gpu.shared_bytes - self.fixed_shared_bytes) // (self.chunk_bytes + 16)
 
     @property
+    def streams(self) -> bool:
+        """Whether a layer is more than two rings: then the stream sets the pace, else the exchanges do."""
+        layer = sum(
+            self.stage_chunks(stage, 0, 0)
+            for stage in matrix_stages(self.schedule)
+            if stage.name != "lm_head"
+        )
+        return layer > 2 * self.ring_chunks
+
+    @property
     def window_chunks(self) -> int:
-        return max(1, WINDOW_BYTES // self.chunk_bytes)
+        return self.chunks_of(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
 
     @property
     def calm_chunks(self) -> int:
-        return max(1, CALM_BYTES // self.chunk_bytes)
+        return self.chunks_of(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
+
+    def chunks_of(self, size: int) -> int:
+        """As many as reach `size` bytes."""
+        return -(-size // self.chunk_bytes)
 
     @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring: partial sums twice, activations of the widest stage, words."""
         partials = 2 * PARTIAL_ROWS * WARPS * 4
-        widest = max(self.padded_k(stage) for stage in matrix_stages(self.schedule))
-        copies = max(WARPS // self.tilings[s.name].k_parts for s in matrix_stages(self.schedule))
-        return partials + widest * 2 * copies + 2 * KB
+        return partials + max(map(self.staged_bytes, matrix_stages(self.schedule))) + 2 * KB
+
+    def staged_bytes(self, stage: Stage) -> int:
+        """Of a stage's activations, as its warps read them."""
+        return self.padded_k(stage) * (4 if is_wide(stage) else 2)
 
     def padded_k(self, stage: Stage) -> int:
         return self.tilings[stage.name].padded_k(stage.cols)
@@ -166,7 +184,8 @@ class CudaLowering(Partition):
 
 
 def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
-    """The lowering whose busiest blocks read least; ties go to the larger fragment and to more K parts."""
+    """The lowering whose busiest blocks read least; ties go to the larger ring, to chunks that end where units
+    do, to the larger fragment and to more K parts."""
     if schedule.spec.dtype is DType.F32:
         raise ModelError("float32 weights do not run on tensor cores: choose --dtype bf16 or fp16")
     # Every block must own a unit of the residual stream (check.py): a small model gets fewer blocks.
@@ -187,7 +206,20 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
-    return min(candidates, key=_cost)
+    return min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+
+
+def is_wide(stage: Stage) -> bool:
+    """Whether activations come as float32 (kept as two 16-bit parts) or as 16-bit words."""
+    return stage.prologue is Prologue.RMS_NORM or stage.source == "y"
+
+
+def _unrolled(lowering: CudaLowering) -> int:
+    """Stages some of whose units end within a chunk: their code is several units long."""
+    return sum(
+        unit_period(lowering.steps(stage), lowering.fragments) > 1
+        for stage in matrix_stages(lowering.schedule)
+    )
 
 
 def _cost(lowering: CudaLowering) -> float:
@@ -195,6 +227,7 @@ def _cost(lowering: CudaLowering) -> float:
     fragments = sum(
         segment.repeat
         * max(lowering.stage_fragments(stage, 0, lowering.place(stage, b), rank) for b in blocks)
+        * (FOUR_ROWS_COST if lowering.fragment(stage)[0] != MMA_ROWS else 1)
         for rank in range(lowering.schedule.num_ranks)
         for blocks in [range(lowering.num_blocks)]
         for segment in lowering.schedule.segments

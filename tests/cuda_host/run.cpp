@@ -3,12 +3,19 @@
 
 const kog::u32 *kog::host::late_first, *kog::host::late_last;
 kog::i64 kog::host::late_rounds;
+std::vector<kog::host::Fetch> kog::host::fetches;
 
 // In the next run stores to `count` words land late (kog/alone.h).
 extern "C" void kog_store_late(const kog::u32* first, long count, long rounds) {
   kog::host::late_first = first;
   kog::host::late_last = first + count;
   kog::host::late_rounds = rounds;
+}
+
+// What the last run asked to come into the L2, `count` places and their bytes.
+extern "C" const kog::host::Fetch* kog_fetches(long* count) {
+  *count = static_cast<long>(kog::host::fetches.size());
+  return kog::host::fetches.data();
 }
 
 // The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
@@ -19,6 +26,7 @@ extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, l
   using namespace kog::host;
   argument = call;
   ticks = 0;
+  fetches.clear();
   BlockRunner* blocks[kog::kBlocks];
   for (int i = 0; i < kog::kBlocks; i++) blocks[i] = new BlockRunner(i);
   Dice dice(seed);

@@ -40,6 +40,7 @@ static void excuse(const kog::Small& small) {
     AnnotateBenignRaceSized(__FILE__, __LINE__, &member, sizeof member, "written alike");
   };
   alike(small.seats), alike(small.slot), alike(small.token), alike(small.position);
+  alike(small.chosen);
 }
 
 static void run_block(int index, int seed, long most, bool* ended) {

@@ -5,11 +5,12 @@ import torch
 from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
 from test_cuda_chunks import prompt_of
+from test_cuda_gpu import lanes_spec
 from test_cuda_life import held, request, run
 
 from kog_triton.backends import BackendOptions
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType
+from kog_triton.model.spec import DType, Head
 from kog_triton.random_weights import RandomWeights
 
 pytestmark = pytest.mark.gpu
@@ -18,6 +19,9 @@ SPECS = {
         dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
         windows=(5, 0, 90), max_context=4096,
     ),
+    "lanes": lanes_spec(Head.MEAN).replace(max_context=4096),
+    "lanes, rows of each": lanes_spec(Head.VOCAB_PARALLEL).replace(max_context=4096),
+    "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "qwen3-0.6b": named_shape("qwen3-0.6b"),
 }  # fmt: skip

@@ -41,6 +41,15 @@ inline void land_stores(BlockState& block) {
   }
   block.stores.swap(left);
 }
+
+// What a run asked to come into the L2.
+struct Fetch {
+  const void* from;
+  u64 bytes;
+};
+extern std::vector<Fetch> fetches;
+inline void note_fetch(const void* from, u32 bytes) { fetches.push_back({from, bytes}); }
+
 inline u32 swap_if(u32* p, u32 expected, u32 v) {
   u32 old = *p;
   if (old == expected) *p = v;

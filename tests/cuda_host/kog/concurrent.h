@@ -185,6 +185,7 @@ void add(T* p, T v) {
   std::atomic_ref<T>(*p).fetch_add(v, std::memory_order_relaxed);
 }
 
+inline void note_fetch(const void*, u32) {}
 KOG_EMULATED void note_release(void* at) { __tsan_release(at); }
 KOG_EMULATED void note_acquire(void* at) { __tsan_acquire(at); }
 // A warp arrives at the block's barrier with its last lane and leaves it with its first.

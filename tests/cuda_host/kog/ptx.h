@@ -364,7 +364,7 @@ KOG_EMULATED bool barrier_try(u64* b, u32 parity) {
 }
 inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
 inline u64 read_once() { return 0; }
-inline void fetch_to_l2(const void*, u32, u64 = 0) {}
+inline void fetch_to_l2(const void* from, u32 bytes, u64 = 0) { host::note_fetch(from, bytes); }
 KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
   host::BlockState& block = *host::current->block;
   host::note_release(&block.copies);

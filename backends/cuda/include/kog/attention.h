@@ -3,7 +3,8 @@
 //   before the wait   the first tile of keys and values, rotation and gains
 //   the wait          one poll a warp, the last warps first, which have no tile in a short context:
 //                     a query head each, then the new key, then the new value (heads.h)
-//   walk              16 warps over the tiles (cache.h, softmax.h)
+//   walk              16 warps over the tiles (cache.h, softmax.h); in a long context each tile goes
+//                     to the L2 a round before a warp loads it
 //   merge             over the warps in shared memory (merge.h); the split's output and the
 //                     logarithm of its sum become words
 //
@@ -16,6 +17,17 @@
 #include <kog/merge.h>
 
 namespace kog {
+
+constexpr int kShortRounds = 2;  // of a span that leaves the memory time for weights, at most
+
+// Bring a warp's tile into the L2 if all of it is in the cache before `end`: a round before its
+// loads, which alone keep too little in flight for all of the memory's bandwidth.
+KOG_DEVICE void fetch_tile(const Block& b, const u16* keys, const u16* values, int at, int end) {
+  if (b.in_warp != 0 || b.warp >= kWarpsAGroup || at + kTileRows > end) return;
+  constexpr u32 kBytes = kTileRows * kRowDim * 2;
+  fetch_to_l2(keys + static_cast<u64>(at) * kRowDim, kBytes);
+  fetch_to_l2(values + static_cast<u64>(at) * kRowDim, kBytes);
+}
 
 // A key/value head over one span of the context; `put` gets what merge_warps finds. `fresh`: what is
 // not in the cache yet (Newest).
@@ -31,11 +43,14 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   bool walks = head_group < kHeadGroups && walker < walked;
   int cached = walks ? fresh.cached(span) : 0;
   int at = span.start + walker * kTileRows;
+  bool first_of_long = b.thread == 0 && tiles > kShortRounds * kWarpsAGroup;
+  if (first_of_long) store_volatile(&b.small->walks, 1);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   Keys key;
   Values value;
   key.load(b, keys, at, cached);
   value.load(b, values, at, cached);
+  fetch_tile(b, keys, values, at + kRoundRows, cached);
   Rotation rotation = fresh.rotation(b, span, position);
   fresh.receive(b, span, position, phase, scratch, rotation);
   stamp(b, Point::kAttentionQkv);
@@ -44,16 +59,18 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   Softmax softmax;
   if (walks) {
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
-    for (; at < span.end; at += kWarpsAGroup * kTileRows) {
-      int next = at + kWarpsAGroup * kTileRows;
+    for (; at < span.end; at += kRoundRows) {
+      int next = at + kRoundRows;
       fresh.patch(b, span, position, at, scratch, key, value);
       float p[kTileRows / 8][2];
       softmax.weigh(b, queries, key, span.end - at, p);
+      fetch_tile(b, keys, values, next + kRoundRows, cached);
       key.load(b, keys, next, cached);  // on its way while the values are added
       softmax.add(value, p);
       value.load(b, values, next, cached);
     }
   }
+  if (first_of_long) store_volatile(&b.small->walks, 0);
   put_results(b, walks, walked, softmax, scratch);
   merge_warps(b, walked, scratch, put);
   stamp(b, Point::kAttentionSplit);

@@ -58,11 +58,12 @@ struct Small {
   u32 stop;   // the consumers have left: the producer may
   u32 leave;   // no wait of this block waits any longer
   u32 joins;   // attentions whose splits were joined in a step of their own
+  u32 walks;   // 1 while a long span is walked
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
 };
 constexpr u32 kExpired = 2;
-static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in header.py");
+static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
 
 struct Block {
   const Pointers& p;
@@ -153,9 +154,12 @@ KOG_DEVICE void pair_clocks(const Block& b, int end) {
   }
 }
 
-// The row of an exchange's words: the lane's or, in a kernel of columns, where there is one lane, the
-// column's.
-KOG_DEVICE int words_row(const Block& b) { return kColumns > 1 ? b.column : b.lane; }
+// The lane in a kernel of columns, known where there is one.
+KOG_DEVICE int lane_of(const Block& b) { return kLanes > 1 ? b.lane : 0; }
+// The row of an exchange's words: the lane's or, in a kernel of columns, that of the lane's column.
+KOG_DEVICE int words_row(const Block& b) {
+  return kColumns > 1 ? lane_of(b) * kColumns + b.column : b.lane;
+}
 
 template <class Stage>
 KOG_DEVICE int stage_place(const Block& b) {

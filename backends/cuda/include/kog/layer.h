@@ -135,19 +135,26 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   b.begin_stage();
   attention(b, b.small->position, phase_of(k.iteration));
   stamp(b, Point::kAttention);
-  Ahead<OProj> o_weights;
-  o_weights.take(b, k.ring);
+  // While some blocks attend the rings fill up: behind all of o_proj's weights the next stage's are taken,
+  // as many as there are registers for, and the others when those are free.
+  using OWeights = Ahead<OProj>;
+  using GateUpWeights = Ahead<GateUpProj>;
+  constexpr int kEarly =
+      kStreams && OWeights::kWhole ? kLeast<kMostAhead - OWeights::kCount, GateUpWeights::kCount> : 0;
+  OWeights o_weights;
+  GateUpWeights gate_up_weights;
+  o_weights.template take<0, OWeights::kCount, kStreams>(b, k.ring, b.layer);
+  gate_up_weights.template take<0, kEarly, kStreams>(b, k.ring, b.layer);
   b.begin_stage();
   stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(k.iteration));
   stamp(b, Point::kOProjInput);
   o_proj(b, k, o_weights);
-  Ahead<GateUpProj> gate_up_weights;
-  gate_up_weights.take(b, k.ring);
+  gate_up_weights.template take<kEarly, GateUpWeights::kCount, kStreams>(b, k.ring, b.layer);
   join_attention_out(b, k);
   gate_up_proj(b, k, gate_up_weights);
   stamp(b, Point::kGateUpProj);
   Ahead<DownProj, true> down_weights;
-  down_weights.take(b, k.ring);
+  down_weights.take(b, k.ring, b.layer);
   down_proj(b, k, down_weights);
 }
 
@@ -172,7 +179,7 @@ KOG_DEVICE void run_layers_ahead(Block& b, Walk& k) {
     run_layer(b, k);
     if (b.layer == kLayers - 1) break;
     Ahead<QkvProj, true> qkv_weights;
-    qkv_weights.take(b, k.ring);
+    qkv_weights.take(b, k.ring, b.layer + 1);
     join_mlp_out(b, k);
     b.layer++;
     qkv_proj(b, k, qkv_weights);

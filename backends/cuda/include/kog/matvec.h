@@ -252,29 +252,37 @@ struct Chunk {
   Fragment w[kFragments];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    const u8* from = ring.wait(b) + b.warp * kFragmentBytes + Shape<Stage>::at(b);
+    ring.wait(b);
+    take_there(b, ring);
+  }
+  // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
+  // under a condition would take other registers (benchmarks/README.md).
+  KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
+    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + Shape<Stage>::at(b);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
-    ring.release(b);
+    if (mine) ring.release(b);
   }
 };
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
-// registers, and only chunks that every block has: registers that some blocks fill and others do not
-// are spilled. `kAllOrNone`: only if they are the whole run.
-constexpr int kAheadWords = 32;
+// registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
+constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
+constexpr int kMostAhead = kAheadWords / (kFragments * kLaneWords);  // chunks
+static_assert(kMostAhead <= kRingChunks);  // all of them may be waited for at once
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
 struct Ahead {
   static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
-  static constexpr bool kEven = kSure * Stage::kGroup == Stage::kUnits;
+  static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
   static constexpr int kSureChunks = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
-  static constexpr int kRoom = kLeast<kAheadWords / (kFragments * kLaneWords),
-                                      Stage::kBatch * Stage::kSteps / kFragments>;
-  static constexpr bool kWhole = kEven && kSureChunks <= kRoom;
-  static constexpr int kMost = kAllOrNone && !kWhole ? 0 : kLeast<kRoom, kSureChunks>;
+  static constexpr int kAllChunks = (kLongest * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kRoom =
+      kLeast<kMostAhead, Stage::kBatch * Stage::kSteps / kFragments>;
+  static constexpr bool kWhole = kAllChunks <= kRoom;
+  static constexpr int kMost = kWhole ? kAllChunks : kAllOrNone ? 0 : kLeast<kRoom, kSureChunks>;
   // Part of a period only where its code is laid out chunk by chunk.
   static constexpr int kCount =
       kUnrolledPeriod<Stage> ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
@@ -282,9 +290,20 @@ struct Ahead {
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
   Chunk<Stage> chunks[kCount ? kCount : 1];
 
-  KOG_DEVICE void take(Block& b, Ring& ring) {
+  // All of them, for `layer`, as they come.
+  KOG_DEVICE void take(Block& b, Ring& ring, int layer) { take<0, kCount, false>(b, ring, layer); }
+  // Chunks [kFirst, kLast): kTogether where a ring that is full has them all.
+  template <int kFirst, int kLast, bool kTogether>
+  KOG_DEVICE void take(Block& b, Ring& ring, int layer) {
+    if constexpr (kTogether) ring.wait_for<kLast - kFirst>(b);
 #pragma unroll
-    for (int i = 0; i < kCount; i++) chunks[i].take(b, ring);
+    for (int i = kFirst; i < kLast; i++) {
+      if constexpr (!kTogether) ring.wait(b);
+      chunks[i].take_there(b, ring, is_mine(b, layer, i));
+    }
+  }
+  KOG_DEVICE static bool is_mine(const Block& b, int layer, int i) {
+    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.place, layer);
   }
 };
 template <class Stage>

@@ -9,7 +9,7 @@ namespace kog {
 // answers to polls wait behind it.
 KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span) {
   int rows = span.end - span.start;
-  if (rows > kWarpsAGroup * kTileRows) rows = kWarpsAGroup * kTileRows;
+  if (rows > kRoundRows) rows = kRoundRows;
   const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
   fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
   fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);

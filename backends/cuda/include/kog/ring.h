@@ -10,25 +10,41 @@ struct Ring {
   u32 slot = 0, parity = 0;
 
   KOG_DEVICE const u8* wait(Block& b) {
-    i64 since = kProfile ? clock_ticks() : 0;
-    if (any_lane(!barrier_try(&b.full[slot], parity))) wait_on(b);
-    if constexpr (kProfile) b.ring_ticks += clock_ticks() - since;
-    return b.ring + slot * kChunkBytes;
+    wait_for<1>(b);
+    return chunk(b);
   }
-  KOG_DEVICE void wait_on(Block& b) {
+  KOG_DEVICE const u8* chunk(const Block& b) const { return b.ring + slot * kChunkBytes; }
+  // Until the next N are there: the code of a wait that lasts stands there once, not N times.
+  template <int N>
+  KOG_DEVICE void wait_for(Block& b) {
+    i64 since = kProfile ? clock_ticks() : 0;
+    bool there = true;
+    Ring next = *this;
+#pragma unroll
+    for (int i = 0; i < N; i++, next.step()) there &= barrier_try(&b.full[next.slot], next.parity);
+    if (any_lane(!there)) {
+      next = *this;
+#pragma unroll 1
+      for (int i = 0; i < N; i++, next.step()) next.wait_on(b);
+    }
+    if constexpr (kProfile) b.ring_ticks += clock_ticks() - since;
+  }
+  KOG_DEVICE void wait_on(Block& b) const {
     begin_wait(b);
-    do {
+    while (any_lane(!barrier_try(&b.full[slot], parity)))
       if (give_up(b, Step::kRing, slot, parity ^ 1, parity)) break;
-    } while (any_lane(!barrier_try(&b.full[slot], parity)));
     end_wait(b);
   }
-  KOG_DEVICE void release(Block& b) {
-    sync_warp();
-    if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);
+  KOG_DEVICE void step() {
     if (++slot == kRingChunks) {
       slot = 0;
       parity ^= 1;
     }
+  }
+  KOG_DEVICE void release(Block& b) {
+    sync_warp();
+    if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);
+    step();
   }
 };
 
@@ -38,14 +54,16 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.full[i], 1);
       barrier_init(&b.empty[i], kWarps);
     }
-    b.small->stop = b.small->leave = b.small->joins = 0;
+    b.small->stop = b.small->leave = b.small->joins = b.small->walks = 0;
     for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
   }
 }
 
 // The producer's side: chunk `count` goes to slot count % kRingChunks. While the ring is full the
-// stream goes on into the L2, a little at a time: what it fetched there is quick to get later.
+// stream goes on into the L2, a little at a time: what it fetched there is quick to get later. Not
+// while a long span is walked: the memory is busy with keys and values then, and idle behind them,
+// while the splits are joined.
 struct Producer {
   u32 count = 0, slot = 0;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
@@ -66,7 +84,7 @@ struct Producer {
     i64 due = clock_ticks();
     while (!barrier_test(&b.empty[slot], parity)) {
       if (load_volatile(&b.small->stop) != 0) return false;
-      if (fetched >= last || clock_ticks() < due) continue;
+      if (fetched >= last || clock_ticks() < due || load_volatile(&b.small->walks) != 0) continue;
       fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
                   kChunkBytes, policy);
       fetched++;

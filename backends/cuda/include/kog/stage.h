@@ -81,7 +81,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       break;
     case StageId::kQkvProj:
       load_gains(b, 2 * b.layer, k.gain);
-      qkv_weights.take(b, k.ring);
+      qkv_weights.take(b, k.ring, b.layer);
       qkv_proj(b, k, qkv_weights);
       break;
     case StageId::kAttention:
@@ -90,7 +90,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       publish_staged(b, phase_of(k.iteration));
       break;
     case StageId::kOProj:
-      o_weights.take(b, k.ring);
+      o_weights.take(b, k.ring, b.layer);
       stage_words<OProj>(b, Step::kOProjInput,
                          b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
                          join_phase(b));
@@ -99,11 +99,11 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       break;
     case StageId::kGateUpProj:
       load_gains(b, 2 * b.layer + 1, k.gain);
-      gate_up_weights.take(b, k.ring);
+      gate_up_weights.take(b, k.ring, b.layer);
       gate_up_proj(b, k, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_weights.take(b, k.ring);
+      down_weights.take(b, k.ring, b.layer);
       down_proj(b, k, down_weights);
       join_mlp_out(b, k);
       break;
@@ -142,13 +142,15 @@ KOG_DEVICE int run_of(StageId which, int layer) {
   }
 }
 
-// The stage's part of the block's stream.
+// The stage's part of the block's stream, and behind it the next one's, of which o_proj may read the
+// first chunk (Chunk). Consumers that leave end it.
 KOG_DEVICE void produce_stage(Block& b, StageId which) {
   int run = run_of(which, b.layer);
   Producer producer;
   if (run >= 0) {
-    int first = chunks_of_runs(b, run);
-    Stream(b, first, chunks_of_runs(b, run + 1) - first).fill_run(b, producer, run);
+    int first = chunks_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
+    Stream stream(b, first, chunks_of_runs(b, end) - first);
+    while (run < end && stream.fill_run(b, producer, run)) run++;
   }
   producer.drain(b);
 }

@@ -8,6 +8,8 @@ namespace kog {
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
 constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
+// Positions that the warps of a group take at once, a tile each: a round of a span.
+constexpr int kRoundRows = kWarpsAGroup * kTileRows;
 // The results of half of the warps find room at once.
 constexpr int kSlots = (kWarpsAGroup + 1) / 2;  // of a group of warps
 constexpr int kUnits = kKvHeads * kSplits;
@@ -84,8 +86,8 @@ KOG_DEVICE void count_join(const Block& b, int position) {
   if (b.thread == 0 && has_join(b, position))
     store_volatile(&b.small->joins, load_volatile(&b.small->joins) + 1);
 }
-// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a sector
-// a query: a reader gets four of them at once, and readers of other queries poll elsewhere.
+// One split's outputs, and the logarithms of its sums. Those of four splits lie side by side, a line of the
+// L2 for each query: a reader gets four of them at once, and polls of one line wait for each other.
 static_assert(kMerged <= kBundle);
 KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
   int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;

@@ -1,5 +1,5 @@
-// Attention of one new token a column: the units in use (column, key/value head, split) are dealt
-// out to the blocks, each walked as in a kernel of one token (../attention.h).
+// Attention of one new token a column: the units in use (column, key/value head, split) of a lane
+// are dealt out to its blocks, each walked as in a kernel of one token (../attention.h).
 //
 //   few splits    image `split` of o_proj's operands, and the logarithms: joined by their readers
 //   many splits   words, joined by the blocks that made them into image 0
@@ -18,16 +18,17 @@ KOG_DEVICE int splits_of(const Block& b, int column, int steps) {
   return splits_in_use(position + 1 - first_position(position, kWindows[b.layer]));
 }
 
+constexpr int kImageStride = AttentionWords::kRows * AttentionWords::kStride;
 KOG_DEVICE u32* image_words(const Block& b, int split) {
-  return b.p.words + AttentionWords::kOffset + split * AttentionWords::kStride;
+  return lane_words<AttentionWords>(b) + split * kImageStride;
 }
 // Those of a head lie together: many warps of all blocks wait for the same ones, and what they ask
 // for meanwhile is few sectors.
 KOG_DEVICE u32* top_word(const Block& b, int split, int column, int query_head) {
-  return b.p.words + TopsWords::kOffset + (query_head * kMerged + split) * kColumns + column;
+  return lane_words<TopsWords>(b) + (query_head * kMerged + split) * kColumns + column;
 }
-KOG_DEVICE int split_flag(int column, int head, int split) {
-  return AttentionFlagsWords::kOffset + (column * kKvHeads + head) * kSplits + split;
+KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
+  return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
 }
 KOG_DEVICE void put_output(const Block& b, int split, int query_head, int pair, float2 v,
                            u32 phase) {
@@ -109,14 +110,14 @@ KOG_DEVICE void publish_unit(const Block& b, const Span& span, int query, int pa
 KOG_DEVICE void finish_split(const Block& b, const Span& span, u32 epoch) {
   fence_gpu();
   sync_consumers();
-  if (b.warp == 0) raise_flag(b, b.p.words + split_flag(b.column, span.head, span.split), epoch);
+  if (b.warp == 0) raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
 }
 KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
   int at[(kSplits + 31) / 32];
 #pragma unroll
   for (int i = 0; i < (kSplits + 31) / 32; i++) {
     int split = i * 32 + b.in_warp;
-    at[i] = split < span.used ? split_flag(b.column, span.head, split) : -1;
+    at[i] = split < span.used ? split_flag(b, b.column, span.head, split) : -1;
   }
   await(b, Step::kAttentionJoin, at, epoch);
   fence_gpu();  // pairs with the one before the flags
@@ -269,7 +270,7 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
             top[i / kAlike][set][s] = load_relaxed(
                 top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
         }
-        load_row(from + (any ? s : 0) * AttentionWords::kStride + i * S::kStepWords, w[i][s]);
+        load_row(from + (any ? s : 0) * kImageStride + i * S::kStepWords, w[i][s]);
       }
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)

@@ -7,6 +7,7 @@
 //   [first, position]   words of the columns up to the unit's own, of this step
 #pragma once
 #include <kog/attention.h>
+#include <kog/columns/flags.h>
 #include <kog/columns/place.h>
 
 namespace kog::columns {
@@ -63,7 +64,7 @@ struct ChunkRows {
                                       Head& first, Head& second) {
     constexpr int kOne = 2 * kQuads;  // words of a head, a lane
     const u32* words =
-        b.p.words + QkvWords::kOffset + column * QkvWords::kStride + head * (kHeadDim / 2);
+        lane_words<QkvWords>(b) + column * QkvWords::kStride + head * (kHeadDim / 2);
     u32 w[2 * kOne];
     poll_words(
         b, Step::kAttentionQkv,

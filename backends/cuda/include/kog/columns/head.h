@@ -6,7 +6,7 @@
 //   the others       edited, cut or told to the host: ../choose.h, column after column
 #pragma once
 #include <kog/choose.h>
-#include <kog/columns/layer.h>
+#include <kog/columns/mix.h>
 
 namespace kog::columns {
 
@@ -118,23 +118,17 @@ KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
   b.small->control = static_cast<u32>(v.y);
 }
 
-// The streams behind the last layer.
-KOG_DEVICE Streams last_streams(const Block& b) {
-  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
-}
-
 // The tokens of the columns that have logits in this step into small->chosen, for every thread.
 KOG_DEVICE void run_head(Block& b, Walk& k) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  stage_streams<LmHead::kPaddedK, LmHead::kParts == kWarps>(
-      b, Step::kMlpOut, last_streams(b), 2 * kLayers, iteration_of(b, k.steps) - 1);
-  fence_gpu();  // this step's rows of the cache are there for all that comes
+  stage_head(b, k);
   constexpr int kItems = Cut<LmHead>::kItems;
   Operands<LmHead> x(b);
   x.hold();
   Scales scales;
+  int first = kHeadByLane ? b.lane * LmHead::kRows : 0;  // the id of the block's row 0
   int column[kItems];
   Candidate mine[kItems];
 #pragma unroll
@@ -143,17 +137,18 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, units_of<LmHead>(b.place, 0), x, NothingTaken(),
+      b, k.ring, units_of<LmHead>(stage_place<LmHead>(b), 0), x, NothingTaken(),
       [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
-        float logit = sum * scales.of(b, item.column);
+        float logit = sum * head_scale(b, scales, item.column);
+        int id = first + item.row;
         if (!item.there || !has_head(b, item.column, k.steps)) return;
         const u32* request = request_of(b, item.column);
         if ((request[Request::kFlags] & kWantsMore) != 0) {
-          raw_scores(b.p, item.column)[item.row] = logit;
+          raw_scores(b.p, item.column)[id] = logit;
           return;
         }
-        Candidate c = candidate(request, logit, item.row,
+        Candidate c = candidate(request, logit, id,
                                 position_of(b, item.column, k.steps) + 1);
         if (beats(c, mine[i])) mine[i] = c;
       },

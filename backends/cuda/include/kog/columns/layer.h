@@ -7,7 +7,7 @@
 // it has received a module's rows, which every block sent after it had read.
 #pragma once
 #include <kog/columns/attention.h>
-#include <kog/columns/stream.h>
+#include <kog/columns/lanes.h>
 
 namespace kog::columns {
 
@@ -16,6 +16,7 @@ struct Walk {
   Ring ring;
   int heads = 0;  // exchanges of heads: their numbers
   int steps = 0;
+  int mixes = 0;  // of the lanes' streams: their number
 };
 
 // The streams at a layer's start, and behind its attention.
@@ -29,7 +30,8 @@ KOG_DEVICE Streams inner_streams(const Block& b) {
 
 template <class Stage>
 KOG_DEVICE const float* bias_of(const Block& b) {
-  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt;
+  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt +
+         lane_of(b) * Stage::kRows;
 }
 template <class Stage>
 KOG_DEVICE Units layer_units(const Block& b) {
@@ -64,7 +66,7 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
       [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
       [&](int, const Item& item, float sum, float asked) {
         float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
-        u32* to = b.p.words + QkvWords::kOffset + item.column * QkvWords::kStride + item.row / 2;
+        u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
         if (item.there && item.row % 2 == 0)
           store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
       },
@@ -73,8 +75,8 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
 
 // The hint of the block at this place, as units_of turns it: those that one warp waits for lie
 // together, others in other lines, so that all blocks' questions spread over the L2.
-KOG_DEVICE int mlp_flag(int place) {
-  return MlpFlagsWords::kOffset + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
+KOG_DEVICE int mlp_flag(const Block& b, int place) {
+  return lane_place<MlpFlagsWords>(b) + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
@@ -82,7 +84,7 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
   Operands<GateUpProj> x(b);
   x.hold();
   int iteration = iteration_of(b, k.steps);
-  u32* to = b.p.words + MlpWords::kOffset;
+  u32* to = lane_words<MlpWords>(b);
   u32 phase = phase_of(iteration);
   const float* bias = bias_of<GateUpProj>(b);
   Scales scales;
@@ -100,18 +102,29 @@ KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
       [](int) {});
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (b.warp == 0)
-    raise_flag(b, b.p.words + mlp_flag(turned_place<GateUpProj>(b.place, b.layer)),
+    raise_flag(b, b.p.words + mlp_flag(b, turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
 }
 
 // o_proj or down_proj: rows to the streams, from `x` on. `last`: this step's rows of the cache
 // become visible with them.
-template <class Stage, class Words, class Marks, bool kBias>
+template <class Stage, class Words, class Marks, bool kBias, class Sends>
 KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, const Streams& x,
-                            bool last) {
+                            bool last, const Reduction<Stage, Sends>& lanes) {
   const float* bias = bias_of<Stage>(b);
-  u32* to = b.p.words + Words::kOffset;
+  u32* to = lane_words<Words>(b);
   u32 low[Cut<Stage>::kItems];
+  auto put = [&](int i, const Item& item, float stream) {
+    u32 phase = phase_of(iteration_of(b, k.steps));
+    u32 word = bits_of(stream);
+    low[i] = item.there ? word & 1 : 0;
+    if (last) fence_gpu();  // pairs with the one behind the last layer
+    if (item.there)
+      store_relaxed(to + item.column * kHiddenStride + item.row, (word & ~1u) | phase);
+  };
+  auto done = [&](int piece) {
+    publish_marks<Stage, Marks>(b, piece, low, epoch_of(iteration_of(b, k.steps)));
+  };
   struct Asked {
     float bias, x;
   };
@@ -122,27 +135,30 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
                      item.there ? x.value(b, item.column, item.row) : 0.f};
       },
       [&](int i, const Item& item, float sum, const Asked& asked) {
-        u32 phase = phase_of(iteration_of(b, k.steps));
-        // Rounded as a word that carries its readiness: a kernel of one token sends such.
         float y = sum * kPairUnit + asked.bias;
-        u32 word = bits_of(asked.x + unpack_f32(pack_f32(y, 0)));
-        low[i] = item.there ? word & 1 : 0;
-        if (last) fence_gpu();  // pairs with the one behind the last layer
-        if (item.there)
-          store_relaxed(to + item.column * kHiddenStride + item.row, (word & ~1u) | phase);
+        if constexpr (kLanes > 1) {
+          lanes.send(b, item, y);
+          if (lanes.how == kNow) return;
+          y = lanes.owed(b, item, i, y);
+        }
+        // Rounded as a word that carries its readiness: a kernel of one token sends such.
+        put(i, item, asked.x + unpack_f32(pack_f32(y, 0)));
       },
-      [&](int unit) {
-        publish_marks<Stage, Marks>(b, unit, low, epoch_of(iteration_of(b, k.steps)));
+      [&](int piece) {
+        if (kLanes == 1 || lanes.how != kNow) done(piece);
       });
+  lanes.end(b, x, put, done);
 }
 
 KOG_DEVICE void o_proj(Block& b, Walk& k) {
   b.begin_stage();
+  Reduction<OProj, AttentionSends> lanes(b, k.steps);
+  lanes.begin(b, layer_streams(b));
   Operands<OProj> operands(b);
   stage_attention(b, operands, k.steps);
   stamp(b, Point::kOProjInput);
-  module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, kOBias>(b, k, operands,
-                                                                        layer_streams(b), false);
+  module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, kOBias>(
+      b, k, operands, layer_streams(b), false, lanes);
 }
 
 // Until the blocks that compute this warp's part of down_proj's inputs have done so.
@@ -160,7 +176,7 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
     int place = from + i * 32 + b.in_warp;
-    at[i] = first < last && place <= to ? mlp_flag(place) : -1;
+    at[i] = first < last && place <= to ? mlp_flag(b, place) : -1;
   }
   await(b, Step::kDownProjInput, at, epoch);
 }
@@ -178,7 +194,7 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   // The lane's words of a step: every other one of a quarter.
   int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
   int value = k + S::value(lane);
-  const u32* from = b.p.words + MlpWords::kOffset + k / S::kStepValues * S::kStepWords +
+  const u32* from = lane_words<MlpWords>(b) + k / S::kStepValues * S::kStepWords +
                     lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
     bool inside = DownProj::kPaddedK == DownProj::kCols ||
@@ -213,11 +229,13 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
 
 KOG_DEVICE void down_proj(Block& b, Walk& k) {
   b.begin_stage();
+  Reduction<DownProj, MlpSends> lanes(b, k.steps);
+  lanes.begin(b, inner_streams(b));
   Operands<DownProj> operands(b);
   stage_mlp(b, operands, iteration_of(b, k.steps));
   stamp(b, Point::kDownProjInput);
-  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(b, k, operands, inner_streams(b),
-                                                                 b.layer == kLayers - 1);
+  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, kMlpBias>(
+      b, k, operands, inner_streams(b), b.layer == kLayers - 1, lanes);
 }
 
 KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {

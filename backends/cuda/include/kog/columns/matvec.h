@@ -10,7 +10,7 @@
 // [set][lane][word] (wide) or [lane][set][word] (narrow). A warp holds those of its first steps in
 // registers.
 //
-//   partial sums [part of K][unit][token][row]; a warp adds and finishes a unit
+//   partial sums [part of K][unit][token][row]; a warp adds and finishes a piece of a unit
 #pragma once
 #include <kog/columns/flags.h>
 #include <kog/matvec.h>
@@ -36,18 +36,31 @@ struct Cut {
   static constexpr int kLaneStride = Stage::kWide ? kOperandWords : kRowWords;
   static constexpr int kStepWords = kSets * kSetWords;
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
-  static constexpr int kItems = (kUnitWords + 31) / 32;           // of a lane that finishes a unit
+  // A warp finishes a piece of a unit at a time, two sums a lane if it has so many.
+  static constexpr int kMostRows = 64 / kColumns > 8 ? 64 / kColumns : 8;
+  static constexpr int kPieceRows = Stage::kUnitRows < kMostRows ? Stage::kUnitRows : kMostRows;
+  static constexpr int kPieces = Stage::kUnitRows / kPieceRows;
+  static_assert(kPieces * kPieceRows == Stage::kUnitRows);
+  static constexpr int kItems = (kPieceRows * kColumns + 31) / 32;  // of a lane
+  static constexpr int kRounds = (Stage::kBatch * kPieces + kWarps - 1) / kWarps;  // of a batch
   // Partial sums lie in scratch behind the operands, or in the place of those that are held, each
   // part's in that of its own.
   static constexpr int kPartStride =
       Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
-  static_assert(Stage::kBatch <= kWarps && Stage::kBatch * kUnitWords <= kPartStride);
+  static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
     return b.warp % Stage::kParts * kPartValues;
   }
   static constexpr int kPartValues = Stage::kSteps * kStepValues;
+
+  // Where among a part's sums value n of a batch's piece lies.
+  KOG_DEVICE static int place_of_sum(int piece, int n) {
+    if constexpr (kPieces == 1) return piece * kUnitWords + n;
+    return piece / kPieces * kUnitWords + piece % kPieces * kPieceRows +
+           n / kPieceRows * Stage::kUnitRows + n % kPieceRows;
+  }
 
   // Which narrow operands a lane has: of which token of a set, and the first value of a step.
   KOG_DEVICE static int token(int lane) { return kHalves == 1 ? lane / 8 : lane / 4 % 2; }
@@ -309,32 +322,41 @@ struct Taken {
 };
 using NothingTaken = Taken<0, 0>;
 
-// One value of a unit: its row, of the stage, and whose token it is of. `there`: neither padding
+// One value of a piece: its row, of the stage, and whose token it is of. `there`: neither padding
 // nor a column without a request.
 struct Item {
   int row, column;
   bool there;
 };
 template <class Stage>
-KOG_DEVICE Item item_of(const Block& b, int unit, int i) {
+KOG_DEVICE Item item_of(const Block& b, int piece, int i) {
+  constexpr int kRows = Cut<Stage>::kPieceRows;
   int n = i * 32 + b.in_warp;
-  Item item = {unit * Stage::kUnitRows + n % Stage::kUnitRows, n / Stage::kUnitRows, false};
+  Item item = {piece * kRows + n % kRows, n / kRows, false};
   item.there = item.row < Stage::kRows && item.column < b.p.num_seats;
   return item;
 }
 
-// One batch of units: a warp finishes one. before(item) -> what its owner asks for early, then
-// after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(unit).
+// One batch of units: a warp finishes a piece. before(item) -> what its owner asks for early, then
+// after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(piece).
+// Batches take turns with `room` where there are two: then only the last one's sums are waited for.
 template <class Stage, class Ahead, class Before, class After, class Done>
 KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
-                          const Ahead& ahead, Before before, After after, Done done) {
+                          const Ahead& ahead, int room, bool last, Before before, After after,
+                          Done done) {
   using S = Cut<Stage>;
   float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
-  int mine = (b.warp + kWarps - first % kWarps) % kWarps, unit = first + mine;
-  decltype(before(Item{})) asked[S::kItems];
-  if (mine < count)
+  if constexpr (Stage::kRooms > 1) partials += room * (Stage::kParts * S::kPartStride);
+  // Of the batch's pieces.
+  int pieces = count * S::kPieces, from_piece = first * S::kPieces;
+  int mine = (b.warp + kWarps - from_piece % kWarps) % kWarps;
+  decltype(before(Item{})) asked[S::kRounds][S::kItems];
 #pragma unroll
-    for (int i = 0; i < S::kItems; i++) asked[i] = before(item_of<Stage>(b, unit, i));
+  for (int r = 0; r < S::kRounds; r++)
+    if (mine + r * kWarps < pieces)
+#pragma unroll
+      for (int i = 0; i < S::kItems; i++)
+        asked[r][i] = before(item_of<Stage>(b, from_piece + mine + r * kWarps, i));
   float* to = partials + b.warp % Stage::kParts * S::kPartStride +
               b.warp / Stage::kParts * Stage::kFragmentRows;
   ahead.multiply(b, x, to);
@@ -342,20 +364,23 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
   for (int n = Ahead::kUnits; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);
   sync_consumers();
-  if (mine < count) {
+#pragma unroll
+  for (int r = 0; r < S::kRounds; r++) {
+    int piece = mine + r * kWarps;
+    if (piece >= pieces) break;
 #pragma unroll
     for (int i = 0; i < S::kItems; i++) {
-      Item item = item_of<Stage>(b, unit, i);
-      const float* from = partials + mine * S::kUnitWords + i * 32 + b.in_warp;
+      Item item = item_of<Stage>(b, from_piece + piece, i);
+      const float* from = partials + S::place_of_sum(piece, i * 32 + b.in_warp);
       float sum = 0;
       if (item.there)
 #pragma unroll
         for (int part = 0; part < Stage::kParts; part++) sum += from[part * S::kPartStride];
-      after(i, item, sum, asked[i]);
+      after(i, item, sum, asked[r][i]);
     }
-    done(unit);
+    done(from_piece + piece);
   }
-  sync_consumers();  // the sums have been read
+  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
@@ -369,17 +394,17 @@ KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stag
   int first = units.first;
   if constexpr (Ahead::kUnits > 0) {
     int left = units.last - first;
-    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, before,
-                     after, done);
+    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, 1,
+                     left <= Stage::kBatch, before, after, done);
     first += Stage::kBatch;
   }
   constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
   if constexpr (Ahead::kUnits == 0 || !kOneBatch)
 #pragma unroll 1
-    for (; first < units.last; first += Stage::kBatch) {
+    for (int room = 0; first < units.last; first += Stage::kBatch, room ^= 1) {
       int left = units.last - first;
       run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
-                       NothingTaken(), before, after, done);
+                       NothingTaken(), room, left <= Stage::kBatch, before, after, done);
     }
 }
 

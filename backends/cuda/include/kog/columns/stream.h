@@ -1,10 +1,10 @@
-// The residual streams, one a column. Whoever computes a row of a module's output adds it to the
-// stream and publishes the sum: no block keeps a stream, each reads the whole of all of them at the
-// next norm.
+// The residual streams, one a lane and column. Whoever computes a row of a module's output adds it
+// to the stream and publishes the sum: no block keeps a stream, each reads the whole of all those of
+// its lane at the next norm. What lanes owe each other is lanes.h's.
 //
-//   words   [column][row]: a float32 whose lowest bit is the phase
-//   marks   [4 rows][4 columns]: those bits, four a column, under the number of the run, which is
-//           the hint as well (flags.h)
+//   words   [lane][column][row]: a float32 whose lowest bit is the phase
+//   marks   [lane][4 rows][4 columns]: those bits, four a column, under the number of the run, which
+//           is the hint as well (flags.h)
 #pragma once
 #include <kog/columns/matvec.h>
 #include <kog/seat.h>
@@ -29,7 +29,7 @@ struct Streams {
   template <class Words, class Marks>
   KOG_DEVICE static Streams of(const Block& b) {
     static_assert(Words::kStride == kHiddenStride);
-    return {b.p.words + Words::kOffset, b.p.words + Marks::kOffset};
+    return {lane_words<Words>(b), lane_words<Marks>(b)};
   }
   KOG_DEVICE const u16* embedding(const Block& b, int column) const {
     int token = b.small->seats[column].token;  // below 0: the request ends, and why
@@ -61,20 +61,9 @@ struct Quads {
               bits_of(high_of(v.y))};
     }
   }
-  KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
-    const u32 epoch = epoch_of(iteration), phase = phase_of(iteration);
-    const u32* from = x.marks + e / 4 * kMarks;
-    u32 mark[kMarks];
-    ask_until_ready(b, step, place_of(b, from), epoch - 1, epoch, [&] {
-      u32 late = 0;
-#pragma unroll
-      for (int i = 0; i < kMarks; i++) mark[i] = epoch << 16;
-      if (e < kHidden) load_marks(from, mark);
-#pragma unroll
-      for (int i = 0; i < kMarks; i++)
-        if (4 * i < b.p.num_seats) late |= (mark[i] >> 16) ^ (epoch & 0xffffu);
-      return any_lane(late != 0);
-    });
+  KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration,
+                          const u32 (&mark)[kMarks]) {
+    const u32 phase = phase_of(iteration);
     ask_until_ready(b, step, place_of(b, x.words + e), phase ^ 1, phase, [&] {
       u32 bad = 0;
 #pragma unroll
@@ -93,9 +82,35 @@ struct Quads {
               (w[c].z & ~1u) | (low >> 2 & 1), (w[c].w & ~1u) | (low >> 3 & 1)};
     }
   }
+};
+
+// The marks of this lane's values from each of the elements e[] on, in one round trip.
+struct SliceMarks {
+  u32 w[kGroups][kMarks];
+
+  KOG_DEVICE void receive(Block& b, Step step, const Streams& x, const int (&e)[kGroups],
+                          int iteration) {
+    const u32 epoch = epoch_of(iteration);
+    const u32* from = x.marks;
+    ask_until_ready(b, step, place_of(b, from + e[0] / 4 * kMarks), epoch - 1, epoch, [&] {
+      u32 late = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; g++) {
+#pragma unroll
+        for (int i = 0; i < kMarks; i++) w[g][i] = epoch << 16;
+        if (e[g] < kHidden) load(from + e[g] / 4 * kMarks, w[g]);
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; g++)
+#pragma unroll
+        for (int i = 0; i < kMarks; i++)
+          if (4 * i < b.p.num_seats) late |= (w[g][i] >> 16) ^ (epoch & 0xffffu);
+      return any_lane(late != 0);
+    });
+  }
 
  private:
-  KOG_DEVICE static void load_marks(const u32* from, u32 (&mark)[kMarks]) {
+  KOG_DEVICE static void load(const u32* from, u32 (&mark)[kMarks]) {
     if constexpr (kMarks == 2) {
       uint2 v = load_relaxed2(from);
       mark[0] = v.x, mark[1] = v.y;
@@ -127,10 +142,16 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[kColumns]) {
   return v[0];
 }
 
+// The gains of one norm: two a layer, then the last.
+KOG_DEVICE const float* gains_of(const Block& b, int norm) {
+  return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
+}
+
 // Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
 // multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
-template <int kPaddedK, bool kOwn>
+// Without kGains they are 1.
+template <int kPaddedK, bool kOwn, bool kGains = true>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
   using S = Cut<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
@@ -139,9 +160,17 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
   for (int i = 0; i < kGroups; i++) {
     int e = element(b, i);
     // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
-    const float* from = b.p.gains + norm * kHiddenStride + (e < kHidden ? e : 0);
-    gain[i] = *reinterpret_cast<const float4*>(from);
+    const float* from = gains_of(b, norm) + (e < kHidden ? e : 0);
+    gain[i] = kGains ? *reinterpret_cast<const float4*>(from) : float4{1, 1, 1, 1};
   }
+  int from[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
+    from[i] = local < kSlice && e < kPaddedK ? e : kHiddenStride;
+  }
+  SliceMarks marks;
+  if (x.words != nullptr) marks.receive(b, wait, x, from, iteration);
   float square[kColumns] = {};
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -149,9 +178,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     bool staged = local < kSlice && e < kPaddedK;
     Quads v;
     if (x.words == nullptr)
-      v.embed(b, x, staged ? e : kHiddenStride);
+      v.embed(b, x, from[i]);
     else
-      v.receive(b, wait, x, staged ? e : kHiddenStride, iteration);
+      v.receive(b, wait, x, from[i], iteration, marks.w[i]);
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
     u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
@@ -184,9 +213,14 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
 
 // Until this warp's slice of the streams has come, which it does not need.
 KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iteration) {
+  int from[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) from[i] = element(b, i);
+  SliceMarks marks;
+  marks.receive(b, step, x, from, iteration);
   Quads v;
 #pragma unroll
-  for (int i = 0; i < kGroups; i++) v.receive(b, step, x, element(b, i), iteration);
+  for (int i = 0; i < kGroups; i++) v.receive(b, step, x, from[i], iteration, marks.w[i]);
 }
 
 // 1 / rms of the streams staged last, found at the first question, behind a barrier that all warps
@@ -206,15 +240,15 @@ struct Scales {
   }
 };
 
-// Publish the marks of a unit of Stage's rows, of whose items `low[i]` are the lowest bits.
+// Publish the marks of a piece of Stage's rows, of whose items `low[i]` are the lowest bits.
 template <class Stage, class Marks>
-KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Stage>::kItems],
+KOG_DEVICE void publish_marks(const Block& b, int piece, const u32 (&low)[Cut<Stage>::kItems],
                               u32 epoch) {
-  constexpr int kItems = Cut<Stage>::kItems, kRows = Stage::kUnitRows;
+  constexpr int kItems = Cut<Stage>::kItems, kRows = Cut<Stage>::kPieceRows;
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
-  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = unit * kRows + 4 * group;
+  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = piece * kRows + 4 * group;
   if (group >= kRows / 4 || row >= kHidden) return;
   u32 mark = epoch << 16;
 #pragma unroll
@@ -224,7 +258,7 @@ KOG_DEVICE void publish_marks(const Block& b, int unit, const u32 (&low)[Cut<Sta
     for (int i = 0; i < kItems; i++)
       if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xfu) << 4 * k;
   }
-  store_relaxed(b.p.words + Marks::kOffset + row / 4 * kMarks + word, mark);
+  store_relaxed(lane_words<Marks>(b) + row / 4 * kMarks + word, mark);
 }
 
 }  // namespace kog::columns

@@ -1,0 +1,41 @@
+"""How attention is cut: splits of the context, tiles of positions, and the room that they take."""
+
+from kog_triton.backends.cuda.batches import up
+
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.cuda import WARPS
+
+# Measured on an H200 (benchmarks/README.md) but for the length, which is an estimate.
+SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
+BUNDLE = 4  # splits whose logarithms lie side by side
+QUERY_TOPS = 32  # words from those of one query to the next's: a line of the L2
+MERGED = 4  # splits that are joined by those who read them: of one bundle
+MERGED_LENGTH = 2048  # positions up to which they are not more
+HEADS_AT_ONCE = 8  # query heads of one warp: the tensor core's columns
+JOINED = 8  # splits that one warp joins
+
+
+def row_dim(spec: ModelSpec) -> int:
+    """Values of a row of the cache: a head, padded with zeros to steps of the tensor core."""
+    return up(spec.head_dim, 16)
+
+
+def tile_rows(spec: ModelSpec) -> int:
+    """Positions that one warp takes at once: two tiles of wider heads would not fit into registers."""
+    return 16 if row_dim(spec) <= 64 else 8
+
+
+def split_least(spec: ModelSpec) -> int:
+    """Positions that make another split of the context worth its while."""
+    return SPLIT_TILES * tile_rows(spec)
+
+
+def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
+    """Behind o_proj's inputs: queries, new keys and values, and either the warps' results or joins."""
+    d, row, group = spec.head_dim, row_dim(spec), spec.group
+    head_groups = -(-group // HEADS_AT_ONCE)
+    slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
+    merge = slots * -(-group // head_groups) * (row + 4 + 2)
+    joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
+    rows = 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
+    return rows + 4 * max(merge, joins)

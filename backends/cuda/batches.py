@@ -1,0 +1,117 @@
+"""What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
+
+A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
+sums where they leave room (include/kog/columns/matvec.h).
+"""
+
+from kog_triton.schedule.cuda import (
+    MMA_ROWS,
+    PARTIAL_ROWS,
+    WARPS,
+    CudaLowering,
+    is_wide,
+    unit_period,
+)
+from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.schedule import Stage
+
+THREADS = WARPS * 32  # that consume
+# Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
+HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+
+
+def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
+    """Of a stage's inputs in shared memory."""
+    if columns == 1:
+        return lo.staged_bytes(stage)
+    words = columns * lo.fragment(stage)[1] // 2
+    parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
+    if is_wide(stage):
+        return parts * steps * 2 * words * 4
+    return parts * (steps - held_steps(lo, stage, columns)) * words * 4
+
+
+def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
+    if columns == 1:
+        return 0
+    tokens = 2 if is_wide(stage) else lo.fragment(stage)[0] // 2  # that an instruction takes
+    words = lo.frag_k // 16 * max(1, columns // tokens)
+    steps = lo.steps(stage)
+    held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
+    # Wide ones, which all come by the scratch, are all there or all in registers.
+    return held if held == steps or not is_wide(stage) else 0
+
+
+def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
+    """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
+    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    # rows x parts are never more than for these
+    most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
+    most = min(most, THREADS // tiling.unit_rows)
+    return max(
+        _whole_chunks(lo, steps, most),
+        units_in_place(lo, stage, columns),
+        _units_beside(lo, stage, columns),
+    )
+
+
+def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a stage of 16-bit words, for a warp each of their pieces, whose partial sums find room where
+    other stages keep the operands that x becomes."""
+    if columns == 1 or is_wide(stage):
+        return 0
+    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    wide = [s for s in matrix_stages(lo.schedule) if is_wide(s)]
+    room = max(staged_bytes(lo, s, columns) for s in wide)
+    room -= staged_bytes(lo, stage, columns)
+    sums = tiling.unit_rows * columns * tiling.k_parts * 4
+    period = unit_period(steps, lo.fragments)
+    mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
+    pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
+    return _whole_chunks(lo, steps, min(room // sums, mine, WARPS // pieces))
+
+
+def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units whose partial sums find room where operands were that are in registers by then."""
+    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+        return 0
+    steps = lo.steps(stage)
+    words = steps * columns * lo.frag_k  # of one part's operands
+    rows = lo.tilings[stage.name].unit_rows * columns
+    return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
+
+
+def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
+    """The most units, up to so many, that end with a chunk; 0 if none do."""
+    return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
+
+
+def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's partial sums lie where its operands did."""
+    return batch_units(lo, stage, columns) == units_in_place(lo, stage, columns)
+
+
+def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Rooms for partial sums: two where batches follow each other and operands stay beside them."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    one = units <= batch_units(lo, stage, columns)
+    narrow = columns == 1 or not is_wide(stage)
+    return 1 if narrow or one or sums_in_place(lo, stage, columns) else 2
+
+
+def piece_rows(unit_rows: int, columns: int) -> int:
+    """Rows of a unit that a warp finishes at once (columns/matvec.h)."""
+    return min(unit_rows, max(MMA_ROWS, 64 // columns))
+
+
+def finished_items(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Sums of a stage that a block finishes in one layer at most, 32 an item (columns/matvec.h)."""
+    units = -(-lo.num_units(stage) // lo.group_size(stage))
+    rows = lo.tilings[stage.name].unit_rows
+    piece = piece_rows(rows, columns)
+    return units * rows // piece * -(-piece * columns // 32)
+
+
+def up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

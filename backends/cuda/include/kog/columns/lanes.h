@@ -1,0 +1,141 @@
+// What a module's outputs of all lanes add to a lane's streams, where they are owed at once (NOW) or
+// some layers later (DELAYED).
+//
+//   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner
+//
+// Blocks at the same place of their lanes own the same rows. An owner receives what the others owe
+// its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
+// scratch:
+//
+//   DELAYED   before the stage waits for its inputs: those words came layers ago
+//   NOW       behind the stage, whose own outputs they are; the streams follow then
+//
+// backends/cuda/lanes.py says which outputs are sent, and that buffers suffice.
+#pragma once
+#include <kog/columns/stream.h>
+
+namespace kog::columns {
+
+// What o_proj sends, and down_proj; a table of how many such outputs come before each layer.
+struct AttentionSends {
+  using Words = AttentionOutSentWords;
+  KOG_DEVICE static int how(const Block& b) { return kReduceAttention[b.layer]; }
+  KOG_DEVICE static int before(int layer) { return kAttentionSends[layer]; }
+};
+struct MlpSends {
+  using Words = MlpOutSentWords;
+  KOG_DEVICE static int how(const Block& b) { return kReduceMlp[b.layer]; }
+  KOG_DEVICE static int before(int layer) { return kMlpSends[layer]; }
+};
+
+// One layer's reduction of Stage's outputs, of several lanes.
+template <class Stage, class Sends>
+struct Reduction {
+  using Words = typename Sends::Words;
+  static constexpr int kItems = Cut<Stage>::kItems, kPieces = Cut<Stage>::kPieces;
+  static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces * kItems;
+  // Items that a warp asks for in one round trip: their words are in registers meanwhile.
+  static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
+  static constexpr int kAtOnce = kEach < kRoom ? kEach : kRoom;
+  static constexpr int kOfLane = kColumns * Words::kStride;
+  int how, steps;
+  int first, last;  // pieces of this block
+
+  KOG_DEVICE Reduction(const Block& b, int steps)
+      : how(Sends::how(b)), steps(steps) {
+    Units units = units_of<Stage>(b.place, b.layer);
+    first = units.first * kPieces, last = units.last * kPieces;
+  }
+
+  // Outputs that a lane has sent before this layer's.
+  KOG_DEVICE int turn_of(int layer) const {
+    return steps * Sends::before(kLayers) + Sends::before(layer);
+  }
+  KOG_DEVICE static u32* words(const Block& b, int turn) {
+    return b.p.words + Words::kOffset + turn % Words::kBuffers * (kLanes * kOfLane);
+  }
+  KOG_DEVICE static u32 phase(int turn) { return phase_of(turn / Words::kBuffers); }
+  KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
+
+  // The sum of item n of this block's.
+  KOG_DEVICE static float* joined(const Block& b, int n) {
+    return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
+  }
+
+  // An output to whoever needs it.
+  KOG_DEVICE void send(const Block& b, const Item& item, float y) const {
+    if constexpr (kSends) {
+      int turn = turn_of(b.layer);
+      if (item.there && Sends::before(b.layer + 1) > Sends::before(b.layer))
+        store_relaxed(words(b, turn) + b.lane * kOfLane + place(item), pack_f32(y, phase(turn)));
+    }
+  }
+
+  // Sums of what the lanes sent in `layer`: the others' alone or, behind x, all lanes'.
+  KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
+    const u32* base = words(b, turn_of(layer));
+    u32 phase_there = phase(turn_of(layer));
+    int count = (last - first) * kItems;
+#pragma unroll 1
+    for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
+      const u32* from[kAtOnce];
+      float sum[kAtOnce];
+#pragma unroll
+      for (int a = 0; a < kAtOnce; a++) {
+        int n = next + a * kWarps;
+        Item item = item_of<Stage>(b, first + n / kItems, n % kItems);
+        bool mine = n < count && item.there;
+        from[a] = mine ? base + place(item) : nullptr;
+        sum[a] = mine && all ? x.value(b, item.column, item.row) : 0;
+      }
+      u32 w[kAtOnce * kLanes];
+      poll_words(
+          b, Step::kPast,
+          [&](int i) {
+            const u32* of_item = from[i / kLanes];
+            int lane = i % kLanes;
+            bool wanted = of_item != nullptr && (all || lane != b.lane);
+            return wanted ? of_item + lane * kOfLane : static_cast<const u32*>(nullptr);
+          },
+          phase_there, w);
+#pragma unroll
+      for (int a = 0; a < kAtOnce; a++) {
+#pragma unroll
+        for (int lane = 0; lane < kLanes; lane++)
+          if (all || lane != b.lane) sum[a] += unpack_f32(w[a * kLanes + lane]);
+        int n = next + a * kWarps;
+        if (n < count) *joined(b, n) = sum[a];
+      }
+    }
+  }
+
+  // Before the stage's wait.
+  KOG_DEVICE void begin(Block& b, const Streams& x) const {
+    if constexpr (kSends)
+      if (how == kDelayed) join(b, b.layer - kDelay, false, x);
+  }
+  // What joins the stream for an output, unless it is reduced NOW.
+  KOG_DEVICE float owed(const Block& b, const Item& item, int i, float y) const {
+    if (how == kOwn) return y * kRootLanes;
+    return y + *joined(b, (item.row / Cut<Stage>::kPieceRows - first) * kItems + i);
+  }
+  // Behind the stage: put(i, item, stream) by whole warps, then done(piece).
+  template <class Put, class Done>
+  KOG_DEVICE void end(Block& b, const Streams& x, Put put, Done done) const {
+    if constexpr (kSends) {
+      if (how != kNow) return;
+      join(b, b.layer, true, x);
+      sync_consumers();
+#pragma unroll 1
+      for (int piece = first + b.warp; piece < last; piece += kWarps) {
+#pragma unroll
+        for (int i = 0; i < kItems; i++)
+          put(i, item_of<Stage>(b, piece, i), *joined(b, (piece - first) * kItems + i));
+        done(piece);
+      }
+      sync_consumers();  // the sums have been read
+    }
+  }
+};
+
+}  // namespace kog::columns

@@ -1,0 +1,88 @@
+// What the head scores of the lanes' streams, for all columns: their mean or sum (../mix.h), made in
+// two small hops.
+//
+//   part   [lane][column][row]: a lane's own streams, normed for the mean, by the lane's blocks
+//   y      [column][row]: the mix, by all blocks, with marks, so that it is staged as streams are
+#pragma once
+#include <kog/columns/layer.h>
+
+namespace kog::columns {
+
+// The streams behind the last layer, or of the mix.
+KOG_DEVICE Streams last_streams(const Block& b) {
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+KOG_DEVICE Streams mixed_streams(const Block& b) {
+  return {b.p.words + YWords::kOffset, b.p.words + YFlagsWords::kOffset};
+}
+
+// This block's rows of its lane's streams, once the lane's are staged.
+KOG_DEVICE void publish_parts(Block& b, u32 phase) {
+  Streams x = last_streams(b);
+  Scales scales;
+  const float* gains = gains_of(b, 2 * kLayers);
+  u32* to = lane_words<PartWords>(b);
+  int first = b.place * kHidden / kGroup, rows = (b.place + 1) * kHidden / kGroup - first;
+#pragma unroll 1
+  for (int n = b.warp * 32; n < rows * b.p.num_seats; n += kWarps * 32) {
+    int item = n + b.in_warp, column = item / rows, row = first + item % rows;
+    bool mine = column < b.p.num_seats;
+    float v = mine ? x.value(b, column, row) : 0;
+    if constexpr (kMean) v = v * gains[row] * scales.of(b, column);
+    if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
+  }
+}
+
+// The lanes' sums of this block's rows: four rows of all columns, or several times that, a warp.
+KOG_DEVICE void sum_parts(Block& b, int mixes) {
+  constexpr int kQuads = 32 / (4 * kColumns), kRounds = (kHidden + 4 * kQuads - 1) / (4 * kQuads);
+  u32 phase = phase_of(mixes);
+  int column = b.in_warp / 4 % kColumns;
+#pragma unroll 1
+  for (int n = b.block + kBlocks * b.warp; n < kRounds; n += kBlocks * kWarps) {
+    int quad = n * kQuads + b.in_warp / (4 * kColumns), row = 4 * quad + b.in_warp % 4;
+    bool mine = row < kHidden && column < b.p.num_seats;
+    const u32* from = b.p.words + PartWords::kOffset + column * PartWords::kStride + row;
+    u32 w[kLanes];
+    poll_words(
+        b, Step::kMixLanes,
+        [&](int lane) {
+          const u32* at = from + lane * kColumns * PartWords::kStride;
+          return mine ? at : static_cast<const u32*>(nullptr);
+        },
+        phase, w);
+    float sum = 0;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; lane++) sum += unpack_f32(w[lane]);
+    if (!mine) continue;
+    store_relaxed(b.p.words + YWords::kOffset + column * YWords::kStride + row,
+                  pack_f32(kMean ? sum / kLanes : sum, phase));
+    // Rounded as words that carry their phase, the sums have no lowest bits.
+    if (row % 4 == 0 && column % 4 == 0)
+      store_relaxed(b.p.words + YFlagsWords::kOffset + quad * kMarks + column / 4,
+                    epoch_of(mixes) << 16);
+  }
+}
+
+// The head's operands, and what Scales finds of them; behind it this step's rows of the cache are
+// there for all that comes.
+KOG_DEVICE void stage_head(Block& b, Walk& k) {
+  constexpr bool kOwn = LmHead::kParts == kWarps;
+  int last = iteration_of(b, k.steps) - 1;
+  stage_streams<LmHead::kPaddedK, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers,
+                                                   last);
+  fence_gpu();
+  if constexpr (kMixes) {
+    publish_parts(b, phase_of(k.mixes));
+    sum_parts(b, k.mixes);
+    sync_consumers();  // the lane's sums of squares, and its operands, have been read
+    stage_streams<LmHead::kPaddedK, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b),
+                                                  2 * kLayers, k.mixes++);
+  }
+}
+// What a sum of the head is multiplied with: the mean's streams have been normed.
+KOG_DEVICE float head_scale(const Block& b, Scales& scales, int column) {
+  return kMean ? 1.f : scales.of(b, column);
+}
+
+}  // namespace kog::columns

@@ -1,0 +1,44 @@
+"""Names that the generated header and the host share: matrices of a layer, stamps, waits.
+
+Their order is the enumerators': a number from the kernel is an index here.
+"""
+
+LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+# What a warp has just done when it leaves a stamp in the profile.
+POINTS = (
+    "start",
+    "qkv_proj",
+    "attention_qkv",
+    "attention_split",
+    "attention",
+    "o_proj_input",
+    "o_proj",
+    "attention_out",
+    "gate_up_proj",
+    "down_proj_input",
+    "down_proj",
+    "mlp_out",
+)
+
+
+# Where a wait stands, for its error record.
+STEPS = (
+    "ring",
+    "attention_qkv",
+    "attention_join",
+    "o_proj_input",
+    "attention_out",
+    "down_proj_input",
+    "mlp_out",
+    "past",
+    "mix_lanes",
+    "mix_gather",
+    "winner",
+    "mask",
+    "peaks",
+    "histogram",
+    "cut",
+    "best",
+)

@@ -1,0 +1,52 @@
+"""Requests in token columns on a Hopper GPU: each leaves what it leaves alone, bit for bit."""
+
+import time
+
+import pytest
+import torch
+from kog_triton.backends.cuda import CudaBackend
+from ring_walker import spec_of
+from test_cuda_chunks import prompt_of
+from test_cuda_gpu import lanes_spec
+from test_cuda_life import held, request, run
+
+from kog_triton.backends import BackendOptions
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType, Head
+from kog_triton.random_weights import RandomWeights
+
+pytestmark = pytest.mark.gpu
+SPECS = {
+    "biases, norms, windows": spec_of(
+        dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+        windows=(5, 0, 90), max_context=512,
+    ),
+    "mean": lanes_spec(Head.MEAN),
+    "sum": lanes_spec(Head.SUM_THEN_NORM),
+    "vocab parallel": lanes_spec(Head.VOCAB_PARALLEL),
+    "llama-3.2-1b": named_shape("llama-3.2-1b"),
+    "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("columns", [2, 8])
+def test_requests_together_leave_what_each_leaves_alone(name, columns):
+    spec, count = SPECS[name], 40
+    options = BackendOptions(device="nvidia", max_context=512, num_slots=columns, prefill="kernel")
+    backend = CudaBackend(RandomWeights(spec, device="cuda"), options)
+    prompts = [[t % spec.vocab_size for t in prompt_of(3 + 5 * i, i)] for i in range(columns)]
+    requests = [request(i, p, count) for i, p in enumerate(prompts)]
+    alone = [
+        (run(backend, r)[r.slot], held(backend, r.slot, len(r.prompt) + count - 1))
+        for r in requests
+    ]
+    backend.memory.cache.zero_()
+    while not backend.columns.ready(columns):
+        time.sleep(0.1)
+    together = run(backend, *requests)
+    for r, (tokens, cache) in zip(requests, alone, strict=True):
+        assert together[r.slot] == tokens
+        assert torch.equal(held(backend, r.slot, len(r.prompt) + count - 1), cache)
+    assert [k.layout.columns for k in backend.columns.kernels] == [columns]
+    backend.close()
