@@ -43,7 +43,9 @@ CASES = {
     "window": Case(plain(windows=(3,)), 4, 1, (3, 42, 12, 7, 8), 1, 2),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
     "lanes at once": Case(lanes((NOW,), 0)),
-    "lanes, own then late": Case(lanes((OWN, DELAYED), 1, o_bias=True, mlp_bias=True)),
+    "lanes, own then late": Case(  # three blocks a lane: their rows in three tiles, which leave together
+        lanes((OWN, DELAYED), 1, o_bias=True, mlp_bias=True), 6
+    ),
     "lanes, at once then late": Case(lanes((NOW, DELAYED), 1, Head.SUM_THEN_NORM)),
     "lanes that never meet, concatenated": Case(lanes((OWN, OWN), 0, Head.CONCAT)),
     "lanes, vocabulary cut": Case(
@@ -177,7 +179,7 @@ FAULTS = {
     ),
     "rows of units stand in turns": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",
-        "qwen3",
+        "lanes, own then late",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",
