@@ -245,6 +245,9 @@ class CudaBackend:
         """Of the kernel of one token, which takes no stamps."""
         return self.kernel.resources()
 
+    def settle(self) -> None:
+        self.columns.settle()
+
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory
         weights = m.weights.nbytes + m.embed.nbytes

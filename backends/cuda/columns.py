@@ -216,10 +216,13 @@ class Columns:
         """Those in use."""
         return tuple(self._kernels.values())
 
-    def close(self) -> None:
-        """Wait for what compiles: a thread inside the compiler must not outlive Python."""
+    def settle(self) -> None:
+        """Wait for what compiles."""
         for thread in self._threads.values():
             thread.join()
+
+    def close(self) -> None:
+        self.settle()  # a thread inside the compiler must not outlive Python
         self._kernels.clear()
 
     def memory_bytes(self) -> int:

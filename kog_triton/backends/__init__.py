@@ -113,6 +113,15 @@ class StageTimer(Protocol):
         ...
 
 
+@runtime_checkable
+class BackgroundCompiler(Protocol):
+    """A backend whose kernels may still compile while it serves by another one."""
+
+    def settle(self) -> None:
+        """Wait for those that were begun."""
+        ...
+
+
 def backend_names() -> list[str]:
     return sorted({e.name for e in entry_points(group=GROUP)})
 

@@ -134,6 +134,8 @@ def _time(
             runs = subject.generate_all(prompts[: turn.requests], task.tokens, task.temperature)
             if timed:
                 turn.rounds.append(runs)
+            if index == 0:
+                subject.settle()  # by turns until then: the warm-up behind it is as the rounds are
     return turns
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from kog_triton import __version__
-from kog_triton.backends import Backend, BackendOptions, WeightSource
+from kog_triton.backends import Backend, BackendOptions, BackgroundCompiler, WeightSource
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter, Resources
@@ -155,6 +155,11 @@ class BackendSubject:
         """Of the kernel that ran; None if the backend does not know."""
         backend = self._backend
         return backend.resources() if isinstance(backend, ResourceReporter) else None
+
+    def settle(self) -> None:
+        """Wait for kernels that its first requests began to compile."""
+        if isinstance(self._backend, BackgroundCompiler):
+            self._backend.settle()
 
     def memory_bytes(self) -> dict[str, int]:
         return self._backend.memory_bytes()
