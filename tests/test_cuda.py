@@ -151,11 +151,6 @@ PLAIN = {
         {"num_blocks": 7, "streams": "true"},
         0.02,
     ),
-    "chunks of three fragments": (
-        f16_spec(hidden_size=1536, intermediate_size=192, vocab_size=64, num_layers=2),
-        {"num_blocks": 12, "streams": "true"},
-        0.02,
-    ),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
     "joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24),

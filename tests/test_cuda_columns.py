@@ -454,7 +454,9 @@ def test_an_expired_wait_names_its_place_and_the_next_requests_run(backend, apar
 # ---- machine code ----
 
 
-MOST_SPILLS = 220  # loads and stores: joins of splits, and the head once a step
+MOST_SPILLS = (
+    232  # loads and stores: joins of splits, and the head once a step; 227 cost no time (H200)
+)
 
 
 @pytest.mark.parametrize(("name", "columns"), [("llama-3.2-1b", 8), ("qwen3-0.6b", 2)])

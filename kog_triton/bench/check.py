@@ -27,7 +27,9 @@ PASS = 256  # of them that the reference takes at once: bounds its scores at PAS
 # up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
 # shape, a development run).
 MAX_KL = {"backend": 0.08, "peer": 0.25}
-MAX_GAP = 0.2  # standard deviations
+# Standard deviations. Two kernels that share no code chose the same token 0.23 and 0.25 below the largest (H200,
+# llama-3.2-1b behind 256 ids): rounding. A wrong choice lies a deviation and more below.
+MAX_GAP = 0.5
 
 
 @dataclass(frozen=True)
