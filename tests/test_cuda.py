@@ -352,6 +352,14 @@ def is_local(what):
     return re.search(r"\b(LDL|STL)\b", what)
 
 
+def assert_weight_loops_hardly_spill(code):
+    """Of a kernel of several columns, at most one instruction of twenty."""
+    weights = innermost(code, r"\bHMMA")
+    assert len(weights) >= 3
+    for body in weights:
+        assert len([what for what in body if is_local(what)]) <= 0.05 * len(body)
+
+
 @pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b", "odd"])
 def test_no_loop_that_streams_or_waits_spills(name, tmp_path):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)

@@ -24,7 +24,7 @@ from kog_triton.backends.cuda import chunks
 from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
 from ring_walker import spec_of
-from test_cuda import f16_spec, innermost, is_local, machine_code
+from test_cuda import assert_weight_loops_hardly_spill, f16_spec, machine_code
 from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
 from test_cuda_life import Server, tokens_of
 
@@ -332,10 +332,7 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
 
 def test_loops_that_stream_weights_hardly_spill(tmp_path):
     code = machine_code(layout_of(named_shape("llama-3.2-1b")), tmp_path, "columns.cu")
-    weights = innermost(code, r"\bHMMA")
-    assert len(weights) >= 3
-    for body in weights:
-        assert len([what for what in body if is_local(what)]) <= 0.05 * len(body)
+    assert_weight_loops_hardly_spill(code)
 
 
 FAULTS = {

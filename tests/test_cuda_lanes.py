@@ -14,7 +14,7 @@ from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
 from kog_triton.backends.cuda.chunks import CHUNKED_LANES
 from ring_walker import spec_of
-from test_cuda import f16_spec, innermost, is_local, machine_code
+from test_cuda import assert_weight_loops_hardly_spill, f16_spec, machine_code
 from test_cuda_columns import EXTRAS, GREEDY, MIXED, PROMPTS, alone, make, request, run, staggered
 from test_cuda_columns import layout_of as columns_of
 from test_cuda_life import Server, tokens_of
@@ -304,10 +304,7 @@ def test_stores_that_land_late_change_nothing(spec, region):
 def test_loops_that_stream_weights_hardly_spill(tmp_path):
     spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
     code = machine_code(columns_of(spec, 8), tmp_path, "columns.cu")
-    weights = innermost(code, r"\bHMMA")
-    assert len(weights) >= 3
-    for body in weights:
-        assert len([what for what in body if is_local(what)]) <= 0.05 * len(body)
+    assert_weight_loops_hardly_spill(code)
 
 
 FAULTS = {
