@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from column_cases import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
 from cuda_walk import (
     INCLUDE,
     ChunkBackend,
@@ -23,9 +24,8 @@ from cuda_walk import (
 from kog_triton.backends.cuda import chunks
 from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
-from ring_walker import spec_of
-from test_cuda import assert_weight_loops_hardly_spill, f16_spec, machine_code
-from test_cuda_columns import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
+from machine_code import assert_weight_loops_hardly_spill, machine_code
+from ring_walker import f16_spec, spec_of
 from test_cuda_life import Server, tokens_of
 
 from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
@@ -330,8 +330,8 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
 # ---- machine code ----
 
 
-def test_loops_that_stream_weights_hardly_spill(tmp_path):
-    code = machine_code(layout_of(named_shape("llama-3.2-1b")), tmp_path, "columns.cu")
+def test_loops_that_stream_weights_hardly_spill():
+    code = machine_code(layout_of(named_shape("llama-3.2-1b")), "columns.cu")
     assert_weight_loops_hardly_spill(code)
 
 

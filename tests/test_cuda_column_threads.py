@@ -6,11 +6,11 @@ order change no bit of what each request leaves alone.
 
 import pytest
 import torch
+from column_cases import GREEDY, alone, request
 from cuda_planting import plant
 from cuda_threads import ColumnThreadWalk
 from cuda_walk import header
 from ring_walker import spec_of
-from test_cuda_columns import GREEDY, alone, request
 
 from kog_triton.model.spec import DType, Reduce
 from kog_triton.random_weights import RandomWeights
