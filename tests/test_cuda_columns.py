@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header, lower
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import batches, serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout import lay_out
 from ring_walker import spec_of
@@ -122,14 +122,8 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
 def test_lanes_side_by_side_and_too_much_at_once_are_refused():
     with pytest.raises(ModelError, match="lanes are scored side by side share the cuda kernel"):
         layout_of(spec_of(num_lanes=2, head=Head.CONCAT), 2)
-    lowering = lower(build(spec_of(dtype=DType.F16)), GPUS["h200"], 2)
-    narrow = replace(lowering.tilings["qkv_proj"], unit_rows=4, fragment_rows=4)
-    lowering = replace(lowering, tilings=lowering.tilings | {"qkv_proj": narrow})
-    with pytest.raises(ModelError, match="qkv_proj: columns take norms in fragments of 8 rows"):
-        lay_out_columns(lowering, 64, 2)
-    wide = spec_of(hidden_size=64, intermediate_size=40_000)
     with pytest.raises(ModelError, match="activations of 8 requests leave"):
-        layout_of(wide, 8)
+        layout_of(spec_of(hidden_size=5120), 8)
 
 
 def test_a_model_without_columns_takes_turns():
@@ -142,8 +136,9 @@ def test_a_model_without_columns_takes_turns():
 # ---- equal to alone ----
 
 ODD = f16_spec(hidden_size=54, intermediate_size=90, num_heads=4, head_dim=8, qkv_bias=True)
+ONE_HEAD = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
 EXTRAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True}
-# spec, columns, blocks; what changes where splits of the context begin and end
+# spec, columns, blocks; what changes where splits of the context begin and end, or how much room there is
 SHAPES = {
     "bf16, biases, norms, tied": (spec_of(**EXTRAS, tied_embeddings=True), 4, 2, {}),
     "sizes that divide by nothing": (ODD, 2, 4, {}),
@@ -169,6 +164,20 @@ SHAPES = {
         2,
         {},
     ),
+    # Where norms are too: qkv_proj and gate_up_proj, by chunks that end behind three units.
+    "four rows a fragment of x": (
+        f16_spec(hidden_size=300, num_layers=2, intermediate_size=12, **ONE_HEAD),
+        8,
+        6,
+        {},
+    ),
+    # The last steps of down_proj, whose operands find no room, are read for each unit.
+    "a K beyond shared memory": (
+        f16_spec(hidden_size=128, num_layers=1, intermediate_size=2400, **ONE_HEAD),
+        4,
+        2,
+        {"scratch_room": lambda lowering: 16_000},
+    ),
 }
 MORE = {
     "fp16, biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 8, 3, {}),
@@ -181,6 +190,24 @@ MORE = {
     ),
     "bf16, all blocks": (spec_of(), 8, 0, {}),
     "four rows a fragment": (f16_spec(hidden_size=36, intermediate_size=1536), 2, 2, {}),
+    "four rows a fragment of x, once the head's": (
+        spec_of(hidden_size=500, num_layers=2, intermediate_size=12, **ONE_HEAD),
+        4,
+        2,
+        {},
+    ),
+    "four rows a fragment of x in chunks of two": (
+        f16_spec(hidden_size=900, num_layers=2, intermediate_size=100, **ONE_HEAD),
+        8,
+        2,
+        {},
+    ),
+    "a K beyond shared memory, units of it": (
+        spec_of(hidden_size=256, num_layers=2, intermediate_size=2400, **ONE_HEAD),
+        8,
+        2,
+        {"scratch_room": lambda lowering: 24_000},
+    ),
 }
 
 
@@ -194,7 +221,7 @@ MORE = {
 def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shape):
     spec, columns, blocks, constants = shape
     for name, value in constants.items():
-        monkeypatch.setattr(header, name, value)
+        monkeypatch.setattr(batches if name == "scratch_room" else header, name, value)
     told = SamplingParams(temperature=1.0, logprobs=2, seed=3)
     requests = [
         request(i, PROMPTS[i] * 2, 6 if constants else 2, told if i == 1 else GREEDY)

@@ -1,8 +1,9 @@
 """Prompts in chunks: several positions of one request a step of the CUDA kernel (include/kog/columns/chunk.h).
 
 A chunk reads the weights once for all its positions, and leaves the keys and values that a token at a time
-leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. What cannot
-take part is refused by name: its prompts go a token at a time, on that kernel alone.
+leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. A model whose
+activations of eight positions outgrow shared memory gets chunks of fewer. What cannot take part is refused by name:
+its prompts go a token at a time, on that kernel alone.
 """
 
 import logging
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 import torch
-from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make_kernel
+from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, lay_out_columns, make_kernel
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import Layout
 
@@ -19,7 +20,7 @@ from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
 log = logging.getLogger(__name__)
-POSITIONS = 8  # of a chunk
+POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
 CHUNKS_FROM = 3
@@ -40,7 +41,7 @@ MOST_CHUNKS = 32
 class Chunks:
     """The kernel of one model's prompts, compiled by a thread of its own while the rest is loaded.
 
-    positions  of a step; 0 for no such kernel
+    positions  of a step at most; 0 for no such kernel
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run
     kernel     None until `open`, and where there is none
@@ -58,12 +59,14 @@ class Chunks:
     ) -> None:
         self._compile, self._load = compile, load
         self._layout: Layout | None = None
-        if not positions:
-            return
-        try:
-            self._layout = lay_out_columns(lowering, max_context, positions, chunk=True)
-        except ModelError as error:
-            log.info("prompts run a token at a time: %s", error)
+        for count in sorted((c for c in COUNTS if c <= positions), reverse=True):
+            try:
+                self._layout = lay_out_columns(lowering, max_context, count, chunk=True)
+                break
+            except ModelError as error:
+                fewer = f"{count // 2} positions" if count > min(COUNTS) else "a token"
+                log.info("prompts run %s at a time: %s", fewer, error)
+        if self._layout is None:
             return
         # No daemon: inside the compiler it must not outlive Python, whatever else fails.
         self._thread = threading.Thread(target=self._run, args=(self._layout,))
@@ -86,8 +89,11 @@ class Chunks:
         """From which prompts on "auto" means the library."""
         if self.kernel is None:
             return BY_TOKEN
-        lanes = self.kernel.layout.lowering.schedule.num_shards
-        return CHUNKED_LANES if lanes > 1 else CHUNKED
+        layout = self.kernel.layout
+        measured = CHUNKED_LANES if layout.lowering.schedule.num_shards > 1 else CHUNKED
+        # As many passes as were measured. What fewer positions cost was not.
+        fresh, behind = (n * layout.columns // POSITIONS for n in (measured.fresh, measured.behind))
+        return Crossover(fresh, behind)
 
     def memory_bytes(self) -> int:
         return 0 if self.kernel is None else self.kernel.nbytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda import lanes
 from kog_triton.backends.cuda.attention import MERGED, attention_bytes
-from kog_triton.backends.cuda.batches import finished_items, up
+from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_items, scratch_room, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
@@ -31,12 +31,11 @@ from kog_triton.backends.cuda.layout import (
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head
-from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering, is_wide
+from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
 COUNTS = (2, 4, 8)  # columns that kernels are made for
-SMALL_BYTES = 1664
 
 
 def lay_out_columns(
@@ -52,11 +51,6 @@ def lay_out_columns(
             "requests whose lanes are scored side by side share the cuda kernel by turns"
         )
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name, stage in stages.items():
-        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
-            raise ModelError(
-                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
-            )
     slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
     for name in ("qkv_proj", "gate_up_proj", "lm_head"):
         if lowering.padded_k(stages[name]) > slices:
@@ -104,7 +98,7 @@ def lay_out_columns(
         columns=columns,
         chunk=chunk,
         partial_bytes=0,
-        small_bytes=SMALL_BYTES,
+        small_bytes=COLUMN_SMALL_BYTES,
     )
     behind = layout.stage_bytes(stages["o_proj"]) + attention_bytes(
         spec, splits, columns if chunk else 1
@@ -117,9 +111,9 @@ def lay_out_columns(
         layout = replace(layout, joined_at=at)
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
-    free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
+    free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
-    if ring <= lowering.window_chunks:
+    if scratch > scratch_room(lowering):
         raise ModelError(
             f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
             f"more than {lowering.window_chunks} are needed"

@@ -44,7 +44,9 @@ constexpr int kLayerK =
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
 // Units of either that every block has, in kTakenWords registers.
-constexpr bool kAlike = QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
+constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
+                        GateUpProj::kFragmentRows == Wide::kFragmentRows &&
+                        QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
                         QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
                         QkvProj::kSteps == GateUpProj::kSteps;
 constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
@@ -188,14 +190,19 @@ constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
 constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
 using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
 
+// The lane's words of a step of its warp's part: every other one of a quarter.
+KOG_DEVICE const u32* mlp_words(const Block& b, int step) {
+  using S = Cut<DownProj>;
+  return lane_words<MlpWords>(b) + (S::first_value(b) / S::kStepValues + step) * S::kStepWords +
+         b.in_warp % S::kLanes * S::kLaneStride;
+}
+
 // Operands of kAsked steps from step `first` on.
 KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   using S = Cut<DownProj>;
-  // The lane's words of a step: every other one of a quarter.
-  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
-  int value = k + S::value(lane);
-  const u32* from = lane_words<MlpWords>(b) + k / S::kStepValues * S::kStepWords +
-                    lane * S::kLaneStride;
+  int lane = b.in_warp % S::kLanes;
+  int value = S::first_value(b) + first * S::kStepValues + S::value(lane);
+  const u32* from = mlp_words(b, first);
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
     bool inside = DownProj::kPaddedK == DownProj::kCols ||
                   value + i * S::kStepValues + 4 * word < DownProj::kCols;
@@ -205,6 +212,8 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
 
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
+  static_assert(DownProj::kRead == 0 || kAsked <= Operands<DownProj>::kLast);
+  if constexpr (DownProj::kRead > 0) to.in_memory = mlp_words(b, 0);
   await_mlp(b, epoch_of(iteration));
   AskedRows w;
 #pragma unroll 1
@@ -213,7 +222,8 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
     receive_mlp(b, iteration, first, w);
 #pragma unroll
     for (int i = 0; i < kAsked; i++)
-      if (first + i >= DownProj::kHeld) to.store(first + i, w[i]);
+      if (first + i >= DownProj::kHeld && (DownProj::kRead == 0 || first + i < to.kLast))
+        to.store(first + i, w[i]);
   }
   // Those that stay in registers come last.
   receive_mlp(b, iteration, 0, w);
