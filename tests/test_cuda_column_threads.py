@@ -9,10 +9,11 @@ import torch
 from cuda_planting import plant
 from cuda_threads import ColumnThreadWalk
 from cuda_walk import header
+from kog_triton.backends.cuda import batches
 from ring_walker import spec_of
 from test_cuda_columns import GREEDY, alone, request
 
-from kog_triton.model.spec import DType, Reduce
+from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
@@ -31,10 +32,23 @@ LANES = spec_of(
 )
 # Whose operands of x do not fit into registers: batches of gate_up_proj take turns with two rooms.
 WIDE = spec_of(dtype=DType.F16, hidden_size=320, intermediate_size=400, num_layers=1)
+# Whose last steps of down_proj are read while other blocks may be ahead (READ_ROOM).
+LONG = spec_of(
+    dtype=DType.F16,
+    hidden_size=128,
+    intermediate_size=2400,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+READ_ROOM = 16_000
 SPECS = {  # spec, blocks, columns
     "one lane": (spec_of(num_layers=2, dtype=DType.F16), 3, 2),
     "lanes": (LANES, 4, 2),
+    "lanes side by side": (LANES.replace(head=Head.CONCAT), 4, 2),
     "batch behind batch": (WIDE, 2, 8),
+    "a K beyond shared memory": (LONG, 2, 4),
 }
 
 
@@ -49,11 +63,21 @@ def said(walk, slot, count):
 
 
 @pytest.mark.parametrize(
-    "name", ["one lane", "lanes", pytest.param("batch behind batch", marks=pytest.mark.slow)]
+    "name",
+    [
+        "one lane",
+        "lanes",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("lanes side by side", "batch behind batch", "a K beyond shared memory")
+        ),
+    ],
 )
-def test_columns_race_for_nothing(name):
+def test_columns_race_for_nothing(monkeypatch, name):
     """With single warps held back (seed 1) and without."""
     spec, blocks, columns = SPECS[name]
+    if spec is LONG:
+        monkeypatch.setattr(batches, "scratch_room", lambda lowering: READ_ROOM)
     requests = [request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
     ours = ColumnThreadWalk(spec, RandomWeights(spec), blocks, columns)

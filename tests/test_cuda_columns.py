@@ -5,15 +5,16 @@ alone on the kernel of one token, bit for bit, and it may go from one kernel to 
 """
 
 import re
-import shutil
 import threading
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import public_shapes
 import pytest
 import torch
-from cuda_walk import INCLUDE, ColumnBackend, FiberBackend, compile_walk, header, lower
+from cuda_planting import plant
+from cuda_walk import ColumnBackend, FiberBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import batches, serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout import lay_out
@@ -25,9 +26,10 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType, Head
+from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import WINDOW_BYTES
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
@@ -105,7 +107,7 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
         assert left.end <= right.offset
     assert all(r.offset % 32 == 0 and r.stride % 4 == 0 for r in regions)
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert layout.ring_chunks > layout.lowering.window_chunks
+    assert layout.ring_chunks >= layout.lowering.chunks_of(WINDOW_BYTES)
     # The weights are packed once: both kernels read the same stream.
     one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
@@ -119,16 +121,44 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     ]
 
 
-def test_lanes_side_by_side_and_too_much_at_once_are_refused():
-    with pytest.raises(ModelError, match="lanes are scored side by side share the cuda kernel"):
-        layout_of(spec_of(num_lanes=2, head=Head.CONCAT), 2)
+@pytest.mark.parametrize("name", public_shapes.SHAPES)
+def test_eight_requests_or_positions_of_public_models_share_a_step(name):
+    """Also where rows of x's stages come in fours (Qwen2.5-0.5B), where a K outgrows shared memory (Llama-3.1-8B)
+    and where x leaves it no more than a window (Qwen2.5-14B)."""
+    lowering = lower(build(public_shapes.public_spec(name)), GPUS["h200"])
+    for columns in COUNTS:
+        for chunk in (False, True):
+            layout = lay_out_columns(lowering, 4096, columns, chunk)
+            assert layout.shared_bytes <= GPUS["h200"].shared_bytes
+            assert layout.ring_chunks >= lowering.chunks_of(WINDOW_BYTES)
+
+
+def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():
+    lowering = lower(build(public_shapes.public_spec("qwen2.5-7b")), GPUS["h200"])
+    stage = lowering.schedule.stage("down_proj")
+    steps, each = lowering.steps(stage), batches.step_bytes(lowering, stage, 8)
+    held, read = (f(lowering, stage, 8) for f in (batches.held_steps, batches.read_steps))
+    assert steps == held + batches.staged_bytes(lowering, stage, 8) // each + read
+    assert held and read and read % (batches.READ_CHUNKS * lowering.fragments) == 0
+    assert lowering.padded_k(stage) * 8 * 2 == steps * each  # a step's bytes, of 16-bit values
+    assert [batches.read_steps(lowering, stage, n) for n in (1, 2, 4)] == [0, 0, 0]
+
+
+def test_too_much_at_once_is_refused():
     with pytest.raises(ModelError, match="activations of 8 requests leave"):
-        layout_of(spec_of(hidden_size=5120), 8)
+        layout_of(spec_of(hidden_size=6144), 8)
 
 
-def test_a_model_without_columns_takes_turns():
-    backend = make(ColumnBackend, spec_of(num_lanes=2, head=Head.CONCAT), num_blocks=4)
+def refuse(*_, **__):
+    raise ModelError("no room")
+
+
+def test_a_model_without_columns_takes_turns(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("kog_triton.backends.cuda.columns.lay_out_columns", refuse)
+    backend = make(ColumnBackend)
     assert backend.columns.counts == () and not backend.columns.ready(2)
+    assert "no kernel of 2 columns: no room" in caplog.text
     got = run(backend, request(0, PROMPTS[0], 2), request(1, PROMPTS[1], 2))
     assert [len(steps) for steps in got.values()] == [2, 2]
 
@@ -531,14 +561,50 @@ FAULTS = {
 }
 
 
+# Of shapes that have what is changed.
+SHAPE_FAULTS = {
+    "another token's operand of four rows": (
+        "four rows a fragment of x",
+        "columns/matvec.h",
+        "token % 2 * (16 * kOperandWords)",
+        "0 * token",
+    ),
+    "low parts that four rows leave out": (
+        "four rows a fragment of x",
+        "columns/matvec.h",
+        "          even += v[0][1] + v[1][1];\n",
+        "",
+    ),
+    "operands of a chunk that was multiplied": (
+        "a K beyond shared memory",
+        "columns/matvec.h",
+        "int next = first + n + kReadChunks;",
+        "int next = first + n;",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPE_FAULTS)
+def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
+    shape, *edit = SHAPE_FAULTS[name]
+    spec, columns, blocks, constants = SHAPES[shape]
+    for constant, value in constants.items():
+        monkeypatch.setattr(batches, constant, value)
+    requests = [request(i, PROMPTS[i], 2) for i in range(columns)]
+    steps, cache = alone(spec, requests, blocks)
+    backend = make(ColumnBackend, spec, columns, blocks, -1, counts=(columns,))
+    run(backend, *requests)  # loads the kernel
+    (kernel,) = (k.kernel for k in backend.columns.kernels)
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))
+    with pytest.raises(AssertionError):
+        assert run(backend, *requests) == steps
+        assert torch.equal(backend.memory.cache, cache)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
-    file, before, after = FAULTS[name]
-    shutil.copytree(INCLUDE, tmp_path / "include")
-    path = tmp_path / "include/kog" / file
-    assert path.read_text().count(before) == 1
-    path.write_text(path.read_text().replace(before, after))
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
     spec = f16_spec(num_layers=6)
     requests = [request(i, p, 6) for i, p in enumerate(PROMPTS[:4])]
@@ -546,7 +612,8 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     backend = make(ColumnBackend, spec, 4, 6, -1, counts=(4,))
     run(backend, *requests[:2])  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
-    kernel.library = compile_walk(kernel.layout, kernel.flags, include=tmp_path / "include")
+    include = plant(tmp_path, FAULTS[name])
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
     requests = staggered(backend, requests)
     backend.wait_ticks = 5000
     with pytest.raises(AssertionError):

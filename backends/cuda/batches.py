@@ -62,8 +62,8 @@ def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 
 def scratch_room(lo: CudaLowering) -> int:
-    """Bytes that a kernel of several columns has for operands and sums, beside the shortest ring that
-    a window moves in."""
+    """Bytes of operands and sums in a kernel of several columns from which on some are read instead: beside
+    a ring that is longer than what is in flight."""
     ring = (lo.window_chunks + 1) * (lo.chunk_bytes + 16)
     return (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - ring) // 128 * 128
 

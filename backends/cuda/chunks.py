@@ -89,11 +89,8 @@ class Chunks:
         """From which prompts on "auto" means the library."""
         if self.kernel is None:
             return BY_TOKEN
-        layout = self.kernel.layout
-        measured = CHUNKED_LANES if layout.lowering.schedule.num_shards > 1 else CHUNKED
-        # As many passes as were measured. What fewer positions cost was not.
-        fresh, behind = (n * layout.columns // POSITIONS for n in (measured.fresh, measured.behind))
-        return Crossover(fresh, behind)
+        lanes = self.kernel.layout.lowering.schedule.num_shards
+        return CHUNKED_LANES if lanes > 1 else CHUNKED
 
     def memory_bytes(self) -> int:
         return 0 if self.kernel is None else self.kernel.nbytes
