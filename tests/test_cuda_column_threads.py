@@ -9,7 +9,6 @@ import torch
 from cuda_planting import plant
 from cuda_threads import ColumnThreadWalk
 from cuda_walk import header
-from kog_triton.backends.cuda import batches
 from ring_walker import spec_of
 from test_cuda_columns import GREEDY, alone, request
 
@@ -32,23 +31,11 @@ LANES = spec_of(
 )
 # Whose operands of x do not fit into registers: batches of gate_up_proj take turns with two rooms.
 WIDE = spec_of(dtype=DType.F16, hidden_size=320, intermediate_size=400, num_layers=1)
-# Whose last steps of down_proj are read while other blocks may be ahead (READ_ROOM).
-LONG = spec_of(
-    dtype=DType.F16,
-    hidden_size=128,
-    intermediate_size=2400,
-    num_layers=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-)
-READ_ROOM = 16_000
 SPECS = {  # spec, blocks, columns
     "one lane": (spec_of(num_layers=2, dtype=DType.F16), 3, 2),
     "lanes": (LANES, 4, 2),
     "lanes side by side": (LANES.replace(head=Head.CONCAT), 4, 2),
     "batch behind batch": (WIDE, 2, 8),
-    "a K beyond shared memory": (LONG, 2, 4),
 }
 
 
@@ -69,15 +56,13 @@ def said(walk, slot, count):
         "lanes",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lanes side by side", "batch behind batch", "a K beyond shared memory")
+            for name in ("lanes side by side", "batch behind batch")
         ),
     ],
 )
-def test_columns_race_for_nothing(monkeypatch, name):
+def test_columns_race_for_nothing(name):
     """With single warps held back (seed 1) and without."""
     spec, blocks, columns = SPECS[name]
-    if spec is LONG:
-        monkeypatch.setattr(batches, "scratch_room", lambda lowering: READ_ROOM)
     requests = [request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
     ours = ColumnThreadWalk(spec, RandomWeights(spec), blocks, columns)

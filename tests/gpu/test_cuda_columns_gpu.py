@@ -28,9 +28,6 @@ SPECS = {
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
     "side by side": lanes_spec(Head.CONCAT),
-    "laneformer-2b, side by side": named_shape("laneformer-2b").replace(
-        dtype=DType.F16, head=Head.CONCAT
-    ),
     # Four rows a fragment of x; a K beyond shared memory, of few units and of more; a ring as long as its window.
     "qwen2.5-0.5b": public_spec("qwen2.5-0.5b"),
     "llama-3.1-8b": public_spec("llama-3.1-8b", num_hidden_layers=4),
