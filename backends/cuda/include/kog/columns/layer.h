@@ -190,19 +190,14 @@ constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
 constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
 using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
 
-// The lane's words of a step of its warp's part: every other one of a quarter.
-KOG_DEVICE const u32* mlp_words(const Block& b, int step) {
-  using S = Cut<DownProj>;
-  return lane_words<MlpWords>(b) + (S::first_value(b) / S::kStepValues + step) * S::kStepWords +
-         b.in_warp % S::kLanes * S::kLaneStride;
-}
-
 // Operands of kAsked steps from step `first` on.
 KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
   using S = Cut<DownProj>;
-  int lane = b.in_warp % S::kLanes;
-  int value = S::first_value(b) + first * S::kStepValues + S::value(lane);
-  const u32* from = mlp_words(b, first);
+  // The lane's words of a step: every other one of a quarter.
+  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
+  int value = k + S::value(lane);
+  const u32* from = lane_words<MlpWords>(b) + k / S::kStepValues * S::kStepWords +
+                    lane * S::kLaneStride;
   receive<S>(b, Step::kDownProjInput, from, phase_of(iteration), w, [&](int i, int set, int word) {
     bool inside = DownProj::kPaddedK == DownProj::kCols ||
                   value + i * S::kStepValues + 4 * word < DownProj::kCols;
@@ -212,8 +207,12 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
 
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
-  static_assert(DownProj::kRead == 0 || kAsked <= Operands<DownProj>::kLast);
-  if constexpr (DownProj::kRead > 0) to.in_memory = mlp_words(b, 0);
+  using S = Cut<DownProj>;
+  if constexpr (DownProj::kRead > 0) {
+    static_assert(kAsked <= Operands<DownProj>::kLast);
+    int first = S::first_value(b) / S::kStepValues;
+    to.in_memory = lane_words<MlpWords>(b) + first * S::kStepWords + to.lane;
+  }
   await_mlp(b, epoch_of(iteration));
   AskedRows w;
 #pragma unroll 1
