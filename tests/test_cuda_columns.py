@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import public_shapes
 import pytest
 import torch
 from cuda_planting import plant
@@ -19,6 +18,7 @@ from cuda_walk import ColumnBackend, FiberBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import batches, serving
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout import lay_out
+from real_shapes import REAL, real_shape
 from ring_walker import spec_of
 from test_cuda import assert_weight_loops_hardly_spill, f16_spec, is_local, machine_code
 from test_cuda_life import Server, ended, held, tokens_of
@@ -121,11 +121,11 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     assert int(numbers[1]["kAheadTicks"]) == 100 * chunk
 
 
-@pytest.mark.parametrize("name", public_shapes.SHAPES)
-def test_eight_requests_or_positions_of_public_models_share_a_step(name):
+@pytest.mark.parametrize("name", REAL)
+def test_eight_requests_or_positions_share_a_step(name):
     """Also where rows of x's stages come in fours (Qwen2.5-0.5B), where a K outgrows shared memory (Llama-3.1-8B)
     and where x leaves it no more than a window (Qwen2.5-14B)."""
-    lowering = lower(build(public_shapes.public_spec(name)), GPUS["h200"])
+    lowering = lower(build(real_shape(name)), GPUS["h200"])
     for columns in COUNTS:
         for chunk in (False, True):
             layout = lay_out_columns(lowering, 4096, columns, chunk)
@@ -134,7 +134,7 @@ def test_eight_requests_or_positions_of_public_models_share_a_step(name):
 
 
 def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():
-    lowering = lower(build(public_shapes.public_spec("qwen2.5-7b")), GPUS["h200"])
+    lowering = lower(build(real_shape("qwen2.5-7b")), GPUS["h200"])
     stage = lowering.schedule.stage("down_proj")
     steps, each = lowering.steps(stage), batches.step_bytes(lowering, stage, 8)
     held, read = (f(lowering, stage, 8) for f in (batches.held_steps, batches.read_steps))
@@ -524,7 +524,7 @@ def test_loops_that_stream_weights_hardly_spill(name, columns, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.1-8b", "qwen2.5-14b"])
 def test_loops_that_pick_or_read_operands_hardly_spill(name, tmp_path):
-    code = machine_code(layout_of(public_shapes.public_spec(name), 8), tmp_path, "columns.cu")
+    code = machine_code(layout_of(real_shape(name), 8), tmp_path, "columns.cu")
     assert_weight_loops_hardly_spill(code)
 
 

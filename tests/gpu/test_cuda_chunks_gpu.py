@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kog_triton.backends.cuda import CudaBackend
-from public_shapes import public_spec
+from real_shapes import real_shape
 from ring_walker import spec_of
 from test_cuda_chunks import prompt_of
 from test_cuda_gpu import lanes_spec
@@ -27,9 +27,9 @@ SPECS = {
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "qwen3-0.6b": named_shape("qwen3-0.6b"),
     # Four rows a fragment of x; a K beyond shared memory; a ring as long as its window.
-    "tinyllama-1.1b": public_spec("tinyllama-1.1b"),
-    "llama-3.1-8b": public_spec("llama-3.1-8b", num_hidden_layers=4),
-    "qwen2.5-14b": public_spec("qwen2.5-14b", num_hidden_layers=4),
+    "tinyllama-1.1b": real_shape("tinyllama-1.1b"),
+    "llama-3.1-8b": real_shape("llama-3.1-8b", 4),
+    "qwen2.5-14b": real_shape("qwen2.5-14b", 4),
 }  # fmt: skip
 
 
