@@ -59,13 +59,14 @@ class Chunks:
     ) -> None:
         self._compile, self._load = compile, load
         self._layout: Layout | None = None
-        for count in sorted((c for c in COUNTS if c <= positions), reverse=True):
+        counts = sorted((c for c in COUNTS if c <= positions), reverse=True)
+        for count, fewer in zip(counts, [*counts[1:], 1], strict=False):
             try:
                 self._layout = lay_out_columns(lowering, max_context, count, chunk=True)
                 break
             except ModelError as error:
-                fewer = f"{count // 2} positions" if count > min(COUNTS) else "a token"
-                log.info("prompts run %s at a time: %s", fewer, error)
+                what = f"{fewer} positions" if fewer > 1 else "a token"
+                log.info("prompts run %s at a time: %s", what, error)
         if self._layout is None:
             return
         # No daemon: inside the compiler it must not outlive Python, whatever else fails.
