@@ -18,7 +18,7 @@ from kog_triton.schedule.schedule import Stage
 THREADS = WARPS * 32  # that consume
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
-# The same where some are read again, with chunks of the ring that they are read ahead.
+# The same where some are read from memory instead; and how many chunks ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_CHUNKS = 32, 2
 COLUMN_SMALL_BYTES = 1664  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
 

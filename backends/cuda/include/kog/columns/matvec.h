@@ -144,10 +144,10 @@ struct Operands {
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
-  u32* staged;            // words of step kFirst
-  const u32* in_memory;   // where this lane's of step 0 are, if some are read there
-  int lane;     // where this lane's begin in a step
-  int first;    // wide: how the first step is turned (wide_turn)
+  u32* staged;           // words of step kFirst
+  const u32* in_memory;  // this lane's words of step 0, where some steps are read
+  int lane;              // where this lane's begin in a step
+  int first;             // wide: how the first step is turned
 
   KOG_DEVICE explicit Operands(const Block& b) {
     int part = b.warp % Stage::kParts;
@@ -165,6 +165,7 @@ struct Operands {
     int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
     return staged + (step - kFirst) * S::kStepWords + at;
   }
+  // Of one token, among those of two.
   KOG_DEVICE const u32* place_picked(int step, int token) const {
     int at = lane ^ wide_turn(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
     return staged + step * S::kStepWords + token / 2 * Cut<Wide>::kSetWords + at;
