@@ -31,10 +31,10 @@ from test_cuda_life import Server, tokens_of
 from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
 from kog_triton.backends.mailbox import Failure
 from kog_triton.bench.measure import TRACED_PROMPT
-from kog_triton.errors import DeviceError, RunError
+from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import WINDOW_BYTES
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
@@ -66,7 +66,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     columns = lay_out_columns(chunk.lowering, 1024, 8)
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
-    assert chunk.ring_chunks > chunk.lowering.window_chunks
+    assert chunk.ring_chunks >= chunk.lowering.chunks_of(WINDOW_BYTES)
     keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)
@@ -320,11 +320,29 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     assert backend.chunks.kernel is None and run(backend, r) == steps
     assert backend.chunks.crossover == BY_TOKEN
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
-    lanes = make(ChunkBackend, spec_of(num_lanes=2, head=Head.CONCAT), 1, 4)
-    assert lanes.chunks.kernel is None
-    assert (
-        "prompts run a token at a time: requests whose lanes are scored side by side" in caplog.text
-    )
+
+
+def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
+    spec, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    r = request(0, prompt_of(11), 3)
+    steps, _ = alone(spec, [r])
+
+    def lay_out(lowering, max_context, columns, chunk):
+        if columns > most:
+            raise ModelError("no room")
+        return lay_out_columns(lowering, max_context, columns, chunk)
+
+    monkeypatch.setattr(chunks, "lay_out_columns", lay_out)
+    most = 4
+    backend = make(ChunkBackend, spec, 1)
+    assert backend.chunks.kernel.layout.columns == 4 and run(backend, r) == steps
+    assert caplog.text.count("prompts run 4 positions at a time: no room") == 1
+    most = 1
+    backend = make(ChunkBackend, spec, 1)
+    assert backend.chunks.kernel is None and run(backend, r) == steps
+    assert "prompts run a token at a time: no room" in caplog.text
 
 
 # ---- machine code ----
