@@ -180,6 +180,7 @@ def _stages(layout: Layout) -> list[str]:
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
+            "shift": tiling.shift,
             "batch": batch_units(lo, stage, layout.columns),
             "held": held_steps(lo, stage, layout.columns),
             "read": read_steps(lo, stage, layout.columns),
