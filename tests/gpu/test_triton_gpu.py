@@ -264,6 +264,18 @@ def test_one_kernel_serves_a_request():
     assert list(seen["kernels"]) == ["decode_kernel"] and seen["launches"] == 1
 
 
+@pytest.mark.skipif(bool(torch.version.hip), reason="the rate of an AMD GPU's clock is not known")
+def test_tokens_carry_the_gpu_s_own_time(small):
+    """Nanoseconds that grow token by token, and less of them than the host saw pass."""
+    request = Request(0, (3, 7, 12), GREEDY, 0, 40)
+    served(small, request)
+    begun = time.perf_counter_ns()
+    (steps,) = served(small, request)
+    took = time.perf_counter_ns() - begun
+    gaps = np.diff([step.device_ns for step in steps])
+    assert (gaps > 0).all() and took / 1000 < gaps.sum() < took
+
+
 def test_a_thousand_requests_leave_no_memory_behind(llm):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True)
     first = llm.generate(["The cat"], params)[0].outputs[0].token_ids
