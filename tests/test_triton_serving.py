@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +22,7 @@ from concurrent_interpreter import concurrent
 from lowering_cases import ArrayWeights
 from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
+from kog_triton.backends import StageTimer
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton import serving, slots
 from kog_triton.backends.triton.waits import describe_wait
@@ -86,6 +88,19 @@ def test_a_token_carries_the_kernel_s_clock_or_none(monkeypatch):
     (stamped,) = serve(backend_of(ONE), request)
     assert [s.device_ns for s in stamped] == [1234567890123] * 3
     assert tokens(stamped) == tokens(steps)
+
+
+def test_every_launch_of_a_stage_is_timed():
+    """Behind what is called for each, which a run that is not timed does not call."""
+    backend, calls = backend_of(ONE), []
+    assert isinstance(backend, StageTimer)
+    state = {"token_ids": torch.tensor([3, 42, 12])}
+    with concurrent(1, "sc"):
+        seconds = backend.time_stage("embed", 0, state, lambda: calls.append("before"))
+        again = backend.run_stage("embed", 0, state)
+    assert len(seconds) == len(calls) == 3 and all(s > 0 for s in seconds)
+    want = backend.memory.pointers.half_embed[[3, 42, 12]].float()
+    assert torch.equal(again["x"][0], want)
 
 
 def test_a_token_waits_for_its_stamp():
