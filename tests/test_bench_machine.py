@@ -1,6 +1,7 @@
 """What `kog bench` says of the machine, by clocks, bandwidth and source; and the microbenchmarks."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -91,9 +92,12 @@ def exchange(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 @pytest.mark.parametrize("name, code", [("read_bandwidth", 0), ("launch_cost", 1), ("exchange", 1)])
-def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(name, code):
+def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(
+    name, code, tmp_path
+):
+    file = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py"],
+        [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py", "--json", file],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -101,6 +105,33 @@ def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing
     assert done.returncode == code
     assert "TB/s" in done.stdout if code == 0 else done.stderr.startswith("a GPU is needed")
     assert done.stderr.count("\n") == code
+    assert file.is_file() == (code == 0)
+    if code == 0:
+        record = json.loads(file.read_text())
+        assert (record["name"], record["unit"]) == (name, "TB/s") and record["machine"]["source"]
+        assert f"{record['figures']['torch']:.3f} TB/s" in done.stdout
+
+
+def test_a_microbenchmark_stands_beside_what_kog_reports(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "micro"))
+    figures = importlib.import_module("figures")
+    file = tmp_path / "record.json"
+    for name, said in (("launch_cost", "4.5"), ("exchange", "cut from 7.8")):
+        figures.finish(name, "us", {"plain": 15.5}, file, "each")
+        assert "plain       15.500 us" in (out := capsys.readouterr().out) and said in out
+        record = json.loads(file.read_text())
+        assert record["figures"] == {"plain": 15.5}
+        assert record["reported_by_kog_us"] == figures.REPORTED[name]
+
+
+def test_a_record_that_cannot_be_written_is_told_first(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/micro/exchange.py", "--json", tmp_path / "no" / "x"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2 and done.stderr.endswith(f"there is no folder {tmp_path / 'no'}\n")
 
 
 @pytest.mark.parametrize("memory", ["sc", "stale"])
