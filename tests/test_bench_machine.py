@@ -179,6 +179,31 @@ def test_an_exchange_on_a_gpu(method, monkeypatch):
     assert module.right(method, blocks, 300, "cuda")
 
 
+def test_a_run_of_a_commit_is_told_from_one_with_changes(tmp_path, monkeypatch):
+    """Of sources: a record that was kept since, or a file's mode, changes nothing."""
+    package, cuda = tmp_path / "kog_triton", tmp_path / "backends" / "cuda"
+    for folder in (package, cuda):
+        folder.mkdir(parents=True)
+    (package / "a.py").write_text("one\n")
+    (package / "gone.py").write_text("two\n")
+    (cuda / "ring.h").write_text("three\n")
+    files = {"a.py": package / "a.py", "gone.py": package / "gone.py"}
+    files["backends/cuda/ring.h"] = cuda / "ring.h"
+    monkeypatch.setattr(machine, "source_files", lambda: files)
+    assert machine.changed_files(tmp_path) is None, "no git"
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for argv in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *argv], check=True)
+    (tmp_path / "record.json").write_text("{}")
+    (package / "a.py").chmod(0o755)
+    assert machine.changed_files(tmp_path) == []
+    (cuda / "ring.h").write_text("3\n")
+    (package / "new.py").write_text("four\n")
+    files["new.py"] = package / "new.py"
+    del files["gone.py"]
+    assert machine.changed_files(tmp_path) == ["backends/cuda/ring.h", "gone.py", "new.py"]
+
+
 def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
     files = machine.source_files()
     assert {
