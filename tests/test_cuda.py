@@ -151,6 +151,11 @@ PLAIN = {
         {"num_blocks": 7, "streams": "true"},
         0.02,
     ),
+    "chunks of three fragments": (
+        f16_spec(hidden_size=1536, intermediate_size=192, vocab_size=64, num_layers=2),
+        {"num_blocks": 12, "streams": "true"},
+        0.02,
+    ),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
     "joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24),
@@ -310,8 +315,8 @@ def tool(name):
     return found or pytest.skip(f"{name} is not there")
 
 
-def machine_code(layout, folder, entry="decode.cu"):
-    """(address, instruction) of the kernel, compiled by nvcc."""
+def sass_of(layout, folder, entry="decode.cu"):
+    """The kernel compiled by nvcc and disassembled, with its encodings."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not there")
     source = folder / "decode.cu"
@@ -320,7 +325,12 @@ def machine_code(layout, folder, entry="decode.cu"):
     command += [f"-I{ROOT}/backends/cuda/include", "-o", str(folder / "decode.cubin")]
     subprocess.run(command, check=True, capture_output=True)
     dump = [tool("cuobjdump"), "-sass", str(folder / "decode.cubin")]
-    text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(dump, check=True, capture_output=True, text=True).stdout
+
+
+def machine_code(layout, folder, entry="decode.cu"):
+    """(address, instruction) of the kernel."""
+    text = sass_of(layout, folder, entry)
     return [
         (int(at, 16), what)
         for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)

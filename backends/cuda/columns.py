@@ -199,7 +199,8 @@ class Columns:
             return False
         count = self._count(requests)
         if count not in self._threads:
-            self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
+            # No daemon: inside the compiler it must not outlive Python, though nobody calls close().
+            self._threads[count] = threading.Thread(target=self._run, args=(count,))
             self._threads[count].start()
         return not self._threads[count].is_alive() and count not in self._failed
 
@@ -222,7 +223,7 @@ class Columns:
             thread.join()
 
     def close(self) -> None:
-        self.settle()  # a thread inside the compiler must not outlive Python
+        self.settle()
         self._kernels.clear()
 
     def memory_bytes(self) -> int:

@@ -27,9 +27,10 @@ from kog_triton.schedule.topology import KB, Gpu
 WARPS = 16  # consumer warps; one more warp fills the ring
 FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
 MMA_ROWS = FRAGMENT_ROWS[0]
-# (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
-# larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
-CHUNKS = ((32, 2), (16, 3), (16, 4))
+# (frag_k, fragments a warp and chunk): chunks of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
+# ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
+# they alone that end where units do (benchmarks/README.md).
+CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (H200: benchmarks/README.md). Then the same while
 # the block has chunks to go on with.
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB

@@ -46,11 +46,8 @@ KOG_DEVICE void sum_parts(Block& b, int mixes) {
     u32 w[kLanes];
     poll_words(
         b, Step::kMixLanes,
-        [&](int lane) {
-          const u32* at = from + lane * kColumns * PartWords::kStride;
-          return mine ? at : static_cast<const u32*>(nullptr);
-        },
-        phase, w);
+        [&](int lane) { return from + lane * kColumns * PartWords::kStride; },
+        [&](int) { return mine; }, phase, w);
     float sum = 0;
 #pragma unroll
     for (int lane = 0; lane < kLanes; lane++) sum += unpack_f32(w[lane]);
