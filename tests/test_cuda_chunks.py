@@ -28,11 +28,12 @@ from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
 from test_cuda_life import Server, tokens_of
 
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
 from kog_triton.backends.mailbox import Failure
-from kog_triton.bench.measure import TRACED_PROMPT
 from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
+from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.cuda import WINDOW_BYTES
 from kog_triton.schedule.schedule import build
@@ -200,11 +201,20 @@ def backend(spec):
 
 
 def test_a_short_prompt_is_one_launch_of_the_kernel_of_one_token(backend):
-    assert TRACED_PROMPT < chunks.CHUNKS_FROM  # `kog bench --no-kernel-switches`
     run(backend, request(0, prompt_of(chunks.CHUNKS_FROM - 1)))
     assert launched(backend) == (0, 1)
     run(backend, request(1, prompt_of(chunks.CHUNKS_FROM)))
     assert launched(backend) == (1, 2)
+
+
+def test_a_request_that_is_to_be_one_kernel_is_one_launch(spec, monkeypatch):
+    """However long its prompt: no chunks, and no end to hear a cancel (`kog bench --no-kernel-switches`)."""
+    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_SILENT", 4)
+    asked = request(0, prompt_of(30), 3)
+    steps, cache = alone(spec, [asked])
+    backend = ChunkBackend(RandomWeights(spec), BackendOptions(prefill="decode"))
+    assert run(backend, asked) == steps and torch.equal(backend.memory.cache, cache)
+    assert backend.chunks.kernel is None and backend.kernel.launches == 1
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
