@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from cuda_planting import plant
-from kog_triton.backends.cuda import CudaBackend, header, jit, serving
+from kog_triton.backends.cuda import CudaBackend, header, jit
 from lowering_cases import lanes
 from ring_walker import spec_of
 
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import BackendOptions, heart
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.random_weights import RandomWeights
@@ -155,7 +155,7 @@ def main(case: str, fault: str, folder: str) -> None:
     edits = [edit for name in fault.split("+") for edit in EDITS.get(name, ())]
     if edits:
         jit.INCLUDE = plant(Path(folder), *edits)
-    serving.SILENCE_S *= PATIENCE
+    heart.SILENCE_S *= PATIENCE
     CASES[case](fault)
 
 

@@ -175,9 +175,14 @@ class TritonBackend:
 
     def expired(self) -> str:
         """What the last launch waited for in vain; "" if nothing."""
+        return self._expired(self.memory.pointers)
+
+    def _expired(self, pointers: Any) -> str:
+        from kog_triton.backends.triton.slots import BEAT
         from kog_triton.backends.triton.waits import describe_wait
 
-        return describe_wait(self.memory.pointers.error.tolist(), self.tiles)
+        beat = int(pointers.mailbox.view(-1)[BEAT])
+        return describe_wait(pointers.error.tolist(), self.tiles, beat)
 
     def score(self, slot: int, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a slot: their logits, float32 [last - first, vocab]."""
@@ -201,7 +206,7 @@ class TritonBackend:
         self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        if expired := self.expired():
+        if expired := self._expired(alone):
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
@@ -238,7 +243,7 @@ class TritonBackend:
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
-        if expired := self.expired():
+        if expired := self._expired(pointers):
             raise RunError(f"{expired}: the run is void")
 
 
