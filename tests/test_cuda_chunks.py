@@ -330,6 +330,7 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
 # ---- machine code ----
 
 
+@pytest.mark.slow
 def test_loops_that_stream_weights_hardly_spill(tmp_path):
     code = machine_code(layout_of(named_shape("llama-3.2-1b")), tmp_path, "columns.cu")
     assert_weight_loops_hardly_spill(code)

@@ -457,7 +457,10 @@ def test_an_expired_wait_names_its_place_and_the_next_requests_run(backend, apar
 MOST_SPILLS = 232  # loads and stores: joins of splits, and the head once a step; 227 in the kernel of the records
 
 
-@pytest.mark.parametrize(("name", "columns"), [("llama-3.2-1b", 8), ("qwen3-0.6b", 2)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("llama-3.2-1b", 8), pytest.param("qwen3-0.6b", 2, marks=pytest.mark.slow)],
+)
 def test_loops_that_stream_weights_hardly_spill(name, columns, tmp_path):
     code = machine_code(layout_of(named_shape(name), columns), tmp_path, "columns.cu")
     assert_weight_loops_hardly_spill(code)
