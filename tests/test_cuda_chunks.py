@@ -358,6 +358,7 @@ def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
 # ---- machine code ----
 
 
+@pytest.mark.slow
 def test_loops_that_stream_weights_hardly_spill():
     code = machine_code(layout_of(named_shape("llama-3.2-1b")), "columns.cu")
     assert_weight_loops_hardly_spill(code)

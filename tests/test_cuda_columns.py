@@ -232,7 +232,10 @@ def test_every_way_to_choose_works_beside_every_other(spec):
 MOST_SPILLS = 232  # loads and stores: joins of splits, and the head once a step; 227 in the kernel of the records
 
 
-@pytest.mark.parametrize(("name", "columns"), [("llama-3.2-1b", 8), ("qwen3-0.6b", 2)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("llama-3.2-1b", 8), pytest.param("qwen3-0.6b", 2, marks=pytest.mark.slow)],
+)
 def test_loops_that_stream_weights_hardly_spill(name, columns):
     code = machine_code(layout_of(named_shape(name), columns), "columns.cu")
     assert_weight_loops_hardly_spill(code)

@@ -326,6 +326,7 @@ def test_stores_that_land_late_change_nothing(spec, region):
 # ---- machine code ----
 
 
+@pytest.mark.slow
 def test_loops_that_stream_weights_hardly_spill():
     spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
     code = machine_code(columns_of(spec, 8), "columns.cu")

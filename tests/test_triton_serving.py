@@ -256,8 +256,8 @@ def test_a_wait_that_expires_says_where(case, stalled):
     with concurrent(0, "sc", stalled=stalled), pytest.raises(RunError) as caught:
         backend.forward_logits((3, 42, 12))
     said = (
-        r"block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
-        r"|words of \w+ that came after all)"
+        r".*rank 0, block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
+        r"|words of \w+ that came after all), after 0 steps: the run is void$"
     )
     assert caught.match(said)
 
@@ -267,7 +267,9 @@ def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():
     mask, winner = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "winner"))
     came = [0] * 11
     assert "block 2, stage sample, for the host's mask of token 2" in describe_wait(
-        [[2], came, winner, mask], tiles
+        [[2], came, winner, mask], tiles, 3
     )
-    assert "block 1, stage sample, for candidates" in describe_wait([[2], came, winner], tiles)
-    assert describe_wait([[0], came, came], tiles) == ""
+    said = describe_wait([[2], came, winner], tiles, 3)
+    assert "rank 0, block 1, stage sample, for candidates of pass 2, after 3 steps" in said
+    assert describe_wait([[2], came, winner], tiles, -9).endswith("after 9 steps of prompts")
+    assert describe_wait([[0], came, came], tiles, 3) == ""

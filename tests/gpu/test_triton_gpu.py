@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lowering_cases import ArrayWeights, lanes
+from process_memory import host_bytes
 from ring_walker import spec_of
 
 from kog_triton import LLM, SamplingParams
@@ -291,8 +292,11 @@ def test_tokens_carry_the_gpu_s_own_time(small):
 def test_a_thousand_requests_leave_no_memory_behind(llm):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True)
     first = llm.generate(["The cat"], params)[0].outputs[0].token_ids
-    used = torch.cuda.memory_allocated()
-    for _ in range(1000):
-        out = llm.generate(["The cat"], params)[0].outputs[0].token_ids
-    assert out == first
+    used, free, host = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], 0
+    for n in range(1000):
+        assert llm.generate(["The cat"], params)[0].outputs[0].token_ids == first
+        if n == 100:  # allocators have settled
+            host = host_bytes()
     assert torch.cuda.memory_allocated() == used
+    assert torch.cuda.mem_get_info()[0] == free  # the driver's word
+    assert host_bytes() - host < 4 << 20

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kog_triton.backends.heart import Heart, Stalled
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words
@@ -162,15 +163,21 @@ class Serving:
     def _launch(self, mailbox: Mailbox) -> None:
         """One launch for all slots, until the kernel has left."""
         slots = list(mailbox.resumed)
+        beat = self._mail[0, self._at["beat"] :]
+        beat[0] = 0
         self.poll()  # masks, and whether a request was cancelled meanwhile
         running = mailbox.resumed.values()
         done = self._launcher.start(
             slots, any(r.rules for r in running), any(r.in_chunks for r in running)
         )
+        heart = Heart()
         try:
             while not done():
+                heart.listen(int(beat[0]))
                 self.poll()
                 time.sleep(POLL_S)
+        except Stalled:
+            raise
         except BaseException:  # nobody may leave while the kernel writes to this memory
             self._mail[:, self._at["host"]] = YIELD.value
             while not done():

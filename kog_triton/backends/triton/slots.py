@@ -5,6 +5,7 @@ hold the same values, each reads only what it wrote, so a switch of slots costs 
 on where the last one left.
 
     mailbox, int64 a slot    0  the host's word: CANCEL, YIELD     1  outcome | made << 8 | position << 32
+                             2  of slot 0: see `beat`
                              8 ..  tokens, number << 32 | id    stamps, mask, logprob records: mailbox_offsets
 """
 
@@ -43,7 +44,7 @@ ALL_LOGITS: tl.constexpr = tl.constexpr(int(Flag.ALL_LOGITS))
 EDITED: tl.constexpr = tl.constexpr(int(Flag.EDITED))
 
 STOPS: tl.constexpr = tl.constexpr(32)  # stop ids compared at once
-HOST, RESULT, TOKENS = 0, 1, 8  # words of a slot's mailbox
+HOST, RESULT, BEAT, TOKENS = 0, 1, 2, 8  # words of a slot's mailbox; BEAT in that of slot 0
 
 
 @triton.constexpr_function
@@ -56,6 +57,7 @@ def mailbox_offsets(tiles: Any) -> dict[str, int]:
     return {
         "host": HOST,
         "result": RESULT,
+        "beat": BEAT,
         "tokens": TOKENS,
         "stamps": stamps,
         "mask": mask,
@@ -103,6 +105,13 @@ def ask_host(slot, block, p, S: tl.constexpr):
     if block == 0:
         control = tl.load(mail_of(slot, p, "host", S), volatile=True).to(tl.int32)
     return control
+
+
+@triton.jit
+def beat(count, block, p, S: tl.constexpr):
+    """The heartbeat, to the host: passes that the launch has ended; below zero, steps of prompts in chunks."""
+    if block == 0:
+        tl.store(mail_of(block * 0, p, "beat", S), count.to(tl.int64), cache_modifier=".wt")
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Shared words and fences: the only file that knows a vendor.
+"""Shared words and fences: the one file with instructions of a vendor; sizes that depend on one are data elsewhere.
 
 Words that blocks exchange are read past the L1 (and, on AMD, past an XCD's own L2) and written through.
 A word is its own flag, so they need no order. What is not self-announcing, the KV cache, is ordered by
