@@ -1,12 +1,15 @@
-"""Compile the Triton kernel and print reports as JSON: `compile_child.py TARGET SHAPE [VARIANT ..]`.
+"""Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
 
-A variant is rules, chunks, rules+chunks or the name of a stage.
+A variant is rules, chunks, rules+chunks or the name of a stage. An answer has the version of Triton and the
+reports, or the error.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
 
 import json
 import sys
+import traceback
+from typing import Any
 
 import triton
 from lowering_cases import lanes
@@ -17,19 +20,27 @@ from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import Head
 
 FLAGS = {"rules", "chunks"}  # of the kernel that decodes
+SMALL = {"num_blocks": 4, "max_context": 64}
+SHAPES = {
+    "tiny": (spec_of(), SMALL),
+    "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),
+}
 
-if __name__ == "__main__":
-    target, shape, *variants = sys.argv[1:]
-    small = {"num_blocks": 4, "max_context": 64}
-    options = {
-        "tiny": (spec_of(), small),
-        "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), small),
-    }
-    spec, sizes = options[shape] if shape in options else (named_shape(shape), {})
+
+def reports_of(target: str, shape: str, *variants: str) -> list[dict[str, Any]]:
+    spec, sizes = SHAPES[shape] if shape in SHAPES else (named_shape(shape), {})
     reports = []
     for variant in variants or [""]:
-        flags = variant.split("+")
+        flags = variant.split("+") if variant else []
         known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant}
-        reports.append(compile_report(spec, target, **sizes, **known))
-    print(f"compiled by triton {triton.__version__}", file=sys.stderr)
-    print(json.dumps([vars(report) for report in reports]))
+        reports.append(vars(compile_report(spec, target, **sizes, **known)))
+    return reports
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        try:
+            answer = {"triton": triton.__version__, "reports": reports_of(*json.loads(line))}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)

@@ -15,6 +15,7 @@ TRITON_INTERPRET must be set before triton is first imported (conftest.py). Trit
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import random
@@ -239,13 +240,17 @@ def _language_patched_once() -> Iterator[None]:
     """Triton patches its language again at each call of a device function; once a launch is enough."""
     scopes: list[Any] = []
     done: set[int] = set()
+    seen: set[Any] = set()
+    nothing = interpreter._LangPatchScope()  # for the caller to restore
 
     def patch(fn: Any) -> Any:
-        modules = {id(v) for v in fn.__globals__.values() if v is tl or v is tl.core}
-        if not modules <= done:
-            done.update(modules)
-            scopes.append(_patch_language(fn))
-        return interpreter._LangPatchScope()  # nothing for the caller to restore
+        if fn not in seen:
+            seen.add(fn)
+            modules = {id(v) for v in fn.__globals__.values() if v is tl or v is tl.core}
+            if not modules <= done:
+                done.update(modules)
+                scopes.append(_patch_language(fn))
+        return nothing
 
     interpreter._patch_lang = patch
     try:
@@ -254,6 +259,25 @@ def _language_patched_once() -> Iterator[None]:
         interpreter._patch_lang = _patch_language
         for scope in reversed(scopes):
             scope.restore()
+
+
+# ---- what Triton's interpreter finds out again for every value, remembered ----
+
+_numpy_type_of_scalar = functools.cache(interpreter._get_np_dtype)
+_type_of_tuple = tl.core._type_for_tuple_values
+_type_of_shape = functools.cache(_type_of_tuple)
+
+
+def _numpy_type(triton_type: Any) -> np.dtype:
+    scalar = triton_type.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
+
+
+def _tuple_type(values: Any, fields: Any = None) -> Any:
+    sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
+    if fields is None and all(type(size) is int for size in sizes):
+        return _type_of_shape(sizes)
+    return _type_of_tuple(values, fields)
 
 
 @contextlib.contextmanager
@@ -271,6 +295,8 @@ def concurrent(
         (_Builder, "create_atomic_rmw"): _atomic_rmw,
         (_Builder, "create_atomic_cas"): _atomic_cas,
         (interpreter.GridExecutor, "__call__"): _launch_whole,
+        (interpreter, "_get_np_dtype"): _numpy_type,
+        (tl.core, "_type_for_tuple_values"): _tuple_type,
     }
     # Overflow checks, on by default, triple the work of integer arithmetic.
     builder = interpreter.interpreter_builder

@@ -2,11 +2,8 @@
 
 import ctypes
 import functools
-import hashlib
-import os
 import re
 import subprocess
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from compiled import made_once, version_of
 
 import kog_triton.backends
 from kog_triton.schedule.cuda import lower
@@ -38,7 +36,6 @@ from kog_triton.sampling import SamplingParams  # noqa: E402
 
 HERE = Path(__file__).parent / "cuda_host"
 INCLUDE = ROOT / "backends/cuda/include"
-CACHE = Path(tempfile.gettempdir()) / "kog-cuda-walk"
 MOST = 4_000_000  # rounds
 POLL_S = 2e-3  # how often the host looks for tokens
 GREEDY = SamplingParams(temperature=0)
@@ -69,13 +66,9 @@ def build_walk(
             text, count = re.subn(rf"{name} = \w+;", f"{name} = {wanted};", text)
             assert count == 1
     sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
-    digest = hashlib.sha256(text.encode() + " ".join(flags).encode())
-    for path in sources:
-        digest.update(path.read_bytes())
-    CACHE.mkdir(exist_ok=True)
-    made = CACHE / digest.hexdigest()[:24]
-    if not made.exists():
-        draft = CACHE / f"{made.name}.{os.getpid()}"
+    parts = [version_of("g++"), text.encode(), " ".join(flags).encode()]
+
+    def make(draft: Path) -> None:
         draft.with_suffix(".h").write_text(text)
         subprocess.run(
             ["g++", "-std=c++20", "-Wno-unknown-pragmas", *flags,
@@ -83,8 +76,8 @@ def build_walk(
              str(source), "-o", str(draft)],
             check=True,
         )  # fmt: skip
-        os.replace(draft, made)
-    return made
+
+    return made_once([*parts, *(path.read_bytes() for path in sources)], make)
 
 
 def compile_walk(layout, flags=("-O1",), include=INCLUDE, **changes):
@@ -240,8 +233,8 @@ class FiberBackend(CudaBackend):
 
     def __init__(self, weights, options, num_blocks=2, seed=0):
         self._seed = seed
-        # The kernel's own prefill is what is on trial, unless the library's is asked for.
-        prefill = "library" if options.prefill == "library" else "kernel"
+        # The kernel's own prefill is what is on trial, unless another is asked for.
+        prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
         self.wait_ticks = 1 << 20  # rounds
 

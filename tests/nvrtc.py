@@ -17,6 +17,12 @@ def load() -> ctypes.CDLL | None:
     return None
 
 
+def version(library: ctypes.CDLL) -> bytes:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    assert library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0
+    return f"nvrtc {major.value}.{minor.value}".encode()
+
+
 def compile_cubin(library: ctypes.CDLL, text: str, flags: Sequence[str]) -> bytes:
     """AssertionError with the compiler's words if it refuses."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()

@@ -373,3 +373,8 @@ def spec_of(**changes) -> ModelSpec:
         "reduce_mlp": (Reduce.NOW,) * layers,
     }
     return ModelSpec(**(base | changes))
+
+
+def f16_spec(**changes) -> ModelSpec:
+    """The same in float16."""
+    return spec_of(dtype=DType.F16, **changes)

@@ -1,29 +1,23 @@
-"""The CUDA monokernel without a GPU: its layout, its packing, its source run on a CPU, its machine code.
+"""The CUDA monokernel without a GPU: its layout, its packing, its source run on a CPU.
 
 The kernel's own C++ runs as fibers (cuda_walk.py), whose blocks drift apart as a seed says; what it computes is
 compared with the reference backend, what it samples with the definition.
 """
 
-import functools
 import re
-import shutil
-import subprocess
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
-import nvrtc
 import pytest
 import torch
-from cuda_walk import ROOT, Walk, header, layout_of, memory
-from kog_triton.backends.cuda import jit
-from ring_walker import pack_model, spec_of
+from cuda_walk import Walk, header, layout_of, memory
+from machine_code import SHAPES
+from ring_walker import f16_spec, pack_model, spec_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.spec import Head, Reduce
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import History, SamplingParams, sample
 from kog_triton.schedule.cuda import lower
@@ -45,11 +39,6 @@ LANES = {
     "reduce_attention": (OWN, OWN, DELAYED, DELAYED, NOW),
     "reduce_mlp": (NOW, OWN, DELAYED, OWN, DELAYED),
 }
-SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
-
-
-def f16_spec(**changes):
-    return spec_of(dtype=DType.F16, **changes)
 
 
 # ---- layout and packing ----
@@ -153,6 +142,11 @@ PLAIN = {
     "weights of two stages ahead, which some blocks have more of": (
         f16_spec(hidden_size=88, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=510),
         {"num_blocks": 7, "streams": "true"},
+        0.02,
+    ),
+    "chunks of three fragments": (
+        f16_spec(hidden_size=1536, intermediate_size=192, vocab_size=64, num_layers=2),
+        {"num_blocks": 12, "streams": "true"},
         0.02,
     ),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
@@ -299,148 +293,3 @@ def test_a_wait_for_the_hosts_mask_is_no_word_of_the_blocks(walk):
     """Its place counts the host's words, whose numbers are those of other exchanges as well."""
     assert walk.layout.place_of("mask", 3) == "mask, word 3 of the host's"
     assert walk.layout.place_of("attention_qkv", 3) == "attention_qkv, word 3 of qkv"
-
-
-# ---- machine code ----
-
-
-def tool(name):
-    """A disassembler of the CUDA toolkit, or the one that Triton's package brings."""
-    found = shutil.which(name)
-    if found is None:
-        triton = pytest.importorskip("triton")
-        path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-        found = str(path) if path.exists() else None
-    return found or pytest.skip(f"{name} is not there")
-
-
-def machine_code(layout, folder, entry="decode.cu"):
-    """(address, instruction) of the kernel, compiled by nvcc or NVRTC."""
-    text = header.render(layout) + (ROOT / "backends/cuda" / entry).read_text()
-    return disassembled(text)
-
-
-@functools.lru_cache(2)
-def disassembled(text):
-    with tempfile.TemporaryDirectory() as folder:
-        return disassembled_in(Path(folder), text)
-
-
-def disassembled_in(folder, text):
-    cubin, flags = folder / "decode.cubin", (*jit.FLAGS, f"-I{jit.INCLUDE}")
-    if shutil.which("nvcc"):
-        source = folder / "decode.cu"
-        source.write_text(text)
-        command = ["nvcc", "-cubin", *flags, str(source), "-o", str(cubin)]
-        subprocess.run(command, check=True, capture_output=True)
-    elif library := nvrtc.load():
-        cubin.write_bytes(nvrtc.compile_cubin(library, text, flags))
-    else:
-        pytest.skip("neither nvcc nor the wheel nvidia-cuda-nvrtc is there")
-    dump = [tool("cuobjdump"), "-sass", str(cubin)]
-    text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
-    return [
-        (int(at, 16), what)
-        for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)
-    ]
-
-
-def in_turn(names):
-    """Shapes whose kernels are compiled: one and the odd one always, the others with the slow tests."""
-    always = ("llama-3.2-1b", "odd")
-    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-LONGEST_LOOP = 1000  # instructions
-MOST_SPILLS = 48  # loads and stores, once a token's included
-
-
-def innermost(code, has):
-    """Bodies of the smallest loops that contain an instruction matching `has`.
-
-    Loops of thousands are left out: code that a far jump shares with a loop seems to be one.
-    """
-    loops = []
-    for at, what in code:
-        to = re.search(r"\bBRA(?:\.\S+)? .*?(0x[0-9a-f]+)", what)
-        if to and 0 < at - int(to.group(1), 16) < 16 * LONGEST_LOOP:
-            loops.append((int(to.group(1), 16), at))
-    bodies = {r: [w for a, w in code if r[0] <= a <= r[1]] for r in loops}
-    held = [r for r in loops if any(re.search(has, w) for w in bodies[r])]
-    return [
-        bodies[r] for r in held if not any(o != r and r[0] <= o[0] and o[1] <= r[1] for o in held)
-    ]
-
-
-def is_local(what):
-    return re.search(r"\b(LDL|STL)\b", what)
-
-
-def assert_weight_loops_hardly_spill(code):
-    """Of a kernel of several columns, at most one instruction of twenty."""
-    weights = innermost(code, r"\bHMMA")
-    assert len(weights) >= 3
-    for body in weights:
-        assert len([what for what in body if is_local(what)]) <= 0.05 * len(body)
-
-
-@pytest.mark.parametrize("name", in_turn([*SHAPES, "odd"]))
-def test_no_loop_that_streams_or_waits_spills(name, tmp_path):
-    spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
-    code = machine_code(layout_of(spec, max_context=1024), tmp_path)
-    weights = innermost(code, r"\bHMMA")
-    polls = innermost(code, r"\bLDG.*STRONG\.GPU")
-    walks = [body for body in innermost(code, r"\bHMMA") if any("MUFU.EX2" in w for w in body)]
-    assert len(weights) >= 5  # the matrix stages, but o_proj where it is unrolled, and attention
-    assert len(polls) >= 8 and len(walks) == 1
-    for body in weights + polls + walks:
-        assert not [what for what in body if is_local(what)]
-
-
-def registers(text):
-    """Numbers of the registers that are named in an instruction's operands."""
-    return {
-        int(first) + more
-        for first, wide in re.findall(r"(?<![A-Z])R(\d+)((?:\.64)?)", text)
-        for more in range(2 if wide else 1)
-    }
-
-
-def used_too_early(code):
-    """Loads of the cache ahead of attention's wait, and what reads them before its first poll."""
-    begin = min(at for at, what in code if "LDG.E.NA" in what)
-    found, held = [], {}
-    for _, what in [c for c in code if c[0] >= begin]:
-        if "STRONG.GPU" in what:
-            return found
-        opcode, _, operands = re.sub(r"^@!?U?P\w+ ", "", what).partition(" ")
-        target, _, sources = operands.partition(",")
-        if "LDG.E.NA" in opcode:
-            first = int(re.match(r"\s*R(\d+)", target).group(1))
-            width = next((n for w, n in ((".128", 4), (".64", 2)) if w in opcode), 1)
-            held |= dict.fromkeys(range(first, first + width), what)
-        else:
-            found += [(held[r], what) for r in registers(sources) & held.keys()]
-    raise AssertionError("no poll behind the loads")
-
-
-@pytest.mark.parametrize("name", in_turn(["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"]))
-def test_no_wait_for_the_cache_comes_before_the_wait_for_queries(name, tmp_path):
-    """A register moved out of a load's way cost 2 us a layer of Qwen3-0.6B on an H200."""
-    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
-    assert used_too_early(code) == []
-
-
-@pytest.mark.parametrize("name", in_turn(SHAPES))
-def test_the_walk_hardly_spills(name, tmp_path):
-    """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
-    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path)
-    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
-
-
-@pytest.mark.parametrize("name", in_turn(["laneformer-2b", "qwen3-8b"]))
-def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name, tmp_path):
-    """Or it would be other code, and its time nobody's."""
-    code = machine_code(layout_of(named_shape(name), max_context=1024), tmp_path, "stage.cu")
-    assert len([what for _, what in code if "USETMAXREG" in what]) == 2
-    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS

@@ -31,18 +31,48 @@ SPILLED = 0 if version("triton") == "3.6.0" else 64
 pytestmark = pytest.mark.parametrize("compiler", [TRITON])
 
 
-def reports_of(target: str, shape: str, folder: Path, *variants: str) -> list[CompileReport]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(CHILD.parents[1])}
-    child = subprocess.run(
-        [sys.executable, CHILD, target, shape, *variants], capture_output=True, text=True, env=env
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
-    assert f"compiled by {TRITON}" in child.stderr
-    return [
-        CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
-        for fields in json.loads(child.stdout)
-    ]
+class Child:
+    """A process that compiles for one test after another; the first that asks, or asks after a crash, starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def reports_of(self, target: str, shape: str, *variants: str) -> list[CompileReport]:
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        assert self.process and self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps([target, shape, *variants]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, f"{(self.folder / 'stderr').read_text()[-2000:]} ({self.process.wait()})"
+        said = json.loads(answer)
+        assert "error" not in said, said["error"][-2000:]
+        assert said["triton"] == version("triton")
+        return [
+            CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
+            for fields in said["reports"]
+        ]
+
+    def _start(self) -> None:
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env |= {"TRITON_CACHE_DIR": str(self.folder), "PYTHONPATH": str(CHILD.parents[1])}
+        with (self.folder / "stderr").open("w") as stderr:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                [sys.executable, CHILD], stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=env
+            )
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def reports_of(tmp_path_factory):
+    child = Child(tmp_path_factory.mktemp("triton"))
+    yield child.reports_of
+    child.end()
 
 
 def polls(report: CompileReport) -> list[int]:
@@ -69,8 +99,8 @@ def check_polls(report: CompileReport, asked: int = 1) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_tiny_model_compiles_for_every_target(target, compiler, tmp_path):
-    (report,) = reports_of(target, "tiny", tmp_path)
+def test_a_tiny_model_compiles_for_every_target(target, reports_of, compiler):
+    (report,) = reports_of(target, "tiny")
     assert report.num_threads == 256
     check_polls(report)
     assert report.spilled_bytes <= SPILLED
@@ -84,12 +114,12 @@ def test_a_tiny_model_compiles_for_every_target(target, compiler, tmp_path):
         assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 12
 
 
-def test_llama_on_hopper(compiler, tmp_path):
+def test_llama_on_hopper(reports_of, compiler):
     """Hardly any stack or barriers, weights in 128-bit loads that are evicted first, polls past the L1.
 
     A wait has one reduction, which also tells the block that its time is up: a vote beside it took 44 barriers more.
     """
-    (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path)
+    (report,) = reports_of("sm_90", "llama-3.2-1b")
     check_polls(report)
     assert report.spilled_bytes <= 64
     assert report.count(r"BAR.*") <= 150
@@ -102,24 +132,24 @@ def test_llama_on_hopper(compiler, tmp_path):
     assert sum(report.instructions.values()) <= 13000
 
 
-def test_lanes_on_hopper(compiler, tmp_path):
+def test_lanes_on_hopper(reports_of, compiler):
     """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit."""
-    (report,) = reports_of("sm_90", "laneformer-2b", tmp_path)
+    (report,) = reports_of("sm_90", "laneformer-2b")
     check_polls(report)
     assert report.spilled_bytes <= 112
     assert report.count(r"BAR.*") <= 200
 
 
 @pytest.mark.slow
-def test_what_runs_prompts_takes_no_registers_from_decode(compiler, tmp_path):
+def test_what_runs_prompts_takes_no_registers_from_decode(reports_of, compiler):
     """Of a wide model: in line it cost 450 bytes of stack."""
-    plain, chunks = reports_of("sm_90", "qwen3-8b", tmp_path, "", "chunks")
+    plain, chunks = reports_of("sm_90", "qwen3-8b", "", "chunks")
     assert plain.spilled_bytes <= 80
     assert chunks.spilled_bytes <= plain.spilled_bytes + 16
 
 
-def test_llama_on_mi300(compiler, tmp_path):
-    (report,) = reports_of("gfx942", "llama-3.2-1b", tmp_path)
+def test_llama_on_mi300(reports_of, compiler):
+    (report,) = reports_of("gfx942", "llama-3.2-1b")
     check_polls(report)
     assert report.registers <= 512
     assert report.spilled_bytes == 0
@@ -156,16 +186,16 @@ def test_llama_on_other_amd_gpus(target, compiler, tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_prompts_in_chunks_compile_for_every_target(target, compiler, tmp_path):
+def test_prompts_in_chunks_compile_for_every_target(target, reports_of, compiler):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""
-    (report,) = reports_of(target, "tiny", tmp_path, "chunks")
+    (report,) = reports_of(target, "tiny", "chunks")
     check_polls(report, 2)
     check_chunks(report)
     assert report.spilled_bytes <= SPILLED + 128
 
 
-def test_prompts_in_chunks_on_hopper(compiler, tmp_path):
-    (report,) = reports_of("sm_90", "llama-3.2-1b", tmp_path, "chunks")
+def test_prompts_in_chunks_on_hopper(reports_of, compiler):
+    (report,) = reports_of("sm_90", "llama-3.2-1b", "chunks")
     check_polls(report, 2)
     check_chunks(report)
     assert report.spilled_bytes <= 64
@@ -178,10 +208,10 @@ def test_prompts_in_chunks_on_hopper(compiler, tmp_path):
     [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],
 )
 def test_prompts_in_chunks_with_all_sampling_rules(
-    target, shape, spilled, most, compiler, tmp_path
+    target, shape, spilled, most, reports_of, compiler
 ):
     """The largest variant: what a request with penalties and a long prompt runs."""
-    (report,) = reports_of(target, shape, tmp_path, "rules+chunks")
+    (report,) = reports_of(target, shape, "rules+chunks")
     check_polls(report, 2)
     check_chunks(report)
     assert report.spilled_bytes <= spilled
@@ -199,11 +229,14 @@ def check_chunks(report: CompileReport) -> None:
         assert report.registers <= 255 and report.shared_bytes <= room * 1024
 
 
-def test_sampling_rules_and_single_stages_compile(compiler, tmp_path):
+@pytest.mark.parametrize("target, shape", [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes")])
+def test_sampling_rules_compile(target, shape, reports_of, compiler):
     """The kernel of all rules spills a little, where nothing else waits for it."""
-    (rules,) = reports_of("sm_90", "llama-3.2-1b", tmp_path, "rules")
-    amd, *_ = reports_of("gfx942", "lanes", tmp_path, "rules", "lm_head")
-    for report in (rules, amd):
-        check_polls(report)
-        assert report.spilled_bytes <= 256
-    assert len(reports_of("sm_90", "lanes", tmp_path, *STAGES)) == len(STAGES)
+    (report,) = reports_of(target, shape, "rules")
+    check_polls(report)
+    assert report.spilled_bytes <= 256
+
+
+def test_single_stages_compile(reports_of, compiler):
+    assert len(reports_of("sm_90", "lanes", *STAGES)) == len(STAGES)
+    assert len(reports_of("gfx942", "lanes", "lm_head")) == 1

@@ -82,6 +82,8 @@ class Launcher:
     seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
     # slots, most steps, the kernel of several columns if it is not that of one token
     launch: Callable[[list[int], int, ColumnKernel | None], Launch]
+    # A request alone is one launch: no cancel is heard before its first token.
+    whole: bool = False
 
 
 def serve(launcher: Launcher, mailbox: Mailbox) -> None:
@@ -154,7 +156,8 @@ def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     together = columns.ready(len(live))
     slots = list(live)[: columns.most if together else MOST_SEATS]
     step = columns.take(len(slots), device) if together else None
-    return launcher.launch(slots, _most_steps(live, slots), step)
+    alone = launcher.whole and len(live) == 1
+    return launcher.launch(slots, UNLIMITED if alone else _most_steps(live, slots), step)
 
 
 def _most_steps(live: dict[int, Live], slots: list[int]) -> int:

@@ -16,7 +16,9 @@ Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (pr
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
@@ -27,9 +29,10 @@ from kog_triton.schedule.topology import KB, Gpu
 WARPS = 16  # consumer warps; one more warp fills the ring
 FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
 MMA_ROWS = FRAGMENT_ROWS[0]
-# (frag_k, fragments a warp and chunk): 16 KB and 12 KB chunks. Smaller ones leave bandwidth behind,
-# larger ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054).
-CHUNKS = ((32, 2), (16, 3), (16, 4))
+# (frag_k, fragments a warp and chunk): chunks of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
+# ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
+# they alone that end where units do (benchmarks/README.md).
+CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (H200: benchmarks/README.md). Then the same while
 # the block has chunks to go on with.
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
@@ -205,7 +208,24 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
-    return min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+    best = min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+    return replace(best, tilings=_shifted(best))
+
+
+def _shifted(lowering: CudaLowering) -> dict[str, Tiling]:
+    """Tilings whose shifts give a unit more of a stage to blocks that had less of the layer's stages before it:
+    all blocks wait for the last one, several times a layer."""
+    tilings = dict(lowering.tilings)
+    read = np.zeros(lowering.num_blocks, int)
+    for stage in matrix_stages(lowering.schedule):
+        if stage.name == "lm_head":
+            continue
+        size, own = lowering.group_size(stage), read[: lowering.group_size(stage)]
+        fragments = np.array([lowering.stage_fragments(stage, 0, place) for place in range(size)])
+        shift = min(range(size), key=lambda by: int((own + np.roll(fragments, by)).max()))
+        tilings[stage.name] = replace(tilings[stage.name], shift=shift)
+        own += np.roll(fragments, shift)
+    return tilings
 
 
 def is_wide(stage: Stage) -> bool:

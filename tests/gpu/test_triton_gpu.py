@@ -265,6 +265,30 @@ def test_one_kernel_serves_a_request():
     assert list(seen["kernels"]) == ["decode_kernel"] and seen["launches"] == 1
 
 
+def test_a_stage_is_timed_without_its_tensors():
+    """The head of a real shape: no faster than its bytes at 4.8 TB/s, and the host's work is not in it."""
+    spec = named_shape("qwen3-0.6b")
+    backend = TritonBackend(RandomWeights(spec, device="cuda"), BackendOptions(max_context=64))
+    state = {"x": torch.randn(1, 1, spec.hidden_size)}
+    flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").zero_
+    backend.run_stage("lm_head", 0, state)
+    seconds = [backend.time_stage("lm_head", 0, state, flush)[0] for _ in range(5)]
+    floor = 2 * spec.vocab_size * spec.hidden_size / 4.8e12
+    assert all(s > floor for s in seconds) and min(seconds) < 4 * floor
+
+
+@pytest.mark.skipif(bool(torch.version.hip), reason="the rate of an AMD GPU's clock is not known")
+def test_tokens_carry_the_gpu_s_own_time(small):
+    """Nanoseconds that grow token by token, and less of them than the host saw pass."""
+    request = Request(0, (3, 7, 12), GREEDY, 0, 40)
+    served(small, request)
+    begun = time.perf_counter_ns()
+    (steps,) = served(small, request)
+    took = time.perf_counter_ns() - begun
+    gaps = np.diff([step.device_ns for step in steps])
+    assert (gaps > 0).all() and took / 1000 < gaps.sum() < took
+
+
 def test_a_thousand_requests_leave_no_memory_behind(llm):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True)
     first = llm.generate(["The cat"], params)[0].outputs[0].token_ids

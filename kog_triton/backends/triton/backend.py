@@ -1,5 +1,6 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,12 +123,26 @@ class TritonBackend:
 
         RequestError if the model has no such stage; RunError if a wait expires.
         """
+        return self._run_stage(stage, layer, state, lambda: None)[0]
+
+    def time_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> list[float]:
+        """As run_stage; seconds of every token's launch by the GPU's clock, behind what `before` queues."""
+        return self._run_stage(stage, layer, state, before)[1]
+
+    def _run_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> tuple[dict[str, Any], list[float]]:
         from kog_triton.backends.triton.stages import StageRun
 
-        run = StageRun(
-            self.schedule, self.tiles, self.memory.pointers, stage, layer, self._launch_stage
-        )
-        return run.run(state)
+        seconds: list[float] = []
+
+        def launch(*call: Any) -> None:
+            seconds.append(self._launch_stage(before, *call))
+
+        run = StageRun(self.schedule, self.tiles, self.memory.pointers, stage, layer, launch)
+        return run.run(state), seconds
 
     def resources(self) -> Resources | None:
         """Of the variant that was launched last; None before that, and in the interpreter."""
@@ -228,6 +243,7 @@ class TritonBackend:
 
     def _launch_stage(
         self,
+        before: Callable[[], None],
         pointers: Any,
         x: torch.Tensor,
         out: torch.Tensor,
@@ -235,16 +251,21 @@ class TritonBackend:
         position: int,
         token: int,
         stage: str,
-    ) -> None:
+    ) -> float:
+        """To its end: seconds on the GPU from what `before` has queued; in the interpreter by the host's clock."""
         from kog_triton.backends.triton.stage_kernel import stage_kernel
 
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
+        before()
+        clock = _clock(self.device)
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
+        seconds = clock()
         if expired := self._expired(pointers):
             raise RunError(f"{expired}: the run is void")
+        return seconds
 
 
 def _too_old(device: torch.device) -> str:
@@ -265,6 +286,22 @@ def _known_gpu(device: torch.device) -> Gpu | None:
         return find_gpu(torch.cuda.get_device_name(device))
     except DeviceError:
         return None
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Starts behind all that is queued; what it gives waits for what was queued since and tells the seconds."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        return lambda: time.perf_counter() - started
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+
+    def stop() -> float:
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+    return stop
 
 
 def _blocks(gpu: Gpu | None, device: torch.device) -> int:

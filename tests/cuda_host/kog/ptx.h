@@ -59,14 +59,17 @@ struct Copy {
   int delay;
 };
 
+using Shown = u64[32];  // by lane
+
 struct Warp {
   int arrived = 0;
   u64 turn = 0;
   bool looked = false;  // whether somebody else has done something: it waits
   int blocked = 0;      // lanes at the block's barrier, or past it, and which one that is
   u64 barrier = 0;
-  u64 value[32];
-  u32 a[32][4], b[32][2];
+  // What lanes show each other in a turn and the next one: nobody is two turns ahead.
+  Shown shown[2];
+  float a[2][32][8], b[2][32][4];
 };
 // A store that lands late (alone.h).
 struct Store {
@@ -111,29 +114,30 @@ KOG_EMULATED void meet() {
   }
   while (w.turn == mine) yield();
 }
+// What every lane of the warp shows.
+KOG_EMULATED const Shown& show(u64 v) {
+  Warp& w = warp();
+  Shown& all = w.shown[w.turn % 2];
+  all[lane()] = v;
+  meet();
+  return all;
+}
 template <class T>
 KOG_EMULATED T exchange(T v, int from) {
-  Warp& w = warp();
   u64 bits = 0;
   std::memcpy(&bits, &v, sizeof v);
-  w.value[lane()] = bits;
-  meet();
-  bits = w.value[from & 31];
-  meet();
+  bits = show(bits)[from & 31];
   std::memcpy(&v, &bits, sizeof v);
   return v;
 }
 KOG_EMULATED float from_half(u32 h, bool f16) {
+  // A float16's exponent is smaller by 112. (_Float16 is a call into the compiler's library.)
+  u32 bits = f16 ? (h & 0x8000) << 16 | (h & 0x7fff) << 13 : h << 16;
+  bool finite = !f16 || (h & 0x7c00) != 0x7c00;
+  if (!finite) bits |= 0x7f800000;
   float out;
-  if (!f16) {
-    u32 bits = h << 16;
-    std::memcpy(&out, &bits, 4);
-    return out;
-  }
-  _Float16 x;
-  u16 bits = static_cast<u16>(h);
-  std::memcpy(&x, &bits, 2);
-  return static_cast<float>(x);
+  std::memcpy(&out, &bits, 4);
+  return f16 && finite ? out * 0x1p112f : out;
 }
 KOG_EMULATED u32 to_half(float v, bool f16) {
   if (f16) {
@@ -191,21 +195,14 @@ T load_cache(const T* p, bool there) {
 
 KOG_EMULATED void sync_warp() { host::meet(); }
 KOG_EMULATED bool any_lane(bool p) {
-  host::Warp& w = host::warp();
-  w.value[host::lane()] = p;
-  host::meet();
   u64 any = 0;
-  for (u64 v : w.value) any |= v;
-  host::meet();
+  for (u64 v : host::show(p)) any |= v;
   return any != 0;
 }
 KOG_EMULATED u32 lanes_with(bool p) {
-  host::Warp& w = host::warp();
-  w.value[host::lane()] = p;
-  host::meet();
+  const host::Shown& all = host::show(p);
   u32 bits = 0;
-  for (int i = 0; i < 32; i++) bits |= static_cast<u32>(w.value[i]) << i;
-  host::meet();
+  for (int i = 0; i < 32; i++) bits |= static_cast<u32>(all[i]) << i;
   return bits;
 }
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::lane() ^ mask); }
@@ -218,12 +215,8 @@ inline float shuffle(float v, int lane) { return host::exchange(v, lane); }
 inline u32 shuffle(u32 v, int lane) { return host::exchange(v, lane); }
 template <class Join>
 KOG_EMULATED u32 join_lanes(u32 v, Join join) {
-  host::Warp& w = host::warp();
-  w.value[host::lane()] = v;
-  host::meet();
   u32 out = 0;
-  for (u64 other : w.value) out = join(out, static_cast<u32>(other));
-  host::meet();
+  for (u64 other : host::show(v)) out = join(out, static_cast<u32>(other));
   return out;
 }
 inline u32 largest_of_warp(u32 v) {
@@ -299,22 +292,23 @@ template <bool kF16, int kHalves>
 KOG_EMULATED void multiply_halves(float (&c)[4], const u32* a, const u32* b) {
   host::Warp& w = host::warp();
   int lane = host::lane();
-  for (int i = 0; i < 2 * kHalves; i++) w.a[lane][i] = a[i];
-  for (int i = 0; i < kHalves; i++) w.b[lane][i] = b[i];
+  auto& rows = w.a[w.turn % 2];
+  auto& columns = w.b[w.turn % 2];
+  for (int i = 0; i < 4 * kHalves; i++)
+    rows[lane][i] = host::from_half(a[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
+  for (int i = 0; i < 2 * kHalves; i++)
+    columns[lane][i] = host::from_half(b[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
   host::meet();
   for (int i = 0; i < 4; i++) {
     int row = lane / 4, column = 2 * (lane % 4) + i % 2;
     double sum = 0;
     for (int half = 0; half < kHalves; half++)
       for (int q = 0; q < 4; q++)
-        for (int s = 0; s < 2; s++) {
-          float x = host::from_half(w.a[4 * row + q][2 * half + i / 2] >> 16 * s & 0xffff, kF16);
-          sum += static_cast<double>(x) *
-                 host::from_half(w.b[4 * column + q][half] >> 16 * s & 0xffff, kF16);
-        }
+        for (int s = 0; s < 2; s++)
+          sum += static_cast<double>(rows[4 * row + q][4 * half + i / 2 * 2 + s]) *
+                 columns[4 * column + q][2 * half + s];
     c[i] += static_cast<float>(sum);
   }
-  host::meet();
 }
 template <bool kF16>
 void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {

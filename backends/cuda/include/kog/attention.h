@@ -21,9 +21,8 @@ namespace kog {
 constexpr int kShortRounds = 2;  // of a span that leaves the memory time for weights, at most
 
 // Bring a warp's tile into the L2 if all of it is in the cache before `end`: a round before its
-// loads, which alone keep too little in flight for all of the memory's bandwidth. Not measured with lanes.
+// loads, which alone keep too little in flight for all of the memory's bandwidth.
 KOG_DEVICE void fetch_tile(const Block& b, const u16* keys, const u16* values, int at, int end) {
-  if constexpr (kLanes > 1) return;
   if (b.in_warp != 0 || b.warp >= kWarpsAGroup || at + kTileRows > end) return;
   constexpr u32 kBytes = kTileRows * kRowDim * 2;
   fetch_to_l2(keys + static_cast<u64>(at) * kRowDim, kBytes);
@@ -44,7 +43,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   bool walks = head_group < kHeadGroups && walker < walked;
   int cached = walks ? fresh.cached(span) : 0;
   int at = span.start + walker * kTileRows;
-  bool first_of_long = kLanes == 1 && b.thread == 0 && tiles > kShortRounds * kWarpsAGroup;
+  bool first_of_long = b.thread == 0 && tiles > kShortRounds * kWarpsAGroup;
   if (first_of_long) store_volatile(&b.small->walks, 1);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   Keys key;

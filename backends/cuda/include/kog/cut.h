@@ -142,11 +142,13 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
   for (int bin = b.block + kBlocks * b.warp; bin < kBins; bin += kBlocks * kWarps) {
     Sums sum;
     for (int first = 0; first < kBlocks; first += 32) {
-      const u64* at =
-          first + b.in_warp < kBlocks ? parts + 4 * (bin * kBlocks + first + b.in_warp) : nullptr;
+      const u64* at = parts + 4 * (bin * kBlocks + first + b.in_warp);
+      bool there = first + b.in_warp < kBlocks;
       u64 v[2];
-      poll_pairs(b, Step::kHistogram, number, [&](int i) { return at ? at + 2 * i : at; }, v);
-      if (at) sum = sum.plus({v[0], static_cast<u32>(v[1] >> 32)});
+      poll_pairs(
+          b, Step::kHistogram, number, [&](int i) { return at + 2 * i; },
+          [&](int) { return there; }, v);
+      if (there) sum = sum.plus({v[0], static_cast<u32>(v[1] >> 32)});
     }
     sum.weight = sum_of_warp(sum.weight);
     sum.count = sum_of_warp(sum.count);
@@ -155,7 +157,8 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
   for (int first = b.warp * 32; first < kBins; first += 32 * kWarps) {
     const u64* at = totals + 4 * (first + b.in_warp);
     u64 v[2];
-    poll_pairs(b, Step::kCut, number, [&](int i) { return at + 2 * i; }, v);
+    poll_pairs(
+        b, Step::kCut, number, [&](int i) { return at + 2 * i; }, [](int) { return true; }, v);
     level.weights[first + b.in_warp] = v[0];
     level.counts[first + b.in_warp] = static_cast<u32>(v[1] >> 32);
   }

@@ -21,9 +21,10 @@ KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
   store_relaxed_pair(to, number | x, number | y);
 }
 
-// N pairs a lane, of which address(i) says where, nullptr for none: those are zero.
-template <int N, class Address>
-KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, u64 (&v)[N]) {
+// N pairs a lane: address(i) says where, need(i) whether the lane asks for it; others are zero.
+template <int N, class Address, class Need>
+KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
+                           u64 (&v)[N]) {
   const u32 wanted = static_cast<u32>(number >> 32);
   u32 seen, place = ~0u;
   auto ask = [&] {
@@ -33,7 +34,7 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, u64
     for (int i = 0; i < N; i++) {
       const u64* at = address(i);
       ulonglong2 w = {number, number};
-      if (at != nullptr) w = load_relaxed_pair(at);
+      if (need(i)) w = load_relaxed_pair(at);
       bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
       if (late && !bad) {
         seen = static_cast<u32>(w.x >> 32);
@@ -51,9 +52,9 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, u64
     end_wait(b);
   }
 }
-KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at) {
+KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at, bool needed) {
   u64 v[1];
-  poll_pairs(b, step, number, [&](int) { return at; }, v);
+  poll_pairs(b, step, number, [&](int) { return at; }, [&](int) { return needed; }, v);
   return v[0];
 }
 
@@ -104,7 +105,7 @@ KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* 
   top = edited_top = 0;
   for (int first = b.warp * 32; first < kBlocks; first += 32 * kWarps) {
     int block = first + b.in_warp;
-    u64 v = poll_pair(b, Step::kPeaks, number, block < kBlocks ? words + 2 * block : nullptr);
+    u64 v = poll_pair(b, Step::kPeaks, number, words + 2 * block, block < kBlocks);
     u32 mine = static_cast<u32>(v >> 32), other = static_cast<u32>(v);
     top = mine > top ? mine : top;
     edited_top = other > edited_top ? other : edited_top;

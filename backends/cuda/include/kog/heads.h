@@ -43,13 +43,17 @@ struct Head {
     const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
     u32 w[2 * kQuads];
     poll_words(
-        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); }, phase, w);
+        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); },
+        [&](int n) { return has_word(b, n); }, phase, w);
     unpack(w);
   }
-  // Where word n of a lane is, of a head's that lie from `words` on; and the values of all of them.
+  // Where word n of a lane is, of a head's that lie from `words` on, if there is one; and the values
+  // of all of them.
   KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
-    int i = n / 2 * 32 + b.in_warp;
-    return i < kHeadDim / 4 ? words + i + n % 2 * (kHeadDim / 4) : nullptr;
+    return words + n / 2 * 32 + b.in_warp + n % 2 * (kHeadDim / 4);
+  }
+  KOG_DEVICE static bool has_word(const Block& b, int n) {
+    return n / 2 * 32 + b.in_warp < kHeadDim / 4;
   }
   KOG_DEVICE void unpack(const u32* w) {
 #pragma unroll

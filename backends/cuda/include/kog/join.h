@@ -12,22 +12,23 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
                           float2 (&out)[kPairs]) {
   constexpr int kTops = (kSplits + 31) / 32, kCount = kTops + kPairs * kJoined;
   // Logarithms of all splits, then outputs of kJoined of them.
+  auto split_of = [&](int n) {
+    return n < kTops ? n * 32 + b.in_warp : first + (n - kTops) / kPairs;
+  };
+  auto pair_of = [&](int n) { return (n - kTops) % kPairs * 32 + b.in_warp; };
+  auto need = [&](int n) {
+    return split_of(n) < used && (n < kTops || pair_of(n) < kHeadDim / 2);
+  };
   auto at = [&](int n) -> const u32* {
-    if (n < kTops) {
-      int split = n * 32 + b.in_warp;
-      return split < used ? tops_of(b, head, query, split) : nullptr;
-    }
-    int i = n - kTops, split = first + i / kPairs, pair = i % kPairs * 32 + b.in_warp;
-    return split < used && pair < kHeadDim / 2
-               ? split_words(b, head, query, split) + pair
-               : nullptr;
+    return n < kTops ? tops_of(b, head, query, split_of(n))
+                     : split_words(b, head, query, split_of(n)) + pair_of(n);
   };
   u32 w[kCount];
-  poll_words(b, Step::kAttentionJoin, at, phase, w);
+  poll_words(b, Step::kAttentionJoin, at, need, phase, w);
   float top = kNoScore, total = 0, share[kTops], mine = 0;
 #pragma unroll
   for (int n = 0; n < kTops; n++)
-    if (at(n) != nullptr) top = unpack_f32(w[n]) > top ? unpack_f32(w[n]) : top;
+    if (need(n)) top = unpack_f32(w[n]) > top ? unpack_f32(w[n]) : top;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) {
     float other = shuffle_xor(top, mask);
@@ -35,7 +36,7 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   }
 #pragma unroll
   for (int n = 0; n < kTops; n++) {
-    share[n] = at(n) != nullptr ? exp2_fast(unpack_f32(w[n]) - top) : 0;
+    share[n] = need(n) ? exp2_fast(unpack_f32(w[n]) - top) : 0;
     total += share[n];
     if (n == first / 32) mine = share[n];
   }
@@ -46,7 +47,7 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
 #pragma unroll
   for (int i = 0; i < kJoined * kPairs; i++) {
     float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total) * kPairUnit;
-    if (at(kTops + i) == nullptr) continue;
+    if (!need(kTops + i)) continue;
     u32 both = operand_of(w[kTops + i]);
     out[i % kPairs].x += weight * low_of(both);
     out[i % kPairs].y += weight * high_of(both);

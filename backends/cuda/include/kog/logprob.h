@@ -88,9 +88,8 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
   if (b.warp == 0) {
     u64 sum = 0;
     for (int first = 0; first < kBlocks; first += 32)
-      sum += poll_pair(
-          b, Step::kBest, number,
-          first + b.in_warp < kBlocks ? best_words(b, heads, first + b.in_warp) : nullptr);
+      sum += poll_pair(b, Step::kBest, number, best_words(b, heads, first + b.in_warp),
+                       first + b.in_warp < kBlocks);
     sum = sum_of_warp(sum);
     if (b.in_warp == 0) {
       store_system(record + 1, tag | bits_of(top));
@@ -99,13 +98,13 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
   }
   constexpr int kHeldRanks = (kBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
   u64 held[kHeldRanks];
+  auto rank = [&](int i) { return i * 32 * kWarps + b.thread; };
   poll_pairs(
       b, Step::kBest, number,
       [&](int i) {
-        int n = i * 32 * kWarps + b.thread, block = n / kMostLogprobs, at = n % kMostLogprobs;
-        return block < kBlocks && at < k ? best_words(b, heads, block) + 2 + 2 * at
-                                         : static_cast<const u64*>(nullptr);
+        return best_words(b, heads, rank(i) / kMostLogprobs) + 2 + 2 * (rank(i) % kMostLogprobs);
       },
+      [&](int i) { return rank(i) / kMostLogprobs < kBlocks && rank(i) % kMostLogprobs < k; },
       held);
   take_best(b, k, room + b.warp * kMostLogprobs, [&](u64 last) {
     u64 best = 0;

@@ -37,9 +37,7 @@ KOG_DEVICE void sum_streams(Block& b, Walk& k) {
     u32 w[kLanes];
     poll_words(
         b, Step::kMixLanes,
-        [&](int j) {
-          return mine ? part + j * PartWords::kStride + row : static_cast<const u32*>(nullptr);
-        },
+        [&](int j) { return part + j * PartWords::kStride + row; }, [&](int) { return mine; },
         phase, w);
     float sum = 0;
 #pragma unroll

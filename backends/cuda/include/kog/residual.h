@@ -84,19 +84,17 @@ struct Module {
   }
   KOG_DEVICE static u32 past_phase(int iteration) { return phase_of(iteration / kPastBuffers); }
 
-  // Where lane j's output is; nullptr where it is not needed.
-  KOG_DEVICE static const u32* old_word(const Block& b, int how, int iteration, int row, bool owner,
-                                        int j) {
-    return how == kDelayed && owner && j != b.lane ? past(b, iteration - kDelay, j, row) : nullptr;
+  // Whether lane j's output is needed.
+  KOG_DEVICE static bool needs(const Block& b, int how, bool owner, int j) {
+    return how == kDelayed && owner && j != b.lane;
   }
   KOG_DEVICE static Old ask(const Block& b, int how, int iteration, int row, bool owner) {
     Old old{};
     if constexpr (kHasPast)
 #pragma unroll
-      for (int j = 0; j < kLanes; j++) {
-        const u32* at = old_word(b, how, iteration, row, owner, j);
-        if (at != nullptr) old.word[j] = load_relaxed(at);
-      }
+      for (int j = 0; j < kLanes; j++)
+        if (needs(b, how, owner, j))
+          old.word[j] = load_relaxed(past(b, iteration - kDelay, j, row));
     return old;
   }
 
@@ -118,16 +116,17 @@ struct Module {
   }
 
   KOG_DEVICE static float others(Block& b, int how, int iteration, int row, bool owner, Old& old) {
-    auto at = [&](int j) { return old_word(b, how, iteration, row, owner, j); };
+    auto at = [&](int j) { return past(b, iteration - kDelay, j, row); };
+    auto need = [&](int j) { return needs(b, how, owner, j); };
     u32 phase = past_phase(iteration - kDelay), bad = 0;
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
-      if (at(j) != nullptr) bad |= (old.word[j] ^ phase) & 1;
-    if (any_lane(bad != 0)) poll_words(b, Step::kPast, at, phase, old.word);
+      if (need(j)) bad |= (old.word[j] ^ phase) & 1;
+    if (any_lane(bad != 0)) poll_words(b, Step::kPast, at, need, phase, old.word);
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
-      if (at(j) != nullptr) sum += unpack_f32(old.word[j]);
+      if (need(j)) sum += unpack_f32(old.word[j]);
     return sum;
   }
 

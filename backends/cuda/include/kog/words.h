@@ -119,12 +119,15 @@ KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u
       phase, q);
 }
 
-// N single words a lane: address(i) says where, or nullptr where a lane asks for none.
-template <int N, class Address>
-KOG_DEVICE void poll_words(Block& b, Step step, Address address, u32 phase, u32 (&w)[N]) {
+// N single words a lane: address(i) says where, need(i) whether the lane asks for it. Two functions:
+// of an address that may be null, NVRTC 13.0.88 made code that reads the null before it is written
+// and loads from there (decode of laneformer-2b in chunks of 24 KB: tests/sass_hazards.py).
+template <int N, class Address, class Need>
+KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 phase,
+                           u32 (&w)[N]) {
   // A word that nobody waits for has the phase from the start.
 #pragma unroll
-  for (int i = 0; i < N; i++) w[i] = address(i) != nullptr ? ~phase : phase;
+  for (int i = 0; i < N; i++) w[i] = need(i) ? ~phase : phase;
   poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
     u32 bad = 0;
 #pragma unroll

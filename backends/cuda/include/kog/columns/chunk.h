@@ -69,10 +69,9 @@ struct ChunkRows {
     poll_words(
         b, Step::kAttentionQkv,
         [&](int n) {
-          if (n < kOne) return Head::word_at(b, words, n);
-          return paired ? Head::word_at(b, words + kKvHeads * (kHeadDim / 2), n - kOne) : nullptr;
+          return Head::word_at(b, words + n / kOne * kKvHeads * (kHeadDim / 2), n % kOne);
         },
-        phase, w);
+        [&](int n) { return (n < kOne || paired) && Head::has_word(b, n % kOne); }, phase, w);
     first.unpack(w);
     second.unpack(w + kOne);
   }

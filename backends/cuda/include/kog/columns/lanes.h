@@ -79,25 +79,22 @@ struct Reduction {
 #pragma unroll 1
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
       const u32* from[kAtOnce];
+      bool mine[kAtOnce];
       float sum[kAtOnce];
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
         int n = next + a * kWarps;
         Item item = item_of<Stage>(b, first + n / kItems, n % kItems);
-        bool mine = n < count && item.there;
-        from[a] = mine ? base + place(item) : nullptr;
-        sum[a] = mine && all ? x.value(b, item.column, item.row) : 0;
+        mine[a] = n < count && item.there;
+        from[a] = base + place(item);
+        sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
       }
       u32 w[kAtOnce * kLanes];
       poll_words(
           b, Step::kPast,
-          [&](int i) {
-            const u32* of_item = from[i / kLanes];
-            int lane = i % kLanes;
-            bool wanted = of_item != nullptr && (all || lane != b.lane);
-            return wanted ? of_item + lane * kOfLane : static_cast<const u32*>(nullptr);
-          },
-          phase_there, w);
+          [&](int i) { return from[i / kLanes] + i % kLanes * kOfLane; },
+          [&](int i) { return mine[i / kLanes] && (all || i % kLanes != b.lane); }, phase_there,
+          w);
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
 #pragma unroll

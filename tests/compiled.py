@@ -1,0 +1,40 @@
+"""What compilers made, kept by content in a temporary folder: made once, however many processes ask.
+
+Whoever asks first makes it, and those who ask meanwhile wait. A file appears whole or not at all; a lock ends
+with its process.
+"""
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+FOLDER = Path(tempfile.gettempdir()) / "kog-tests-compiled"
+
+
+def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+    """The file that `make` writes; `parts` are all that it depends on."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    made = FOLDER / digest.hexdigest()[:24]
+    if made.exists():
+        return made
+    FOLDER.mkdir(exist_ok=True)
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            draft = made.with_suffix(f".{os.getpid()}")
+            make(draft)
+            os.replace(draft, made)
+    return made
+
+
+@functools.cache
+def version_of(tool: str) -> bytes:
+    """What a compiler says of itself."""
+    return subprocess.run([tool, "--version"], check=True, capture_output=True).stdout

@@ -1,0 +1,101 @@
+"""Machine code of the CUDA kernel without a GPU: what compilers make of a layout, and what stands in its loops.
+
+A kernel is compiled once for all tests that judge it (compiled.py), by nvcc or, where that is not there, by NVRTC
+out of its wheel (nvrtc.py).
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import nvrtc
+import pytest
+from compiled import made_once, version_of
+from cuda_walk import INCLUDE, ROOT, header
+from kog_triton.backends.cuda.jit import FLAGS
+
+SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
+LONGEST_LOOP = 1000  # instructions
+
+
+def in_turn(names):
+    """Shapes to compile: Llama's and the odd one always, the others with the slow tests."""
+    always = ("llama-3.2-1b", "odd")
+    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+def tool(name):
+    """A disassembler of the CUDA toolkit, or the one that Triton's package brings."""
+    found = shutil.which(name)
+    if found is None:
+        triton = pytest.importorskip("triton")
+        path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+        found = str(path) if path.exists() else None
+    return found or pytest.skip(f"{name} is not there")
+
+
+def sass_of(layout, entry="decode.cu"):
+    """The kernel compiled and disassembled, with its encodings."""
+    library = None if shutil.which("nvcc") else nvrtc.load()
+    if not (shutil.which("nvcc") or library):
+        pytest.skip("neither nvcc nor the wheel nvidia-cuda-nvrtc is there")
+    dump = tool("cuobjdump")
+    source = header.render(layout) + (ROOT / "backends/cuda" / entry).read_text()
+    headers = [path.read_bytes() for path in sorted((INCLUDE / "kog").rglob("*.h"))]
+
+    def make(draft: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            text, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
+            text.write_text(source)
+            flags = [*FLAGS, f"-I{INCLUDE}"]
+            if library is not None:
+                cubin.write_bytes(nvrtc.compile_cubin(library, source, flags))
+            else:
+                command = ["nvcc", "-cubin", *flags, str(text), "-o", str(cubin)]
+                subprocess.run(command, check=True, capture_output=True)
+            sass = subprocess.run([dump, "-sass", str(cubin)], check=True, capture_output=True)
+            draft.write_bytes(sass.stdout)
+
+    compiler = version_of("nvcc") if library is None else nvrtc.version(library)
+    parts = [compiler, version_of(dump), source.encode(), *headers]
+    return made_once(parts, make).read_text()
+
+
+def machine_code(layout, entry="decode.cu"):
+    """(address, instruction) of the kernel."""
+    text = sass_of(layout, entry)
+    return [
+        (int(at, 16), what)
+        for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)
+    ]
+
+
+def innermost(code, has):
+    """Bodies of the smallest loops that contain an instruction matching `has`.
+
+    Loops of thousands are left out: code that a far jump shares with a loop seems to be one.
+    """
+    loops = []
+    for at, what in code:
+        to = re.search(r"\bBRA(?:\.\S+)? .*?(0x[0-9a-f]+)", what)
+        if to and 0 < at - int(to.group(1), 16) < 16 * LONGEST_LOOP:
+            loops.append((int(to.group(1), 16), at))
+    bodies = {r: [w for a, w in code if r[0] <= a <= r[1]] for r in loops}
+    held = [r for r in loops if any(re.search(has, w) for w in bodies[r])]
+    return [
+        bodies[r] for r in held if not any(o != r and r[0] <= o[0] and o[1] <= r[1] for o in held)
+    ]
+
+
+def is_local(what):
+    return re.search(r"\b(LDL|STL)\b", what)
+
+
+def assert_weight_loops_hardly_spill(code):
+    """Of a kernel of several columns, at most one instruction of twenty."""
+    weights = innermost(code, r"\bHMMA")
+    assert len(weights) >= 3
+    for body in weights:
+        assert len([what for what in body if is_local(what)]) <= 0.05 * len(body)
