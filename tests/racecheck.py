@@ -7,9 +7,9 @@ KERNEL = re.compile("kog_[a-z]+")
 # ring's copies are not among them.
 ORDERED = {
     # flags between warps, words that are polled; no other data hangs on them
-    "store_volatile": {"load_volatile"},
+    "store_volatile": {"load_volatile", "stamp"},
     # every thread writes the value that every thread has computed, and reads what it wrote itself
-    "end_step": {"position", "begin_step"},
+    "end_step": {"position", "begin_step", "serve_seat", "save_seats"},
     "serve_seat": {"cache_of"},
 }
 

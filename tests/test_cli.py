@@ -7,6 +7,7 @@ shows is in test_cli_process.py.
 import importlib
 import io
 import json
+import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -17,8 +18,8 @@ from fake_backend import install
 from fake_checkpoint import make_checkpoint
 
 import kog_triton
+from kog_triton import LLM, doctor, generate
 from kog_triton import __main__ as kog
-from kog_triton import doctor, generate
 from kog_triton.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.command import run
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
@@ -66,6 +67,20 @@ def test_stdout_is_the_text_and_nothing_else(cli):
         "seed",
     ):
         assert word in err
+
+
+def test_stderr_says_what_is_compiled(cli, monkeypatch):
+    """A compiler takes seconds before the first token."""
+    opened = LLM.__init__
+
+    def compiling(self, *arguments, **options):
+        logging.getLogger("kog_triton.compilers").info("compiling %s", "decode.cu")
+        opened(self, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "__init__", compiling)
+    for _ in range(2):
+        assert cli("-p", "say:x")[2].splitlines().count("compiling decode.cu") == 1
+    assert cli("-p", "say:x", "--quiet") == (0, "x", "")
 
 
 def test_quiet_says_nothing_else(cli):
