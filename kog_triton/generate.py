@@ -6,6 +6,7 @@ stderr. `--json FILE` writes a record that generate.schema.json describes. Exit 
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,9 +177,12 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
-    """Open the model and say on stderr what was chosen and which defaults apply."""
+    """Open the model and say on stderr what is compiled, what was chosen and which defaults apply."""
     from kog_triton.llm import LLM
 
+    compilers = logging.getLogger("kog_triton.compilers")
+    compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
+    compilers.addHandler(SAID)  # the same one again is none
     llm = LLM(
         args.model,
         backend=args.backend,
@@ -203,6 +207,16 @@ def open_llm(args: argparse.Namespace) -> "LLM":
 
 def say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+class Said(logging.Handler):
+    """A log on stderr, in lines like our own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+SAID = Said()
 
 
 def _body(argv: Sequence[str] | None) -> int:

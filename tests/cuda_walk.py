@@ -233,8 +233,8 @@ class FiberBackend(CudaBackend):
 
     def __init__(self, weights, options, num_blocks=2, seed=0):
         self._seed = seed
-        # The kernel's own prefill is what is on trial, unless the library's is asked for.
-        prefill = "library" if options.prefill == "library" else "kernel"
+        # The kernel's own prefill is what is on trial, unless another is asked for.
+        prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
         self.wait_ticks = 1 << 20  # rounds
 

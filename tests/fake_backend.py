@@ -21,7 +21,7 @@ from fake_checkpoint import END, VOCAB_SIZE
 
 from kog_triton import LLM, CompletionOutput, SamplingParams
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step, now_ns
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.errors import RunError
 
 PRINTABLE = np.arange(32, 127)
@@ -137,7 +137,7 @@ class FakeBackend:
         finish = "stop" if token in r.stop_token_ids else finish
         best = np.argsort(-logprobs)[: r.params.logprobs or 0]
         top = tuple((int(i), float(logprobs[i])) for i in best)
-        return Step(token, finish, float(logprobs[token]), top, now_ns())
+        return Step(token, finish, float(logprobs[token]), top, time.perf_counter_ns())
 
     def run_stage(self, stage: str, layer: int, state: Any) -> dict[str, Any]:
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Machine code of the CUDA kernel without a GPU: what nvcc makes of a layout, and what stands in its loops.
+"""Machine code of the CUDA kernel without a GPU: what nvcc or NVRTC makes of a layout, and what stands in its loops.
 
-A kernel is compiled once for all tests that judge it (compiled.py); they are skipped where nvcc is not there.
+A kernel is compiled once for all tests that judge it (compiled.py); they are skipped where neither compiler is there.
 """
 
 import re
@@ -9,12 +9,20 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import nvrtc
 import pytest
 from compiled import made_once, version_of
 from cuda_walk import INCLUDE, ROOT, header
+from kog_triton.backends.cuda import jit
 
 SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
 LONGEST_LOOP = 1000  # instructions
+
+
+def in_turn(names):
+    """Shapes whose kernels are compiled: one and the odd one always, the others with the slow tests."""
+    always = ("llama-3.2-1b", "odd")
+    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def tool(name):
@@ -28,24 +36,28 @@ def tool(name):
 
 
 def sass_of(layout, entry="decode.cu"):
-    """The kernel compiled by nvcc and disassembled, with its encodings."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not there")
-    dump = tool("cuobjdump")
+    """The kernel compiled and disassembled, with its encodings."""
+    nvcc, library = shutil.which("nvcc"), nvrtc.load()
+    if nvcc is None and library is None:
+        pytest.skip("neither nvcc nor the wheel nvidia-cuda-nvrtc is there")
+    dump, flags = tool("cuobjdump"), (*jit.FLAGS, f"-I{jit.INCLUDE}")
     source = header.render(layout) + (ROOT / "backends/cuda" / entry).read_text()
     headers = [path.read_bytes() for path in sorted((INCLUDE / "kog").rglob("*.h"))]
 
     def make(draft: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             text, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
-            text.write_text(source)
-            command = ["nvcc", "-cubin", "-std=c++20", "--gpu-architecture=sm_90a", str(text)]
-            command += [f"-I{INCLUDE}", "-o", str(cubin)]
-            subprocess.run(command, check=True, capture_output=True)
+            if nvcc:
+                text.write_text(source)
+                command = [nvcc, "-cubin", *flags, str(text), "-o", str(cubin)]
+                subprocess.run(command, check=True, capture_output=True)
+            else:
+                cubin.write_bytes(nvrtc.compile_cubin(library, source, flags))
             sass = subprocess.run([dump, "-sass", str(cubin)], check=True, capture_output=True)
             draft.write_bytes(sass.stdout)
 
-    parts = [version_of("nvcc"), version_of(dump), source.encode(), *headers]
+    compiler = version_of(nvcc) if nvcc else nvrtc.version(library)
+    parts = [compiler, version_of(dump), source.encode(), *headers]
     return made_once(parts, make).read_text()
 
 

@@ -19,7 +19,7 @@ from kog_triton import __main__ as kog
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
-from kog_triton.bench import machine, measure
+from kog_triton.bench import measure
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.peers.transformers_eager import TransformersEager
@@ -319,13 +319,20 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
 
 
 @pytest.mark.parametrize(("launches", "failures"), [(1, 0), (3, 1)])
-def test_kernels_of_a_short_request_are_counted(llama, monkeypatch, launches, failures):
+def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, launches, failures):
     """What a profiler would see stands in for a GPU; the request runs in the reference."""
-    asked = []
+    asked, generate = [], BackendSubject.generate
+
+    def seen(self, prompt, count, temperature=0.0):
+        asked.append((len(prompt), count, temperature, self._backend.options.prefill))
+        return generate(self, prompt, count, temperature)
 
     def traced(request):
-        asked.append(len(request().tokens))
-        return {"launches": launches, "kernels": {"k": launches}, "copies": 4, "fills": 0}
+        asked.append("traced")
+        request()
+        return {"launches": launches, "kernels": {"k": 1, "j": 2}, "copies": 4, "fills": 0}
+
+    monkeypatch.setattr(BackendSubject, "generate", seen)
 
     monkeypatch.setattr(measure, "trace_kernels", traced)
     task = measure.Task(
@@ -340,30 +347,49 @@ def test_kernels_of_a_short_request_are_counted(llama, monkeypatch, launches, fa
         warmup=1,
         backends=[choose("reference", "")],
         peers=[],
-        count_kernels=True,
+        one_kernel=True,
+        temperature=0.5,
     )
     got = measure.measure(task, lambda line: None)
-    assert asked == [7], "of nine positions two are the prompt's"
+    assert asked[-2:] == ["traced", (5, 4, 0.5, "decode")] and asked[-3] == asked[-1]
     assert got["rows"][0]["kernels"]["launches"] == launches
-    assert got["failures"] == ["reference: 3 kernels for one request, not 1"][:failures]
+    said = "reference: 3 kernels for one request, not 1: 1 x k, 2 x j"
+    assert got["failures"] == [said][:failures]
+
+
+def kernels_here():
+    """Our backends that must run on this GPU."""
+    return ("cuda", "triton") if torch.cuda.get_device_capability() == (9, 0) else ("triton",)
 
 
 @pytest.mark.gpu
 def test_compare_on_a_gpu(cli):
     """Every backend and peer that can run there, on a real shape: each one's text is right."""
-    argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--no-kernel-switches")
-    _, record, _, _ = cli("compare", "--shape", "qwen3-0.6b", *argv)
+    argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16")
+    code, record, _, err = cli("compare", "--shape", "qwen3-0.6b", *argv)
+    assert code == 0, err
     rows = rows_of(record)
-    for name in (
-        "reference",
-        "transformers",
-        "transformers-compiled",
-        "transformers-tuned",
-        "torch-graph",
-    ):
+    names = ["reference", "transformers", "transformers-compiled", "transformers-tuned"]
+    for name in (*names, "torch-graph", *kernels_here()):
         assert rows[name]["status"] == "timed", rows[name]["note"]
-    if machine.gpu_row() and torch.version.cuda:
-        assert rows["triton"]["kernels"]["launches"] == 1
+        assert rows[name]["check"]["passed"], name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(torch.version.hip), reason="kernels have run on NVIDIA alone so far")
+def test_a_request_is_one_kernel_on_a_gpu(cli):
+    """Of either backend, prompt and all, by the profiler; and the text is right."""
+    argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--depth", "200")
+    ours = [f"--backend={name}" for name in kernels_here()]
+    code, record, _, err = cli(
+        "decode", "--shape", "qwen3-0.6b", *ours, "--no-kernel-switches", *argv
+    )
+    assert code == 0, err
+    assert record["test"]["name"] == "tg16 @ d200, one kernel"
+    for name, row in rows_of(record).items():
+        assert row["status"] == "timed" and row["check"]["passed"], name
+        assert row["kernels"]["launches"] == 1, row["kernels"]
+        assert row["device"]["tokens_per_s"] > 0
 
 
 # ---- results ----

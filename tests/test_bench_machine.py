@@ -1,6 +1,7 @@
 """What `kog bench` says of the machine, by clocks, bandwidth and source; and the microbenchmarks."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -91,9 +92,12 @@ def exchange(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 @pytest.mark.parametrize("name, code", [("read_bandwidth", 0), ("launch_cost", 1), ("exchange", 1)])
-def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(name, code):
+def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(
+    name, code, tmp_path
+):
+    file = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py"],
+        [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py", "--json", file],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -101,6 +105,33 @@ def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing
     assert done.returncode == code
     assert "TB/s" in done.stdout if code == 0 else done.stderr.startswith("a GPU is needed")
     assert done.stderr.count("\n") == code
+    assert file.is_file() == (code == 0)
+    if code == 0:
+        record = json.loads(file.read_text())
+        assert (record["name"], record["unit"]) == (name, "TB/s") and record["machine"]["source"]
+        assert f"{record['figures']['torch']:.3f} TB/s" in done.stdout
+
+
+def test_a_microbenchmark_stands_beside_what_kog_reports(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "micro"))
+    figures = importlib.import_module("figures")
+    file = tmp_path / "record.json"
+    for name, said in (("launch_cost", "4.5"), ("exchange", "cut from 7.8")):
+        figures.finish(name, "us", {"plain": 15.5}, file, "each")
+        assert "plain       15.500 us" in (out := capsys.readouterr().out) and said in out
+        record = json.loads(file.read_text())
+        assert record["figures"] == {"plain": 15.5}
+        assert record["reported_by_kog_us"] == figures.REPORTED[name]
+
+
+def test_a_record_that_cannot_be_written_is_told_first(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/micro/exchange.py", "--json", tmp_path / "no" / "x"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2 and done.stderr.endswith(f"there is no folder {tmp_path / 'no'}\n")
 
 
 @pytest.mark.parametrize("memory", ["sc", "stale"])
@@ -146,6 +177,31 @@ def test_an_exchange_on_a_gpu(method, monkeypatch):
     module = importlib.import_module("exchange")
     blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
     assert module.right(method, blocks, 300, "cuda")
+
+
+def test_a_run_of_a_commit_is_told_from_one_with_changes(tmp_path, monkeypatch):
+    """Of sources: a record that was kept since, or a file's mode, changes nothing."""
+    package, cuda = tmp_path / "kog_triton", tmp_path / "backends" / "cuda"
+    for folder in (package, cuda):
+        folder.mkdir(parents=True)
+    (package / "a.py").write_text("one\n")
+    (package / "gone.py").write_text("two\n")
+    (cuda / "ring.h").write_text("three\n")
+    files = {"a.py": package / "a.py", "gone.py": package / "gone.py"}
+    files["backends/cuda/ring.h"] = cuda / "ring.h"
+    monkeypatch.setattr(machine, "source_files", lambda: files)
+    assert machine.changed_files(tmp_path) is None, "no git"
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for argv in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *argv], check=True)
+    (tmp_path / "record.json").write_text("{}")
+    (package / "a.py").chmod(0o755)
+    assert machine.changed_files(tmp_path) == []
+    (cuda / "ring.h").write_text("3\n")
+    (package / "new.py").write_text("four\n")
+    files["new.py"] = package / "new.py"
+    del files["gone.py"]
+    assert machine.changed_files(tmp_path) == ["backends/cuda/ring.h", "gone.py", "new.py"]
 
 
 def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):

@@ -113,6 +113,30 @@ def test_figures_by_hand():
     assert figures([[3.0]]) is None
 
 
+def stamps_of(gaps):
+    return np.concatenate([[0.0], np.cumsum(gaps)]).tolist()
+
+
+def test_jitter_is_not_the_growth_of_an_answer():
+    """Gaps that grow by half over 256 tokens are even at constant depth; two in a hundred late ones are p99."""
+    growing = 1000 + 2.0 * np.arange(255)
+    even = figures([stamps_of(growing)] * 3)
+    assert even["itl_p99_us"] / even["itl_p50_us"] > 1.15
+    assert 1.03 < even["p99_over_p50"] < 1 + 64 / 1064  # what a window itself grows by
+    late = growing.copy()
+    late[7::50] *= 1.5
+    assert figures([stamps_of(late)] * 3)["p99_over_p50"] == pytest.approx(1.5, rel=0.05)
+    late = growing.copy()
+    late[7::200] *= 1.5  # two of 255: less than one in a hundred
+    assert figures([stamps_of(late)] * 3)["p99_over_p50"] < 1.1
+
+
+def test_too_few_gaps_have_no_99th_percentile():
+    assert figures([stamps_of([10.0] * 33)] * 3)["p99_over_p50"] is None
+    assert figures([stamps_of([10.0] * 34)] * 3)["p99_over_p50"] == 1.0
+    assert figures([stamps_of([10.0] * 127)])["p99_over_p50"] == 1.0
+
+
 def test_the_first_token_is_ttft_s_alone():
     run = Run(10.0, [4, 5, 6], [10.5, 10.6, 10.7], [0, 1, 2])
     got = summarize([run, run, run], prompt_tokens=8)

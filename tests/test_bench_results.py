@@ -38,7 +38,8 @@ def a_record():
         "created": "2026-01-01T00:00:00+00:00",
         "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
         "machine": {"gpu": "NVIDIA H200"},
-        "test": {"name": "tg8 @ d4", "num_gpus": 1},
+        "test": {"name": "tg8 @ d4", "num_gpus": 1, "prompt_tokens": 4},
+        "conditions": {"samples": [], "throttled": []},
         "rows": [row, gone],
     }
 
@@ -48,6 +49,37 @@ def test_the_table_tells_who_was_not_timed():
     assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
     assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
     assert table([]) == "No results are kept yet."
+
+
+def test_a_gpu_that_was_held_back_marks_its_rows():
+    """One mark a reason, and a sentence to it; of a reason that was timed only the time."""
+    records = []
+    for depth, why in enumerate(([], ["power cap", "power cap for 3.0 ms"], ["hot"], ["hot"]), 4):
+        record = json.loads(json.dumps(a_record()))
+        record["test"] |= {"name": f"tg8 @ d{depth}", "prompt_tokens": depth}
+        record["conditions"]["throttled"] = why
+        records.append(record)
+    records[0]["conditions"]["throttled"] = None
+    text = table(records)
+    rates = [line.split("|")[5].strip() for line in text.splitlines()[2:6]]
+    assert rates == ["1", "1 [1]", "1 [2]", "1 [2]"]
+    said = "The GPU was held back while the rows with this mark were timed:"
+    assert f"[1] {said} power cap for 3.0 ms.\n" in text and f"[2] {said} hot.\n" in text
+    assert "[3]" not in text
+
+
+@pytest.mark.parametrize(
+    ("depths", "said"), [((20, 20), ""), ((20, 8), "; tokens judged behind 8"), ((20,), " 5")]
+)
+def test_a_text_judged_elsewhere_than_timed_says_where(depths, said):
+    """Old records have no depth: they judged behind the positions whose logits they compared."""
+    record = a_record()
+    record["test"]["prompt_tokens"] = depths[0]
+    check = {"top1": 1.0, "kl_mean": 0.001, "positions": 5}
+    record["rows"][0]["check"] = check | ({"depth": depths[1]} if len(depths) > 1 else {})
+    cell = table([record]).splitlines()[2].split("|")[9].strip()
+    assert cell.startswith("top-1 1.000, KL 1e-03") and cell.endswith(said)
+    assert ("judged" in cell) == (depths != (20, 20))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": "other/2"}'])

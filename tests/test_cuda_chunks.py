@@ -28,13 +28,14 @@ from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
 from test_cuda_life import Server, tokens_of
 
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
 from kog_triton.backends.mailbox import Failure
-from kog_triton.bench.measure import TRACED_PROMPT
-from kog_triton.errors import DeviceError, RunError
+from kog_triton.errors import DeviceError, ModelError, RunError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import Head
+from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import WINDOW_BYTES
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
@@ -66,7 +67,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     columns = lay_out_columns(chunk.lowering, 1024, 8)
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
-    assert chunk.ring_chunks > chunk.lowering.window_chunks
+    assert chunk.ring_chunks >= chunk.lowering.chunks_of(WINDOW_BYTES)
     keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)
@@ -200,11 +201,20 @@ def backend(spec):
 
 
 def test_a_short_prompt_is_one_launch_of_the_kernel_of_one_token(backend):
-    assert TRACED_PROMPT < chunks.CHUNKS_FROM  # `kog bench --no-kernel-switches`
     run(backend, request(0, prompt_of(chunks.CHUNKS_FROM - 1)))
     assert launched(backend) == (0, 1)
     run(backend, request(1, prompt_of(chunks.CHUNKS_FROM)))
     assert launched(backend) == (1, 2)
+
+
+def test_a_request_that_is_to_be_one_kernel_is_one_launch(spec, monkeypatch):
+    """However long its prompt: no chunks, and no end to hear a cancel (`kog bench --no-kernel-switches`)."""
+    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_SILENT", 4)
+    asked = request(0, prompt_of(30), 3)
+    steps, cache = alone(spec, [asked])
+    backend = ChunkBackend(RandomWeights(spec), BackendOptions(prefill="decode"))
+    assert run(backend, asked) == steps and torch.equal(backend.memory.cache, cache)
+    assert backend.chunks.kernel is None and backend.kernel.launches == 1
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
@@ -320,16 +330,35 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     assert backend.chunks.kernel is None and run(backend, r) == steps
     assert backend.chunks.crossover == BY_TOKEN
     assert "prompts run a token at a time: the compiler is out of room" in caplog.text
-    lanes = make(ChunkBackend, spec_of(num_lanes=2, head=Head.CONCAT), 1, 4)
-    assert lanes.chunks.kernel is None
-    assert (
-        "prompts run a token at a time: requests whose lanes are scored side by side" in caplog.text
-    )
+
+
+def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
+    spec, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    r = request(0, prompt_of(11), 3)
+    steps, _ = alone(spec, [r])
+
+    def lay_out(lowering, max_context, columns, chunk):
+        if columns > most:
+            raise ModelError("no room")
+        return lay_out_columns(lowering, max_context, columns, chunk)
+
+    monkeypatch.setattr(chunks, "lay_out_columns", lay_out)
+    most = 4
+    backend = make(ChunkBackend, spec, 1)
+    assert backend.chunks.kernel.layout.columns == 4 and run(backend, r) == steps
+    assert caplog.text.count("prompts run 4 positions at a time: no room") == 1
+    most = 1
+    backend = make(ChunkBackend, spec, 1)
+    assert backend.chunks.kernel is None and run(backend, r) == steps
+    assert "prompts run a token at a time: no room" in caplog.text
 
 
 # ---- machine code ----
 
 
+@pytest.mark.slow
 def test_loops_that_stream_weights_hardly_spill():
     code = machine_code(layout_of(named_shape("llama-3.2-1b")), "columns.cu")
     assert_weight_loops_hardly_spill(code)

@@ -12,7 +12,7 @@ from cuda_threads import ColumnThreadWalk
 from cuda_walk import header
 from ring_walker import spec_of
 
-from kog_triton.model.spec import DType, Reduce
+from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
@@ -34,6 +34,7 @@ WIDE = spec_of(dtype=DType.F16, hidden_size=320, intermediate_size=400, num_laye
 SPECS = {  # spec, blocks, columns
     "one lane": (spec_of(num_layers=2, dtype=DType.F16), 3, 2),
     "lanes": (LANES, 4, 2),
+    "lanes side by side": (LANES.replace(head=Head.CONCAT), 4, 2),
     "batch behind batch": (WIDE, 2, 8),
 }
 
@@ -49,7 +50,15 @@ def said(walk, slot, count):
 
 
 @pytest.mark.parametrize(
-    "name", ["one lane", "lanes", pytest.param("batch behind batch", marks=pytest.mark.slow)]
+    "name",
+    [
+        "one lane",
+        "lanes",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("lanes side by side", "batch behind batch")
+        ),
+    ],
 )
 def test_columns_race_for_nothing(name):
     """With single warps held back (seed 1) and without."""

@@ -4,8 +4,8 @@ Whoever shares a step, a request's tokens, log-probabilities, keys and values ar
 alone on the kernel of one token, bit for bit.
 """
 
+import math
 import re
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,17 +26,19 @@ from column_cases import (
 )
 from cuda_planting import plant
 from cuda_walk import ColumnBackend, compile_walk, header, lower
+from kog_triton.backends.cuda import batches
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout import lay_out
 from machine_code import assert_weight_loops_hardly_spill, is_local, machine_code
+from real_shapes import REAL, real_shape
 from ring_walker import f16_spec, spec_of
 
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import WINDOW_BYTES
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
+from kog_triton.schedule.topology import GPUS, KB
 
 # ---- layout ----
 
@@ -52,40 +54,65 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
         assert left.end <= right.offset
     assert all(r.offset % 32 == 0 and r.stride % 4 == 0 for r in regions)
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert layout.ring_chunks > layout.lowering.window_chunks
+    assert layout.ring_chunks >= layout.lowering.chunks_of(WINDOW_BYTES)
     # The weights are packed once: both kernels read the same stream.
     one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
     for key in ("kFragK", "kFragments", "kChunkBytes", "kBlocks"):
         assert numbers[0][key] == numbers[1][key]
-    # What columns were measured with: 48 KB under way, chunks of 16 KB or of 24 KB, the time of each byte ahead.
-    measured = {"16384": ["3", "2", "1600"], "24576": ["2", "2", "2400"]}[numbers[1]["kChunkBytes"]]
-    assert [numbers[1][k] for k in ("kWindowChunks", "kCalmChunks", "kAheadTicks")] == measured
+    # What columns were measured with, in chunks of 16 KB or as much of others.
+    chunk = layout.lowering.chunk_bytes / KB
+    assert int(numbers[1]["kWindowChunks"]) == math.ceil(48 / chunk)
+    assert int(numbers[1]["kCalmChunks"]) == math.ceil(32 / chunk)
+    assert int(numbers[1]["kAheadTicks"]) == 100 * chunk
 
 
-def test_lanes_side_by_side_and_too_much_at_once_are_refused():
-    with pytest.raises(ModelError, match="lanes are scored side by side share the cuda kernel"):
-        layout_of(spec_of(num_lanes=2, head=Head.CONCAT), 2)
-    lowering = lower(build(f16_spec()), GPUS["h200"], 2)
-    narrow = replace(lowering.tilings["qkv_proj"], unit_rows=4, fragment_rows=4)
-    lowering = replace(lowering, tilings=lowering.tilings | {"qkv_proj": narrow})
-    with pytest.raises(ModelError, match="qkv_proj: columns take norms in fragments of 8 rows"):
-        lay_out_columns(lowering, 64, 2)
-    wide = spec_of(hidden_size=64, intermediate_size=40_000)
+@pytest.mark.parametrize("name", REAL)
+def test_eight_requests_or_positions_share_a_step(name):
+    """Also where rows of x's stages come in fours (Qwen2.5-0.5B), where a K outgrows shared memory (Llama-3.1-8B)
+    and where x leaves it no more than a window (Qwen2.5-14B)."""
+    lowering = lower(build(real_shape(name)), GPUS["h200"])
+    for columns in COUNTS:
+        for chunk in (False, True):
+            layout = lay_out_columns(lowering, 4096, columns, chunk)
+            assert layout.shared_bytes <= GPUS["h200"].shared_bytes
+            assert layout.ring_chunks >= lowering.chunks_of(WINDOW_BYTES)
+
+
+def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():
+    lowering = lower(build(real_shape("qwen2.5-7b")), GPUS["h200"])
+    stage = lowering.schedule.stage("down_proj")
+    steps, each = lowering.steps(stage), batches.step_bytes(lowering, stage, 8)
+    held, read = (f(lowering, stage, 8) for f in (batches.held_steps, batches.read_steps))
+    assert steps == held + batches.staged_bytes(lowering, stage, 8) // each + read
+    assert held and read and read % (batches.READ_CHUNKS * lowering.fragments) == 0
+    assert lowering.padded_k(stage) * 8 * 2 == steps * each  # a step's bytes, of 16-bit values
+    assert [batches.read_steps(lowering, stage, n) for n in (1, 2, 4)] == [0, 0, 0]
+
+
+def test_too_much_at_once_is_refused():
     with pytest.raises(ModelError, match="activations of 8 requests leave"):
-        layout_of(wide, 8)
+        layout_of(spec_of(hidden_size=6144), 8)
 
 
-def test_a_model_without_columns_takes_turns():
-    backend = make(ColumnBackend, spec_of(num_lanes=2, head=Head.CONCAT), num_blocks=4)
+def refuse(*_, **__):
+    raise ModelError("no room")
+
+
+def test_a_model_without_columns_takes_turns(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("kog_triton.backends.cuda.columns.lay_out_columns", refuse)
+    backend = make(ColumnBackend)
     assert backend.columns.counts == () and not backend.columns.ready(2)
+    assert "no kernel of 2 columns: no room" in caplog.text
     got = run(backend, request(0, PROMPTS[0], 2), request(1, PROMPTS[1], 2))
     assert [len(steps) for steps in got.values()] == [2, 2]
 
 
 # ---- equal to alone ----
 
-# spec, columns, blocks; what changes where splits of the context begin and end
+ONE_HEAD = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+# spec, columns, blocks; what changes where splits of the context begin and end, or how much room there is
 SHAPES = {
     "bf16, biases, norms, tied": (spec_of(**EXTRAS, tied_embeddings=True), 4, 2, {}),
     "sizes that divide by nothing": (ODD, 2, 4, {}),
@@ -111,6 +138,20 @@ SHAPES = {
         2,
         {},
     ),
+    # Where norms are too: qkv_proj and gate_up_proj, by chunks that end behind three units.
+    "four rows a fragment of x": (
+        f16_spec(hidden_size=300, num_layers=2, intermediate_size=12, **ONE_HEAD),
+        8,
+        6,
+        {},
+    ),
+    # The last steps of down_proj, whose operands find no room, are read for each unit.
+    "a K beyond shared memory": (
+        f16_spec(hidden_size=128, num_layers=1, intermediate_size=2400, **ONE_HEAD),
+        4,
+        2,
+        {"scratch_room": lambda lowering: 16_000},
+    ),
 }
 MORE = {
     "fp16, biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 8, 3, {}),
@@ -123,6 +164,24 @@ MORE = {
     ),
     "bf16, all blocks": (spec_of(), 8, 0, {}),
     "four rows a fragment": (f16_spec(hidden_size=36, intermediate_size=1536), 2, 2, {}),
+    "four rows a fragment of x, once the head's": (
+        spec_of(hidden_size=500, num_layers=2, intermediate_size=12, **ONE_HEAD),
+        4,
+        2,
+        {},
+    ),
+    "four rows a fragment of x in chunks of two": (
+        f16_spec(hidden_size=900, num_layers=2, intermediate_size=100, **ONE_HEAD),
+        8,
+        2,
+        {},
+    ),
+    "a K beyond shared memory, units of it": (
+        spec_of(hidden_size=256, num_layers=2, intermediate_size=2400, **ONE_HEAD),
+        8,
+        2,
+        {"scratch_room": lambda lowering: 24_000},
+    ),
 }
 
 
@@ -136,7 +195,7 @@ MORE = {
 def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shape):
     spec, columns, blocks, constants = shape
     for name, value in constants.items():
-        monkeypatch.setattr(header, name, value)
+        monkeypatch.setattr(batches if name == "scratch_room" else header, name, value)
     told = SamplingParams(temperature=1.0, logprobs=2, seed=3)
     requests = [
         request(i, PROMPTS[i] * 2, 6 if constants else 2, told if i == 1 else GREEDY)
@@ -173,11 +232,21 @@ def test_every_way_to_choose_works_beside_every_other(spec):
 MOST_SPILLS = 232  # loads and stores: joins of splits, and the head once a step; 227 in the kernel of the records
 
 
-@pytest.mark.parametrize(("name", "columns"), [("llama-3.2-1b", 8), ("qwen3-0.6b", 2)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("llama-3.2-1b", 8), pytest.param("qwen3-0.6b", 2, marks=pytest.mark.slow)],
+)
 def test_loops_that_stream_weights_hardly_spill(name, columns):
     code = machine_code(layout_of(named_shape(name), columns), "columns.cu")
     assert_weight_loops_hardly_spill(code)
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.1-8b", "qwen2.5-14b"])
+def test_loops_that_pick_or_read_operands_hardly_spill(name):
+    code = machine_code(layout_of(real_shape(name), 8), "columns.cu")
+    assert_weight_loops_hardly_spill(code)
 
 
 FAULTS = {
@@ -218,6 +287,47 @@ FAULTS = {
         "mine[set] ? images_of(b, 0, steps)",
     ),
 }
+
+
+# Of shapes that have what is changed.
+SHAPE_FAULTS = {
+    "another token's operand of four rows": (
+        "four rows a fragment of x",
+        "columns/matvec.h",
+        "token % 2 * (16 * kOperandWords)",
+        "0 * token",
+    ),
+    "low parts that four rows leave out": (
+        "four rows a fragment of x",
+        "columns/matvec.h",
+        "          even += v[0][1] + v[1][1];\n",
+        "",
+    ),
+    "operands of a chunk that was multiplied": (
+        "a K beyond shared memory",
+        "columns/matvec.h",
+        "int next = first + n + kReadChunks;",
+        "int next = first + n;",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPE_FAULTS)
+def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
+    shape, *edit = SHAPE_FAULTS[name]
+    spec, columns, blocks, constants = SHAPES[shape]
+    for constant, value in constants.items():
+        monkeypatch.setattr(batches, constant, value)
+    requests = [request(i, PROMPTS[i], 2) for i in range(columns)]
+    steps, cache = alone(spec, requests, blocks)
+    backend = make(ColumnBackend, spec, columns, blocks, -1, counts=(columns,))
+    run(backend, *requests)  # loads the kernel
+    (kernel,) = (k.kernel for k in backend.columns.kernels)
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))
+    with pytest.raises(AssertionError):
+        assert run(backend, *requests) == steps
+        assert torch.equal(backend.memory.cache, cache)
 
 
 @pytest.mark.slow

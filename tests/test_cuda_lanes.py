@@ -159,6 +159,20 @@ SHAPES = {
         8,
         {"split_least": lambda spec: 1, "MERGED_LENGTH": 6},
     ),
+    # Lanes that begin within four values of another's, and a K of the head that ends in padding.
+    "side by side, sizes that divide by nothing": (
+        f16_spec(
+            hidden_size=54,
+            num_layers=2,
+            num_lanes=2,
+            head=Head.CONCAT,
+            reduce_attention=(NOW, OWN),
+            reduce_mlp=(OWN, NOW),
+        ),
+        4,
+        4,
+        {},
+    ),
     # Operands of x that do not fit into registers: batches of gate_up_proj take turns with two rooms.
     "batch behind batch": (
         f16_spec(
@@ -183,6 +197,17 @@ MORE = {
         spec_of(num_lanes=2, reduce_attention=(OWN,) * 3, reduce_mlp=(OWN,) * 3),
         8,
         0,
+        {},
+    ),
+    "side by side, nothing is sent": (
+        spec_of(
+            num_lanes=2,
+            head=Head.CONCAT,
+            reduce_attention=(OWN,) * 3,
+            reduce_mlp=(OWN,) * 3,
+        ),
+        8,
+        6,
         {},
     ),
     "a long delay": (
@@ -301,6 +326,7 @@ def test_stores_that_land_late_change_nothing(spec, region):
 # ---- machine code ----
 
 
+@pytest.mark.slow
 def test_loops_that_stream_weights_hardly_spill():
     spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
     code = machine_code(columns_of(spec, 8), "columns.cu")

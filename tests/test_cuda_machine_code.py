@@ -4,7 +4,7 @@ import re
 
 import pytest
 from cuda_walk import layout_of
-from machine_code import SHAPES, innermost, is_local, machine_code
+from machine_code import SHAPES, in_turn, innermost, is_local, machine_code
 from ring_walker import spec_of
 
 from kog_triton.model.shapes import named_shape
@@ -12,7 +12,7 @@ from kog_triton.model.shapes import named_shape
 MOST_SPILLS = 48  # loads and stores, once a token's included
 
 
-@pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b", "odd"])
+@pytest.mark.parametrize("name", in_turn([*SHAPES, "odd"]))
 def test_no_loop_that_streams_or_waits_spills(name):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
     code = machine_code(layout_of(spec, max_context=1024))
@@ -52,21 +52,21 @@ def used_too_early(code):
     raise AssertionError("no poll behind the loads")
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"])
+@pytest.mark.parametrize("name", in_turn(["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"]))
 def test_no_wait_for_the_cache_comes_before_the_wait_for_queries(name):
     """A register moved out of a load's way cost 2 us a layer of Qwen3-0.6B on an H200."""
     code = machine_code(layout_of(named_shape(name), max_context=1024))
     assert used_too_early(code) == []
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", in_turn(SHAPES))
 def test_the_walk_hardly_spills(name):
     """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
     code = machine_code(layout_of(named_shape(name), max_context=1024))
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
 
 
-@pytest.mark.parametrize("name", ["laneformer-2b", "qwen3-8b"])
+@pytest.mark.parametrize("name", in_turn(["laneformer-2b", "qwen3-8b"]))
 def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name):
     """Or it would be other code, and its time nobody's."""
     code = machine_code(layout_of(named_shape(name), max_context=1024), "stage.cu")

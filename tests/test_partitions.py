@@ -123,6 +123,21 @@ def test_packing_with_torch_equals_numpy():
 # ---- owners ----
 
 
+@pytest.mark.parametrize("layer", [0, 1, 200])
+def test_blocks_with_a_unit_more_of_one_stage_have_one_less_of_another(layer):
+    """Qwen2.5's o_proj and gate_up_proj give half of the blocks a unit more: not the same ones."""
+    lowering = lower(build(named_shape("qwen2.5-coder-1.5b")), H200)
+    read = {}
+    for stage in matrix_stages(lowering.schedule)[:4]:
+        size = lowering.group_size(stage)
+        units = [lowering.block_units(stage, layer, place) for place in range(size)]
+        assert sorted(u for own in units for u in own) == list(range(lowering.num_units(stage)))
+        assert all(lowering.owner(stage, layer, u) == b for b in range(size) for u in units[b])
+        read[stage.name] = np.array([len(own) for own in units]) * lowering.steps(stage)
+    assert len(set(read["o_proj"])) == len(set(read["gate_up_proj"])) == 2
+    assert len(set(read["o_proj"] + read["gate_up_proj"])) == 1
+
+
 @pytest.mark.parametrize("blocks", [1, 3, 12, 132])
 def test_remainders_rotate_over_layers(blocks):
     """No two blocks differ by more than one unit, summed over any number of layers."""

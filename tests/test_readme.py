@@ -1,23 +1,31 @@
-"""The README's tables are what the program prints and the training recorded; what it names exists."""
+"""The README's tables are what the program prints and the training recorded; what it names exists.
+
+Its commands, and those of benchmarks/README.md, are understood by the programs that they name.
+"""
 
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import faults
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton.generate import parse
+from kog_triton import generate, profile
+from kog_triton.bench import arguments as bench
+from kog_triton.bench.table import between
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINES = [line.rstrip() for line in README.splitlines()]
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 def test_it_is_short():
-    assert len(LINES) <= 250
+    """Without what is generated from results."""
+    assert len(LINES) - len((between(README) or "").splitlines()) <= 230
 
 
 def test_the_plan_is_what_plan_prints(capsys):
@@ -56,19 +64,59 @@ def test_the_test_command_is_ci_s():
     assert re.search(rf"^{command}( |$)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
+def shell_lines():
+    """The indented lines of both files without the words beside them, each `&&` a line of its own."""
+    for text in (README, BENCHMARKS):
+        for line in re.findall(r"^    (\S.*)", text.replace("\\\n", " "), re.MULTILINE):
+            for part in line.split(" && "):
+                yield shlex.split(re.split(r"   +", part.strip())[0], posix=True)
+
+
 def commands():
-    """Every `kog NAME ...` and `python -m kog_triton.NAME ...` at the start of an indented line."""
-    for line in README.replace("\\\n", " ").splitlines():
-        match = re.search(r"(?:^    |&& )(?:kog |python -m kog_triton\.)(\w+)(.*)", line)
-        if match:
-            yield match[1], shlex.split(match[2].split("   ")[0])
+    """Every `kog NAME ...` and `python -m kog_triton.NAME ...` among them, without what precedes NAME."""
+    for words in shell_lines():
+        if words[:1] == ["kog"]:
+            yield words[1], words[2:]
+        elif words[:2] == ["python", "-m"] and words[2].startswith("kog_triton."):
+            yield words[2].removeprefix("kog_triton."), words[3:]
 
 
 @pytest.mark.parametrize(("name", "argv"), list(commands()))
-def test_every_command_is_understood(name, argv):
+def test_every_command_is_understood(name, argv, capsys):
+    """By the parser of its own program; plan and doctor, which need no model, by running."""
     assert name in kog.commands()
     if name == "generate":
-        parse([arg.replace("run.json", "/run.json") for arg in argv])
+        generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
+    elif name == "bench":
+        bench.parse(argv)
+    elif name == "profile":
+        profile.build_parser().parse_args(argv)
+    else:
+        assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
+
+
+def test_the_commands_are_found():
+    """A pattern that finds none would pass every test above."""
+    found = list(commands())
+    assert {name for name, _ in found} == {"generate", "doctor", "plan", "profile", "bench"}
+    kinds = {argv[0] for name, argv in found if name == "bench"}
+    assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
+
+
+def test_what_is_installed_exists():
+    """Constraints and extras of every pip install, and the scripts that are run by their path."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installs = [words for words in shell_lines() if words[:2] == ["pip", "install"]]
+    assert any("constraints/h200.txt" in words for words in installs)
+    for words in installs:
+        assert (ROOT / words[words.index("-c") + 1]).is_file()
+        names = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[words.index("-e") + 1])
+        assert names and set((names[1] or "test").split(",")) <= set(
+            extras["optional-dependencies"]
+        )
+    for words in shell_lines():
+        if words[0] == "python" and words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file()
 
 
 def test_every_file_in_the_tree_exists():

@@ -3,7 +3,7 @@
 import pytest
 from cuda_walk import layout_of
 from kog_triton.backends.cuda.columns import lay_out_columns
-from machine_code import SHAPES, sass_of
+from machine_code import SHAPES, in_turn, sass_of
 from sass_hazards import Instruction, instructions, read_too_early
 
 from kog_triton.model.shapes import named_shape
@@ -59,7 +59,7 @@ def spec_named(name):
     return spec.replace(dtype=DType.F16) if spec.num_lanes > 1 else spec
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", in_turn(SHAPES))
 def test_a_step_of_one_token_has_no_hazard(name):
     # Where a kernel had it: lanes with this context. The others are compiled for other tests as well.
     max_context = 288 if name == "laneformer-2b" else 1024
@@ -68,7 +68,7 @@ def test_a_step_of_one_token_has_no_hazard(name):
     assert read_too_early(code) == []
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+@pytest.mark.parametrize("name", in_turn(["llama-3.2-1b", "laneformer-2b"]))
 def test_a_step_of_columns_has_no_hazard(name):
     layout = lay_out_columns(layout_of(spec_named(name)).lowering, 1024, 8)
     code = instructions(sass_of(layout, "columns.cu"))

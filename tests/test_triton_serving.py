@@ -4,10 +4,14 @@ A request's tokens are the same whoever else is served, however often the kernel
 """
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -18,7 +22,9 @@ from concurrent_interpreter import concurrent
 from lowering_cases import ArrayWeights
 from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends import StageTimer
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
+from kog_triton.backends.triton import serving, slots
 from kog_triton.backends.triton.waits import describe_wait
 from kog_triton.backends.triton.words import WAITS
 from kog_triton.errors import RequestError, RunError
@@ -44,6 +50,12 @@ def tokens(steps) -> list[int]:
     return [s.token for s in steps if s.token >= 0]
 
 
+@triton.jit
+def striking(S: tl.constexpr):
+    """A clock that stands still."""
+    return tl.full((), 1234567890123, tl.int64)
+
+
 @cache
 def alone(params: SamplingParams, prompt: tuple[int, ...], count: int) -> list[int]:
     """What a request makes with the model to itself."""
@@ -63,6 +75,51 @@ def test_tokens_are_the_definitions_own(case):
         logits = backend.forward_logits([3, 42, *made[:-1]])
     for i, token in enumerate(made):
         assert token == sample(logits[1 + i], params, History((3, 42)), 2 + i, 2).token
+
+
+def test_a_token_carries_the_kernel_s_clock_or_none(monkeypatch):
+    """Not the host's: what the interpreter, which has no clock, cannot say stays 0."""
+    request = Request(0, (3, 42), SamplingParams(temperature=0.0), 0, 3)
+    (steps,) = serve(backend_of(ONE), request)
+    assert [s.device_ns for s in steps] == [0, 0, 0]
+    monkeypatch.setattr(slots, "clock", striking)
+    for module in (slots, serving):
+        monkeypatch.setattr(module, "stamps_tokens", lambda tiles: True)
+    (stamped,) = serve(backend_of(ONE), request)
+    assert [s.device_ns for s in stamped] == [1234567890123] * 3
+    assert tokens(stamped) == tokens(steps)
+
+
+def test_every_launch_of_a_stage_is_timed():
+    """Behind what is called for each, which a run that is not timed does not call."""
+    backend, calls = backend_of(ONE), []
+    assert isinstance(backend, StageTimer)
+    state = {"token_ids": torch.tensor([3, 42, 12])}
+    with concurrent(1, "sc"):
+        seconds = backend.time_stage("embed", 0, state, lambda: calls.append("before"))
+        again = backend.run_stage("embed", 0, state)
+    assert len(seconds) == len(calls) == 3 and all(s > 0 for s in seconds)
+    want = backend.memory.pointers.half_embed[[3, 42, 12]].float()
+    assert torch.equal(again["x"][0], want)
+
+
+def test_a_token_waits_for_its_stamp():
+    backend, mailbox = backend_of(ONE), Mailbox(1)
+    host = serving.Serving(
+        backend.memory.pointers, replace(backend.tiles, vendor="nvidia"), backend
+    )
+    request = Request(0, (3, 42), SamplingParams(temperature=0.0), 0, 2)
+    mailbox.post(request)
+    mailbox.take()
+    mailbox.resumed[0] = serving.Running(request, False, 1)
+    at, words = slots.mailbox_offsets(backend.tiles), backend.memory.pointers.mailbox[0]
+    host._mailbox = mailbox
+    words[at["tokens"]] = 1 << 32 | 7
+    host.poll()
+    assert mailbox.read(0, 0) == []
+    words[at["stamps"]] = 55
+    host.poll()
+    assert [(s.token, s.device_ns) for s in mailbox.read(0, 0)] == [(7, 55)]
 
 
 def test_stop_ids_and_kept_keys():
@@ -199,8 +256,8 @@ def test_a_wait_that_expires_says_where(case, stalled):
     with concurrent(0, "sc", stalled=stalled), pytest.raises(RunError) as caught:
         backend.forward_logits((3, 42, 12))
     said = (
-        r"block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
-        r"|words of \w+ that came after all)"
+        r".*rank 0, block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
+        r"|words of \w+ that came after all), after 0 steps: the run is void$"
     )
     assert caught.match(said)
 
@@ -210,7 +267,9 @@ def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():
     mask, winner = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "winner"))
     came = [0] * 11
     assert "block 2, stage sample, for the host's mask of token 2" in describe_wait(
-        [[2], came, winner, mask], tiles
+        [[2], came, winner, mask], tiles, 3
     )
-    assert "block 1, stage sample, for candidates" in describe_wait([[2], came, winner], tiles)
-    assert describe_wait([[0], came, came], tiles) == ""
+    said = describe_wait([[2], came, winner], tiles, 3)
+    assert "rank 0, block 1, stage sample, for candidates of pass 2, after 3 steps" in said
+    assert describe_wait([[2], came, winner], tiles, -9).endswith("after 9 steps of prompts")
+    assert describe_wait([[0], came, came], tiles, 3) == ""

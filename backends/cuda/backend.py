@@ -101,7 +101,7 @@ class CudaBackend:
         self.chunks = Chunks(
             lowering,
             self.max_context,
-            0 if options.prefill == "library" else self.chunk_positions,
+            0 if options.prefill in ("library", "decode") else self.chunk_positions,
             compile_columns,
             load_columns,
         )
@@ -155,7 +155,8 @@ class CudaBackend:
         def seat(request: Request) -> int:
             return self._seat(request, mailbox)
 
-        launcher = Launcher(self.memory, self.columns, self.chunks, seat, self._launch_slots)
+        whole = self.options.prefill == "decode"
+        launcher = Launcher(self.memory, self.columns, self.chunks, seat, self._launch_slots, whole)
         serve(launcher, mailbox)
 
     def _seat(self, request: Request, mailbox: Mailbox) -> int:

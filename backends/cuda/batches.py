@@ -1,7 +1,7 @@
 """What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
 
 A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
-sums where they leave room (include/kog/columns/matvec.h).
+sums where they leave room; what finds none is read again for each unit (include/kog/columns/matvec.h).
 """
 
 from kog_triton.schedule.cuda import (
@@ -18,39 +18,87 @@ from kog_triton.schedule.schedule import Stage
 THREADS = WARPS * 32  # that consume
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+# The same where some are read from memory instead; and how many chunks ahead those are asked for.
+HELD_BESIDE_READ_WORDS, READ_CHUNKS = 32, 2
+COLUMN_SMALL_BYTES = 1664  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
 
 
 def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     """Of a stage's inputs in shared memory."""
     if columns == 1:
         return lo.staged_bytes(stage)
-    words = columns * lo.fragment(stage)[1] // 2
-    parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
-    if is_wide(stage):
-        return parts * steps * 2 * words * 4
-    return parts * (steps - held_steps(lo, stage, columns)) * words * 4
+    steps = lo.steps(stage)
+    if not is_wide(stage):
+        steps -= held_steps(lo, stage, columns) + read_steps(lo, stage, columns)
+    return steps * step_bytes(lo, stage, columns)
+
+
+def step_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Of the operands of one step of K in each part."""
+    values = lo.tilings[stage.name].k_parts * columns * lo.fragment(stage)[1]
+    return values * (4 if is_wide(stage) else 2)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
     if columns == 1:
         return 0
-    tokens = 2 if is_wide(stage) else lo.fragment(stage)[0] // 2  # that an instruction takes
-    words = lo.frag_k // 16 * max(1, columns // tokens)
+    if read_steps(lo, stage, columns):
+        return HELD_BESIDE_READ_WORDS // _row_words(lo, stage, columns)
+    return _most_held(lo, stage, columns)
+
+
+def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """The last steps of down_proj's K, whose operands find no room and are read from memory for each unit."""
     steps = lo.steps(stage)
+    if columns == 1 or stage.source != "mlp" or unit_period(steps, lo.fragments) > 1:
+        return 0
+    each = step_bytes(lo, stage, columns)
+    room = scratch_room(lo) - _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)
+    if (steps - _most_held(lo, stage, columns)) * each <= room:
+        return 0
+    held = HELD_BESIDE_READ_WORDS // _row_words(lo, stage, columns)
+    return up(steps - held - room // each, READ_CHUNKS * lo.fragments)
+
+
+def scratch_room(lo: CudaLowering) -> int:
+    """Bytes of operands and sums in a kernel of several columns from which on some are read instead: beside
+    a ring that is longer than what is in flight."""
+    ring = (lo.window_chunks + 1) * (lo.chunk_bytes + 16)
+    return (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - ring) // 128 * 128
+
+
+def _row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Of one lane and step of K."""
+    tokens = lo.fragment(stage)[0] // (4 if is_wide(stage) else 2)  # that an instruction takes
+    return lo.frag_k // 16 * max(1, columns // tokens)
+
+
+def _most_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    words, steps = _row_words(lo, stage, columns), lo.steps(stage)
     held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
     # Wide ones, which all come by the scratch, are all there or all in registers.
     return held if held == steps or not is_wide(stage) else 0
 
 
-def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
-    """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
-    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+def sum_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Partial sums of one unit."""
+    tiling = lo.tilings[stage.name]
+    return tiling.unit_rows * columns * tiling.k_parts * 4
+
+
+def _fewest_units(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a batch that need no room of others."""
+    steps = lo.steps(stage)
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
-    most = min(most, THREADS // tiling.unit_rows)
+    return _whole_chunks(lo, steps, min(most, THREADS // lo.tilings[stage.name].unit_rows))
+
+
+def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
+    """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
     return max(
-        _whole_chunks(lo, steps, most),
+        _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
         _units_beside(lo, stage, columns),
     )
@@ -65,7 +113,7 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     wide = [s for s in matrix_stages(lo.schedule) if is_wide(s)]
     room = max(staged_bytes(lo, s, columns) for s in wide)
     room -= staged_bytes(lo, stage, columns)
-    sums = tiling.unit_rows * columns * tiling.k_parts * 4
+    sums = sum_bytes(lo, stage, columns)
     period = unit_period(steps, lo.fragments)
     mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
     pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
@@ -77,7 +125,7 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
         return 0
     steps = lo.steps(stage)
-    words = steps * columns * lo.frag_k  # of one part's operands
+    words = steps * columns * lo.fragment(stage)[1]  # of one part's operands
     rows = lo.tilings[stage.name].unit_rows * columns
     return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
 

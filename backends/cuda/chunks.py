@@ -1,8 +1,9 @@
 """Prompts in chunks: several positions of one request a step of the CUDA kernel (include/kog/columns/chunk.h).
 
 A chunk reads the weights once for all its positions, and leaves the keys and values that a token at a time
-leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. What cannot
-take part is refused by name: its prompts go a token at a time, on that kernel alone.
+leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. A model whose
+activations of eight positions outgrow shared memory gets chunks of fewer. What cannot take part is refused by name:
+its prompts go a token at a time, on that kernel alone.
 """
 
 import logging
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 import torch
-from kog_triton.backends.cuda.columns import ColumnKernel, lay_out_columns, make_kernel
+from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, lay_out_columns, make_kernel
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import Layout
 
@@ -19,7 +20,7 @@ from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
 log = logging.getLogger(__name__)
-POSITIONS = 8  # of a chunk
+POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
 CHUNKS_FROM = 3
@@ -40,7 +41,7 @@ MOST_CHUNKS = 32
 class Chunks:
     """The kernel of one model's prompts, compiled by a thread of its own while the rest is loaded.
 
-    positions  of a step; 0 for no such kernel
+    positions  of a step at most; 0 for no such kernel
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run
     kernel     None until `open`, and where there is none
@@ -58,12 +59,15 @@ class Chunks:
     ) -> None:
         self._compile, self._load = compile, load
         self._layout: Layout | None = None
-        if not positions:
-            return
-        try:
-            self._layout = lay_out_columns(lowering, max_context, positions, chunk=True)
-        except ModelError as error:
-            log.info("prompts run a token at a time: %s", error)
+        counts = sorted((c for c in COUNTS if c <= positions), reverse=True)
+        for count, fewer in zip(counts, [*counts[1:], 1], strict=False):
+            try:
+                self._layout = lay_out_columns(lowering, max_context, count, chunk=True)
+                break
+            except ModelError as error:
+                what = f"{fewer} positions" if fewer > 1 else "a token"
+                log.info("prompts run %s at a time: %s", what, error)
+        if self._layout is None:
             return
         # No daemon: inside the compiler it must not outlive Python, whatever else fails.
         self._thread = threading.Thread(target=self._run, args=(self._layout,))

@@ -2,8 +2,8 @@
 
 It reads the same weight stream as the kernel of one token. Regions of words have a row a lane and column, or
 hold the operands of all columns of a lane as warps read them (include/kog/columns/matvec.h); flags have a word
-a unit. What cannot take part is refused by name: requests then take turns, a token each, on the kernel of one
-token.
+a unit. Activations that outgrow shared memory are refused: then fewer requests share a step, and without any
+kernel of columns they take turns, a token each, on the kernel of one token.
 """
 
 import logging
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda import lanes
 from kog_triton.backends.cuda.attention import MERGED, attention_bytes
-from kog_triton.backends.cuda.batches import finished_items, up
+from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_items, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
@@ -31,12 +31,11 @@ from kog_triton.backends.cuda.layout import (
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head
-from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering, is_wide
+from kog_triton.schedule.cuda import WINDOW_BYTES, CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
 
 log = logging.getLogger(__name__)
 COUNTS = (2, 4, 8)  # columns that kernels are made for
-SMALL_BYTES = 1664
 
 
 def lay_out_columns(
@@ -47,20 +46,7 @@ def lay_out_columns(
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
     shards = schedule.num_shards
-    if shards > 1 and spec.head is Head.CONCAT:
-        raise ModelError(
-            "requests whose lanes are scored side by side share the cuda kernel by turns"
-        )
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    for name, stage in stages.items():
-        if is_wide(stage) and lowering.tilings[name].fragment_rows != MMA_ROWS:
-            raise ModelError(
-                f"{name}: columns take norms in fragments of {MMA_ROWS} rows, and these have fewer"
-            )
-    slices = up(-(-spec.hidden_size // WARPS), lowering.frag_k) * WARPS
-    for name in ("qkv_proj", "gate_up_proj", "lm_head"):
-        if lowering.padded_k(stages[name]) > slices:
-            raise ModelError(f"{name}: a part of K outgrows a warp's slice of the residual stream")
     group = lowering.group_size(stages["qkv_proj"])
     splits = max(1, group // spec.lane_kv_heads)
     merged = min(MERGED, splits)
@@ -104,7 +90,7 @@ def lay_out_columns(
         columns=columns,
         chunk=chunk,
         partial_bytes=0,
-        small_bytes=SMALL_BYTES,
+        small_bytes=COLUMN_SMALL_BYTES,
     )
     behind = layout.stage_bytes(stages["o_proj"]) + attention_bytes(
         spec, splits, columns if chunk else 1
@@ -117,12 +103,13 @@ def lay_out_columns(
         layout = replace(layout, joined_at=at)
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
-    free = lowering.gpu.shared_bytes - scratch - SMALL_BYTES
+    free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
     ring = free // (lowering.chunk_bytes + 16)
-    if ring <= lowering.window_chunks:
+    window = lowering.chunks_of(WINDOW_BYTES)
+    if ring < window:
         raise ModelError(
             f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
-            f"more than {lowering.window_chunks} are needed"
+            f"{window} are needed"
         )
     return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
 

@@ -18,8 +18,10 @@ from kog_triton.backends.cuda.attention import (
     tile_rows,
 )
 from kog_triton.backends.cuda.batches import (
+    READ_CHUNKS,
     batch_units,
     held_steps,
+    read_steps,
     sum_rooms,
     sums_in_place,
 )
@@ -118,6 +120,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "joined_at": layout.joined_at,
         "joined": JOINED,
         "taken_words": TAKEN_WORDS,
+        "read_chunks": READ_CHUNKS,
         "flags_together": FLAGS_TOGETHER,
         "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),
@@ -177,8 +180,10 @@ def _stages(layout: Layout) -> list[str]:
             "steps": lo.steps(stage),
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
+            "shift": tiling.shift,
             "batch": batch_units(lo, stage, layout.columns),
             "held": held_steps(lo, stage, layout.columns),
+            "read": read_steps(lo, stage, layout.columns),
             "sums_at": layout.sums_at(stage),
             "rooms": sum_rooms(lo, stage, layout.columns),
             "period": unit_period(lo.steps(stage), lo.fragments),

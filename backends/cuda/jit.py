@@ -1,19 +1,23 @@
 """Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content.
 
 The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin is
-written beside its place and renamed into it, so that a reader never sees half of one.
+written beside its place and renamed into it, so that a reader never sees half of one. The log `kog_triton.compilers`
+tells when a compiler starts and how long it took.
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from kog_triton.errors import DeviceError
 
+log = logging.getLogger("kog_triton.compilers")
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
@@ -48,7 +52,10 @@ def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") ->
     place = cache_folder() / f"{_key(text, compiler)}.cubin"
     if place.exists():
         return place.read_bytes()
+    begun = time.perf_counter()
+    log.info("compiling %s by %s, once for this model", source, compiler)
     cubin = _by_nvrtc(text) if compiler.startswith("nvrtc") else _by_nvcc(text)
+    log.info("compiled %s in %.1f s", source, time.perf_counter() - begun)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
         file.write(cubin)

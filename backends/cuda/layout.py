@@ -19,6 +19,7 @@ from kog_triton.backends.cuda.batches import (
     THREADS,
     batch_units,
     staged_bytes,
+    sum_bytes,
     sum_rooms,
     sums_in_place,
     up,
@@ -109,8 +110,7 @@ class Layout:
     def stage_bytes(self, stage: Stage) -> int:
         """Of its inputs and partial sums, in a kernel of several columns."""
         lo, staged = self.lowering, self.staged_bytes(stage)
-        tiling, units = lo.tilings[stage.name], batch_units(lo, stage, self.columns)
-        sums = units * tiling.unit_rows * self.columns * tiling.k_parts * 4
+        sums = batch_units(lo, stage, self.columns) * sum_bytes(lo, stage, self.columns)
         sums *= sum_rooms(lo, stage, self.columns)
         return max(staged, self.sums_at(stage) + sums)
 

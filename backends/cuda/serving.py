@@ -23,10 +23,11 @@ from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.names import STEPS
 from kog_triton.backends.cuda.protocol import Outcome, Word
 
+from kog_triton.backends.heart import Heart, Stalled
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.request_words import EVERY_EPOCH, mask_words
-from kog_triton.errors import DeviceError, RunError
+from kog_triton.errors import RunError
 from kog_triton.sampling.definition import nothing_allowed
 
 LOW_HALF = 0xFFFFFFFF  # of a word of the outbox: the token; above it, its number
@@ -36,7 +37,6 @@ UNLIMITED = 1 << 62
 # itself: 128 prompt tokens of a 1B model are 30 ms, against 0.2 ms for the next launch.
 MOST_SILENT = 128
 POLL_S = 50e-6  # how often the host looks for tokens
-SILENCE_S = 30.0  # without a step: waits on the GPU are bounded, so that it no longer runs
 
 
 class Finished(Protocol):
@@ -82,6 +82,8 @@ class Launcher:
     seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
     # slots, most steps, the kernel of several columns if it is not that of one token
     launch: Callable[[list[int], int, ColumnKernel | None], Launch]
+    # A request alone is one launch: no cancel is heard before its first token.
+    whole: bool = False
 
 
 def serve(launcher: Launcher, mailbox: Mailbox) -> None:
@@ -154,7 +156,8 @@ def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     together = columns.ready(len(live))
     slots = list(live)[: columns.most if together else MOST_SEATS]
     step = columns.take(len(slots), device) if together else None
-    return launcher.launch(slots, _most_steps(live, slots), step)
+    alone = launcher.whole and len(live) == 1
+    return launcher.launch(slots, UNLIMITED if alone else _most_steps(live, slots), step)
 
 
 def _most_steps(live: dict[int, Live], slots: list[int]) -> int:
@@ -270,23 +273,3 @@ def check_waits(memory: Memory, layout: Layout) -> None:
         f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
         f"after {memory.mailbox[Word.STEPS]} steps"
     )
-
-
-class Stalled(DeviceError):
-    """The GPU no longer answers."""
-
-
-class Heart:
-    """The kernel's heartbeat; Stalled once it has not been heard for SILENCE_S."""
-
-    def __init__(self) -> None:
-        self._steps, self._since = -1, time.monotonic()
-
-    def listen(self, steps: int) -> None:
-        if steps != self._steps:
-            self._steps, self._since = steps, time.monotonic()
-        elif time.monotonic() - self._since > SILENCE_S:
-            raise Stalled(
-                f"the GPU has not finished a step in {SILENCE_S:.0f} s: end this process and look at "
-                "the driver's log"
-            )

@@ -1,6 +1,6 @@
 """How long all blocks of a kernel wait for each other, by method: the other price of a token.
 
-    python benchmarks/micro/exchange.py
+    python benchmarks/micro/exchange.py [--json FILE]
 
     counter   a barrier: every block adds to one counter and polls it
     gather    a barrier, and behind it every block reads a vector that all blocks wrote
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from figures import arguments, finish
 
 WORDS = 2048  # of the vector, int32: a residual stream
 ROUNDS = 2000
@@ -135,14 +136,16 @@ def microseconds(method: str, blocks: int) -> float:
 
 
 def main() -> None:
+    args = arguments("exchange", "How long all blocks of a kernel wait for each other.")
     if not torch.cuda.is_available():
         sys.exit("a GPU is needed: without one no two blocks run at the same time")
     blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
-    print(f"{torch.cuda.get_device_name()}, {blocks} blocks, {WORDS} words, us an exchange")
+    found = {}
     for method in ("counter", "gather", "phase"):
         if not right(method, blocks, 200, "cuda"):
             sys.exit(f"{method}: wrong result, an exchange did not wait")
-        print(f"  {method:<8}{microseconds(method, blocks):8.2f}")
+        found[method] = microseconds(method, blocks)
+    finish("exchange", "us", found, args.json, f"{blocks} blocks, {WORDS} words, an exchange")
 
 
 if __name__ == "__main__":

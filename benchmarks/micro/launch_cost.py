@@ -1,6 +1,6 @@
 """What starting a kernel costs: the price that a persistent kernel pays once and others at every op.
 
-python benchmarks/micro/launch_cost.py
+    python benchmarks/micro/launch_cost.py [--json FILE]
 
 plain      empty Triton kernels, one launch after another, host and device together
 graph      the same, captured in a graph and replayed
@@ -16,6 +16,7 @@ from statistics import median
 import torch
 import triton
 import triton.language as tl
+from figures import arguments, finish
 
 LAUNCHES = 500
 
@@ -39,6 +40,7 @@ def microseconds(work: Callable[[], None], count: int) -> float:
 
 
 def main() -> None:
+    args = arguments("launch_cost", "What starting a kernel costs.")
     if not torch.cuda.is_available():
         sys.exit("a GPU is needed to launch kernels on: torch sees none")
     x = torch.zeros(1, device="cuda")
@@ -59,14 +61,9 @@ def main() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plain()
-    print(f"{torch.cuda.get_device_name()}, us each, median of 7 x {LAUNCHES}")
-    for name, work in (
-        ("plain", plain),
-        ("graph", graph.replay),
-        ("torch", eager),
-        ("answer", answer),
-    ):
-        print(f"  {name:<8}{microseconds(work, LAUNCHES):8.2f}")
+    works = {"plain": plain, "graph": graph.replay, "torch": eager, "answer": answer}
+    found = {name: microseconds(work, LAUNCHES) for name, work in works.items()}
+    finish("launch_cost", "us", found, args.json, f"each, median of 7 x {LAUNCHES}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ class BackendOptions:
     # Weights in memory: "fp32", "bf16", "fp16", or "auto": as in the checkpoint, but float32 on the
     # reference backend, whose arithmetic is.
     dtype: str = "auto"
-    prefill: str = "auto"  # "kernel", "library" or "auto"
+    # Who runs a prompt: "kernel", "library", whichever is faster ("auto"), or "decode": the kernel that decodes,
+    # in the same launch, so that a request is one kernel however long that takes.
+    prefill: str = "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
 
 

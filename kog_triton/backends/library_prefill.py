@@ -71,9 +71,10 @@ def open_library(
     weight_bytes  of the backend's own copy: "auto" takes no second one where memory is short, and
                   warns
     """
-    if options.prefill == "kernel" or (options.prefill == "auto" and embed.device.type == "cpu"):
+    wanted = options.prefill
+    if wanted in ("kernel", "decode") or (wanted == "auto" and embed.device.type == "cpu"):
         return None
-    if options.prefill == "auto":
+    if wanted == "auto":
         free, _ = torch.cuda.mem_get_info(embed.device)
         if weight_bytes > free // 2:
             warnings.warn(
@@ -94,7 +95,7 @@ def run_prompt(
 ) -> int:
     """Fill the slot's cache where that pays; the position from which the kernel is to compute.
 
-    wanted     "kernel", "library" or "auto"; without a library it is the kernel's
+    wanted     a `BackendOptions.prefill`; without a library it is the kernel's
     crossover  of this kernel, for "auto"
     """
     new, first = request.prompt[request.cached : -1], request.cached

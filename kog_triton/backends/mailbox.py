@@ -10,7 +10,6 @@ the host; a GPU backend keeps the same words in pinned mapped memory and offers 
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class Step:
     finish: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    device_ns: int = 0  # when the backend had the token, on the backend's own clock
+    device_ns: int = 0  # when the backend had the token, on a clock of its own; 0: it has none
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,3 @@ class Mailbox:
 
     def cancelled(self, slot: int) -> bool:
         return slot in self._cancelled
-
-
-def now_ns() -> int:
-    """The host clock that host-side backends stamp steps with."""
-    return time.perf_counter_ns()

@@ -177,7 +177,7 @@ def _timed() -> Parser:
     out.add_argument(
         "--no-kernel-switches",
         action="store_true",
-        help="fail unless a profiler sees one kernel a GPU for a request of each backend, behind a prompt "
-        "of two tokens, too short for a kernel of its own and for library prefill",
+        help="prompts by the kernel that decodes, in the same launch; fail unless a profiler sees one kernel a "
+        "GPU for a whole request like those timed, of each backend",
     )
     return out

@@ -63,6 +63,8 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             )
         test = f"tg{tokens} @ d{prompt}"
         model.check_room(args.deepest + tokens)
+    if args.no_kernel_switches:  # a prompt takes longer so: no figure of any other run
+        test += ", one kernel"
     task = Task(
         model=model,
         device=device,
@@ -77,7 +79,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         peers=[find_peer(name) for name in dict.fromkeys(peers)],
         absent=absent,
         gguf=args.gguf,
-        count_kernels=args.no_kernel_switches,
+        one_kernel=args.no_kernel_switches,
         profile_tokens=getattr(args, "profile", 0),
         temperature=temperature,
     )
@@ -89,6 +91,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt": f"random ids, seed {SEED}",
         "tokens": tokens,
         "sampling": _sampling(temperature),
+        "prefill": task.options().prefill,
         "batch": 1,
         "rounds": args.rounds,
         "warmup": args.warmup,

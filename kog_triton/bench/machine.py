@@ -1,7 +1,8 @@
 """Where a run took place: GPU, driver, versions, commit; and its clocks before and after.
 
 What cannot be found is null, never guessed. `source` is a digest of the package's Python, C++ and CUDA
-files, so that a run names its code also where there is no git.
+files, so that a run names its code also where there is no git; `changed` are those of them that are not as
+the commit has them, so that a record of an exact commit says so whatever else lies in the folder.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from kog_triton.errors import DeviceError
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
+SOURCES = (".py", ".cu", ".h")
 QUERY = {  # field of a sample -> nvidia-smi's name
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -52,6 +54,7 @@ def describe() -> dict[str, Any]:
     """The `machine` part of a record."""
     root = Path(kog_triton.__file__).parents[1]
     in_git = (root / ".git").exists()  # an installed package may lie in somebody else's repository
+    changed = changed_files(root) if in_git else None
     has_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
@@ -65,7 +68,8 @@ def describe() -> dict[str, Any]:
         "kog_triton": kog_triton.__version__,
         "packages": {name: installed_version(name) for name in PACKAGES},
         "commit": _say(["git", "-C", str(root), "rev-parse", "HEAD"]) if in_git else None,
-        "dirty": _dirty(root) if in_git else None,
+        "dirty": None if changed is None else bool(changed),
+        "changed": changed,
         "source": source_digest(),
     }
 
@@ -94,7 +98,7 @@ def source_files() -> dict[str, Path]:
         name + file.relative_to(place).as_posix(): file
         for name, place in places.items()
         for file in place.rglob("*")
-        if file.suffix in (".py", ".cu", ".h")
+        if file.suffix in SOURCES
     }
 
 
@@ -105,6 +109,29 @@ def source_digest() -> str:
         digest.update(f"{name}\0".encode())
         digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def changed_files(root: Path) -> list[str] | None:
+    """Names, as `source_files` gives them, whose contents are not those of the commit; None if git cannot say.
+
+    By content alone: times, modes and files that are no source do not count.
+    """
+    said = _say(["git", "-C", str(root), "ls-tree", "-r", "-z", "HEAD", "kog_triton", "backends"])
+    if said is None:
+        return None
+    kept = {}
+    for entry in said.split("\0"):
+        facts, _, name = entry.partition("\t")
+        if Path(name).suffix in SOURCES:
+            kept[name.removeprefix("kog_triton/")] = facts.split()[2]
+    ours = {name: _blob(file.read_bytes()) for name, file in source_files().items()}
+    return sorted(n for n in kept.keys() | ours.keys() if kept.get(n) != ours.get(n))
+
+
+def _blob(content: bytes) -> str:
+    """What git names such a file's content."""
+    head = f"blob {len(content)}\0".encode()
+    return hashlib.sha1(head + content, usedforsecurity=False).hexdigest()
 
 
 def sample() -> dict[str, Any] | None:
@@ -181,11 +208,6 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
-
-
-def _dirty(root: Path) -> bool | None:
-    said = _say(["git", "-C", str(root), "status", "--porcelain"])
-    return None if said is None else bool(said)
 
 
 def _say(argv: list[str]) -> str | None:

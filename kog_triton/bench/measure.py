@@ -27,9 +27,7 @@ from kog_triton.bench.trace import trace_kernels
 from kog_triton.choose import Choice
 
 Say = Callable[[str], None]
-# Of the request whose kernels are counted. So short a prompt runs in the kernel that decodes: a longer
-# one may be torch's matrix products or a kernel of several positions, which come before the first step.
-TRACED_PROMPT, TRACED_TOKENS = 2, 16
+MOST_NAMES = 160  # characters of kernels' names in an error
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Task:
     peers: Sequence[Peer]
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
-    count_kernels: bool = False
+    one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
     profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
     temperature: float = 0.0  # of what is timed; above 0 there are no peers
 
@@ -59,7 +57,10 @@ class Task:
 
     def options(self) -> BackendOptions:
         return BackendOptions(
-            max_context=self.max_context, num_gpus=self.num_gpus, device=self.device_word
+            max_context=self.max_context,
+            num_gpus=self.num_gpus,
+            device=self.device_word,
+            prefill="decode" if self.one_kernel else "auto",
         )
 
 
@@ -89,7 +90,7 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
             _fill(task, entry, bandwidth)
             if isinstance(entry.subject, BackendSubject):
                 _look_inside(task, entry.row, entry.subject, prompt, say)
-            if task.count_kernels and entry.row["kind"] == "backend":
+            if task.one_kernel and entry.row["kind"] == "backend":
                 _trace(task, entry, prompt)
     finally:
         for entry in entries:
@@ -210,12 +211,11 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
 
 
 def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
+    """The kernels of one more request like those timed."""
     subject = entry.subject
     if subject is not None:
         with _Guard(entry):
-            short = prompt[:TRACED_PROMPT]
-            tokens = min(TRACED_TOKENS, task.max_context - len(short))
-            entry.row["kernels"] = trace_kernels(lambda: subject.generate(short, tokens))
+            entry.row["kernels"] = trace_kernels(lambda: _request(task, subject, prompt))
 
 
 def _look_inside(
@@ -241,9 +241,13 @@ def _failures(task: Task, entries: list[_Entry]) -> list[str]:
     for row in (entry.row for entry in entries if entry.row["kind"] == "backend"):
         if row["status"] in ("wrong", "failed"):
             out.append(f"{row['name']}: {row['note']}")
-        launches = (row["kernels"] or {}).get("launches", task.num_gpus)
-        if launches != task.num_gpus:
-            out.append(f"{row['name']}: {launches} kernels for one request, not {task.num_gpus}")
+        kernels = row["kernels"]
+        if kernels and kernels["launches"] != task.num_gpus:
+            names = ", ".join(f"{n} x {name[:40]}" for name, n in kernels["kernels"].items())
+            out.append(
+                f"{row['name']}: {kernels['launches']} kernels for one request, not "
+                f"{task.num_gpus}: {names[:MOST_NAMES]}"
+            )
     return out
 
 

@@ -43,7 +43,7 @@ def speed_table(record: dict[str, Any]) -> Table:
     decoding = record["test"]["tokens"] > 1
     names = ["", "dtype", "top-1", "KL mean", "text"]
     if decoding:
-        names += ["tokens/s", "device t/s", "p50 us", "p99 us", "floor us", "MBU"]
+        names += ["tokens/s", "device t/s", "p50 us", "p99 us", "p99/p50", "floor us", "MBU"]
     names += ["TTFT ms"] if decoding else ["tokens/s", "floor ms", "TTFT ms"]
     table = _table(names)
     for row in record["rows"]:
@@ -55,11 +55,13 @@ def speed_table(record: dict[str, Any]) -> Table:
         cells.append("-" if not check else "right" if check["passed"] else "WRONG")
         if decoding:
             device = row["device"]
+            jitter = (device or host or {}).get("p99_over_p50")  # not in records before it was
             cells += [
                 _n(host and host["tokens_per_s"], ",.1f"),
-                _n(device and device["tokens_per_s"], ",.1f"),
+                _device_rate(row),
                 _n(host and host["itl_p50_us"], ",.1f"),
                 _n(host and host["itl_p99_us"], ",.1f"),
+                _n(jitter, ".3f"),
                 _n(floor.get("measured_us"), ",.1f"),
                 _n(floor.get("measured_mbu"), ".1%"),
             ]
@@ -72,6 +74,13 @@ def speed_table(record: dict[str, Any]) -> Table:
     return table
 
 
+def _device_rate(row: dict[str, Any]) -> str:
+    """tokens/s by the backend's own stamps; "none" of one that was timed and has no clock."""
+    if row["device"]:
+        return f"{row['device']['tokens_per_s']:,.1f}"
+    return "none" if row["host"] else "-"
+
+
 def concurrency_table(record: dict[str, Any]) -> Table:
     """A row a backend and number of requests at a time; tokens/s are those of all of them."""
     names = ["", "requests", "text", "as alone", "tokens/s", "device t/s", "over one", "p50 us"]
@@ -79,14 +88,14 @@ def concurrency_table(record: dict[str, Any]) -> Table:
     for row in record["rows"]:
         if not row["host"]:
             continue
-        device, floor = row["device"], row["floor"]
+        floor = row["floor"]
         table.add_row(
             row["name"],
             str(row["requests"]),
             "right" if row["check"]["passed"] else "WRONG",
             "yes" if row["repeatable"] else "NO",
             _n(row["host"]["tokens_per_s"], ",.1f"),
-            _n(device and device["tokens_per_s"], ",.1f"),
+            _device_rate(row),
             _n(row["over_one"], ".2f"),
             _n(row["host"]["itl_p50_us"], ",.1f"),
             _n(row["host"]["itl_p99_us"], ",.1f"),
@@ -161,6 +170,10 @@ def notes(record: dict[str, Any]) -> list[str]:
             f"{test['warmup']} warm-up and {test['rounds']} timed rounds, interleaved; medians; "
             f"tokens/s without the first token; weights: {record['model']['weights']}"
         )
+        if not many and test["tokens"] > 1:
+            lines.append(
+                "p99/p50: of gaps over the median of the 64 around them, by the device's clock if there is one"
+            )
     if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))
         lines.append(_conditions(record["conditions"]))
@@ -174,7 +187,8 @@ def notes(record: dict[str, Any]) -> list[str]:
                 f"{k['copies']} copies, {k['fills']} fills"
             )
     packages = ", ".join(f"{n} {v}" for n, v in machine["packages"].items() if v)
-    commit = (machine["commit"] or "unknown")[:12] + ("+changes" if machine["dirty"] else "")
+    changes = f" with {len(machine.get('changed') or ())} files changed" if machine["dirty"] else ""
+    commit = (machine["commit"] or "unknown")[:12] + changes
     lines.append(
         f"python {machine['python']}, {packages}; {machine['driver'] or 'no GPU driver'}; "
         f"commit {commit}, source {machine['source'][:12]}"

@@ -1,7 +1,8 @@
 """The README's table of results, generated from benchmarks/results alone.
 
 `table(read_results(folder))` gives the Markdown that stands between MARKERS; a test compares. Of
-several files of one GPU, model, test and number of GPUs the newest counts.
+several files of one GPU, model, test and number of GPUs the newest counts. Rows say what qualifies them:
+a GPU that was held back, and a text that was judged behind fewer tokens than were timed.
 """
 
 import json
@@ -40,17 +41,26 @@ def table(records: list[dict[str, Any]]) -> str:
         return "No results are kept yet."
     lines = ["| " + " | ".join(NAMES) + " |", "| " + " | ".join("---" for _ in NAMES) + " |"]
     absent = []
+    limits: list[str] = []  # what held a GPU back, in the order of their marks
     for key in sorted(newest):
-        rows = newest[key]["rows"]
+        rows, why = newest[key]["rows"], _held_back(newest[key])
+        if why and why not in limits:
+            limits.append(why)
+        mark = f" [{limits.index(why) + 1}]" if why else ""
+        depth = newest[key]["test"]["prompt_tokens"]
         timed = [row for row in rows if row["host"]]
         for row in sorted(timed, key=lambda row: -row["host"]["tokens_per_s"]):
-            lines.append("| " + " | ".join((*key[:3], *_cells(row))) + " |")
+            lines.append("| " + " | ".join((*key[:3], *_cells(row, depth, mark))) + " |")
         rest = [
             f"{row['name']} ({row['status']}: {row['note']})" for row in rows if not row["host"]
         ]
         if rest:
             absent.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
-    return "\n".join([*lines, *(f"\n{line}" for line in absent)])
+    notes = [
+        f"[{n}] The GPU was held back while the rows with this mark were timed: {why}."
+        for n, why in enumerate(limits, 1)
+    ]
+    return "\n".join([*lines, *(f"\n{line}" for line in notes + absent)])
 
 
 def between(text: str) -> str | None:
@@ -81,16 +91,26 @@ def _key(record: dict[str, Any]) -> tuple[str, str, str]:
     return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, record["test"]["name"]
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _held_back(record: dict[str, Any]) -> str:
+    """Why the GPU was slower than it can be while a record was made; "" if it was not, or nobody knows."""
+    whys = (record["conditions"] or {}).get("throttled") or []
+    # of a reason that is timed, the bare word says nothing more
+    return ", ".join(why for why in whys if not any(w.startswith(f"{why} for ") for w in whys))
+
+
+def _cells(row: dict[str, Any], depth: int, mark: str) -> tuple[str, ...]:
+    """Of a row whose prompt has `depth` tokens; `mark` follows its tokens/s."""
     host, floor, check = row["host"], row["floor"], row["check"]
     mbu = floor["measured_mbu"]
-    kl = f"top-1 {check['top1']:.3f}, KL {check['kl_mean']:.0e}" if check else "not checked"
+    text = f"top-1 {check['top1']:.3f}, KL {check['kl_mean']:.0e}" if check else "not checked"
+    if check and (judged := check.get("depth", check["positions"])) < depth:
+        text += f"; tokens judged behind {judged:,}"
     name = f"**{row['name']}**" if row["kind"] == "backend" else row["version"] or row["name"]
     return (
         name if row["dtype"] != "f32" else f"{name}, f32",
-        f"{host['tokens_per_s']:,.0f}",
+        f"{host['tokens_per_s']:,.0f}{mark}",
         f"{host['itl_p50_us']:,.0f} / {host['itl_p99_us']:,.0f}",
         f"{row['ttft_us'] / 1e3:,.1f}",
         "-" if mbu is None else f"{mbu:.0%}",
-        kl,
+        text,
     )

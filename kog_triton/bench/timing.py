@@ -2,6 +2,8 @@
 
 tokens/s of a round = (tokens - 1) / (t_last - t_first)
 figure              = median over rounds; p50 and p99 of the gaps between tokens pool all rounds
+p99 over p50        = p99, over all rounds, of a gap over the median of its window: about WINDOW gaps in a row,
+                      in which the depth hardly grows; growth over an answer is no jitter
 """
 
 from collections.abc import Sequence
@@ -9,9 +11,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from kog_triton.bench.subjects import Run
 from kog_triton.metrics import percentile
 from kog_triton.model.spec import ModelSpec
+
+WINDOW = 64  # gaps
+LEAST = 100  # gaps: of fewer the 99th percentile is the largest one
 
 
 def figures(stamps_us: Sequence[Sequence[float]]) -> dict[str, Any] | None:
@@ -37,8 +44,21 @@ def figures_of_all(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any
         "itl_p50_us": percentile(pooled, 50),
         "itl_p99_us": percentile(pooled, 99),
         "itl_max_us": max(pooled),
+        "p99_over_p50": jitter(gaps),
         "itl_us": gaps,
     }
+
+
+def jitter(gaps: Sequence[Sequence[float]]) -> float | None:
+    """p99 over p50 at constant depth, of the gaps of requests one by one; None of fewer than LEAST in all."""
+    ratios = [
+        gap / middle
+        for one in gaps
+        for window in np.array_split(np.array(one), max(round(len(one) / WINDOW), 1))
+        if len(window) and (middle := median(window)) > 0
+        for gap in window
+    ]
+    return float(percentile(ratios, 99)) if len(ratios) >= LEAST else None
 
 
 def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,9 @@ Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (pr
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
@@ -206,7 +208,24 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
-    return min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+    best = min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+    return replace(best, tilings=_shifted(best))
+
+
+def _shifted(lowering: CudaLowering) -> dict[str, Tiling]:
+    """Tilings whose shifts give a unit more of a stage to blocks that had less of the layer's stages before it:
+    all blocks wait for the last one, several times a layer."""
+    tilings = dict(lowering.tilings)
+    read = np.zeros(lowering.num_blocks, int)
+    for stage in matrix_stages(lowering.schedule):
+        if stage.name == "lm_head":
+            continue
+        size, own = lowering.group_size(stage), read[: lowering.group_size(stage)]
+        fragments = np.array([lowering.stage_fragments(stage, 0, place) for place in range(size)])
+        shift = min(range(size), key=lambda by: int((own + np.roll(fragments, by)).max()))
+        tilings[stage.name] = replace(tilings[stage.name], shift=shift)
+        own += np.roll(fragments, shift)
+    return tilings
 
 
 def is_wide(stage: Stage) -> bool:

@@ -26,6 +26,7 @@ class Tiling:
     fragment_rows: int = (
         0  # rows of what one warp multiplies at once, where that is the stage's own
     )
+    shift: int = 0  # places by which the blocks with one unit more lie further on
 
     def padded_k(self, cols: int) -> int:
         part = self.k_parts * self.k_step
@@ -60,14 +61,14 @@ class Partition:
         size, units = self.group_size(stage), self.num_units(stage, rank)
         # Places with one unit more lie evenly spread, so moving on by one place a layer keeps any two
         # blocks within one unit of each other after any number of layers.
-        place = (block - layer) % size
+        place = (block - layer - self.tilings[stage.name].shift) % size
         return range(place * units // size, (place + 1) * units // size)
 
     def owner(self, stage: Stage, layer: int, unit: int, rank: int = 0) -> int:
         """The place in its group of the block that computes a unit."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
         place = ((unit + 1) * size - 1) // units
-        return (place + layer) % size
+        return (place + layer + self.tilings[stage.name].shift) % size
 
     def block_rows(self, stage: Stage, layer: int, block: int, rank: int = 0) -> np.ndarray:
         """Row ids that the block computes, in its own order; PADDING where a unit outgrows the stage.

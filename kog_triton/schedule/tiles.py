@@ -233,8 +233,21 @@ def lower_tiles(
     )
 
 
-def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
-    """Blocks of a lane, and the cut of every stage that reads least."""
+Cut = tuple[int, tuple[StageTiles, ...]]
+
+
+def _cut(schedule: Schedule, group: int, tile_bytes: int) -> Cut:
+    """Blocks of a lane, as many of `group` as share its rows in whole tiles, and every stage's cut."""
+    for most in range(group, 0, -1):
+        if found := _cut_over(schedule, most, tile_bytes):
+            return found
+    raise ModelError(
+        f"no tiling for hidden_size {schedule.spec.hidden_size} over {group} blocks or fewer"
+    )
+
+
+def _cut_over(schedule: Schedule, group: int, tile_bytes: int) -> Cut | None:
+    """Blocks of a lane, at most `group`, and the cut of every stage that reads least; None if there is none."""
     spec = schedule.spec
     # Every block owns rows of the residual stream (schedule/check.py says why).
     share = 2 * -(-spec.hidden_size // (2 * group))  # rows of a block, whole words
@@ -267,9 +280,7 @@ def _cut(schedule: Schedule, group: int, tile_bytes: int) -> tuple[int, tuple[St
             stages.append(cut)
         if len(stages) == 5 and _chunks_fit(stages):
             options.append((cost, -words, tuple(stages)))
-    if not options:
-        raise ModelError(f"no tiling for hidden_size {spec.hidden_size}")
-    return group, min(options, key=lambda o: o[:2])[2]
+    return (group, min(options, key=lambda o: o[:2])[2]) if options else None
 
 
 def _chunks_fit(stages: list[StageTiles]) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kog_triton.backends.cuda import CudaBackend
+from real_shapes import real_shape
 from ring_walker import spec_of
 from test_cuda_chunks import prompt_of
 from test_cuda_gpu import lanes_spec
@@ -21,9 +22,14 @@ SPECS = {
     ),
     "lanes": lanes_spec(Head.MEAN).replace(max_context=4096),
     "lanes, rows of each": lanes_spec(Head.VOCAB_PARALLEL).replace(max_context=4096),
+    "lanes side by side": lanes_spec(Head.CONCAT).replace(max_context=4096),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "qwen3-0.6b": named_shape("qwen3-0.6b"),
+    # Four rows a fragment of x; a K beyond shared memory; a ring as long as its window.
+    "tinyllama-1.1b": real_shape("tinyllama-1.1b"),
+    "llama-3.1-8b": real_shape("llama-3.1-8b", 4),
+    "qwen2.5-14b": real_shape("qwen2.5-14b", 4),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from kog_triton.backends.cuda import CudaBackend
+from real_shapes import real_shape
 from ring_walker import spec_of
 from test_cuda_chunks import prompt_of
 from test_cuda_gpu import lanes_spec
@@ -26,6 +27,12 @@ SPECS = {
     "vocab parallel": lanes_spec(Head.VOCAB_PARALLEL),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
+    "side by side": lanes_spec(Head.CONCAT),
+    # Four rows a fragment of x; a K beyond shared memory, of few units and of more; a ring as long as its window.
+    "qwen2.5-0.5b": real_shape("qwen2.5-0.5b"),
+    "llama-3.1-8b": real_shape("llama-3.1-8b", 4),
+    "qwen2.5-7b": real_shape("qwen2.5-7b", 4),
+    "qwen2.5-14b": real_shape("qwen2.5-14b", 4),
 }  # fmt: skip
 
 

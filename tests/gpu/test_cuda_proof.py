@@ -3,9 +3,7 @@
 The faults and what is asked of them are test_cuda_injection.py's; after each the same GPU serves a request.
 """
 
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from cuda_planting import plant
 from cuda_walk import ROOT
 from kog_triton.backends.cuda import CudaBackend, jit
+from process_memory import host_bytes
 from test_cuda_injection import (
     EDITS,
     MODELS,
@@ -105,11 +104,6 @@ def test_a_hundred_runs_are_equal():
     for _ in range(RUNS - 1):
         assert np.array_equal(backend.forward_logits(ids), first)
     backend.close()
-
-
-def host_bytes():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lowering_cases import ArrayWeights, lanes
+from process_memory import host_bytes
 from ring_walker import spec_of
 
 from kog_triton import LLM, SamplingParams
@@ -264,11 +265,38 @@ def test_one_kernel_serves_a_request():
     assert list(seen["kernels"]) == ["decode_kernel"] and seen["launches"] == 1
 
 
+def test_a_stage_is_timed_without_its_tensors():
+    """The head of a real shape: no faster than its bytes at 4.8 TB/s, and the host's work is not in it."""
+    spec = named_shape("qwen3-0.6b")
+    backend = TritonBackend(RandomWeights(spec, device="cuda"), BackendOptions(max_context=64))
+    state = {"x": torch.randn(1, 1, spec.hidden_size)}
+    flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").zero_
+    backend.run_stage("lm_head", 0, state)
+    seconds = [backend.time_stage("lm_head", 0, state, flush)[0] for _ in range(5)]
+    floor = 2 * spec.vocab_size * spec.hidden_size / 4.8e12
+    assert all(s > floor for s in seconds) and min(seconds) < 4 * floor
+
+
+@pytest.mark.skipif(bool(torch.version.hip), reason="the rate of an AMD GPU's clock is not known")
+def test_tokens_carry_the_gpu_s_own_time(small):
+    """Nanoseconds that grow token by token, and less of them than the host saw pass."""
+    request = Request(0, (3, 7, 12), GREEDY, 0, 40)
+    served(small, request)
+    begun = time.perf_counter_ns()
+    (steps,) = served(small, request)
+    took = time.perf_counter_ns() - begun
+    gaps = np.diff([step.device_ns for step in steps])
+    assert (gaps > 0).all() and took / 1000 < gaps.sum() < took
+
+
 def test_a_thousand_requests_leave_no_memory_behind(llm):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True)
     first = llm.generate(["The cat"], params)[0].outputs[0].token_ids
-    used = torch.cuda.memory_allocated()
-    for _ in range(1000):
-        out = llm.generate(["The cat"], params)[0].outputs[0].token_ids
-    assert out == first
+    used, free, host = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], 0
+    for n in range(1000):
+        assert llm.generate(["The cat"], params)[0].outputs[0].token_ids == first
+        if n == 100:  # allocators have settled
+            host = host_bytes()
     assert torch.cuda.memory_allocated() == used
+    assert torch.cuda.mem_get_info()[0] == free  # the driver's word
+    assert host_bytes() - host < 4 << 20

@@ -1,5 +1,6 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
+LEAST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
@@ -37,7 +39,8 @@ class TritonBackend:
             return Availability(
                 False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
             )
-        return Availability(True)
+        reason = _too_old(torch.device("cuda"))
+        return Availability(not reason, reason, "choose --backend reference" if reason else "")
 
     def __init__(
         self,
@@ -56,6 +59,10 @@ class TritonBackend:
             if not torch.cuda.is_available():
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
             device = torch.device("cuda")
+        if reason := _too_old(device):
+            raise DeviceError(
+                f"the triton backend cannot run: {reason}; choose --backend reference"
+            )
         self.spec, self.options, self.device = weights.spec, options, device
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -81,7 +88,7 @@ class TritonBackend:
             self._launch_options = {
                 "num_warps": warps,
                 "launch_cooperative_grid": True,
-                "enable_fp_fusion": True,  # Triton 3.10 turns it off by default
+                "enable_fp_fusion": True,  # not every release has it on by default
             }
 
     # ---- doors ----
@@ -116,12 +123,26 @@ class TritonBackend:
 
         RequestError if the model has no such stage; RunError if a wait expires.
         """
+        return self._run_stage(stage, layer, state, lambda: None)[0]
+
+    def time_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> list[float]:
+        """As run_stage; seconds of every token's launch by the GPU's clock, behind what `before` queues."""
+        return self._run_stage(stage, layer, state, before)[1]
+
+    def _run_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> tuple[dict[str, Any], list[float]]:
         from kog_triton.backends.triton.stages import StageRun
 
-        run = StageRun(
-            self.schedule, self.tiles, self.memory.pointers, stage, layer, self._launch_stage
-        )
-        return run.run(state)
+        seconds: list[float] = []
+
+        def launch(*call: Any) -> None:
+            seconds.append(self._launch_stage(before, *call))
+
+        run = StageRun(self.schedule, self.tiles, self.memory.pointers, stage, layer, launch)
+        return run.run(state), seconds
 
     def resources(self) -> Resources | None:
         """Of the variant that was launched last; None before that, and in the interpreter."""
@@ -169,9 +190,14 @@ class TritonBackend:
 
     def expired(self) -> str:
         """What the last launch waited for in vain; "" if nothing."""
+        return self._expired(self.memory.pointers)
+
+    def _expired(self, pointers: Any) -> str:
+        from kog_triton.backends.triton.slots import BEAT
         from kog_triton.backends.triton.waits import describe_wait
 
-        return describe_wait(self.memory.pointers.error.tolist(), self.tiles)
+        beat = int(pointers.mailbox.view(-1)[BEAT])
+        return describe_wait(pointers.error.tolist(), self.tiles, beat)
 
     def score(self, slot: int, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a slot: their logits, float32 [last - first, vocab]."""
@@ -195,7 +221,7 @@ class TritonBackend:
         self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        if expired := self.expired():
+        if expired := self._expired(alone):
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
@@ -217,6 +243,7 @@ class TritonBackend:
 
     def _launch_stage(
         self,
+        before: Callable[[], None],
         pointers: Any,
         x: torch.Tensor,
         out: torch.Tensor,
@@ -224,16 +251,31 @@ class TritonBackend:
         position: int,
         token: int,
         stage: str,
-    ) -> None:
+    ) -> float:
+        """To its end: seconds on the GPU from what `before` has queued; in the interpreter by the host's clock."""
         from kog_triton.backends.triton.stage_kernel import stage_kernel
 
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
+        before()
+        clock = _clock(self.device)
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
-        if expired := self.expired():
+        seconds = clock()
+        if expired := self._expired(pointers):
             raise RunError(f"{expired}: the run is void")
+        return seconds
+
+
+def _too_old(device: torch.device) -> str:
+    """Why the kernel cannot run on an NVIDIA GPU of before LEAST; "" on any other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= LEAST:
+        return ""
+    return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
 
 
 def _known_gpu(device: torch.device) -> Gpu | None:
@@ -244,6 +286,22 @@ def _known_gpu(device: torch.device) -> Gpu | None:
         return find_gpu(torch.cuda.get_device_name(device))
     except DeviceError:
         return None
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Starts behind all that is queued; what it gives waits for what was queued since and tells the seconds."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        return lambda: time.perf_counter() - started
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+
+    def stop() -> float:
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+    return stop
 
 
 def _blocks(gpu: Gpu | None, device: torch.device) -> int:

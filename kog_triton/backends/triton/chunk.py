@@ -31,6 +31,7 @@ from kog_triton.backends.triton.slots import (
     TOKEN,
     YIELD,
     ask_host,
+    beat,
     field,
     request_of,
     state_of,
@@ -189,6 +190,7 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
             number, control, alive = run_chunk(
                 pos, count, slot, number, alive, block, lane, place, p, S
             )
+            beat(-number, block, p, S)
             if alive != 0:  # else keys and values of this chunk are void
                 token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
                 tl.store(own + POSITION, pos + count)

@@ -16,12 +16,14 @@ from kog_triton.backends.triton.residual import load_embedding, load_gains
 from kog_triton.backends.triton.sample import publish_candidate, winner
 from kog_triton.backends.triton.slots import (
     ALL_LOGITS,
+    EXPIRED,
     EXPIRED_ID,
     POSITION,
     TOKEN,
     YIELD,
     advance,
     ask_host,
+    beat,
     field,
     next_turn,
     request_of,
@@ -116,6 +118,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
             if scores:
                 keep(token, slot, block, lane, place, p, S)
         outcome = advance(token, control, alive, slot, block, p, S)
+        beat(tl.where(outcome == EXPIRED, passes - 1, passes), block, p, S)
         if (slots > 1) | (outcome != 0):
             meet(S)  # the block's own outcomes, which other threads wrote
             turn = next_turn(turn, slots, block, p, S)

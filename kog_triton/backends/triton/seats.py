@@ -37,6 +37,7 @@ def seat(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
             bias[_ids(lists["bias_ids"], bias)] += values.to(bias.device)
     at, mail = mailbox_offsets(tiles), pointers.mailbox[slot]
     mail[: at["tokens"] + request.max_tokens] = 0
+    mail[at["stamps"] : at["stamps"] + request.max_tokens] = 0
     mail[at["mask"] : at["records"]] = 0
     if flags & Flag.LOGPROBS:
         mail[at["records"] : at["records"] + request.max_tokens * RECORD_WORDS] = 0

@@ -15,8 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kog_triton.backends.heart import Heart, Stalled
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
-from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step, now_ns
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words
 from kog_triton.backends.triton.chunk import LEAST
 from kog_triton.backends.triton.pointers import Pointers
@@ -31,6 +32,7 @@ from kog_triton.backends.triton.slots import (
     YIELD,
     mailbox_offsets,
 )
+from kog_triton.backends.triton.sync import stamps_tokens
 from kog_triton.errors import KogError, RunError
 from kog_triton.sampling.definition import nothing_allowed, raw_logprobs
 from kog_triton.schedule.tiles import Tiles
@@ -86,7 +88,7 @@ class Serving:
 
     def __init__(self, pointers: Pointers, tiles: Tiles, launcher: Launcher) -> None:
         self._pointers, self._tiles, self._launcher = pointers, tiles, launcher
-        self._at = mailbox_offsets(tiles)
+        self._at, self._stamped = mailbox_offsets(tiles), stamps_tokens(tiles)
         self._mail: np.ndarray = pointers.mailbox.numpy()
         self._mailbox: Mailbox | None = None
         self._arrived: list[Request] = []
@@ -142,7 +144,7 @@ class Serving:
             last = min(first + SCORED, end)
             try:
                 if mailbox.cancelled(slot):
-                    self._end(slot, Step(-1, "cancel", device_ns=now_ns()), mailbox)
+                    self._end(slot, Step(-1, "cancel"), mailbox)
                     return True
                 rows = self._launcher.score(slot, request.prompt, first, last)
                 mailbox.push_prompt(slot, _prompt_logprobs(request, rows, first))
@@ -161,15 +163,21 @@ class Serving:
     def _launch(self, mailbox: Mailbox) -> None:
         """One launch for all slots, until the kernel has left."""
         slots = list(mailbox.resumed)
+        beat = self._mail[0, self._at["beat"] :]
+        beat[0] = 0
         self.poll()  # masks, and whether a request was cancelled meanwhile
         running = mailbox.resumed.values()
         done = self._launcher.start(
             slots, any(r.rules for r in running), any(r.in_chunks for r in running)
         )
+        heart = Heart()
         try:
             while not done():
+                heart.listen(int(beat[0]))
                 self.poll()
                 time.sleep(POLL_S)
+        except Stalled:
+            raise
         except BaseException:  # nobody may leave while the kernel writes to this memory
             self._mail[:, self._at["host"]] = YIELD.value
             while not done():
@@ -195,6 +203,9 @@ class Serving:
             word = int(mail[self._at["tokens"] + number - 1]) if number <= request.max_tokens else 0
             if word >> 32 != number:
                 break
+            stamp = int(mail[self._at["stamps"] + number - 1])
+            if self._stamped and not stamp:
+                return  # on its way: the GPU's stores reach the host in any order
             logprob: float | None = None
             top: tuple[tuple[int, float], ...] = ()
             if request.params.logprobs is not None:
@@ -210,7 +221,7 @@ class Serving:
                 finish = "length"
             running.output.append(token)
             mailbox.prefilled[slot] = len(request.prompt) + number - 1
-            step = Step(token, finish, logprob, top, device_ns=now_ns())
+            step = Step(token, finish, logprob, top, stamp)
             if running.error is not None:
                 continue  # chosen without the mask that was to come
             if finish is not None:
@@ -233,7 +244,7 @@ class Serving:
             self._end(slot, Failure(running.error), mailbox)
         elif outcome == CANCELLED.value and told == made:
             mailbox.prefilled[slot] = position
-            self._end(slot, Step(-1, "cancel", device_ns=now_ns()), mailbox)
+            self._end(slot, Step(-1, "cancel"), mailbox)
         elif outcome in (VOID.value, NONE_ALLOWED.value) and told == made - 1:
             self._end(slot, Failure(self._void(outcome, position)), mailbox)
 

@@ -5,7 +5,8 @@ hold the same values, each reads only what it wrote, so a switch of slots costs 
 on where the last one left.
 
     mailbox, int64 a slot    0  the host's word: CANCEL, YIELD     1  outcome | made << 8 | position << 32
-                             8 ..  tokens, number << 32 | id    mask, logprob records: mailbox_offsets
+                             2  of slot 0: see `beat`
+                             8 ..  tokens, number << 32 | id    stamps, mask, logprob records: mailbox_offsets
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
+from kog_triton.backends.triton.sync import clock, stamps_tokens
 
 # outcomes of a request
 STOP: tl.constexpr = tl.constexpr(1)
@@ -42,19 +44,22 @@ ALL_LOGITS: tl.constexpr = tl.constexpr(int(Flag.ALL_LOGITS))
 EDITED: tl.constexpr = tl.constexpr(int(Flag.EDITED))
 
 STOPS: tl.constexpr = tl.constexpr(32)  # stop ids compared at once
-HOST, RESULT, TOKENS = 0, 1, 8  # words of a slot's mailbox
+HOST, RESULT, BEAT, TOKENS = 0, 1, 2, 8  # words of a slot's mailbox; BEAT in that of slot 0
 
 
 @triton.constexpr_function
 def mailbox_offsets(tiles: Any) -> dict[str, int]:
     """Where the parts of a slot's mailbox begin, and how long it is ("end"), in int64 words."""
-    mask = TOKENS + tiles.max_context
+    stamps = TOKENS + tiles.max_context
+    mask = stamps + tiles.max_context
     records = mask + -(-tiles.vocab_size // 32)
     end = records + tiles.max_context * RECORD_WORDS
     return {
         "host": HOST,
         "result": RESULT,
+        "beat": BEAT,
         "tokens": TOKENS,
+        "stamps": stamps,
         "mask": mask,
         "records": records,
         "end": end,
@@ -103,6 +108,13 @@ def ask_host(slot, block, p, S: tl.constexpr):
 
 
 @triton.jit
+def beat(count, block, p, S: tl.constexpr):
+    """The heartbeat, to the host: passes that the launch has ended; below zero, steps of prompts in chunks."""
+    if block == 0:
+        tl.store(mail_of(block * 0, p, "beat", S), count.to(tl.int64), cache_modifier=".wt")
+
+
+@triton.jit
 def is_stop(token, request):
     """Whether the token is among the request's stop ids."""
     ids = request + tl.load(request + field("stop_ids"))
@@ -137,6 +149,9 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
         if block == 0:
             word = (made.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
             if (token >= 0) & (alive != 0):
+                if stamps_tokens(S):
+                    at = mail_of(slot, p, "stamps", S) + made - 1
+                    tl.store(at, clock(S), cache_modifier=".wt")
                 tl.store(mail_of(slot, p, "tokens", S) + made - 1, word, cache_modifier=".wt")
         if (flags & EDITED) != 0:
             tl.store(known + position, token)  # for bad words; every block writes what it reads

@@ -1,4 +1,4 @@
-"""Shared words and fences: the only file that knows a vendor.
+"""Shared words and fences: the one file with instructions of a vendor; sizes that depend on one are data elsewhere.
 
 Words that blocks exchange are read past the L1 (and, on AMD, past an XCD's own L2) and written through.
 A word is its own flag, so they need no order. What is not self-announcing, the KV cache, is ordered by
@@ -105,13 +105,16 @@ def dot_onto(total, a, b, S: tl.constexpr):
 
 @triton.jit
 def clock(S: tl.constexpr):
-    """Nanoseconds on a clock that all blocks share; the interpreter has none."""
+    """A clock that all blocks share, in nanoseconds on NVIDIA; the interpreter has none.
+
+    AMD's counter does not follow the core's clock, but its rate differs by card and is the driver's to know:
+    100 MHz is assumed, which bounds waits well enough and is no measurement of time.
+    """
     if S.vendor == "nvidia":
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
     elif S.vendor == "amd":
-        # 100 MHz, whatever the core's clock does
         return 10 * tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
             "=s",
@@ -122,6 +125,12 @@ def clock(S: tl.constexpr):
         )
     else:
         return tl.zeros((), tl.int64)
+
+
+@triton.constexpr_function
+def stamps_tokens(S):
+    """Whether every token is told with the clock's time: where that is nanoseconds on any card."""
+    return S.vendor == "nvidia"
 
 
 @triton.jit

@@ -6,8 +6,9 @@ from kog_triton.backends.triton.words import WAITS
 from kog_triton.schedule.tiles import Tiles
 
 
-def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles) -> str:
-    """One line of `Pointers.error`: block, stage, layer, word, what it held and what was wanted; "" if all came.
+def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int) -> str:
+    """One line of `Pointers.error`: rank, block, stage, layer, word, what it held, what was wanted and the
+    steps that the launch had ended by its heartbeat; "" if all came.
 
     Of the wait that expired first, unless one was for the host: what that block then owed, others had
     begun to wait for before.
@@ -17,17 +18,19 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles) -> str:
     mask = WAITS.index("sample mask")
     block = next((b for b, e in enumerate(errors[1:]) if e[0] == mask), errors[0][0] - 1)
     number, layer, wanted, place, seen = errors[block + 1][:5]
+    after = f"after {beat} steps" if beat >= 0 else f"after {-beat} steps of prompts"
     stage, exchange = WAITS[number].split()
-    head = f"a wait of the triton kernel expired: block {block}, stage {stage}"
+    head = f"a wait of the triton kernel expired: rank 0, block {block}, stage {stage}"
     if stage == "sample":
         what = {
             "mask": "the host's mask of token",
             "votes": "votes of round",
             "winner": "candidates of pass",
         }
-        return f"{head}, for {what[exchange]} {wanted}"
+        return f"{head}, for {what[exchange]} {wanted}, {after}"
     where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"
     if not place:
-        return f"{where}, for words of {exchange} that came after all"
+        return f"{where}, for words of {exchange} that came after all, {after}"
     word = place - 1 - tiles.region(exchange)
-    return f"{where}, for word {word} of {exchange}: seen {seen & 0xFFFFFFFF:#010x}, wanted phase {wanted}"
+    said = f"seen {seen & 0xFFFFFFFF:#010x}, wanted phase {wanted}"
+    return f"{where}, for word {word} of {exchange}: {said}, {after}"

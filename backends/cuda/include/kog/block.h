@@ -172,7 +172,7 @@ struct Units {
 };
 template <class Stage>
 KOG_DEVICE int turned_place(int place, int layer) {
-  return (place + Stage::kGroup - layer % Stage::kGroup) % Stage::kGroup;
+  return (place + 2 * Stage::kGroup - Stage::kShift - layer % Stage::kGroup) % Stage::kGroup;
 }
 template <class Stage>
 KOG_DEVICE Units units_of(int place, int layer) {

@@ -270,7 +270,6 @@ struct Chunk {
 // registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
 constexpr int kMostAhead = kAheadWords / (kFragments * kLaneWords);  // chunks
-static_assert(kMostAhead <= kRingChunks);  // all of them may be waited for at once
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
@@ -288,6 +287,7 @@ struct Ahead {
       kUnrolledPeriod<Stage> ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
   static constexpr int kPeriods = (kCount + kPeriodChunks<Stage> - 1) / kPeriodChunks<Stage>;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
+  static_assert(kCount <= kRingChunks);  // all of them may be waited for at once
   Chunk<Stage> chunks[kCount ? kCount : 1];
 
   // All of them, for `layer`, as they come.

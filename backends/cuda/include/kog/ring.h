@@ -65,24 +65,22 @@ KOG_DEVICE void init_ring(Block& b) {
 // while a long span is walked: the memory is busy with keys and values then, and idle behind them,
 // while the splits are joined.
 struct Producer {
-  u32 count = 0, slot = 0;
+  u32 count = 0, slot = 0, parity = 0;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
   u64 policy = read_once();
 
-  // False once the consumers have left.
-  KOG_DEVICE bool wait(Block& b, u64* barrier, u32 parity) {
-    while (!barrier_try(barrier, parity))
-      if (load_volatile(&b.small->stop) != 0) return false;
-    return true;
+  // Whether chunk count - kBack has landed, or has been eaten.
+  template <int kBack>
+  KOG_DEVICE bool passed(u64* barriers) const {
+    bool wraps = slot < kBack;
+    return barrier_test(&barriers[slot + (wraps ? kRingChunks : 0) - kBack], parity ^ (wraps ? 1 : 0));
   }
-  // Until the slot is free; `left` chunks follow the one at `from`.
+  // Until the slot is free; `left` chunks follow the one at `from`. False once the consumers have left.
   KOG_DEVICE bool wait_for_slot(Block& b, const u8* from, int left) {
-    u32 parity = (count / kRingChunks - 1) & 1;
-    if constexpr (kAheadChunks == 0) return wait(b, &b.empty[slot], parity);
     u32 last = count + (left < kAheadChunks ? left : kAheadChunks);
     if (fetched < count) fetched = count;
     i64 due = clock_ticks();
-    while (!barrier_test(&b.empty[slot], parity)) {
+    while (!barrier_test(&b.empty[slot], parity ^ 1)) {
       if (load_volatile(&b.small->stop) != 0) return false;
       if (fetched >= last || clock_ticks() < due || load_volatile(&b.small->walks) != 0) continue;
       fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
@@ -93,24 +91,28 @@ struct Producer {
     return true;
   }
   // Few bytes in flight, since polls queue behind them: kCalmChunks while the consumers have chunks
-  // to go on with, kWindowChunks when they have eaten all that came.
+  // to go on with, kWindowChunks when they have eaten all that came. All that a turn of the loop looks at
+  // is asked for at once: a chunk that may leave late leaves the memory idle.
   KOG_DEVICE bool wait_for_window(Block& b) {
-    u32 calm = count - kCalmChunks, hungry = count - kWindowChunks;
-    u64 *landed = &b.full[calm % kRingChunks], *eaten = &b.empty[hungry % kRingChunks];
-    u32 landed_parity = (calm / kRingChunks) & 1, eaten_parity = (hungry / kRingChunks) & 1;
-    while (!barrier_test(landed, landed_parity) && !barrier_test(eaten, eaten_parity))
-      if (load_volatile(&b.small->stop) != 0) return false;
-    return true;
+    while (true) {
+      bool calm = passed<kCalmChunks>(b.full), hungry = passed<kWindowChunks>(b.empty);
+      u32 stop = load_volatile(&b.small->stop);
+      if (calm | hungry) return true;
+      if (stop != 0) return false;
+    }
   }
   // The next chunk, of which `bytes` are used and `left` follow in the token.
   KOG_DEVICE bool fill(Block& b, const u8* from, u32 bytes, int left) {
     if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
-    if (count >= kWindowChunks && !wait_for_window(b)) return false;
     barrier_expect(&b.full[slot], bytes);
+    if (count >= kWindowChunks && !wait_for_window(b)) return false;
     bulk_load(b.ring + slot * kChunkBytes, from, bytes, &b.full[slot], policy);
     count++;
     if constexpr (kProfile) store_volatile(&b.small->issued, count);
-    slot = slot + 1 == kRingChunks ? 0 : slot + 1;
+    if (++slot == kRingChunks) {
+      slot = 0;
+      parity ^= 1;
+    }
     return true;
   }
   // What is in flight must land before the block may leave.

@@ -44,7 +44,9 @@ constexpr int kLayerK =
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
 // Units of either that every block has, in kTakenWords registers.
-constexpr bool kAlike = QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
+constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
+                        GateUpProj::kFragmentRows == Wide::kFragmentRows &&
+                        QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
                         QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
                         QkvProj::kSteps == GateUpProj::kSteps;
 constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
@@ -205,6 +207,12 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
 
 // Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
+  using S = Cut<DownProj>;
+  if constexpr (DownProj::kRead > 0) {
+    static_assert(kAsked <= Operands<DownProj>::kLast);
+    int first = S::first_value(b) / S::kStepValues;
+    to.in_memory = lane_words<MlpWords>(b) + first * S::kStepWords + to.lane;
+  }
   await_mlp(b, epoch_of(iteration));
   AskedRows w;
 #pragma unroll 1
@@ -213,7 +221,8 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
     receive_mlp(b, iteration, first, w);
 #pragma unroll
     for (int i = 0; i < kAsked; i++)
-      if (first + i >= DownProj::kHeld) to.store(first + i, w[i]);
+      if (first + i >= DownProj::kHeld && (DownProj::kRead == 0 || first + i < to.kLast))
+        to.store(first + i, w[i]);
   }
   // Those that stay in registers come last.
   receive_mlp(b, iteration, 0, w);

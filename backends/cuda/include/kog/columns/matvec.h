@@ -2,13 +2,16 @@
 // (../matvec.h) with a set of tokens an instruction, which are columns of the other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
-//   narrow   up to 4 tokens: [even, odd] of each; of fragments of four rows, which are two steps of
-//            K long, 2 tokens: even of the first step, of the second, then odd, each of both tokens
+//   narrow   up to 4 tokens: [even, odd] of each
+//
+// or, of fragments of four rows, which are two steps of K long, with half as many: even of the first
+// step, of the second, then odd, each of high and low (wide) or of both tokens (narrow).
 //
 // Every token's sums are made by the operations, in the order, of a kernel of one token: who shares
 // the step does not change a bit of them. Operands of a step of K, in memory or in scratch, are
-// [set][lane][word] (wide) or [lane][set][word] (narrow). A warp holds those of its first steps in
-// registers.
+// [set][lane][word] (wide: as fragments of eight rows take them, for those of four pick theirs) or
+// [lane][set][word] (narrow). A warp holds those of its first steps in registers; those of its last
+// ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks ahead.
 //
 //   partial sums [part of K][unit][token][row]; a warp adds and finishes a piece of a unit
 #pragma once
@@ -25,9 +28,8 @@ KOG_DEVICE int wide_turn(int step) { return step % 4 * 8; }
 template <class Stage>
 struct Cut {
   static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
-  static_assert(!Stage::kWide || kHalves == 1);
   static constexpr int kStepValues = kHalves * kFragK;  // of K
-  static constexpr int kMostTokens = Stage::kWide ? 2 : 4 / kHalves;
+  static constexpr int kMostTokens = (Stage::kWide ? 2 : 4) / kHalves;
   static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   static constexpr int kSets = kColumns / kTokens;
   static constexpr int kSetWords = kTokens * kStepValues / 2 * (Stage::kWide ? 2 : 1);
@@ -125,26 +127,48 @@ KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
   });
 }
 
+// How wide operands lie, whatever the stage.
+struct Wide {
+  static constexpr bool kWide = true, kSumsInPlace = false;
+  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
+                       kBatch = 1;
+};
+
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;                                // a lane's words of a step
   static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
+  static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
+  // Fragments of four rows pick each token's words from among those of two, and of two steps.
+  static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
-  u32* staged;  // words of step kFirst
-  int lane;     // where this lane's begin in a step
-  int first;    // wide: how the first step is turned
+  u32* staged;           // words of step kFirst
+  const u32* in_memory;  // this lane's words of step 0, where some steps are read
+  int lane;              // where this lane's begin in a step
+  int first;             // wide: how the first step is turned
 
   KOG_DEVICE explicit Operands(const Block& b) {
     int part = b.warp % Stage::kParts;
-    staged = reinterpret_cast<u32*>(b.scratch) + part * (Stage::kSteps - kFirst) * S::kStepWords;
+    staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
     lane = b.in_warp % S::kLanes * S::kLaneStride;
     first = part * Stage::kSteps;
+    if constexpr (kPicks) {
+      int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
+      lane = (4 * (2 * odd + low) + b.in_warp % 4) * kOperandWords;
+      staged += half * Cut<Wide>::kStepWords;
+      first = S::kHalves * first + half;
+    }
   }
   KOG_DEVICE u32* place(int step) const {
     int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
     return staged + (step - kFirst) * S::kStepWords + at;
+  }
+  // Of one token, among those of two.
+  KOG_DEVICE const u32* place_picked(int step, int token) const {
+    int at = lane ^ wide_turn(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
+    return staged + step * S::kStepWords + token / 2 * Cut<Wide>::kSetWords + at;
   }
   KOG_DEVICE Row load(int step) const {
     // A lane's words of all sets lie side by side, or of one.
@@ -153,7 +177,12 @@ struct Operands {
     Row row;
 #pragma unroll
     for (int i = 0; i < S::kRowWords / kRun; i++) {
-      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(place(step) + i * kStride));
+      const u32* from;
+      if constexpr (kPicks)
+        from = place_picked(step, i);
+      else
+        from = place(step) + i * kStride;
+      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(from));
 #pragma unroll
       for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
     }
@@ -176,13 +205,6 @@ KOG_DEVICE Activation of_set(const Words<N>& row, int set) {
   return v;
 }
 
-// How wide operands lie, whatever the stage.
-struct Wide {
-  static constexpr bool kWide = true, kSumsInPlace = false;
-  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
-                       kBatch = 1;
-};
-
 // Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
 template <class Stage>
 KOG_DEVICE int narrow_place(int word, int token) {
@@ -199,7 +221,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
                          float* to) {
   constexpr int kSets = Cut<Stage>::kSets, kTokens = Cut<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
-  if constexpr (Stage::kWide) {
+  if constexpr (Stage::kWide && Cut<Stage>::kHalves == 1) {
     // Of two sets at once, so that every lane has one to store.
     constexpr int kAtOnce = kSets < 2 ? 1 : 2;
 #pragma unroll
@@ -235,6 +257,10 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       for (int token = 0; token < kTokens; token++) {
         auto& v = c[set];
         float even = v[0][token] + v[1][token], odd = v[0][2 + token] + v[1][2 + token];
+        if constexpr (Stage::kWide) {
+          even += v[0][1] + v[1][1];
+          odd += v[0][3] + v[1][3];
+        }
         float sum = quarter % 2 == row / 4 ? (quarter < 2 ? even : odd) : 0;
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
@@ -248,6 +274,15 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
 template <class Stage>
 using Sums = float[Cut<Stage>::kSets][2][4];
 
+// One fragment by operands `row`, as the f-th of its chunk.
+template <class Stage>
+KOG_DEVICE void multiply_fragment(const Fragment& w, const Words<Cut<Stage>::kRowWords>& row, int f,
+                                  Sums<Stage>& c) {
+#pragma unroll
+  for (int set = 0; set < Cut<Stage>::kSets; set++)
+    multiply_add<kF16>(c[set][f & 1], w.w, of_set(row, set).w);
+}
+
 // Multiply the period's chunk i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
 KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
@@ -258,9 +293,7 @@ KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const 
   for (int f = 0; f < kFragments; f++) {
     int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
     auto row = kKnown ? x.at(step) : x.load(step);
-#pragma unroll
-    for (int set = 0; set < S::kSets; set++)
-      multiply_add<kF16>(c[set][f & 1], w[f].w, of_set(row, set).w);
+    multiply_fragment<Stage>(w[f], row, f, c);
     if (kPeriod > 1 && step == kSteps - 1) {
       int done = at / kSteps;
       if (done < left) put_sums<Stage>(b, c, to + done * S::kUnitWords);
@@ -271,6 +304,47 @@ KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const 
     }
   }
 }
+
+// Operands in memory, of a unit's last chunks: some chunks are on their way while others are
+// multiplied. All of them have been received (layer.h), and no block overwrites them meanwhile: for
+// that it waits for the rows that this one sends behind them.
+template <class Stage>
+struct Reads {
+  using Row = typename Operands<Stage>::Row;
+  static constexpr int kFirst = Operands<Stage>::kLast / kFragments;  // chunk
+  static_assert(Operands<Stage>::kLast % kFragments == 0);
+  static_assert(Stage::kRead % (kReadChunks * kFragments) == 0);
+  Row rows[kReadChunks][kFragments];
+
+  KOG_DEVICE explicit Reads(const Operands<Stage>& x) {
+#pragma unroll
+    for (int n = 0; n < kReadChunks; n++) ask(x, n, kFirst + n);
+  }
+  KOG_DEVICE void ask(const Operands<Stage>& x, int n, int chunk) {
+    const u32* from = x.in_memory + chunk * kFragments * Cut<Stage>::kStepWords;
+#pragma unroll
+    for (int f = 0; f < kFragments; f++) load_row(from + f * Cut<Stage>::kStepWords, rows[n][f]);
+  }
+  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, Sums<Stage>& c) {
+#pragma unroll 1
+    for (int first = kFirst; first < kPeriodChunks<Stage>; first += kReadChunks) {
+#pragma unroll
+      for (int n = 0; n < kReadChunks; n++) {
+        Chunk<Stage> chunk;
+        chunk.take(b, ring);
+#pragma unroll
+        for (int f = 0; f < kFragments; f++) {
+          Row row = rows[n][f];
+#pragma unroll
+          for (int j = 0; j < Cut<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+          multiply_fragment<Stage>(chunk.w[f], row, f, c);
+        }
+        int next = first + n + kReadChunks;
+        if (next < kPeriodChunks<Stage>) ask(x, n, next);
+      }
+    }
+  }
+};
 
 // The sums of one period, of whose units `left` are there.
 template <class Stage>
@@ -288,11 +362,22 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
     chunk.take(b, ring);
     multiply_chunk<Stage, true>(b, chunk.w, x, i, left, c, to);
   }
+  constexpr int kHere = Stage::kRead > 0 ? Operands<Stage>::kLast / kFragments : kChunks;
+  auto rest = [&] {
 #pragma unroll 1
-  for (int i = kKnown; i < kChunks; i++) {
-    Chunk<Stage> chunk;
-    chunk.take(b, ring);
-    multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+    for (int i = kKnown; i < kHere; i++) {
+      Chunk<Stage> chunk;
+      chunk.take(b, ring);
+      multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+    }
+  };
+  if constexpr (Stage::kRead > 0) {
+    static_assert(kPeriod == 1);
+    Reads<Stage> reads(x);
+    rest();
+    reads.multiply(b, ring, x, c);
+  } else {
+    rest();
   }
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }

@@ -1,12 +1,14 @@
 // What the head scores of the lanes' streams, for all columns: their mean or sum (../mix.h), made in
-// two small hops.
+// two small hops; or all of them side by side, which every block stages for itself.
 //
-//   part   [lane][column][row]: a lane's own streams, normed for the mean, by the lane's blocks
+//   part   [lane][column][row]: a lane's own streams, normed but for the sum, by the lane's blocks
 //   y      [column][row]: the mix, by all blocks, with marks, so that it is staged as streams are
 #pragma once
 #include <kog/columns/layer.h>
 
 namespace kog::columns {
+
+constexpr bool kNormedMix = kMean || kConcat;  // each lane's streams are normed before they are sent
 
 // The streams behind the last layer, or of the mix.
 KOG_DEVICE Streams last_streams(const Block& b) {
@@ -28,7 +30,7 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
     int item = n + b.in_warp, column = item / rows, row = first + item % rows;
     bool mine = column < b.p.num_seats;
     float v = mine ? x.value(b, column, row) : 0;
-    if constexpr (kMean) v = v * gains[row] * scales.of(b, column);
+    if constexpr (kNormedMix) v = v * gains[row] * scales.of(b, column);
     if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
   }
 }
@@ -61,25 +63,71 @@ KOG_DEVICE void sum_parts(Block& b, int mixes) {
   }
 }
 
+// Value e of a column's operands of the head (stream.h): its high and low part.
+KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
+  using S = Cut<Wide>;
+  int pair = e % kFragK / 2, quarter = pair / kLaneWords;
+  int lane = 4 * (column % 2 * 4 + pair % 2 * 2) + quarter;
+  u32* set = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords +
+             column / 2 * S::kSetWords;
+  u32 high = round_pair<kF16>(v, 0), low = round_pair<kF16>(v - low_of(high), 0);
+  auto put = [&](int of, u32 half) {
+    int at = (of * kOperandWords + pair % kLaneWords / 2) ^ wide_turn(e / kFragK);
+    reinterpret_cast<u16*>(set + at)[e % 2] = static_cast<u16>(half);
+  };
+  put(lane, high);
+  put(lane + 4, low);
+}
+
+// The lanes' parts side by side as the head's operands, once their words carry the phase.
+KOG_DEVICE void stage_parts(Block& b, u32 phase) {
+  constexpr int kSpans = (kHidden + 127) / 128;
+  int columns = b.p.num_seats;
+#pragma unroll 1
+  for (int n = b.warp; n < kSpans * columns; n += kWarps) {
+    int column = n % columns, row = n / columns * 128 + 4 * b.in_warp;
+    const u32* from = b.p.words + PartWords::kOffset + column * PartWords::kStride + row;
+    uint4 q[kLanes];
+    poll_vectors(
+        b, Step::kMixGather,
+        [&](int lane) { return from + lane * kColumns * PartWords::kStride; },
+        [&](int, int i) { return row + i < kHidden ? 1u : 0u; }, phase, q);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; lane++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (row + i < kHidden)
+          stage_value(b, column, lane * kHidden + row + i, unpack_f32(word_of(q[lane], i)));
+  }
+  constexpr int kPadding = LmHead::kPaddedK - LmHead::kCols;
+#pragma unroll 1
+  for (int n = b.thread; n < kPadding * columns; n += 32 * kWarps)
+    stage_value(b, n % columns, LmHead::kCols + n / columns, 0);
+  sync_consumers();
+}
+
 // The head's operands, and what Scales finds of them; behind it this step's rows of the cache are
 // there for all that comes.
 KOG_DEVICE void stage_head(Block& b, Walk& k) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
+  constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b, k.steps) - 1;
-  stage_streams<LmHead::kPaddedK, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers,
-                                                   last);
+  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last);
   fence_gpu();
   if constexpr (kMixes) {
     publish_parts(b, phase_of(k.mixes));
-    sum_parts(b, k.mixes);
+    if constexpr (!kConcat) sum_parts(b, k.mixes);
     sync_consumers();  // the lane's sums of squares, and its operands, have been read
-    stage_streams<LmHead::kPaddedK, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b),
-                                                  2 * kLayers, k.mixes++);
+    if constexpr (kConcat)
+      stage_parts(b, phase_of(k.mixes++));
+    else
+      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers,
+                                           k.mixes++);
   }
 }
-// What a sum of the head is multiplied with: the mean's streams have been normed.
+// What a sum of the head is multiplied with, unless the streams have been normed.
 KOG_DEVICE float head_scale(const Block& b, Scales& scales, int column) {
-  return kMean ? 1.f : scales.of(b, column);
+  return kNormedMix ? 1.f : scales.of(b, column);
 }
 
 }  // namespace kog::columns

@@ -1,0 +1,82 @@
+"""The heartbeat of the Triton kernel, in the concurrent interpreter, and what the host does when it stops."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
+    )
+
+from triton_cases import GREEDY, Case, backend_of, plain, serve
+
+from kog_triton.backends import heart
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.triton.serving import Serving
+from kog_triton.backends.triton.slots import BEAT, OUTCOME
+
+ONE = Case(plain(qk_norm=True), 3)
+
+
+def test_the_heartbeat_counts_the_passes_of_a_launch():
+    backend = backend_of(ONE, num_slots=2)
+    heard = []
+
+    def listen(mailbox):
+        heard.append(int(backend.memory.pointers.mailbox[0, BEAT]))
+
+    requests = [Request(0, (3, 42), GREEDY, 0, 2), Request(1, (12, 7, 8), GREEDY, 0, 1)]
+    steps = serve(backend, *requests, host=listen)
+    assert [len(one) for one in steps] == [2, 1]
+    assert backend.memory.pointers.mailbox[0, BEAT] == 3 + 3
+    assert {0, 1, 2} < set(heard)
+
+
+def test_it_beats_in_prompts_too():
+    backend = backend_of(replace(ONE, tokens=tuple(range(3, 17))))
+    backend.options = replace(backend.options, prefill="kernel")
+    serve(backend, Request(0, tuple(range(3, 17)), GREEDY, 0, 1))
+    assert backend.memory.pointers.mailbox[0, BEAT] > 0
+
+
+class Mute:
+    """A launcher whose kernel leaves after 2,000 looks; `pulse` says the steps that it counts at each."""
+
+    def __init__(self, backend, pulse):
+        self._backend, self._pulse, self.asked = backend, pulse, 0
+
+    def start(self, slots, rules, chunks):
+        self._backend.memory.pointers.states[0, 0, OUTCOME.value] = 1
+        return self._done
+
+    def _done(self):
+        self.asked += 1
+        self._backend.memory.pointers.mailbox[0, BEAT] = self._pulse(self.asked)
+        return self.asked > 2000
+
+    def expired(self):
+        return ""
+
+    def prefill(self, request):
+        return 0
+
+
+@pytest.mark.parametrize("stops", [0, 5])
+def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
+    """Whether it never counted a step or stops at the fifth; who counts on is left alone."""
+    backend = backend_of(ONE)
+    monkeypatch.setattr(heart, "SILENCE_S", 0.05)
+    for pulse in (lambda n: min(n, stops), lambda n: n):
+        launcher = Mute(backend, pulse)
+        mailbox = backend.new_mailbox()
+        mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
+        serving = Serving(backend.memory.pointers, backend.tiles, launcher)
+        if pulse(100) == 100:
+            serving.generate(mailbox)
+            assert launcher.asked == 2001
+        else:
+            with pytest.raises(heart.Stalled, match="has not finished a step in 0 s: end this"):
+                serving.generate(mailbox)
+            assert launcher.asked < 2000
