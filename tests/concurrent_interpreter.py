@@ -268,6 +268,20 @@ _type_of_tuple = tl.core._type_for_tuple_values
 _type_of_shape = functools.cache(_type_of_tuple)
 
 
+_make_block_type = tl.block_type.__init__
+_block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def _init_block_type(self: Any, element: Any, shape: Any) -> None:
+    sizes = tuple([v.value if type(v) is tl.constexpr else v for v in shape])
+    known = _block_types.get((element.name, sizes))
+    if known is None or known["element_ty"] is not element:
+        _make_block_type(self, element, shape)
+        _block_types[element.name, sizes] = vars(self).copy()
+    else:
+        vars(self).update(known)
+
+
 def _numpy_type(triton_type: Any) -> np.dtype:
     scalar = triton_type.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
@@ -297,6 +311,7 @@ def concurrent(
         (interpreter.GridExecutor, "__call__"): _launch_whole,
         (interpreter, "_get_np_dtype"): _numpy_type,
         (tl.core, "_type_for_tuple_values"): _tuple_type,
+        (tl.block_type, "__init__"): _init_block_type,
     }
     # Overflow checks, on by default, triple the work of integer arithmetic.
     builder = interpreter.interpreter_builder

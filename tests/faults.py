@@ -377,7 +377,10 @@ def main() -> int:
             skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
             shutil.copytree(ROOT, tree, ignore=skip)
             trees.put(tree)
-        if not green(sorted({f.tests for f in faults}), Path(folder) / "tree0"):
+        tests = sorted({f.tests for f in faults})
+        shares = [share for i in range(WORKERS) if (share := tests[i::WORKERS])]
+        folders = [Path(folder) / f"tree{i}" for i in range(WORKERS)]
+        if not all(pool.map(green, shares, folders)):
             sys.exit("the tests are red without a fault")
 
         def run(fault: Fault) -> bool:
