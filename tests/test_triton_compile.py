@@ -161,8 +161,8 @@ def test_llama_on_mi300(reports_of, compiler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120"])
-def test_llama_on_other_nvidia_gpus(target, compiler, tmp_path):
-    (report,) = reports_of(target, "llama-3.2-1b", tmp_path)
+def test_llama_on_other_nvidia_gpus(target, reports_of, compiler):
+    (report,) = reports_of(target, "llama-3.2-1b")
     check_polls(report)
     assert report.spilled_bytes <= 64
     assert report.registers <= 255
@@ -174,14 +174,14 @@ def test_llama_on_other_nvidia_gpus(target, compiler, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["gfx90a", "gfx950"])
-def test_llama_on_other_amd_gpus(target, compiler, tmp_path):
-    (report,) = reports_of(target, "llama-3.2-1b", tmp_path)
+def test_llama_on_other_amd_gpus(target, reports_of, compiler):
+    (report,) = reports_of(target, "llama-3.2-1b")
     check_polls(report)
     assert report.spilled_bytes == 0
     assert report.registers <= 512
     assert report.shared_bytes <= 48 * 1024
     assert report.count(r"(buffer|global)_load_dwordx4.*") >= 100
-    assert report.count(r".*_load_dword(x[234])? (sc0 sc1|glc|sc1)") >= 20
+    assert report.count(r".*_load_dword(x[234])? (sc0 sc1|glc|sc1)") >= 10
     assert sum(report.instructions.values()) <= 20000
 
 
