@@ -269,9 +269,10 @@ def one_head(
         key, value = load_cached(cache, at + FLAT_N, end, S, FLAT_N)
         top, total, out = add_keys(q16, top, total, out, now_key, now_value, at, end, S, FLAT_N)
     if DEEP:
-        for at in tl.range(tl.where(deep, start, end), end, DEEP_N, num_stages=loop_stages(S)):
-            keys, values = load_cached(cache, at, end, S, DEEP_N)
-            top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
+        if deep:  # around a loop of no steps, what it keeps on its way would still be set up and torn down
+            for at in tl.range(start, end, DEEP_N, num_stages=loop_stages(S)):
+                keys, values = load_cached(cache, at, end, S, DEEP_N)
+                top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
     # Every split publishes every time, in use or not, so that all phases keep step.
     base = (
         p.words
