@@ -318,6 +318,40 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     assert sum(span["token_ns"] for span in spans) > 0
 
 
+@pytest.mark.parametrize(("request_of", "rounds"), [(3, 0), (5, 1), (6, 2)])
+def test_an_interrupt_keeps_the_rounds_that_are_whole(cli, llama, monkeypatch, request_of, rounds):
+    """Of two subjects: a warm-up each, then two requests a round."""
+    asked, one = [], measure._request
+
+    def request(*what):
+        asked.append(what)
+        if len(asked) == request_of + 1:
+            raise KeyboardInterrupt
+        return one(*what)
+
+    monkeypatch.setattr(measure, "_request", request)
+    subjects = ("--backend=reference", "--peer=transformers", "--profile=2")
+    code, record, out, err = cli("compare", "--model", str(llama), *subjects, *FEW, "--rounds=3")
+    assert code == 130 and err.endswith("interrupted\n")
+    if not rounds:
+        assert record is None
+        return
+    assert record["test"]["rounds"] == rounds and f"{rounds} of 3 rounds are kept" in err
+    assert record["test"]["interrupted"] and "profile" not in err
+    assert {len(row["ttft_us_rounds"]) for row in record["rows"]} == {rounds}
+    assert "reference" in out
+
+
+def test_an_interrupt_behind_the_rounds_keeps_them(cli, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BackendSubject, "profile", interrupt)
+    code, record, out, err = cli("decode", "--backend", "reference", "--profile", "2", *FEW)
+    assert code == 130 and "interrupted: the rounds are kept" in err and "reference" in out
+    assert (record["test"]["rounds"], record["test"]["interrupted"]) == (2, True)
+
+
 @pytest.mark.parametrize(("launches", "failures"), [(1, 0), (3, 1)])
 def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, launches, failures):
     """What a profiler would see stands in for a GPU; the request runs in the reference."""

@@ -9,11 +9,13 @@
     table     the results that were kept, as the README's table
 
 The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
-wrong or a target not met.
+wrong or a target not met. Ctrl-C and SIGTERM end the rounds: those that are whole make the record.
 """
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,9 +95,10 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "sampling": _sampling(temperature),
         "prefill": task.options().prefill,
         "batch": 1,
-        "rounds": args.rounds,
+        "rounds": measured.pop("rounds"),
         "warmup": args.warmup,
         "num_gpus": args.gpus,
+        "interrupted": measured.pop("interrupted"),
     }
     target = target_of(measured["rows"], getattr(args, "target_tps", None))
     return make_record(
@@ -235,6 +238,8 @@ def _progress(line: str) -> None:
 def _body(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit is a Ctrl-C
     if args.kind == "table":
         from kog_triton.bench.table import read_results, table, write_between
 
@@ -255,6 +260,8 @@ def _body(argv: Sequence[str] | None) -> int:
             from kog_triton.bench.show import show
 
             show(record)
+        if record["test"].get("interrupted"):
+            raise KeyboardInterrupt  # what was measured until then is written
         failures += _failures(record)
     if failures:
         raise RunError("; ".join(failures))

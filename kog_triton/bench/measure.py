@@ -74,7 +74,9 @@ class _Entry:
 
 
 def measure(task: Task, say: Say) -> dict[str, Any]:
-    """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures."""
+    """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures; and `rounds`, and
+    whether it was `interrupted`: what Ctrl-C leaves behind the first round is kept.
+    """
     say("read bandwidth")
     gpu = machine.gpu_row() if task.device.type == "cuda" else None
     bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
@@ -85,13 +87,10 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
         prompt = task.model.prompt(task.prompt_tokens)
         _check(task, entries, prompt, say)
         _warm_up(task, entries, prompt, say)
-        samples = _time(task, entries, prompt, say)
+        samples, rounds = _time(task, entries, prompt, say)
         for entry in entries:
             _fill(task, entry, bandwidth)
-            if isinstance(entry.subject, BackendSubject):
-                _look_inside(task, entry.row, entry.subject, prompt, say)
-            if task.one_kernel and entry.row["kind"] == "backend":
-                _trace(task, entry, prompt)
+        interrupted = rounds < task.rounds or not _look(task, entries, prompt, say)
     finally:
         for entry in entries:
             _close(entry)
@@ -100,6 +99,8 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
         "conditions": machine.conditions(samples),
         "rows": [entry.row for entry in entries],
         "failures": _failures(task, entries),
+        "rounds": rounds,
+        "interrupted": interrupted,
     }
 
 
@@ -176,18 +177,27 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
 
 def _time(
     task: Task, entries: list[_Entry], prompt: list[int], say: Say
-) -> list[dict[str, Any] | None]:
-    """The rounds; samples of the clocks right behind the warm-up and behind the last round."""
-    samples = [machine.sample()]
-    for index in range(task.rounds):
-        say(f"round {index + 1} of {task.rounds}")
-        first = index % max(len(entries), 1)
-        for entry in entries[first:] + entries[:first]:
-            if entry.subject:
-                with _Guard(entry):
-                    entry.runs.append(_request(task, entry.subject, prompt))
+) -> tuple[list[dict[str, Any] | None], int]:
+    """The rounds: samples of the clocks right behind the warm-up and behind the last one, and how many there
+    were. KeyboardInterrupt ends them; it is raised if it comes before one is whole."""
+    samples, done = [machine.sample()], 0
+    try:
+        while done < task.rounds:
+            say(f"round {done + 1} of {task.rounds}")
+            first = done % max(len(entries), 1)
+            for entry in entries[first:] + entries[:first]:
+                if entry.subject:
+                    with _Guard(entry):
+                        entry.runs.append(_request(task, entry.subject, prompt))
+            done += 1
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        say(f"interrupted: {done} of {task.rounds} rounds are kept")
+        for entry in entries:
+            del entry.runs[done:]
     samples.append(machine.sample())
-    return samples
+    return samples, done
 
 
 def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
@@ -216,6 +226,20 @@ def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
     if subject is not None:
         with _Guard(entry):
             entry.row["kernels"] = trace_kernels(lambda: _request(task, subject, prompt))
+
+
+def _look(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> bool:
+    """What more can be said of each than its times; False if Ctrl-C ended that."""
+    try:
+        for entry in entries:
+            if isinstance(entry.subject, BackendSubject):
+                _look_inside(task, entry.row, entry.subject, prompt, say)
+            if task.one_kernel and entry.row["kind"] == "backend":
+                _trace(task, entry, prompt)
+    except KeyboardInterrupt:
+        say("interrupted: the rounds are kept")
+        return False
+    return True
 
 
 def _look_inside(
