@@ -27,6 +27,13 @@ def test_the_newest_of_equal_measurements_counts(tmp_path):
     assert [line.split("|")[5].strip() for line in lines[2:4]] == ["200", "300"]
 
 
+def test_a_sampled_answer_is_another_test_than_a_greedy_one():
+    sampled = json.loads(json.dumps(a_record()))
+    sampled["test"]["sampling"] = "temperature 1"
+    text = table([a_record(), sampled])
+    assert "| tg8 @ d4 | **triton**" in text and "| tg8 @ d4, temperature 1 | **triton**" in text
+
+
 def a_record():
     row = make_row("triton", "backend", "timed", "")
     row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}

@@ -85,10 +85,12 @@ def write_between(file: Path, inside: str) -> None:
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str]:
-    gpus = record["test"]["num_gpus"]
+    test = record["test"]
+    gpus, sampling = test["num_gpus"], test.get("sampling", "greedy")
+    name = test["name"] + (f", {sampling}" if sampling != "greedy" else "")
     gpu = (record["machine"]["gpu"] or "CPU").removeprefix("NVIDIA ")
     model = f"{record['model']['name']} {record['model']['dtype']}"
-    return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, record["test"]["name"]
+    return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, name
 
 
 def _held_back(record: dict[str, Any]) -> str:
