@@ -371,7 +371,10 @@ FAULTS = {
     ),
     "another column's key": ("is_query ? b.column : at - first", "b.column"),
     "a key turned to another's position": ("item < kQueries || row > position", "true"),
-    "another head's value": ("words + kKvHeads * (kHeadDim / 2)", "words + kHeadDim / 2"),
+    "another head's value": (
+        "words + n / kOne * kKvHeads * (kHeadDim / 2)",
+        "words + n / kOne * (kHeadDim / 2)",
+    ),
     "a row that is not kept": ("at == position && at - first == b.column", "false"),
     "every column with the first one's token": (
         "position_of(b, b.thread, 0)",
