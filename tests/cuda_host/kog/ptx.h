@@ -95,6 +95,7 @@ struct Fiber {
   void* stack_top = nullptr;
   BlockState* block;
   int block_index, thread;
+  bool heard_no = false;  // of a barrier (barrier_test), and has not waited for one since
   bool done = false;
 };
 
@@ -347,16 +348,27 @@ KOG_EMULATED void barrier_arrive(u64* b) {
   barrier_complete(host_barrier(b));
 }
 // Whether the phase of this parity has ended.
-KOG_EMULATED bool barrier_try(u64* b, u32 parity) {
-  if (host_barrier(b)->state >> 31 != parity) {
-    host::note_acquire(b);
-    return true;
+KOG_EMULATED bool has_ended(u64* b, u32 parity) {
+  if (host_barrier(b)->state >> 31 == parity) {
+    host::land_copies(*host::current->block);
+    return false;
   }
-  host::land_copies(*host::current->block);
-  host::yield();
+  host::note_acquire(b);
+  return true;
+}
+KOG_EMULATED bool barrier_try(u64* b, u32 parity) {
+  bool ended = has_ended(b, parity);
+  if (!ended) host::yield();
+  return ended;
+}
+// Asks and goes on. A fiber that would ask for ever has to yield, so every second no is a wait.
+KOG_EMULATED bool barrier_test(u64* b, u32 parity) {
+  if (has_ended(b, parity)) return true;
+  bool& heard_no = host::current->heard_no;
+  if (heard_no) host::yield();
+  heard_no = !heard_no;
   return false;
 }
-inline bool barrier_test(u64* b, u32 parity) { return barrier_try(b, parity); }
 inline u64 read_once() { return 0; }
 inline void fetch_to_l2(const void* from, u32 bytes, u64 = 0) { host::note_fetch(from, bytes); }
 KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
