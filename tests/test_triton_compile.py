@@ -185,7 +185,10 @@ def test_llama_on_other_amd_gpus(target, reports_of, compiler):
     assert sum(report.instructions.values()) <= 20000
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [t if t in ("sm_80", "gfx942") else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS],
+)
 def test_prompts_in_chunks_compile_for_every_target(target, reports_of, compiler):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""
     (report,) = reports_of(target, "tiny", "chunks")
@@ -203,6 +206,7 @@ def test_prompts_in_chunks_on_hopper(reports_of, compiler):
     assert sum(report.instructions.values()) <= 20000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, shape, spilled, most",
     [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],

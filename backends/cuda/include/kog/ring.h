@@ -65,6 +65,7 @@ KOG_DEVICE void init_ring(Block& b) {
 // while a long span is walked: the memory is busy with keys and values then, and idle behind them,
 // while the splits are joined.
 struct Producer {
+  static_assert(kCalmChunks <= kWindowChunks && kWindowChunks <= kRingChunks);  // `passed` goes back once
   u32 count = 0, slot = 0, parity = 0;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
   u64 policy = read_once();

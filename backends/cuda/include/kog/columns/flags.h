@@ -47,7 +47,9 @@ KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
 #pragma unroll
   for (int i = 0; i < N; i++)
     if (at[i] >= 0) place = at[i];
-  ask_until_ready(b, step, static_cast<u32>(place), epoch - 1, epoch, [&] {
+  // A lane that waits for nothing has nothing to tell of: to it, what it wants has been seen.
+  u32 before = place >= 0 ? epoch - 1 : epoch;
+  ask_until_ready(b, step, static_cast<u32>(place), before, epoch, [&] {
     u32 late = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
