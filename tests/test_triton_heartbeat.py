@@ -80,3 +80,17 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
             with pytest.raises(heart.Stalled, match="has not finished a step in 0 s: end this"):
                 serving.generate(mailbox)
             assert launcher.asked < 2000
+
+
+def test_prompts_that_run_before_a_launch_are_no_silence(monkeypatch):
+    now, busy = [0.0], [True]
+    monkeypatch.setattr(heart.time, "monotonic", lambda: now[0])
+    one = heart.Heart(lambda: not busy[0])
+    for now[0] in (20.0, 40.0, 60.0):
+        one.listen(0)
+    busy[0] = False
+    now[0] = 89.0
+    one.listen(0)
+    now[0] = 91.0
+    with pytest.raises(heart.Stalled):
+        one.listen(0)

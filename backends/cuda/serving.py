@@ -23,7 +23,7 @@ from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.names import STEPS
 from kog_triton.backends.cuda.protocol import Outcome, Word
 
-from kog_triton.backends.heart import Heart, Stalled
+from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.request_words import EVERY_EPOCH, mask_words
@@ -117,9 +117,9 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     """One launch; requests that were posted meanwhile. Those that ended are gone from `live`."""
     words = launcher.memory.mailbox.numpy()
     arrivals: list[Request] = []
+    heart = Heart(reached(launcher.memory.words.device))
     launch = _begin(launcher, live)
     slots, in_turn = launch.slots, launch.layout.columns == 1
-    heart = Heart()
     try:
         while True:
             done = launch.finished.query()  # before the words: what it leaves behind is complete

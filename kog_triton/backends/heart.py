@@ -1,10 +1,13 @@
 """The heartbeat of a kernel that serves: waits on the GPU are bounded, so that silence means it no longer runs.
 
 A kernel counts its steps in a word that the host reads; `Heart.listen` is told it and raises Stalled, a DeviceError,
-once it has not changed for SILENCE_S.
+once it has not changed for SILENCE_S. Before it begins the GPU may have prompts to run that take longer.
 """
 
 import time
+from collections.abc import Callable
+
+import torch
 
 from kog_triton.errors import DeviceError
 
@@ -15,14 +18,23 @@ class Stalled(DeviceError):
     """The GPU no longer answers: what it was given must not be waited for."""
 
 
-class Heart:
-    """The heartbeat of one launch, which begins."""
+def reached(device: torch.device) -> Callable[[], bool]:
+    """Asks whether the GPU has done what it has been given until now."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
 
-    def __init__(self) -> None:
-        self._steps, self._since = 0, time.monotonic()
+
+class Heart:
+    """The heartbeat of one launch, which starts once `begun` says so."""
+
+    def __init__(self, begun: Callable[[], bool]) -> None:
+        self._begun, self._steps, self._since = begun, 0, time.monotonic()
 
     def listen(self, steps: int) -> None:
-        if steps != self._steps:
+        if steps != self._steps or not self._begun():
             self._steps, self._since = steps, time.monotonic()
         elif time.monotonic() - self._since > SILENCE_S:
             raise Stalled(

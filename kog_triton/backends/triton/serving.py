@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kog_triton.backends.heart import Heart, Stalled
+from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words
@@ -167,10 +167,11 @@ class Serving:
         beat[0] = 0
         self.poll()  # masks, and whether a request was cancelled meanwhile
         running = mailbox.resumed.values()
+        before = reached(self._pointers.words.device)
         done = self._launcher.start(
             slots, any(r.rules for r in running), any(r.in_chunks for r in running)
         )
-        heart = Heart()
+        heart = Heart(before)  # from here on: a kernel may have been compiled first
         try:
             while not done():
                 heart.listen(int(beat[0]))
