@@ -57,7 +57,7 @@ def sass_of(layout, entry="decode.cu"):
             draft.write_bytes(sass.stdout)
 
     compiler = version_of(nvcc) if nvcc else nvrtc.version(library)
-    parts = [compiler, version_of(dump), source.encode(), *headers]
+    parts = [compiler, version_of(dump), " ".join(jit.FLAGS).encode(), source.encode(), *headers]
     return made_once(parts, make).read_text()
 
 

@@ -131,6 +131,13 @@ def test_jitter_is_not_the_growth_of_an_answer():
     assert figures([stamps_of(late)] * 3)["p99_over_p50"] < 1.1
 
 
+def test_a_stall_of_one_round_is_jitter_however_long():
+    """Longer than a window, and of requests of one gap each."""
+    even, stalled = [10.0] * 255, [10.0] * 100 + [500.0] * 100 + [10.0] * 55
+    assert figures([stamps_of(g) for g in (even, stalled, even)])["p99_over_p50"] == 50.0
+    assert figures([stamps_of([10.0])] * 97 + [stamps_of([80.0])] * 3)["p99_over_p50"] == 8.0
+
+
 def test_too_few_gaps_have_no_99th_percentile():
     assert figures([stamps_of([10.0] * 33)] * 3)["p99_over_p50"] is None
     assert figures([stamps_of([10.0] * 34)] * 3)["p99_over_p50"] == 1.0

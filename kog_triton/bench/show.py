@@ -54,14 +54,13 @@ def speed_table(record: dict[str, Any]) -> Table:
         cells += [_n(check and check["top1"], ".3f"), _n(check and check["kl_mean"], ".1e")]
         cells.append("-" if not check else "right" if check["passed"] else "WRONG")
         if decoding:
-            device = row["device"]
-            jitter = (device or host or {}).get("p99_over_p50")  # not in records before it was
             cells += [
                 _n(host and host["tokens_per_s"], ",.1f"),
                 _device_rate(row),
                 _n(host and host["itl_p50_us"], ",.1f"),
                 _n(host and host["itl_p99_us"], ",.1f"),
-                _n(jitter, ".3f"),
+                f"{_n((host or {}).get('p99_over_p50'), '.3f')} / "
+                f"{_n((row['device'] or {}).get('p99_over_p50'), '.3f')}",
                 _n(floor.get("measured_us"), ",.1f"),
                 _n(floor.get("measured_mbu"), ".1%"),
             ]
@@ -172,7 +171,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         )
         if not many and test["tokens"] > 1:
             lines.append(
-                "p99/p50: of gaps over the median of the 64 around them, by the device's clock if there is one"
+                "p99/p50: at constant depth, as tokens arrived at the host / as the device stamped them"
             )
     if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))

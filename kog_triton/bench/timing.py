@@ -2,8 +2,8 @@
 
 tokens/s of a round = (tokens - 1) / (t_last - t_first)
 figure              = median over rounds; p50 and p99 of the gaps between tokens pool all rounds
-p99 over p50        = p99, over all rounds, of a gap over the median of its window: about WINDOW gaps in a row,
-                      in which the depth hardly grows; growth over an answer is no jitter
+p99 over p50        = p99, over all rounds, of a gap over the median of its window, which is the same about WINDOW
+                      gaps of all rounds: the depth hardly grows there, and one round's stall is no median
 """
 
 from collections.abc import Sequence
@@ -51,13 +51,13 @@ def figures_of_all(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any
 
 def jitter(gaps: Sequence[Sequence[float]]) -> float | None:
     """p99 over p50 at constant depth, of the gaps of requests one by one; None of fewer than LEAST in all."""
-    ratios = [
-        gap / middle
-        for one in gaps
-        for window in np.array_split(np.array(one), max(round(len(one) / WINDOW), 1))
-        if len(window) and (middle := median(window)) > 0
-        for gap in window
-    ]
+    most = max(map(len, gaps))
+    edges = np.linspace(0, most, max(round(most / WINDOW), 1) + 1).round().astype(int).tolist()
+    ratios: list[float] = []
+    for start, end in pairwise(edges):
+        window = [gap for one in gaps for gap in one[start:end]]
+        middle = median(window)
+        ratios += [gap / middle for gap in window if middle > 0]
     return float(percentile(ratios, 99)) if len(ratios) >= LEAST else None
 
 
