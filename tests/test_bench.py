@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -342,12 +343,14 @@ def test_an_interrupt_keeps_the_rounds_that_are_whole(cli, llama, monkeypatch, r
     assert "reference" in out
 
 
-def test_an_interrupt_behind_the_rounds_keeps_them(cli, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def test_a_time_limit_behind_the_rounds_keeps_them(cli, monkeypatch):
+    def terminate(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(BackendSubject, "profile", interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(BackendSubject, "profile", terminate)
     code, record, out, err = cli("decode", "--backend", "reference", "--profile", "2", *FEW)
+    assert signal.getsignal(signal.SIGTERM) is before
     assert code == 130 and "interrupted: the rounds are kept" in err and "reference" in out
     assert (record["test"]["rounds"], record["test"]["interrupted"]) == (2, True)
 

@@ -34,6 +34,15 @@ def test_a_sampled_answer_is_another_test_than_a_greedy_one():
     assert "| tg8 @ d4 | **triton**" in text and "| tg8 @ d4, temperature 1 | **triton**" in text
 
 
+def test_an_interrupted_record_counts_nowhere(tmp_path):
+    record = json.loads(json.dumps(a_record()))
+    for name, interrupted in (("1", False), ("2", True)):
+        record["created"], record["test"]["interrupted"] = f"2026-01-0{name}T", interrupted
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (kept,) = read_results(tmp_path)
+    assert kept["created"] == "2026-01-01T"
+
+
 def a_record():
     row = make_row("triton", "backend", "timed", "")
     row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}

@@ -215,6 +215,17 @@ def test_all_early_communication_is_a_plain_llama(tmp_path):
         ("qwen3-0.6b", 596_049_920),
         ("qwen2.5-coder-1.5b", 1_543_714_304),
         ("qwen3-8b", 8_190_735_360),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("mistral-7b", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("smollm2-360m", 361_821_120),
+        ("smollm2-1.7b", 1_711_376_384),
     ],
 )
 def test_named_shapes_have_the_published_size(name, parameters):

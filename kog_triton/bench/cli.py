@@ -9,14 +9,16 @@
     table     the results that were kept, as the README's table
 
 The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
-wrong or a target not met. Ctrl-C and SIGTERM end the rounds: those that are whole make the record.
+wrong or a target not met. Of decode, prefill and compare Ctrl-C and SIGTERM end the rounds: those that
+are whole make the record, which --save keeps as NAME-interrupted and no table counts.
 """
 
 import argparse
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kog_triton.bench.arguments import each_depth, parse
@@ -235,11 +237,22 @@ def _progress(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _time_limit_is_ctrl_c() -> Iterator[None]:
+    """While inside, SIGTERM raises KeyboardInterrupt; where signals are heard, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _body(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit is a Ctrl-C
     if args.kind == "table":
         from kog_triton.bench.table import read_results, table, write_between
 
@@ -251,16 +264,18 @@ def _body(argv: Sequence[str] | None) -> int:
         return 0
     failures = []
     for one in each_depth(args):
-        record = MEASURES.get(one.kind, _measured)(one, argv)
+        with _time_limit_is_ctrl_c():
+            record = MEASURES.get(one.kind, _measured)(one, argv)
+        interrupted = record["test"].get("interrupted")
         if one.json:
             write(record, one.json)
         if one.save:
-            write(record, kept_file(record, one.save))
+            write(record, kept_file(record, one.save + "-interrupted" * bool(interrupted)))
         if not one.quiet:
             from kog_triton.bench.show import show
 
             show(record)
-        if record["test"].get("interrupted"):
+        if interrupted:
             raise KeyboardInterrupt  # what was measured until then is written
         failures += _failures(record)
     if failures:

@@ -17,7 +17,7 @@ NAMES = ("GPU", "model", "test", "engine", "tokens/s", "p50 / p99 us", "TTFT ms"
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Every decode record below a folder, oldest first; RequestError for a file that is none, or no folder."""
+    """Every whole decode record below a folder, oldest first; RequestError for a file that is none, or no folder."""
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder: kog bench table --results DIR names another")
     records = []
@@ -29,7 +29,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             raise RequestError(f"{file}: not a record of kog bench") from error
         if not known:
             raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
-        if record["kind"] in ("decode", "compare"):
+        if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
             records.append(record)
     return sorted(records, key=lambda record: record["created"])
 
