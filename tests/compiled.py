@@ -1,4 +1,4 @@
-"""What compilers made, kept by content in a temporary folder: made once, however many processes ask.
+"""What compilers made, kept by content in a temporary folder of this user's: made once, however many processes ask.
 
 Whoever asks first makes it, and those who ask meanwhile wait. A file appears whole or not at all; a lock ends
 with its process.
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-FOLDER = Path(tempfile.gettempdir()) / "kog-tests-compiled"
+FOLDER = Path(tempfile.gettempdir()) / f"kog-tests-compiled-{os.getuid()}"
 
 
 def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
@@ -21,10 +21,11 @@ def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    assert FOLDER.stat().st_uid == os.getuid(), f"{FOLDER} is somebody else's: its code is not run"
     made = FOLDER / digest.hexdigest()[:24]
     if made.exists():
         return made
-    FOLDER.mkdir(exist_ok=True)
     with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():

@@ -40,7 +40,21 @@ class Instruction:
     def reads(self) -> set[int]:
         """Registers of its other operands."""
         first = 0 if NO_TARGET.match(self.opcode) else 1
-        return set().union(*(registers(text) for text in self.operands[first:]), set())
+        sources = self.operands[first:]
+        return set().union(
+            *(registers(text, self._width(n, len(sources))) for n, text in enumerate(sources))
+        )
+
+    def _width(self, source: int, sources: int) -> int:
+        """Registers of a source whose name says none: fragments, a sum of 64 bits, what is stored."""
+        last = source == sources - 1
+        if "HMMA" in self.opcode:
+            return (4 if "16816" in self.opcode else 2, 2, 4)[min(source, 2)]
+        if "WIDE" in self.opcode and last:
+            return 2
+        if self.opcode.startswith("ST") and last:
+            return 4 if "128" in self.opcode else 2 if "64" in self.opcode else 1
+        return 1
 
 
 def registers(text: str, width: int = 1) -> set[int]:

@@ -186,7 +186,7 @@ def notes(record: dict[str, Any]) -> list[str]:
                 f"{k['copies']} copies, {k['fills']} fills"
             )
     packages = ", ".join(f"{n} {v}" for n, v in machine["packages"].items() if v)
-    changes = f" with {len(machine.get('changed') or ())} files changed" if machine["dirty"] else ""
+    changes = f" with {len(machine['changed'])} files changed" if machine["dirty"] else ""
     commit = (machine["commit"] or "unknown")[:12] + changes
     lines.append(
         f"python {machine['python']}, {packages}; {machine['driver'] or 'no GPU driver'}; "
