@@ -176,6 +176,16 @@ def test_llama_on_other_nvidia_gpus(target, reports_of, compiler):
 
 
 @pytest.mark.slow
+def test_a_loop_over_tiles_on_ampere(reports_of, compiler):
+    """As an A100 has it; Qwen3-8B, whose tiles there just need none, has 808 bytes of stack."""
+    (report,) = reports_of("sm_80", "llama-3.1-8b, 108 blocks")
+    check_polls(report)
+    assert report.spilled_bytes <= 288
+    assert report.count(r"BAR.*") <= 200
+    assert report.count(r"LDG\.E\.(EF\.)?128.*") >= 100
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["gfx90a", "gfx950"])
 def test_llama_on_other_amd_gpus(target, reports_of, compiler):
     (report,) = reports_of(target, "llama-3.2-1b")
