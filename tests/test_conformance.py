@@ -6,12 +6,12 @@ stage that made it. What is compared is what ReferenceBackend.run_stage names.
 
 import functools
 import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from cuda_walk import INCLUDE, FiberBackend, compile_walk
+from cuda_planting import plant
+from cuda_walk import FiberBackend, compile_walk
 from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
 
@@ -288,15 +288,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_charged_to_its_stages(fault, tmp_path):
     file, before, after, wrong, spec_name = FAULTS[fault]
-    shutil.copytree(INCLUDE, tmp_path / "include")
-    path = tmp_path / "include/kog" / file
-    assert path.read_text().count(before) == 1
-    path.write_text(path.read_text().replace(before, after))
+    include = plant(tmp_path, (file, before, after))
     ours, _ = opened("cuda on a CPU", spec_name)
     ours.run_stage("embed", 0, inputs(SPECS[spec_name], "embed", 0))
     kernel = ours._kernels[-1]
     sound = kernel.library
-    kernel.library = compile_walk(ours.layout, kernel.flags, include=tmp_path / "include")
+    kernel.library = compile_walk(ours.layout, kernel.flags, include=include)
     try:
         for name in STAGE_READS:
             if name in wrong:
