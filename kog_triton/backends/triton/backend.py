@@ -202,6 +202,7 @@ class TritonBackend:
         return self._expired(self.memory.pointers)
 
     def _expired(self, pointers: Any) -> str:
+        """The same of a launch with these pointers."""
         from kog_triton.backends.triton.slots import BEAT
         from kog_triton.backends.triton.waits import describe_wait
 
@@ -263,6 +264,7 @@ class TritonBackend:
     ) -> float:
         """To its end: seconds on the GPU from what `before` has queued; in the interpreter by the host's clock."""
         from kog_triton.backends.triton.stage_kernel import stage_kernel
+        from kog_triton.backends.triton.waits import describe_wait
 
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
@@ -272,7 +274,8 @@ class TritonBackend:
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
         seconds = clock()
-        if expired := self._expired(pointers):
+        # Without the heartbeat in `pointers`, which is that of the last launch that served.
+        if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
         return seconds
 
