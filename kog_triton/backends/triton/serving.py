@@ -103,6 +103,9 @@ class Serving:
                     return
                 if not self._score_prompts(mailbox):
                     self._launch(mailbox)
+        except BaseException:
+            self._arrived = []  # of a mailbox that nobody serves again
+            raise
         finally:
             self._mailbox = None
 
@@ -171,17 +174,16 @@ class Serving:
         done = self._launcher.start(
             slots, any(r.rules for r in running), any(r.in_chunks for r in running)
         )
-        heart = Heart(before)  # from here on: a kernel may have been compiled first
+        heart = Heart(before, done)  # from here on: a kernel may have been compiled first
         try:
             while not done():
                 heart.listen(int(beat[0]))
                 self.poll()
                 time.sleep(POLL_S)
-        except Stalled:
-            raise
-        except BaseException:  # nobody may leave while the kernel writes to this memory
+        except BaseException as error:  # nobody may leave while the kernel writes to this memory
             self._mail[:, self._at["host"]] = YIELD.value
-            while not done():
+            while not isinstance(error, Stalled) and not done():
+                heart.listen(int(beat[0]))
                 time.sleep(POLL_S)
             raise
         self.poll()
