@@ -263,7 +263,7 @@ FAULTS = {
                                "lanes, sum"),
     "other lanes' late outputs lost": ("residual.h", "y += others(", "y += 0 * others(",
                                        {"o_proj", "down_proj"}, "lanes, sum"),
-    "streams not behind each other": ("mix.h", "j * kHidden + at[0] + i,", "at[0] + i,",
+    "streams not behind each other": ("mix.h", "j * kHidden + at + i,", "at + i,",
                                       {"lm_head"}, "lanes, concat"),
 }  # fmt: skip
 
