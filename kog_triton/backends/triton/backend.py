@@ -19,7 +19,7 @@ from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
-LEAST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
+OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
@@ -281,11 +281,11 @@ class TritonBackend:
 
 
 def _too_old(device: torch.device) -> str:
-    """Why the kernel cannot run on an NVIDIA GPU of before LEAST; "" on any other device."""
+    """Why the kernel cannot run on an NVIDIA GPU of before OLDEST; "" on any other device."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) >= LEAST:
+    if (major, minor) >= OLDEST:
         return ""
     return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
 

@@ -19,7 +19,7 @@ from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words
-from kog_triton.backends.triton.chunk import LEAST
+from kog_triton.backends.triton.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.seats import seat, start
 from kog_triton.backends.triton.slots import (
@@ -80,7 +80,7 @@ class Running:
     @property
     def in_chunks(self) -> bool:
         """Whether enough of the prompt is left for a pass of many tokens; the last token is not for it."""
-        return len(self.request.prompt) - 1 - self.position >= LEAST.value
+        return len(self.request.prompt) - 1 - self.position >= CHUNKS_FROM.value
 
 
 class Serving:
