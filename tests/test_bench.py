@@ -413,7 +413,7 @@ def test_compare_on_a_gpu(cli):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(bool(torch.version.hip), reason="kernels have run on NVIDIA alone so far")
+@pytest.mark.skipif(bool(torch.version.hip), reason="kernels have run on NVIDIA GPUs alone so far")
 def test_a_request_is_one_kernel_on_a_gpu(cli):
     """Of either backend, prompt and all, by the profiler; and the text is right."""
     argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--depth", "200")

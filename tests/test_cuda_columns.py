@@ -10,21 +10,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from column_cases import (
-    ALLOWED,
-    EXTRAS,
-    GREEDY,
-    MIXED,
-    ODD,
-    PROMPTS,
-    alone,
-    layout_of,
-    make,
-    request,
-    run,
-    staggered,
-)
+from column_cases import ALLOWED, EXTRAS, MIXED, ODD, layout_of
 from cuda_planting import plant
+from cuda_requests import GREEDY, PROMPTS, alone, make, request, run, staggered
 from cuda_walk import ColumnBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import batches
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
