@@ -267,14 +267,15 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
   // the instruction cache.
   LayerAhead ahead;
 #pragma unroll 1
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0;; half++) {
     b.begin_stage();
     ahead.take(b, k.ring);
     stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                       half == 0 ? layer_streams(b) : inner_streams(b),
                                       2 * b.layer + half, before + half);
     stamp(b, half == 0 ? Point::kMlpOut : Point::kAttentionOut);
-    if (half == 0) attend(b, k, ahead);
+    if (half == 1) break;  // here: behind attend() the compiler would keep `ahead` throughout it
+    attend(b, k, ahead);
   }
   gate_up_proj(b, k, ahead);
   stamp(b, Point::kGateUpProj);
