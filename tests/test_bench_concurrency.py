@@ -11,7 +11,7 @@ from ring_walker import spec_of
 from kog_triton.backends.mailbox import Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
-from kog_triton.bench import concurrency
+from kog_triton.bench import task as bench_task
 from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
 from kog_triton.bench.model import Model
 from kog_triton.bench.show import concurrency_table
@@ -27,13 +27,16 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def known_bandwidth(monkeypatch):
     found = {"datasheet": 4e9, "methods": {}, "absent": {}, "measured": 2e9, "scale": None}
-    monkeypatch.setattr(concurrency, "measure_bandwidth", lambda *_: found)
+    monkeypatch.setattr(bench_task, "measure_bandwidth", lambda *_: found)
 
 
 def measured(backend, requests=(1, 3), temperature=0.0):
     model = Model("tiny", RandomWeights(spec_of()), "random")
     chosen = [Choice(backend, "ours", "asked for")]
-    task = ConcurrencyTask(model, CPU, "", 1, requests, 5, 6, temperature, 2, 1, chosen)
+    task = ConcurrencyTask(
+        model=model, device=CPU, device_word="", num_gpus=1, rounds=2, warmup=1, backends=chosen,
+        requests=requests, prompt_tokens=5, tokens=6, temperature=temperature,
+    )  # fmt: skip
     out = measure_concurrency(task, lambda line: None)
     row_schema = {"$ref": "#/$defs/row", "$defs": SCHEMA["$defs"]}
     for row in out["rows"]:

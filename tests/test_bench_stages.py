@@ -13,6 +13,7 @@ from kog_triton.backends import BackendOptions, StageTimer
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
 from kog_triton.bench import stages
+from kog_triton.bench import task as bench_task
 from kog_triton.bench.model import Model
 from kog_triton.bench.record import make_row
 from kog_triton.bench.show import stage_table
@@ -35,14 +36,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def known_bandwidth(monkeypatch):
     found = {"datasheet": None, "methods": {}, "absent": {}, "measured": 2e9, "scale": None}
-    monkeypatch.setattr(stages, "measure_bandwidth", lambda *_: found)
+    monkeypatch.setattr(bench_task, "measure_bandwidth", lambda *_: found)
 
 
 def measured(backend, spec):
     """The only row, of a model with random weights."""
     model = Model("tiny", RandomWeights(spec), "random")
     chosen = [Choice(backend, "ours", "asked for")]
-    task = StageTask(model, CPU, "", 1, 5, 2, 1, chosen)
+    task = StageTask(
+        model=model, device=CPU, device_word="", num_gpus=1, rounds=2, warmup=1, backends=chosen,
+        depth=5,
+    )  # fmt: skip
     out = measure_stages(task, lambda line: None)
     row_schema = {"$ref": "#/$defs/row", "$defs": SCHEMA["$defs"]}
     (row,) = out["rows"]

@@ -5,7 +5,6 @@ log-probability, is what kog_triton.sampling makes of the logits that the same k
 the same sequence. Faults planted in the headers must be seen.
 """
 
-import shutil
 import time
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ import cuda_walk
 import numpy as np
 import pytest
 import torch
+from cuda_planting import plant
 from cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
 from kog_triton.backends.cuda import backend as backend_module
 from ring_walker import spec_of
@@ -311,16 +311,21 @@ def test_a_nan_is_an_error_of_the_request(backends, settings):
     backend.memory.embed = embed
 
 
-def test_requests_of_two_slots_have_their_own_history():
-    backend = backend_of("odd", seed=3, slots=2)
-    first = resolved(VOCAB, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
-    second = resolved(VOCAB, **EVERY)
+def assert_histories_are_apart(backend, prompt, count):
+    """Of two requests at once, each judged by its own tokens."""
+    vocab = backend.spec.vocab_size
+    first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
+    second = resolved(vocab, **EVERY)
     mailbox = backend.new_mailbox()
-    post(mailbox, PROMPT, 8, first)
-    post(mailbox, [9, 1], 8, second, slot=1)
+    post(mailbox, prompt, count, first)
+    post(mailbox, [9, 1], count, second, slot=1)
     backend.generate(mailbox)
-    assert_defined(backend, PROMPT, mailbox.read(0, 0), first)
+    assert_defined(backend, prompt, mailbox.read(0, 0), first)
     assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
+
+
+def test_requests_of_two_slots_have_their_own_history():
+    assert_histories_are_apart(backend_of("odd", seed=3, slots=2), PROMPT, 8)
 
 
 def test_a_request_that_yields_goes_on_with_its_history(backends):
@@ -380,12 +385,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name, tmp_path):
     file, before, after, model, settings = FAULTS[name]
-    shutil.copytree(INCLUDE, tmp_path / "include")
-    path = tmp_path / "include/kog" / file
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, after))
-    backend, params = backend_of(model, include=tmp_path / "include"), resolved(VOCAB, **settings)
+    include = plant(tmp_path, (file, before, after))
+    backend, params = backend_of(model, include=include), resolved(VOCAB, **settings)
     prompt = [3, 3, 3] if "bad" in settings else PROMPT
     with pytest.raises((AssertionError, RequestError)):
         assert_defined(backend, prompt, steps_of(backend, prompt, 8, params), params)

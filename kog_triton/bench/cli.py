@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import MODULES, find_peer
@@ -27,6 +27,10 @@ from kog_triton.bench.record import kept_file, make_record, target_of, write
 from kog_triton.choose import Choice, choose, known_names, look_at
 from kog_triton.command import run
 from kog_triton.errors import RequestError, RunError
+
+if TYPE_CHECKING:  # they import torch, which a command line that is refused does not wait for
+    from kog_triton.bench.model import Model
+    from kog_triton.bench.task import Say
 
 
 def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[tuple[str, str]]]:
@@ -38,48 +42,79 @@ def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[t
     return chosen, [(one.name, one.reason) for one in seen if not one.available]
 
 
+def _common(
+    args: argparse.Namespace, positions: int
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The part of a task that all kinds share (task.py), with room for so many positions; who is absent."""
+    from kog_triton.bench.model import find_device, open_model
+
+    device, word = find_device(args.device)
+    backends, absent = _backends(args, word)
+    model = open_model(args.model, args.shape, device, args.dtype)
+    model.check_room(positions)
+    shared = {
+        "model": model,
+        "device": device,
+        "device_word": word,
+        "num_gpus": args.gpus,
+        "rounds": args.rounds,
+        "warmup": args.warmup,
+        "backends": backends,
+    }
+    return shared, absent
+
+
+def _record(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    model: "Model",
+    test: dict[str, Any],
+    measured: dict[str, Any],
+) -> dict[str, Any]:
+    """The record of what was measured on this machine."""
+    from kog_triton.bench import machine
+
+    target = target_of(measured["rows"], getattr(args, "target_tps", None))
+    return make_record(
+        args.kind, _asked(argv), model.describe(), machine.describe(), test, measured, target
+    )
+
+
+def _say(args: argparse.Namespace) -> "Say":
+    return (lambda line: None) if args.quiet else _progress
+
+
 def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of decode, prefill or compare."""
-    from kog_triton.bench import machine
     from kog_triton.bench.measure import Task, measure
-    from kog_triton.bench.model import SEED, find_device, open_model
+    from kog_triton.bench.model import SEED
 
     temperature: float = getattr(args, "temperature", 0.0)
     if temperature and args.peer:
         raise RequestError(
             "--temperature is of our backends: peers decode greedily, leave --peer out"
         )
-    device, word = find_device(args.device)
-    if args.no_kernel_switches and device.type == "cpu":
-        raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
-    backends, absent = _backends(args, word)
-    peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
-    model = open_model(args.model, args.shape, device, args.dtype)
     if args.kind == "prefill":
-        prompt, tokens = args.prompt_tokens, 1
+        prompt, tokens, deepest = args.prompt_tokens, 1, args.prompt_tokens
         test = f"pp{prompt}"
-        model.check_room(prompt + tokens)
     else:
-        prompt, tokens = args.depth, args.max_tokens
+        prompt, tokens, deepest = args.depth, args.max_tokens, args.deepest
         if tokens < 2:
             raise RequestError(
                 "--max-tokens 1 leaves no time between tokens: use kog bench prefill"
             )
         test = f"tg{tokens} @ d{prompt}"
-        model.check_room(args.deepest + tokens)
+    common, absent = _common(args, deepest + tokens)
     if args.no_kernel_switches:  # a prompt takes longer so: no figure of any other run
         test += ", one kernel"
+        if common["device"].type == "cpu":
+            raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
+    peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
     task = Task(
-        model=model,
-        device=device,
-        device_word=word,
-        num_gpus=args.gpus,
+        **common,
         test=test,
         prompt_tokens=prompt,
         tokens=tokens,
-        rounds=args.rounds,
-        warmup=args.warmup,
-        backends=backends,
         peers=[find_peer(name) for name in dict.fromkeys(peers)],
         absent=absent,
         gguf=args.gguf,
@@ -87,8 +122,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         profile_tokens=getattr(args, "profile", 0),
         temperature=temperature,
     )
-    say = (lambda line: None) if args.quiet else _progress
-    measured = measure(task, say)
+    measured = measure(task, _say(args))
     described = {
         "name": test,
         "prompt_tokens": prompt,
@@ -102,10 +136,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "num_gpus": args.gpus,
         "interrupted": measured.pop("interrupted"),
     }
-    target = target_of(measured["rows"], getattr(args, "target_tps", None))
-    return make_record(
-        args.kind, _asked(argv), model.describe(), machine.describe(), described, measured, target
-    )
+    return _record(args, argv, task.model, described, measured)
 
 
 def _sampling(temperature: float) -> str:
@@ -126,31 +157,21 @@ def _asked(argv: Sequence[str]) -> list[str]:
 
 def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of concurrency."""
-    from kog_triton.bench import machine
     from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
-    from kog_triton.bench.model import SEED, find_device, open_model
+    from kog_triton.bench.model import SEED
 
     if args.max_tokens < 2:
         raise RequestError("--max-tokens 1 leaves no time between tokens: 2 or more")
-    device, word = find_device(args.device)
-    backends, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype)
-    model.check_room(args.prompt_tokens + args.max_tokens)
+    common, _ = _common(args, args.prompt_tokens + args.max_tokens)
     requests = sorted(set(args.requests))
     task = ConcurrencyTask(
-        model=model,
-        device=device,
-        device_word=word,
-        num_gpus=args.gpus,
+        **common,
         requests=requests,
         prompt_tokens=args.prompt_tokens,
         tokens=args.max_tokens,
         temperature=args.temperature,
-        rounds=args.rounds,
-        warmup=args.warmup,
-        backends=backends,
     )
-    measured = measure_concurrency(task, (lambda line: None) if args.quiet else _progress)
+    measured = measure_concurrency(task, _say(args))
     described = {
         "name": f"{', '.join(map(str, requests))} x tg{args.max_tokens} @ d{args.prompt_tokens}",
         "prompt_tokens": args.prompt_tokens,
@@ -162,32 +183,17 @@ def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "warmup": args.warmup,
         "num_gpus": args.gpus,
     }
-    return make_record(
-        "concurrency", _asked(argv), model.describe(), machine.describe(), described, measured, None
-    )
+    return _record(args, argv, task.model, described, measured)
 
 
 def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of stages."""
-    from kog_triton.bench import machine
-    from kog_triton.bench.model import SEED, find_device, open_model
+    from kog_triton.bench.model import SEED
     from kog_triton.bench.stages import StageTask, measure_stages
 
-    device, word = find_device(args.device)
-    backends, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype)
-    model.check_room(args.deepest + 1)
-    task = StageTask(
-        model=model,
-        device=device,
-        device_word=word,
-        num_gpus=args.gpus,
-        depth=args.depth,
-        rounds=args.rounds,
-        warmup=args.warmup,
-        backends=backends,
-    )
-    measured = measure_stages(task, (lambda line: None) if args.quiet else _progress)
+    common, _ = _common(args, args.deepest + 1)
+    task = StageTask(**common, depth=args.depth)
+    measured = measure_stages(task, _say(args))
     described = {
         "name": f"stages @ d{args.depth}",
         "prompt_tokens": args.depth,
@@ -197,14 +203,11 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "warmup": args.warmup,
         "num_gpus": args.gpus,
     }
-    return make_record(
-        "stages", _asked(argv), model.describe(), machine.describe(), described, measured, None
-    )
+    return _record(args, argv, task.model, described, measured)
 
 
 def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of startup."""
-    from kog_triton.bench import machine
     from kog_triton.bench.model import find_device, open_model
     from kog_triton.bench.startup import PROMPT_TOKENS as STARTUP_PROMPT
     from kog_triton.bench.startup import start_rounds
@@ -225,9 +228,7 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "rounds": args.rounds,
         "num_gpus": args.gpus,
     }
-    return make_record(
-        "startup", _asked(argv), model.describe(), machine.describe(), described, measured, None
-    )
+    return _record(args, argv, model, described, measured)
 
 
 MEASURES = {"concurrency": _crowded, "stages": _staged, "startup": _started}

@@ -7,7 +7,7 @@ tokens/s = (tokens of all requests - 1) / (last stamp of any - first stamp of an
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -16,33 +16,23 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.bench import machine
-from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge, open_oracle
-from kog_triton.bench.model import Model
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.subjects import BackendSubject, Run
+from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
 from kog_triton.choose import Choice
 from kog_triton.model.spec import ModelSpec
 
-Say = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class ConcurrencyTask:
+@dataclass(frozen=True, kw_only=True)
+class ConcurrencyTask(Common):
     """What to measure: each number of `requests`, of so many prompt tokens and tokens each."""
 
-    model: Model
-    device: torch.device
-    device_word: str  # as backends take it
-    num_gpus: int
     requests: Sequence[int]
     prompt_tokens: int
     tokens: int
     temperature: float
-    rounds: int
-    warmup: int
-    backends: Sequence[Choice]
 
 
 @dataclass
@@ -55,9 +45,7 @@ class _Turn:
 
 def measure_concurrency(task: ConcurrencyTask, say: Say) -> dict[str, Any]:
     """The parts of a record that this measurement makes: bandwidth, conditions, rows, failures."""
-    say("read bandwidth")
-    gpu = machine.gpu_row() if task.device.type == "cuda" else None
-    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    bandwidth = task.read_bandwidth(say)
     samples = [machine.sample()]
     rows = []
     for choice in task.backends:

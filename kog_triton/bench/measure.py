@@ -15,35 +15,26 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.bench import machine
-from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import Judge, open_oracle
-from kog_triton.bench.model import Model
 from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
 from kog_triton.bench.subjects import BackendSubject, Run, Subject
+from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
 from kog_triton.choose import Choice
 
-Say = Callable[[str], None]
 MOST_NAMES = 160  # characters of kernels' names in an error
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Task(Common):
     """What to measure. `absent` are (backend, reason) that could have run elsewhere."""
 
-    model: Model
-    device: torch.device
-    device_word: str  # as backends take it
-    num_gpus: int
     test: str  # "tg128 @ d32", "pp512"
     prompt_tokens: int
     tokens: int
-    rounds: int
-    warmup: int
-    backends: Sequence[Choice]
     peers: Sequence[Peer]
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
@@ -77,9 +68,7 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
     """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures; and `rounds`, and
     whether it was `interrupted`: what Ctrl-C leaves behind the first round is kept.
     """
-    say("read bandwidth")
-    gpu = machine.gpu_row() if task.device.type == "cuda" else None
-    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    bandwidth = task.read_bandwidth(say)
     entries = [_open_backend(task, choice, say) for choice in task.backends]
     entries += [_Entry(make_row(n, "backend", "absent", why)) for n, why in task.absent]
     entries += [_open_peer(task, peer, say) for peer in task.peers]

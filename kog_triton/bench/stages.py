@@ -11,7 +11,7 @@ launch of its own is part of either: stages alone add up to more than a step of 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,10 +20,10 @@ import torch
 
 from kog_triton.backends import STAGE_READS, Backend, BackendOptions, StageTimer, find_backend
 from kog_triton.bench import machine
-from kog_triton.bench.bandwidth import measure_bandwidth
-from kog_triton.bench.model import SEED, Model
+from kog_triton.bench.model import SEED
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.subjects import check_devices
+from kog_triton.bench.task import Common, Say
 from kog_triton.choose import Choice
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -33,28 +33,18 @@ FLUSH_BYTES = 1 << 30
 # Relative root mean square error: words of 16 bits leave 0.008 (tests/test_conformance.py).
 MAX_ERROR = 0.03
 State = dict[str, torch.Tensor]
-Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class StageTask:
+@dataclass(frozen=True, kw_only=True)
+class StageTask(Common):
     """What to measure; `depth` positions are in the cache."""
 
-    model: Model
-    device: torch.device
-    device_word: str  # as backends take it
-    num_gpus: int
     depth: int
-    rounds: int
-    warmup: int
-    backends: Sequence[Choice]
 
 
 def measure_stages(task: StageTask, say: Say) -> dict[str, Any]:
     """The parts of a record that this measurement makes: bandwidth, conditions, rows, failures."""
-    say("read bandwidth")
-    gpu = machine.gpu_row() if task.device.type == "cuda" else None
-    bandwidth = measure_bandwidth(task.device, gpu, task.num_gpus)
+    bandwidth = task.read_bandwidth(say)
     schedule = build(task.model.weights.spec, task.num_gpus)
     options = BackendOptions(
         max_context=task.depth + 1,

@@ -5,10 +5,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
 from cuda_walk import ROOT
 from kog_triton.backends.cuda import CudaBackend, serving
+from lowering_cases import mixed_lanes
 from ring_walker import spec_of
-from test_cuda_life import Server, held, request, run, tokens_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
@@ -22,24 +23,6 @@ from kog_triton.sampling import History, SamplingParams, sample
 
 pytestmark = pytest.mark.gpu
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-
-
-def lanes_spec(head):
-    return spec_of(
-        num_layers=5,
-        hidden_size=96,
-        num_heads=8,
-        num_kv_heads=4,
-        intermediate_size=176,
-        vocab_size=336,
-        num_lanes=4,
-        delay=2,
-        dtype=DType.F16,
-        head=head,
-        reduce_attention=(OWN, NOW, DELAYED, DELAYED, DELAYED),
-        reduce_mlp=(NOW, OWN, DELAYED, DELAYED, DELAYED),
-        max_context=512,
-    )
 
 
 # name -> spec, positions compared, root mean square error allowed on logits that deviate by 4 or more
@@ -63,10 +46,10 @@ SPECS = {
         1200,
         0.03,
     ),
-    "mean": (lanes_spec(Head.MEAN), 200, 0.04),
-    "concat": (lanes_spec(Head.CONCAT), 200, 0.04),
-    "sum": (lanes_spec(Head.SUM_THEN_NORM), 200, 0.04),
-    "vocab parallel": (lanes_spec(Head.VOCAB_PARALLEL), 200, 0.04),
+    "mean": (mixed_lanes(Head.MEAN, max_context=512), 200, 0.04),
+    "concat": (mixed_lanes(Head.CONCAT, max_context=512), 200, 0.04),
+    "sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=512), 200, 0.04),
+    "vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=512), 200, 0.04),
     # The reference rounds to bf16 as often as we do: 0.33 on an H200.
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
 }  # fmt: skip
@@ -177,15 +160,15 @@ def test_a_block_that_never_comes_is_an_error_and_the_gpu_goes_on(demo, monkeypa
     assert len(generate(ours, [3, 7], 5, SamplingParams(temperature=0))) == 5
 
 
-PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77))
+THREE = PROMPTS[:3]
 
 
 @pytest.fixture(scope="module")
 def alone(demo):
     """What each prompt gives alone in one launch: tokens, and keys and values."""
     ours, out = demo[0], {}
-    for prompt in PROMPTS:
-        tokens = run(ours, request(0, prompt, 60))[0]
+    for prompt in THREE:
+        tokens = tokens_of(run(ours, request(0, prompt, 60))[0])
         out[prompt] = tokens, held(ours, 0, len(prompt) + 59)
     return out
 
@@ -195,11 +178,9 @@ def test_slots_take_turns_and_launches_resume_bit_for_bit(demo, alone, monkeypat
     ours, _ = demo
     if most_steps:
         monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
-    got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(PROMPTS)))
-    for slot, prompt in enumerate(PROMPTS):
-        tokens, cache = alone[prompt]
-        assert got[slot] == tokens
-        assert torch.equal(held(ours, slot, len(prompt) + 59), cache)
+    got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(THREE)))
+    for slot, prompt in enumerate(THREE):
+        assert_alone(ours, slot, prompt, got[slot], alone)
 
 
 def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
@@ -220,7 +201,7 @@ def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
     count = min(60, len(steps[0]) - 1)
     assert tokens_of(steps[0])[:count] == alone[PROMPTS[0]][0][:count]
     for slot in (1, 2):
-        assert tokens_of(steps[slot]) == alone[PROMPTS[slot]][0]
+        assert_alone(ours, slot, PROMPTS[slot], steps[slot], alone)
 
 
 def test_a_prompt_longer_than_a_launch_is_computed_alike(demo, monkeypatch):
