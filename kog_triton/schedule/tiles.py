@@ -339,13 +339,12 @@ def _stage_cuts(
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
-        fits, turn = 4 * tile_rows * words <= tile_bytes, 0
+        fits = 4 * tile_rows * words <= tile_bytes
+        turn = _turn(units, chunks) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
-            turn = _turn(units, chunks)
             sums = units * max(1, tile_rows // 8)
-            fits = fits and units * tile_rows * (size - 1) < rows
-            fits = fits and turn is not None and (not turn or sums <= SUMS)
-        if fits:
+            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
+        if fits and turn is not None:
             shape = (rows, stage.cols, tile_rows, words, chunks, units)
             out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))
         tile_rows *= 2
