@@ -1,4 +1,4 @@
-"""Markers, the path to the tests' own modules, and how Triton runs where there is no GPU.
+"""Markers, skips, the path to the tests' own modules, and how Triton runs where there is no GPU.
 
 Triton decides when it is imported whether its kernels are compiled or interpreted, and every test of a
 process shares that import. Without a GPU they are interpreted; tests of the compiler compile in a process
@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+NO_SKIPS = os.environ.get("KOG_TESTS_NO_SKIPS") == "1"
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 if not any(Path(driver).exists() for driver in GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -73,3 +74,22 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch sees none"))
+
+
+def fail_skip(report):
+    """Turn a report of a skip that is about no GPU into one of a failure, where none may be."""
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2])
+        if "GPU" not in reason:
+            report.outcome, report.longrepr = "failed", f"KOG_TESTS_NO_SKIPS: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return fail_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return fail_skip((yield))

@@ -264,8 +264,9 @@ class ColumnBackend(FiberBackend):
         self.column_counts = counts
         super().__init__(weights, options, num_blocks, seed)
         for count in self.columns.counts:
-            while not self.columns.ready(count):
-                time.sleep(0.01)
+            if not self.columns.ready(count):
+                self.settle()
+                assert self.columns.ready(count), f"no kernel of {count} columns"
 
 
 class ChunkBackend(FiberBackend):

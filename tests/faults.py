@@ -1,10 +1,15 @@
-"""Planted faults: each must turn its test file red. Run by hand: `python tests/faults.py [--quick]`.
+"""Planted faults: each must turn its test file red. Run by hand:
+
+    python tests/faults.py              all of them; --list prints them
+    python tests/faults.py --quick      one in each floor of the house, as .ci/run does
+    python tests/faults.py RoPE top-p   those whose sentence has one of these words in it
 
 A gate that nobody has seen red is not known to work. Faults are planted in copies of the tree, one
-at a time; first every named test file must be green in a copy without a fault. Exit code 0 if all
-faults are caught; --quick plants one in each floor of the house.
+at a time; first every test file that they name must be green in a copy without a fault. Exit code 0
+if all are caught, 1 if not, 2 if the command line is wrong.
 """
 
+import argparse
 import os
 import queue
 import shutil
@@ -364,8 +369,30 @@ def green(tests: list[str], tree: Path) -> bool:
     return done.returncode == 0
 
 
-def main() -> int:
-    faults = [f for f in FAULTS if f.quick or "--quick" not in sys.argv[1:]]
+def asked(argv: list[str]) -> tuple[Fault, ...]:
+    """Those that a command line asks for; it exits where that is none."""
+    parser = argparse.ArgumentParser("tests/faults.py", description="Plant faults, see tests red.")
+    parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    parser.add_argument("--quick", action="store_true", help="those of .ci/run alone")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="part of a fault's sentence")
+    args = parser.parse_args(argv)
+    for word in args.words:
+        if not any(word in f.what for f in FAULTS):
+            parser.error(f"{word!r} stands in no fault's sentence: --list prints them")
+    wanted = args.words or [""]
+    faults = tuple(
+        f for f in FAULTS if f.quick >= args.quick and any(word in f.what for word in wanted)
+    )
+    if not faults:
+        parser.error(f"none of the quick faults has {' or '.join(map(repr, wanted))} in it")
+    if args.list:
+        print(*(f"{f.tests:29}{f.what}" for f in faults), sep="\n")
+        parser.exit()
+    return faults
+
+
+def main(argv: list[str]) -> int:
+    faults = asked(argv)
     for fault in faults:
         count = (ROOT / "kog_triton" / fault.path).read_text().count(fault.before)
         if count != 1:
@@ -396,4 +423,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

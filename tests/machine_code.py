@@ -71,20 +71,35 @@ def machine_code(layout, entry="decode.cu"):
 
 
 def innermost(code, has):
-    """Bodies of the smallest loops that contain an instruction matching `has`.
+    """Bodies of the smallest loops that contain an instruction matching `has`."""
+    return [[w for a, w in code if r[0] <= a <= r[1]] for r in innermost_at(code, has)]
+
+
+def innermost_at(code, has):
+    """(first, last) address of each of those loops.
 
     Loops of thousands are left out: code that a far jump shares with a loop seems to be one.
     """
-    loops = []
+    loops = set()
     for at, what in code:
         to = re.search(r"\bBRA(?:\.\S+)? .*?(0x[0-9a-f]+)", what)
         if to and 0 < at - int(to.group(1), 16) < 16 * LONGEST_LOOP:
-            loops.append((int(to.group(1), 16), at))
-    bodies = {r: [w for a, w in code if r[0] <= a <= r[1]] for r in loops}
-    held = [r for r in loops if any(re.search(has, w) for w in bodies[r])]
-    return [
-        bodies[r] for r in held if not any(o != r and r[0] <= o[0] and o[1] <= r[1] for o in held)
-    ]
+            loops.add((int(to.group(1), 16), at))
+    places = [at for at, what in code if re.search(has, what)]
+    held = sorted(r for r in loops if any(r[0] <= at <= r[1] for at in places))
+    return [r for r in held if not any(o != r and r[0] <= o[0] and o[1] <= r[1] for o in held)]
+
+
+def straight(code, has, apart=60):
+    """Stretches of code outside those loops, from one instruction matching `has` to the last near it."""
+    loops = innermost_at(code, has)
+    found = []
+    for n, (at, what) in enumerate(code):
+        if re.search(has, what) and not any(first <= at <= last for first, last in loops):
+            if not found or n - found[-1][1] > apart:
+                found.append([n, n])
+            found[-1][1] = n
+    return [[what for _, what in code[first : last + 1]] for first, last in found]
 
 
 def is_local(what):

@@ -58,6 +58,7 @@ class Instruction:
 
 
 def registers(text: str, width: int = 1) -> set[int]:
+    """Numbers of the registers that operands name, each with those beside it that it stands for."""
     return {
         int(first) + more
         for first, wide in re.findall(r"(?<![A-Z])R(\d+)(\.64)?", text)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,9 +113,13 @@ def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing
         assert f"{record['figures']['torch']:.3f} TB/s" in done.stdout
 
 
-def test_a_microbenchmark_stands_beside_what_kog_reports(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def figures(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "micro"))
-    figures = importlib.import_module("figures")
+    return importlib.import_module("figures")
+
+
+def test_a_microbenchmark_stands_beside_what_kog_reports(figures, tmp_path, capsys):
     file = tmp_path / "record.json"
     for name, said in (("launch_cost", "4.5"), ("exchange", "cut from 7.8")):
         figures.finish(name, "us", {"plain": 15.5}, file, "each")
@@ -122,6 +127,15 @@ def test_a_microbenchmark_stands_beside_what_kog_reports(monkeypatch, tmp_path, 
         record = json.loads(file.read_text())
         assert record["figures"] == {"plain": 15.5}
         assert record["reported_by_kog_us"] == figures.REPORTED[name]
+        assert record["reported_in"] == figures.SOURCE and f"in: {figures.SOURCE}\n" in out
+
+
+def test_the_lab_log_has_what_kog_reports_and_its_source(figures):
+    log = " ".join((ROOT / "benchmarks" / "README.md").read_text().split()).replace('"', "")
+    said = log[log.index("Kog reports") : log.index("What an H200 gives to the same")]
+    assert figures.SOURCE in said
+    reported = " ".join(f for all_of in figures.REPORTED.values() for f in all_of.values())
+    assert set(re.findall(r"[\d.]+", reported)) <= set(re.findall(r"\d[\d.]*", said))
 
 
 def test_a_record_that_cannot_be_written_is_told_first(tmp_path):

@@ -6,15 +6,28 @@ on the kernel of one token, bit for bit.
 """
 
 import ctypes
-import re
-import shutil
 import time
 
 import pytest
 import torch
-from column_cases import ALLOWED, EXTRAS, GREEDY, MIXED, ODD, alone, make, request, run
+from column_cases import ALLOWED, EXTRAS, MIXED, ODD
+from cuda_planting import plant
+from cuda_requests import (
+    GREEDY,
+    Server,
+    alone,
+    assert_expired,
+    error_of,
+    join,
+    make,
+    prompt_of,
+    request,
+    run,
+    serve,
+    timeless,
+    without_a_block,
+)
 from cuda_walk import (
-    INCLUDE,
     ChunkBackend,
     ColumnBackend,
     compile_walk,
@@ -26,12 +39,10 @@ from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
 from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
-from test_cuda_life import Server, tokens_of
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
-from kog_triton.backends.mailbox import Failure
-from kog_triton.errors import DeviceError, ModelError, RunError
+from kog_triton.backends.library_prefill import BY_TOKEN, Crossover, choose_prefill
+from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
@@ -40,10 +51,6 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-
-
-def prompt_of(count, first=3):
-    return [(first + 7 * i) % 101 for i in range(count)]
 
 
 def layout_of(spec, positions=8, num_blocks=0):
@@ -221,10 +228,10 @@ def test_a_request_that_is_to_be_one_kernel_is_one_launch(spec, monkeypatch):
 def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     whole = request(0, prompt_of(13), 4)
     steps, _ = alone(spec, [whole])
-    first = steps[0][0][0]
+    first = steps[0][0].token
     options = {"stop_token_ids": frozenset({first})} if finish == "stop" else {}
     got = run(backend, request(0, whole.prompt, 4 if finish == "stop" else 1, **options))
-    assert [step[:2] for step in got[0]] == [(first, finish)]
+    assert [(step.token, step.finish) for step in got[0]] == [(first, finish)]
     assert launched(backend) == (1, 0)
 
 
@@ -237,6 +244,20 @@ def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
 
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+@pytest.mark.parametrize("positions", [2, 4, 8])
+def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, positions):
+    """As many chunks' worth of tokens as of eight positions, and never less than a token at a time gets."""
+    measured = {"llama-3.2-1b": (8, 48), "laneformer-2b": (8, 24)}[name]
+    fresh, behind = (tokens * positions // 8 for tokens in measured)
+    ready = chunks.Chunks(
+        lower(build(named_shape(name)), GPUS["h200"]), 64, positions, lambda _: None, lambda _: None
+    )
+    assert ready.crossover == BY_TOKEN
+    ready.open(torch.device("cpu"))
+    assert ready.crossover == Crossover(max(3, fresh), max(8, behind))
+
+
 class BothBackend(ColumnBackend):
     """Chunks for prompts, columns for what follows."""
 
@@ -247,12 +268,8 @@ def test_prompts_that_arrive_go_first_and_join_in_columns(spec):
     requests = [request(0, prompt_of(5), 30), request(1, prompt_of(20, 5), 4)]
     steps, cache = alone(spec, requests)
     backend = make(BothBackend, spec, 2, counts=(2,))
-    server = Server(backend, requests[0])
-    server.read(0, 3)
-    server.post(requests[1])
-    said = server.finish()
-    for slot in (0, 1):
-        assert tokens_of(said[slot]) == [step[0] for step in steps[slot]]
+    said = join(backend, *requests)
+    assert {slot: timeless(said[slot]) for slot in said} == steps
     assert torch.equal(backend.memory.cache, cache)
     assert launched(backend)[0] == 2
     assert sum(k.kernel.launches for k in backend.columns.kernels) == 1
@@ -278,38 +295,25 @@ def test_a_word_of_the_host_is_heard_in_a_prompt(backend, spec, monkeypatch, wor
         backend.forward_logits([1, 2, 3])  # leaves all slots alone
         server.mailbox.resume()
         server.start()
-        assert tokens_of(server.finish()[0]) == [step[0] for step in steps[0]]
+        assert timeless(server.finish()[0]) == steps[0]
     assert torch.equal(backend.memory.cache[0], cache[0])
 
 
 def test_a_nan_in_a_prompt_is_an_error_of_its_request_alone(backend, spec):
     steps, _ = alone(spec, [request(0, prompt_of(12), 3)])
     backend.memory.embed[99, 3] = torch.nan
-    mailbox = backend.new_mailbox()
-    for slot, prompt in enumerate([prompt_of(12), [*prompt_of(9), 99, 5]]):
-        mailbox.post(request(slot, prompt, 3))
-    backend.generate(mailbox)
-    assert tokens_of(mailbox.read(0)) == [step[0] for step in steps[0]]
-    (failure,) = mailbox.read(1)
-    assert "NaN or +inf after 0 tokens" in str(failure.error)
+    prompts = prompt_of(12), [*prompt_of(9), 99, 5]
+    said = serve(backend, *(request(slot, prompt, 3) for slot, prompt in enumerate(prompts)))
+    assert timeless(said[0]) == steps[0]
+    assert "NaN or +inf after 0 tokens" in str(error_of(said[1]))
 
 
 def test_an_expired_wait_names_its_place_and_the_next_prompt_runs(backend):
     prompt = request(0, prompt_of(20), 3)
     expected = run(backend, prompt)
-    kernel = backend.chunks.kernel.kernel
-    backend.wait_ticks, kernel.absent = 2000, 1
-    mailbox = backend.new_mailbox()
-    mailbox.post(prompt)
-    backend.generate(mailbox)
-    (failure,) = mailbox.read(0)
-    assert isinstance(failure, Failure) and isinstance(failure.error, RunError)
-    assert re.search(
-        r"expired: rank 0, block 0, layer 0, (attention_qkv, word \d+ of qkv|"
-        r"o_proj_input, word \d+ of attention_flags), seen 0, wanted 1",
-        str(failure.error),
-    )
-    backend.wait_ticks, kernel.absent = 1 << 20, -1
+    places = r"attention_qkv, word \d+ of qkv", r"o_proj_input, word \d+ of attention_flags"
+    with without_a_block(backend, backend.chunks.kernel.kernel):
+        assert_expired(error_of(serve(backend, prompt)[0]), *places)
     assert run(backend, prompt) == expected
 
 
@@ -387,17 +391,13 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(spec, monkeypatch, tmp_path, name):
-    before, after = FAULTS[name]
-    shutil.copytree(INCLUDE, tmp_path / "include")
-    path = tmp_path / "include/kog/columns/chunk.h"
-    assert path.read_text().count(before) == 1
-    path.write_text(path.read_text().replace(before, after))
+    include = plant(tmp_path, ("columns/chunk.h", *FAULTS[name]))
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
     requests = [request(0, prompt_of(21), 3), request(1, prompt_of(13, 9), 3)]
     steps, cache = alone(spec, requests)
     backend = make(ChunkBackend, spec, 2, seed=-1)
     kernel = backend.chunks.kernel.kernel
-    kernel.library = compile_walk(kernel.layout, kernel.flags, include=tmp_path / "include")
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
     backend.wait_ticks = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps

@@ -6,8 +6,8 @@ order change no bit of what each request leaves alone.
 
 import pytest
 import torch
-from column_cases import GREEDY, alone, request
 from cuda_planting import plant
+from cuda_requests import GREEDY, alone, request, tokens_of
 from cuda_threads import ColumnThreadWalk
 from cuda_walk import header
 from ring_walker import spec_of
@@ -71,7 +71,7 @@ def test_columns_race_for_nothing(name):
         ours.serve(requests, seed)
         assert (ours.verdict.code, ours.verdict.report) == (0, "")
         for slot in steps:
-            assert said(ours, slot, 3) == [step[0] for step in steps[slot]]
+            assert said(ours, slot, 3) == tokens_of(steps[slot])
         assert torch.equal(ours.memory.cache, cache)
 
 
@@ -82,7 +82,7 @@ def test_a_chunk_races_for_nothing():
     ours = ColumnThreadWalk(spec, RandomWeights(spec), blocks, 4, chunk=True)
     ours.serve([one], 1)
     assert (ours.verdict.code, ours.verdict.report) == (0, "")
-    assert said(ours, 0, 1) == [steps[0][0][0]]
+    assert said(ours, 0, 1) == tokens_of(steps[0])
     assert torch.equal(ours.memory.cache, cache)
 
 

@@ -10,21 +10,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from column_cases import (
-    ALLOWED,
-    EXTRAS,
-    GREEDY,
-    MIXED,
-    ODD,
-    PROMPTS,
-    alone,
-    layout_of,
-    make,
-    request,
-    run,
-    staggered,
-)
+from column_cases import ALLOWED, EXTRAS, MIXED, ODD, layout_of
 from cuda_planting import plant
+from cuda_requests import GREEDY, PROMPTS, alone, make, request, run, staggered
 from cuda_walk import ColumnBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import batches
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
@@ -151,6 +139,13 @@ SHAPES = {
         4,
         2,
         {"scratch_room": lambda lowering: 16_000},
+    ),
+    # Of which scratch holds fewer than registers take at once.
+    "a K hardly any of which finds room": (
+        f16_spec(hidden_size=128, num_layers=1, intermediate_size=2400, **ONE_HEAD),
+        8,
+        2,
+        {"scratch_room": lambda lowering: 12_000},
     ),
 }
 MORE = {

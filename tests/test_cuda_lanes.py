@@ -9,15 +9,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from column_cases import EXTRAS, GREEDY, MIXED, PROMPTS, alone, make, request, run, staggered
+from column_cases import EXTRAS, MIXED
 from column_cases import layout_of as columns_of
 from cuda_planting import plant
+from cuda_requests import (
+    GREEDY,
+    PROMPTS,
+    alone,
+    join,
+    make,
+    request,
+    run,
+    staggered,
+    timeless,
+)
 from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
-from kog_triton.backends.cuda.chunks import CHUNKED_LANES
 from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
-from test_cuda_life import Server, tokens_of
 
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
@@ -263,7 +272,6 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     assert run(backend, *requests) == steps
     assert torch.equal(backend.memory.cache, cache)
     assert backend.chunks.kernel.kernel.launches == len(lengths)
-    assert backend.chunks.crossover == CHUNKED_LANES
 
 
 def test_every_way_to_choose_works_beside_every_other(spec):
@@ -289,12 +297,8 @@ def test_a_request_joins_one_that_runs_and_both_end_as_alone(spec):
     requests = [request(0, PROMPTS[0], 16), request(1, PROMPTS[2], 3)]
     steps, cache = alone(spec, requests, 4)
     backend = make(ColumnBackend, spec, 2, 4, counts=(2,))
-    server = Server(backend, requests[0])
-    server.read(0, 3)
-    server.post(requests[1])
-    said = server.finish()
-    for slot in (0, 1):
-        assert tokens_of(said[slot]) == [step[0] for step in steps[slot]]
+    said = join(backend, *requests)
+    assert {slot: timeless(said[slot]) for slot in said} == steps
     assert torch.equal(backend.memory.cache, cache)
     assert sum(k.kernel.launches for k in backend.columns.kernels) == 1
 

@@ -5,7 +5,6 @@ log-probability, is what kog_triton.sampling makes of the logits that the same k
 the same sequence. Faults planted in the headers must be seen.
 """
 
-import shutil
 import time
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ import cuda_walk
 import numpy as np
 import pytest
 import torch
+from cuda_planting import plant
 from cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
 from kog_triton.backends.cuda import backend as backend_module
 from ring_walker import spec_of
@@ -385,12 +385,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name, tmp_path):
     file, before, after, model, settings = FAULTS[name]
-    shutil.copytree(INCLUDE, tmp_path / "include")
-    path = tmp_path / "include/kog" / file
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, after))
-    backend, params = backend_of(model, include=tmp_path / "include"), resolved(VOCAB, **settings)
+    include = plant(tmp_path, (file, before, after))
+    backend, params = backend_of(model, include=include), resolved(VOCAB, **settings)
     prompt = [3, 3, 3] if "bad" in settings else PROMPT
     with pytest.raises((AssertionError, RequestError)):
         assert_defined(backend, prompt, steps_of(backend, prompt, 8, params), params)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from cuda_planting import plant
+from cuda_requests import run, serve, tokens_of
 from cuda_walk import ChunkBackend, ColumnBackend, FiberBackend, compile_walk
 from ring_walker import spec_of
-from test_cuda_columns import run
 from test_cuda_injection import EDITS, FAULTY, MODELS, SILENT, Weights, patterns_of
 
 from kog_triton.backends import BackendOptions
@@ -82,13 +82,8 @@ def assert_alike(got, expected):
 
 def failures(backend, prompts=PROMPTS):
     """Slot by slot, the error of a request or None; and the tokens of those that went well."""
-    mailbox = backend.new_mailbox()
-    for r in requests(backend, prompts):
-        mailbox.post(r)
-    backend.generate(mailbox)
     errors, tokens = {}, {}
-    for slot in range(backend.options.num_slots):
-        steps = mailbox.read(slot)
+    for slot, steps in serve(backend, *requests(backend, prompts)).items():
         errors[slot] = steps[-1].error if isinstance(steps[-1], Failure) else None
         tokens[slot] = [step.token for step in steps if not isinstance(step, Failure)]
     return errors, tokens
@@ -104,7 +99,7 @@ def assert_nan_ends_one_request(backend, expected, slots=(0, 7)):
         assert re.search("NaN or .inf after 0 tokens", str(errors[bad])) and tokens[bad] == []
         for slot in set(errors) - {bad}:
             assert errors[slot] is None
-            assert tokens[slot] == [step[0] for step in expected[0][slot]]
+            assert tokens[slot] == tokens_of(expected[0][slot])
         backend.memory.embed[BAD] = row
         assert_alike(answers(backend), expected)
 

@@ -145,6 +145,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
         "profile": layout.profile_tokens > 0,
         "chunk": layout.chunk,
         "streams": layout.lowering.streams,
+        "results_over_sums": layout.results_over_sums,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,
@@ -157,6 +158,8 @@ def _flags(layout: Layout) -> dict[str, bool]:
         "mixes": mixes,
         "mean": mixes and spec.head is Head.MEAN,
         "concat": mixes and spec.head is Head.CONCAT,
+        # Each lane's stream is normed before it is sent.
+        "normed_mix": mixes and spec.head in (Head.MEAN, Head.CONCAT),
         "head_by_lane": schedule.num_shards > 1 and spec.head is Head.VOCAB_PARALLEL,
     }
 

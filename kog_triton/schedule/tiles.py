@@ -339,12 +339,11 @@ def _stage_cuts(
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
-        turn = _turn(units, chunks) if wired else 0
         fits = 4 * tile_rows * words <= tile_bytes
-        if wired:  # every block has rows of its own
-            fits = fits and units * tile_rows * (size - 1) < rows
-        if turn:  # which are more than usual, and so are their sums
-            fits = fits and units * max(1, tile_rows // 8) <= SUMS
+        turn = _turn(units, chunks) if wired else 0
+        if wired:  # every block has rows of its own, and sums of all of them
+            sums = units * max(1, tile_rows // 8)
+            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
         if fits and turn is not None:
             shape = (rows, stage.cols, tile_rows, words, chunks, units)
             out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))

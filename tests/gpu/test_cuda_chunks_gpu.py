@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from cuda_requests import held, prompt_of, request, run
 from kog_triton.backends.cuda import CudaBackend
 from lowering_cases import mixed_lanes
 from real_shapes import real_shape
 from ring_walker import spec_of
-from test_cuda_chunks import prompt_of
-from test_cuda_life import held, request, run
 
 from kog_triton.backends import BackendOptions
 from kog_triton.model.shapes import named_shape
@@ -46,8 +45,8 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name):
                 backend.memory.cache.zero_()
             with monkeypatch.context() as patch:
                 patch.setattr(backend.chunks, "kernel", kernel)
-                tokens = run(backend, request(0, prompt, 6, cached=cached))[0]
-            got.append((tokens, held(backend, 0, length + 5)))
+                steps = run(backend, request(0, prompt, 6, cached=cached))[0]
+            got.append((steps, held(backend, 0, length + 5)))
         assert got[0][0] == got[1][0]
         assert torch.equal(got[0][1], got[1][1])
     backend.close()

@@ -4,12 +4,11 @@ import time
 
 import pytest
 import torch
+from cuda_requests import held, prompt_of, request, run
 from kog_triton.backends.cuda import CudaBackend
 from lowering_cases import mixed_lanes
 from real_shapes import real_shape
 from ring_walker import spec_of
-from test_cuda_chunks import prompt_of
-from test_cuda_life import held, request, run
 
 from kog_triton.backends import BackendOptions
 from kog_triton.model.shapes import named_shape
@@ -52,8 +51,8 @@ def test_requests_together_leave_what_each_leaves_alone(name, columns):
     while not backend.columns.ready(columns):
         time.sleep(0.1)
     together = run(backend, *requests)
-    for r, (tokens, cache) in zip(requests, alone, strict=True):
-        assert together[r.slot] == tokens
+    for r, (steps, cache) in zip(requests, alone, strict=True):
+        assert together[r.slot] == steps
         assert torch.equal(held(backend, r.slot, len(r.prompt) + count - 1), cache)
     assert [k.layout.columns for k in backend.columns.kernels] == [columns]
     backend.close()

@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
 from cuda_walk import ROOT
 from kog_triton.backends.cuda import CudaBackend, serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
-from test_cuda_life import Server, held, request, run, tokens_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
@@ -160,15 +160,15 @@ def test_a_block_that_never_comes_is_an_error_and_the_gpu_goes_on(demo, monkeypa
     assert len(generate(ours, [3, 7], 5, SamplingParams(temperature=0))) == 5
 
 
-PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77))
+THREE = PROMPTS[:3]
 
 
 @pytest.fixture(scope="module")
 def alone(demo):
     """What each prompt gives alone in one launch: tokens, and keys and values."""
     ours, out = demo[0], {}
-    for prompt in PROMPTS:
-        tokens = run(ours, request(0, prompt, 60))[0]
+    for prompt in THREE:
+        tokens = tokens_of(run(ours, request(0, prompt, 60))[0])
         out[prompt] = tokens, held(ours, 0, len(prompt) + 59)
     return out
 
@@ -178,11 +178,9 @@ def test_slots_take_turns_and_launches_resume_bit_for_bit(demo, alone, monkeypat
     ours, _ = demo
     if most_steps:
         monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
-    got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(PROMPTS)))
-    for slot, prompt in enumerate(PROMPTS):
-        tokens, cache = alone[prompt]
-        assert got[slot] == tokens
-        assert torch.equal(held(ours, slot, len(prompt) + 59), cache)
+    got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(THREE)))
+    for slot, prompt in enumerate(THREE):
+        assert_alone(ours, slot, prompt, got[slot], alone)
 
 
 def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
@@ -203,7 +201,7 @@ def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
     count = min(60, len(steps[0]) - 1)
     assert tokens_of(steps[0])[:count] == alone[PROMPTS[0]][0][:count]
     for slot in (1, 2):
-        assert tokens_of(steps[slot]) == alone[PROMPTS[slot]][0]
+        assert_alone(ours, slot, PROMPTS[slot], steps[slot], alone)
 
 
 def test_a_prompt_longer_than_a_launch_is_computed_alike(demo, monkeypatch):

@@ -64,11 +64,13 @@ KOG_DEVICE bool find_unit(Block& b, int steps, u32 by_lane, int n, Span& span) {
 // the thread that fills the ring.
 KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
   int n = b.place;
+#pragma unroll 1
   for (int c = 0; c < b.p.num_seats; c++) {
     int position = position_of(b, c, steps);
     if (position >= kMaxContext) continue;  // ahead of the end of a request
     int length = position + 1 - first_position(position, kWindows[layer]);
     int used = splits_in_use(length);
+#pragma unroll 1
     for (; n < used * kKvHeads; n += kGroup)
       fetch_span(b, b.small->seats[c].slot, layer,
                  span_of(n / used, n % used, position, kWindows[layer]));

@@ -237,7 +237,8 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
         sum[i] += shuffle_xor(sum[i], 1);
       }
       int set = first + (kAtOnce > 1 ? quarter % 2 : 0);
-      float mine = sum[quarter % 2 == 0 ? 0 : kAtOnce - 1];
+      // One of two values, not the value at one of two places: registers have no index.
+      float even = sum[0], odd = sum[kAtOnce - 1], mine = quarter % 2 == 0 ? even : odd;
       if (kAtOnce > 1 || quarter % 2 == 0)
         to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = mine;
     }

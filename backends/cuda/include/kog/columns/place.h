@@ -30,6 +30,7 @@ KOG_DEVICE bool has_head(const Block& b, int column, int steps) {
 }
 KOG_DEVICE bool any_head(const Block& b, int steps) {
   bool any = false;
+#pragma unroll 1
   for (int c = 0; c < b.p.num_seats; c++) any |= has_head(b, c, steps);
   return any;
 }

@@ -255,8 +255,10 @@ KOG_DEVICE void publish_marks(const Block& b, int piece, const u32 (&low)[Cut<St
   for (int k = 0; k < 4 && k < kColumns; k++) {
     int first = (4 * word + k) * kRows + 4 * group;
 #pragma unroll
-    for (int i = 0; i < kItems; i++)
-      if (first / 32 == i) mark |= (bits[i] >> first % 32 & 0xfu) << 4 * k;
+    for (int i = 0; i < kItems; i++) {
+      u32 mine = first / 32 == i ? 0xfu : 0;
+      mark |= (bits[i] >> first % 32 & mine) << 4 * k;
+    }
   }
   store_relaxed(lane_words<Marks>(b) + row / 4 * kMarks + word, mark);
 }
