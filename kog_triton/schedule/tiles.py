@@ -244,9 +244,9 @@ Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane,
 
 
 def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
-    """Blocks of a lane, at most `most`, and every stage's cut: those with which a block reads least.
+    """Blocks of a lane, at most `most`, and every stage's cut.
 
-    Fewer blocks may share rows in larger tiles.
+    As many blocks as share rows in tiles that need no loop, or those with loops if a block then reads less.
     """
     spec = schedule.spec
     if most < 1:
@@ -262,7 +262,10 @@ def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[Sta
             "takes more registers than there are; choose a GPU with more multiprocessors, "
             "or --backend reference"
         )
-    _, fewer, _, stages = min(options, key=lambda cut: cut[:3])
+    looped = [cut for cut in options if any(stage.turn for stage in cut[3])]
+    straight = [cut for cut in options if cut not in looped]
+    straight = sorted(straight, key=lambda cut: (cut[1], cut[0], cut[2]))[:1]
+    _, fewer, _, stages = min(looped + straight, key=lambda cut: cut[:3])
     return -fewer, stages
 
 
