@@ -267,6 +267,7 @@ class ColumnBackend(FiberBackend):
             if not self.columns.ready(count):
                 self.settle()
                 assert self.columns.ready(count), f"no kernel of {count} columns"
+        self.settle()
 
 
 class ChunkBackend(FiberBackend):
@@ -275,3 +276,4 @@ class ChunkBackend(FiberBackend):
     def __init__(self, weights, options, num_blocks=2, seed=0, positions=POSITIONS):
         self.chunk_positions = positions
         super().__init__(weights, options, num_blocks, seed)
+        self.settle()

@@ -69,6 +69,7 @@ def opened(
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
     backend = kind(RandomWeights(spec), options, num_blocks)
     backend.wait_ticks *= PATIENCE
+    backend.settle()
     assert (backend.chunks.kernel is not None) == bool(chunk)
     for count in columns:
         while not backend.columns.ready(count):

@@ -6,6 +6,7 @@ on the kernel of one token, bit for bit.
 """
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -30,6 +31,7 @@ from cuda_requests import (
 from cuda_walk import (
     ChunkBackend,
     ColumnBackend,
+    FiberBackend,
     compile_walk,
     header,
     lower,
@@ -253,8 +255,6 @@ def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, posit
     ready = chunks.Chunks(
         lower(build(named_shape(name)), GPUS["h200"]), 64, positions, lambda _: None, lambda _: None
     )
-    assert ready.crossover == BY_TOKEN
-    ready.open(torch.device("cpu"))
     assert ready.crossover == Crossover(max(3, fresh), max(8, behind))
 
 
@@ -324,6 +324,33 @@ class FailingBackend(ChunkBackend):
         if layout.chunk:
             raise DeviceError("the compiler is out of room")
         super()._compile(source, layout)
+
+
+class LateBackend(FiberBackend):
+    """A backend whose compiler takes until `done` over the kernel of chunks."""
+
+    chunk_positions = 8
+
+    def __init__(self, *arguments):
+        self.done = threading.Event()
+        super().__init__(*arguments)
+
+    def _compile(self, source, layout):
+        if layout.chunk:
+            assert self.done.wait(60)
+        super()._compile(source, layout)
+
+
+def test_prompts_that_come_before_the_kernel_go_a_token_at_a_time(spec):
+    r = request(0, prompt_of(11), 3)
+    steps, _ = alone(spec, [r])
+    backend = make(LateBackend, spec, 1)
+    early = backend.chunks.crossover
+    assert run(backend, r) == steps and backend.chunks.kernel is None
+    backend.done.set()
+    backend.settle()
+    assert run(backend, r) == steps and launched(backend) == (1, 2)
+    assert backend.chunks.crossover == early != BY_TOKEN
 
 
 def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spec, caplog):

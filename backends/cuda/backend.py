@@ -130,7 +130,6 @@ class CudaBackend:
                 self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
                 raise
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
-        self.chunks.open(self.device)
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -255,6 +254,7 @@ class CudaBackend:
 
     def settle(self) -> None:
         self.columns.settle()
+        self.chunks.settle(self.device)
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory

@@ -3,7 +3,8 @@
 A chunk reads the weights once for all its positions, and leaves the keys and values that a token at a time
 leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. A model whose
 activations of eight positions outgrow shared memory gets chunks of fewer. What cannot take part is refused by name:
-its prompts go a token at a time, on that kernel alone.
+its prompts go a token at a time, on that kernel alone; so do prompts that come before the compiler is done, which
+takes longer than all else that a first start needs.
 """
 
 import logging
@@ -39,15 +40,16 @@ MOST_CHUNKS = 32
 
 
 class Chunks:
-    """The kernel of one model's prompts, compiled by a thread of its own while the rest is loaded.
+    """The kernel of one model's prompts, compiled by a thread of its own, for which nobody waits.
 
     positions  of a step at most; 0 for no such kernel
     compile    puts a layout's kernel where `load` finds it
-    load       makes it ready to run
-    kernel     None until `open`, and where there is none
+    load       makes it ready to run; by the thread that launches
+    kernel     None until it is compiled and then asked for, and where there is none
     """
 
     kernel: ColumnKernel | None = None
+    _thread: threading.Thread | None = None  # until the kernel is there
 
     def __init__(
         self,
@@ -73,28 +75,32 @@ class Chunks:
         self._thread = threading.Thread(target=self._run, args=(self._layout,))
         self._thread.start()
 
-    def open(self, device: torch.device) -> None:
+    def settle(self, device: torch.device) -> None:
         """Wait for the compiler and load the kernel. Where the compiler fails the log says so."""
-        if self._layout is None:
+        if self._thread is None:
             return
         self._thread.join()
+        self._thread = None
         if self._layout is not None:
             self.kernel = make_kernel(self._layout, self._load(self._layout), device)
 
-    def for_prompt(self, tokens: int) -> ColumnKernel | None:
-        """The kernel, if there is one and it is for so many tokens that a prompt has left."""
+    def for_prompt(self, tokens: int, device: torch.device) -> ColumnKernel | None:
+        """The kernel, if it is there by now and for so many tokens that a prompt has left."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.settle(device)
         return self.kernel if tokens >= CHUNKS_FROM else None
 
     @property
     def crossover(self) -> Crossover:
-        """From which prompts on "auto" means the library.
+        """From which prompts on "auto" means the library: the same before the kernel is there, so that a
+        prompt's numbers do not depend on when it comes.
 
         Only chunks of POSITIONS were timed. One of fewer takes no longer, and no less than a token: the
         library is taken to be worth as many of them, and no fewer tokens than one at a time.
         """
-        if self.kernel is None:
+        layout = self._layout
+        if layout is None:
             return BY_TOKEN
-        layout = self.kernel.layout
         timed = CHUNKED_LANES if layout.lowering.schedule.num_shards > 1 else CHUNKED
         fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))
         return Crossover(max(fresh, BY_TOKEN.fresh), max(behind, BY_TOKEN.behind))

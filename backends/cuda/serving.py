@@ -152,7 +152,7 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
 def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     device, columns = launcher.memory.words.device, launcher.columns
     for slot, one in live.items():
-        if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position):
+        if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position, device):
             return launcher.launch([slot], MOST_CHUNKS, step)
     together = columns.ready(len(live))
     slots = list(live)[: columns.most if together else MOST_SEATS]

@@ -157,7 +157,7 @@ class BackendSubject:
         return backend.resources() if isinstance(backend, ResourceReporter) else None
 
     def settle(self) -> None:
-        """Wait for kernels that its first requests began to compile."""
+        """Wait for kernels that are compiled beside it."""
         if isinstance(self._backend, BackgroundCompiler):
             self._backend.settle()
 

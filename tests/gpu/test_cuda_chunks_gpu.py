@@ -37,6 +37,7 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name):
     weights = RandomWeights(SPECS[name], device="cuda")
     options = BackendOptions(device="nvidia", max_context=4096, prefill="kernel")
     backend = CudaBackend(weights, options)
+    backend.settle()
     assert backend.chunks.kernel is not None
     for length, cached in ((3, 0), (9, 0), (130, 0), (145, 129), (700, 0), (2100, 0), (2120, 2099)):
         prompt, got = prompt_of(length), []

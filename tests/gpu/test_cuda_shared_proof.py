@@ -49,6 +49,7 @@ KINDS = {"columns": Columns, "chunks": Chunks}
 def opened(kind, weights, num_slots, blocks=BLOCKS):
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=num_slots)
     backend = kind(weights, options, blocks)
+    backend.settle()
     while kind is Columns and not backend.columns.ready(num_slots):
         time.sleep(0.1)
     return backend
