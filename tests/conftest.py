@@ -38,6 +38,14 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("fake"))
 
 
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory):
+    """A folder that, on the path, offers that backend by its entry point."""
+    from fake_backend import install
+
+    return install(tmp_path_factory.mktemp("site"))
+
+
 @pytest.fixture
 def llm(folder):
     """That backend's engine, with two slots."""

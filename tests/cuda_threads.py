@@ -12,11 +12,21 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
-from cuda_walk import FLAGS, HERE, INCLUDE, Walk, build_walk, layout_of, lower, memory
+from cuda_walk import (
+    FLAGS,
+    HERE,
+    INCLUDE,
+    Walk,
+    build_walk,
+    layout_of,
+    lower,
+    memory,
+    write_request,
+)
 from kog_triton.backends.cuda.columns import lay_out_columns
 from kog_triton.backends.cuda.serving import UNLIMITED
 
-from kog_triton.backends.request_words import OFFSETS, encode
+from kog_triton.backends.request_words import encode
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
@@ -60,12 +70,7 @@ class ThreadWalk(Walk):
     def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=-1, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
         assert absent < 0
-        m = self.memory
-        for tensor in (m.words, m.error, m.mailbox):
-            tensor.zero_()
-        m.mailbox[0] = control
-        m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
-        others = {} if logits is None else {"logits": logits}
+        others = write_request(self.memory, request, prompt, logits, control)
         return self._launch([0], seed, limit, **others)
 
     def _launch(self, slots, seed, limit, **others):

@@ -88,6 +88,15 @@ def compile_walk(layout, flags=("-O1",), include=INCLUDE, **changes):
     return loaded
 
 
+def write_request(m, request, prompt, logits, control):
+    """One request's words into slot 0 of memory as it is before a launch, and what the launch takes besides."""
+    for tensor in (m.words, m.error, m.mailbox):
+        tensor.zero_()
+    m.mailbox[0] = control
+    m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
+    return {} if logits is None else {"logits": logits}
+
+
 class Walk:
     """One model on the emulated GPU."""
 
@@ -115,13 +124,8 @@ class Walk:
 
     def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=-1, control=0):
         """Rounds that one request's words in slot 0 took, or -1."""
-        m = self.memory
-        for tensor in (m.words, m.error, m.mailbox):
-            tensor.zero_()
-        m.mailbox[0] = control
-        m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
-        others = {} if logits is None else {"logits": logits}
-        pointers = m.pointers([0], limit, UNLIMITED, **others)
+        others = write_request(self.memory, request, prompt, logits, control)
+        pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
 
     def store_late(self, region, rounds):
@@ -260,8 +264,9 @@ class ColumnBackend(FiberBackend):
         self.column_counts = counts
         super().__init__(weights, options, num_blocks, seed)
         for count in self.columns.counts:
-            while not self.columns.ready(count):
-                time.sleep(0.01)
+            if not self.columns.ready(count):
+                self.settle()
+                assert self.columns.ready(count), f"no kernel of {count} columns"
 
 
 class ChunkBackend(FiberBackend):

@@ -55,6 +55,28 @@ def lanes(delay: int, head: Head = Head.MEAN, early: Reduce = Reduce.OWN, **kw) 
     )
 
 
+FOUR_LANES = {
+    "num_layers": 5,
+    "hidden_size": 96,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 176,
+    "vocab_size": 336,
+    "num_lanes": 4,
+    "delay": 2,
+}
+
+
+def mixed_lanes(head: Head, **changes) -> ModelSpec:
+    """Four lanes in float16 whose modules reduce differently: never, at once, then late."""
+    now, own, late = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+    reduces = {
+        "reduce_attention": (own, now, late, late, late),
+        "reduce_mlp": (now, own, late, late, late),
+    }
+    return spec_of(**(FOUR_LANES | reduces | {"dtype": DType.F16, "head": head} | changes))
+
+
 MODELS = {
     "llama": (spec_of(), 1),
     "qwen2": (spec_of(qkv_bias=True, tied_embeddings=True, dtype=DType.F16), 1),

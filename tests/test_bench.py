@@ -112,6 +112,7 @@ def test_prefill_times_the_prompt_alone(cli):
     )
     (row,) = record["rows"]
     assert code == 0 and "pp40" in out and row["host"] is None and "floor ms" in out
+    assert "tokens/s are the prompt's" in out
     weights = Checkpoint.open(checkpoint_path()).spec.replace(dtype=DType.F32).bytes_per_token
     assert row["floor"]["bytes"] == weights, "one pass over them, in the reference's own type"
     assert row["floor"]["measured_mbu"] == pytest.approx(
@@ -223,6 +224,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--depth", "2000"], 2, "do not fit the 1024 of demo"),
         (["decode", "--no-kernel-switches"], 2, "there is none in use"),
         (["decode", "--device", "h200"], 4, "torch sees no GPU"),
+        (["decode", "--device", "h2000"], 4, "no GPU named 'h2000'"),
         (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
         (["decode", "--save", "../up", *FEW], 2, "--save ../up: a name of a-z"),
         (["decode", "--save", "", *FEW], 2, "a name of a-z"),

@@ -105,6 +105,26 @@ def test_a_file_that_is_no_record_is_named(tmp_path, text):
         read_results(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["kind", "machine", "model", "test", "rows", "created"])
+def test_a_record_that_lacks_something_is_named(tmp_path, key):
+    record = a_record()
+    (tmp_path / "whole.json").write_text(json.dumps(record))
+    assert len(read_results(tmp_path)) == 1
+    del record[key]
+    (tmp_path / "x.json").write_text(json.dumps(record))
+    with pytest.raises(RequestError, match=rf"x\.json: not a whole record.*{key}"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["host", "name", "check"])
+def test_a_record_whose_row_lacks_something_is_named(tmp_path, key):
+    record = a_record()
+    del record["rows"][0][key]
+    (tmp_path / "x.json").write_text(json.dumps(record))
+    with pytest.raises(RequestError, match=rf"x\.json: not a whole record.*{key}"):
+        read_results(tmp_path)
+
+
 def test_markers():
     assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
     assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"

@@ -33,11 +33,6 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5)
 
 
-@pytest.fixture(scope="module")
-def plugins(tmp_path_factory):
-    return install(tmp_path_factory.mktemp("site"))
-
-
 @pytest.fixture
 def cli(folder, plugins, monkeypatch, capsys):
     """`kog generate` on the fake backend: (exit code, stdout, stderr)."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from fake_backend import install
 from fake_checkpoint import END, make_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -19,11 +18,6 @@ SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5)
-
-
-@pytest.fixture(scope="module")
-def plugins(tmp_path_factory):
-    return install(tmp_path_factory.mktemp("site"))
 
 
 def start(plugins, *argv, **options):

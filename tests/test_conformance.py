@@ -13,6 +13,7 @@ import torch
 from cuda_planting import plant
 from cuda_walk import FiberBackend, compile_walk
 from kog_triton.backends.cuda import CudaBackend
+from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 
 from kog_triton.backends import STAGE_READS, BackendOptions
@@ -45,24 +46,7 @@ X_ROUNDED = 2  # times as much in the other stages of Triton, which rounds their
 
 
 def lanes(head, **changes):
-    return spec_of(
-        **{
-            "num_layers": 5,
-            "hidden_size": 96,
-            "num_heads": 8,
-            "num_kv_heads": 4,
-            "intermediate_size": 176,
-            "vocab_size": 336,
-            "num_lanes": 4,
-            "delay": 2,
-            "dtype": DType.F16,
-            "max_context": CONTEXT,
-            "head": head,
-            "reduce_attention": (OWN, NOW, DELAYED, DELAYED, DELAYED),
-            "reduce_mlp": (NOW, OWN, DELAYED, DELAYED, DELAYED),
-        }
-        | changes
-    )
+    return mixed_lanes(head, max_context=CONTEXT, **changes)
 
 
 SPECS = {
@@ -279,7 +263,7 @@ FAULTS = {
                                "lanes, sum"),
     "other lanes' late outputs lost": ("residual.h", "y += others(", "y += 0 * others(",
                                        {"o_proj", "down_proj"}, "lanes, sum"),
-    "streams not behind each other": ("mix.h", "j * kHidden + at[0] + i,", "at[0] + i,",
+    "streams not behind each other": ("mix.h", "j * kHidden + at + i,", "at + i,",
                                       {"lm_head"}, "lanes, concat"),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_walk import Walk, header, layout_of, memory
+from lowering_cases import FOUR_LANES
 from machine_code import SHAPES
 from ring_walker import f16_spec, pack_model, spec_of
 
@@ -27,15 +28,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-LANES = {
-    "num_layers": 5,
-    "hidden_size": 96,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "intermediate_size": 176,
-    "vocab_size": 336,
-    "num_lanes": 4,
-    "delay": 2,
+LANES = FOUR_LANES | {
     "reduce_attention": (OWN, OWN, DELAYED, DELAYED, NOW),
     "reduce_mlp": (NOW, OWN, DELAYED, OWN, DELAYED),
 }

@@ -41,7 +41,7 @@ from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.library_prefill import BY_TOKEN, choose_prefill
+from kog_triton.backends.library_prefill import BY_TOKEN, Crossover, choose_prefill
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.random_weights import RandomWeights
@@ -242,6 +242,20 @@ def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
         chosen = [choose_prefill(n, first, crossover) for n in tokens]
         assert chosen == sorted(chosen) and set(chosen) == {"kernel", "library"}
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+@pytest.mark.parametrize("positions", [2, 4, 8])
+def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, positions):
+    """As many chunks' worth of tokens as of eight positions, and never less than a token at a time gets."""
+    measured = {"llama-3.2-1b": (8, 48), "laneformer-2b": (8, 24)}[name]
+    fresh, behind = (tokens * positions // 8 for tokens in measured)
+    ready = chunks.Chunks(
+        lower(build(named_shape(name)), GPUS["h200"]), 64, positions, lambda _: None, lambda _: None
+    )
+    assert ready.crossover == BY_TOKEN
+    ready.open(torch.device("cpu"))
+    assert ready.crossover == Crossover(max(3, fresh), max(8, behind))
 
 
 class BothBackend(ColumnBackend):

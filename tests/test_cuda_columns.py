@@ -140,6 +140,13 @@ SHAPES = {
         2,
         {"scratch_room": lambda lowering: 16_000},
     ),
+    # Of which scratch holds fewer than registers take at once.
+    "a K hardly any of which finds room": (
+        f16_spec(hidden_size=128, num_layers=1, intermediate_size=2400, **ONE_HEAD),
+        8,
+        2,
+        {"scratch_room": lambda lowering: 12_000},
+    ),
 }
 MORE = {
     "fp16, biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 8, 3, {}),

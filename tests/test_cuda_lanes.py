@@ -25,7 +25,6 @@ from cuda_requests import (
 )
 from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
-from kog_triton.backends.cuda.chunks import CHUNKED_LANES
 from machine_code import assert_weight_loops_hardly_spill, machine_code
 from ring_walker import f16_spec, spec_of
 
@@ -273,7 +272,6 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     assert run(backend, *requests) == steps
     assert torch.equal(backend.memory.cache, cache)
     assert backend.chunks.kernel.kernel.launches == len(lengths)
-    assert backend.chunks.crossover == CHUNKED_LANES
 
 
 def test_every_way_to_choose_works_beside_every_other(spec):

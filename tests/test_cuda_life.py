@@ -6,9 +6,11 @@ same request alone in one launch, bit for bit.
 
 import gc
 import re
+import threading
 import time
 import weakref
 
+import cuda_walk
 import pytest
 import torch
 from cuda_planting import plant
@@ -27,16 +29,18 @@ from cuda_requests import (
     request,
     run,
     serve,
+    tokens_of,
     without_a_block,
 )
-from cuda_walk import FiberBackend, compile_walk
+from cuda_walk import FiberBackend, FiberLaunch, compile_walk
 from fake_checkpoint import make_checkpoint
 from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import header, serving
+from kog_triton.backends.cuda.protocol import Outcome, Word
 from ring_walker import f16_spec, spec_of
 
 from kog_triton import LLM
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import BackendOptions, heart, silence
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.errors import DeviceError
 from kog_triton.random_weights import RandomWeights
@@ -236,6 +240,61 @@ def test_conversations_continue_in_their_slots(tmp_path):
                 fresh = cold.generate(prompt, params)[0]
             assert fresh.outputs[0].token_ids == out.outputs[0].token_ids
             talks[name] += [*out.outputs[0].token_ids, ord("!")]
+
+
+class LateLaunch(FiberLaunch):
+    """A launch that the GPU comes to when `begins` is set."""
+
+    def __init__(self, *arguments):
+        self.begins = threading.Event()
+        super().__init__(*arguments)
+
+    def run(self):
+        if self.begins.wait(60):
+            super().run()
+
+
+def assert_shut(backend):
+    doors = (
+        lambda: backend.generate(backend.new_mailbox()),
+        lambda: backend.forward_logits([1, 2]),
+        lambda: backend.run_stage("embed", 0, {}),
+        lambda: backend.time_stage("embed", 0, {}, lambda: None),
+        lambda: backend.profile([1, 2], 1),
+    )
+    for door in doors:
+        with pytest.raises(DeviceError, match=r"^the GPU fell silent .* open a new LLM or,[^\n]*$"):
+            door()
+
+
+def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(
+    expected, monkeypatch
+):
+    """Its kernel runs after all, once everybody has let go of it; then another backend works."""
+    monkeypatch.setattr(silence, "_kept", [])
+    backend, late = make(FiberBackend, num_slots=2), []
+    with monkeypatch.context() as patched, pytest.raises(heart.Stalled):
+        patched.setattr(heart, "SILENCE_S", 0.05)
+        patched.setattr(cuda_walk, "FiberLaunch", lambda *a: late.append(LateLaunch(*a)) or late[0])
+        run(backend, request(0, PROMPTS[0]))
+    assert_shut(backend)
+    backend.close()
+    memory = backend.memory
+    assert memory.mailbox[Word.CONTROL] == Outcome.YIELD
+    kept = [weakref.ref(t) for t in (memory.outbox, memory.masks, memory.cache, memory.words)]
+    del memory, backend
+    gc.collect()
+    outbox = kept[0]()
+    assert all(tensor() is not None for tensor in kept) and not outbox.any()
+    with pytest.raises(DeviceError, match=r"^the GPU has not ended what an earlier model .*$"):
+        make(FiberBackend, num_slots=1)
+    late[0].begins.set()
+    late[0].join(60)
+    assert outbox.any()  # by a kernel that nobody waited for
+    del outbox
+    other = make(FiberBackend, num_slots=1)
+    assert all(tensor() is None for tensor in kept)
+    assert tokens_of(serve(other, request(0, PROMPTS[1]))[0]) == expected[PROMPTS[1]][0]
 
 
 FAULTS = {

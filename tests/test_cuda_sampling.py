@@ -311,16 +311,21 @@ def test_a_nan_is_an_error_of_the_request(backends, settings):
     backend.memory.embed = embed
 
 
-def test_requests_of_two_slots_have_their_own_history():
-    backend = backend_of("odd", seed=3, slots=2)
-    first = resolved(VOCAB, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
-    second = resolved(VOCAB, **EVERY)
+def assert_histories_are_apart(backend, prompt, count):
+    """Of two requests at once, each judged by its own tokens."""
+    vocab = backend.spec.vocab_size
+    first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
+    second = resolved(vocab, **EVERY)
     mailbox = backend.new_mailbox()
-    post(mailbox, PROMPT, 8, first)
-    post(mailbox, [9, 1], 8, second, slot=1)
+    post(mailbox, prompt, count, first)
+    post(mailbox, [9, 1], count, second, slot=1)
     backend.generate(mailbox)
-    assert_defined(backend, PROMPT, mailbox.read(0, 0), first)
+    assert_defined(backend, prompt, mailbox.read(0, 0), first)
     assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
+
+
+def test_requests_of_two_slots_have_their_own_history():
+    assert_histories_are_apart(backend_of("odd", seed=3, slots=2), PROMPT, 8)
 
 
 def test_a_request_that_yields_goes_on_with_its_history(backends):

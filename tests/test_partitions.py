@@ -58,6 +58,26 @@ def test_chunks_end_where_units_do_unless_the_ring_shrinks(shape, fragments, unr
     assert in_flight == ([{2: 65536, 3: 73728}[fragments], 49152] if streams else [49152, 32768])
 
 
+def test_the_block_that_reads_most_says_whether_the_stream_sets_the_pace():
+    whole = named_shape("qwen3-0.6b")
+    spec = whole.replace(
+        num_layers=1,
+        hidden_size=1600,
+        intermediate_size=2880,
+        windows=whole.windows[:1],
+        reduce_attention=whole.reduce_attention[:1],
+        reduce_mlp=whole.reduce_mlp[:1],
+    )
+    lowering = lower(build(spec), H200)
+    head = lowering.schedule.stage("lm_head")
+    layer = [
+        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.place(head, b))
+        for b in range(lowering.num_blocks)
+    ]
+    assert layer[0] < 2 * lowering.ring_chunks < max(layer)
+    assert lowering.streams
+
+
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_other_shapes_lower_with_little_padding(shape, ranks):

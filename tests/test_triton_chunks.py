@@ -62,7 +62,7 @@ CASES = {
 def short(monkeypatch):
     """Chunks and steps so short that a prompt of eight tokens has several."""
     for module in (chunk, serving):
-        monkeypatch.setattr(module, "LEAST", tl.constexpr(2))
+        monkeypatch.setattr(module, "CHUNKS_FROM", tl.constexpr(2))
     monkeypatch.setattr(chunk_attention, "KEYS", tl.constexpr(2))
 
 

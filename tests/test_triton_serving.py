@@ -4,6 +4,7 @@ A request's tokens are the same whoever else is served, however often the kernel
 """
 
 import os
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -25,6 +26,8 @@ from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 from kog_triton.backends import StageTimer
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton import serving, slots
+from kog_triton.backends.triton.slots import BEAT
+from kog_triton.backends.triton.stages import StageRun
 from kog_triton.backends.triton.waits import describe_wait
 from kog_triton.backends.triton.words import WAITS
 from kog_triton.errors import RequestError, RunError
@@ -260,6 +263,17 @@ def test_a_wait_that_expires_says_where(case, stalled):
         r"|words of \w+ that came after all), after 0 steps: the run is void$"
     )
     assert caught.match(said)
+
+
+def test_a_stage_that_waits_in_vain_claims_no_steps_of_a_launch_before_it(monkeypatch):
+    backend = backend_of(ONE, limit=5)
+    backend.memory.pointers.mailbox[0, BEAT] = 17  # what a launch that served has left there
+    monkeypatch.setattr(StageRun, "_give_pairs", lambda *_: None)
+    zeros = torch.zeros(1, 1, ONE.spec.hidden_size)
+    with concurrent(0, "sc"), pytest.raises(RunError) as caught:
+        backend.run_stage("o_proj", 0, {"x": zeros, "attention": zeros})
+    said = r"stage o_proj, layer 0, for (word|words) .*(phase \d|after all): the run is void$"
+    assert re.search(said, str(caught.value))
 
 
 def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():

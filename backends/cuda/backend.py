@@ -38,6 +38,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serve import prompt_logprobs
+from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
@@ -88,6 +89,8 @@ class CudaBackend:
             )
         if self.spec.kv_dtype not in (None, self.spec.dtype):
             raise ModelError("the cuda backend keeps keys and values in the type of the weights")
+        free_what_was_kept()
+        self._gpu_answers = Answers()
         self.device, self.gpu = self._open_device()
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ticks = WAIT_TICKS
@@ -157,7 +160,8 @@ class CudaBackend:
 
         whole = self.options.prefill == "decode"
         launcher = Launcher(self.memory, self.columns, self.chunks, seat, self._launch_slots, whole)
-        serve(launcher, mailbox)
+        with self._gpu_answers.serving(self._free):
+            serve(launcher, mailbox)
 
     def _seat(self, request: Request, mailbox: Mailbox) -> int:
         scored = request.prompt_logprobs is not None
@@ -186,6 +190,7 @@ class CudaBackend:
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
+        self._gpu_answers.check()
         count = len(token_ids)
         if count > self.max_context:
             raise RequestError(f"{count} tokens do not fit the context of {self.max_context}")
@@ -207,6 +212,7 @@ class CudaBackend:
         return runner.seconds
 
     def _stage_runner(self) -> StageRunner:
+        self._gpu_answers.check()
         if self._stages is None:
             kernel = self._open_kernel("stage.cu", "kog_stage", self.layout)
             memory = self.memory.apart()
@@ -222,6 +228,7 @@ class CudaBackend:
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
+        self._gpu_answers.check()
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
@@ -262,6 +269,9 @@ class CudaBackend:
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
+        self._gpu_answers.close(self._free)
+
+    def _free(self) -> None:
         self.columns.close()
         for kernel in self._kernels:
             kernel.close()

@@ -24,10 +24,10 @@ POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
 CHUNKS_FROM = 3
-# For `--prefill auto`, times to the first token of Llama-3.2-1B on one H200 in development runs: 8 tokens 1.38 ms
-# for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48 tokens 5.4 for 6.0, behind 2,000 ones
-# 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions 0.92, behind 2,200 1.64. All of it
-# was measured while joins began at 2,048 positions (attention.py).
+# For `--prefill auto`, of chunks of eight: times to the first token of Llama-3.2-1B on one H200 in
+# development runs: 8 tokens 1.38 ms for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48
+# tokens 5.4 for 6.0, behind 2,000 ones 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions
+# 0.92, behind 2,200 1.64. All of it was measured while joins began at 2,048 positions (attention.py).
 CHUNKED = Crossover(8, 48)
 # The same of models with lanes, by Laneformer-2B in fp16, development runs: 8 tokens 2.00 ms for the library's 3.04,
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and
@@ -87,11 +87,17 @@ class Chunks:
 
     @property
     def crossover(self) -> Crossover:
-        """From which prompts on "auto" means the library."""
+        """From which prompts on "auto" means the library.
+
+        Only chunks of POSITIONS were timed. One of fewer takes no longer, and no less than a token: the
+        library is taken to be worth as many of them, and no fewer tokens than one at a time.
+        """
         if self.kernel is None:
             return BY_TOKEN
-        lanes = self.kernel.layout.lowering.schedule.num_shards
-        return CHUNKED_LANES if lanes > 1 else CHUNKED
+        layout = self.kernel.layout
+        timed = CHUNKED_LANES if layout.lowering.schedule.num_shards > 1 else CHUNKED
+        fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))
+        return Crossover(max(fresh, BY_TOKEN.fresh), max(behind, BY_TOKEN.behind))
 
     def memory_bytes(self) -> int:
         return 0 if self.kernel is None else self.kernel.nbytes

@@ -157,6 +157,8 @@ def _flags(layout: Layout) -> dict[str, bool]:
         "mixes": mixes,
         "mean": mixes and spec.head is Head.MEAN,
         "concat": mixes and spec.head is Head.CONCAT,
+        # Each lane's stream is normed before it is sent.
+        "normed_mix": mixes and spec.head in (Head.MEAN, Head.CONCAT),
         "head_by_lane": schedule.num_shards > 1 and spec.head is Head.VOCAB_PARALLEL,
     }
 

@@ -117,8 +117,9 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     """One launch; requests that were posted meanwhile. Those that ended are gone from `live`."""
     words = launcher.memory.mailbox.numpy()
     arrivals: list[Request] = []
-    heart = Heart(reached(launcher.memory.words.device))
+    before = reached(launcher.memory.words.device)
     launch = _begin(launcher, live)
+    heart = Heart(before, launch.finished.query)
     slots, in_turn = launch.slots, launch.layout.columns == 1
     try:
         while True:
@@ -137,12 +138,12 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
                 words[Word.CONTROL] = Outcome.YIELD
             heart.listen(int(words[Word.STEPS]))
             time.sleep(POLL_S)
-    except Stalled:
-        raise
-    except Exception:
+    except BaseException as error:
         # The kernel must not write into slots that others have got meanwhile.
         words[Word.CONTROL] = Outcome.YIELD
-        launch.finished.synchronize()
+        while not isinstance(error, Stalled) and not launch.finished.query():
+            heart.listen(int(words[Word.STEPS]))
+            time.sleep(POLL_S)
         raise
     _settle(launcher.memory, mailbox, live, launch)
     return arrivals

@@ -15,7 +15,11 @@ SILENCE_S = 30.0
 
 
 class Stalled(DeviceError):
-    """The GPU no longer answers: what it was given must not be waited for."""
+    """The GPU no longer answers: what it was given must not be waited for. `ended` asks whether it ended after all."""
+
+    def __init__(self, message: str, ended: Callable[[], bool]) -> None:
+        super().__init__(message)
+        self.ended = ended
 
 
 def reached(device: torch.device) -> Callable[[], bool]:
@@ -28,10 +32,11 @@ def reached(device: torch.device) -> Callable[[], bool]:
 
 
 class Heart:
-    """The heartbeat of one launch, which starts once `begun` says so."""
+    """The heartbeat of one launch, which starts once `begun` says so; `ended` says when it is over."""
 
-    def __init__(self, begun: Callable[[], bool]) -> None:
-        self._begun, self._steps, self._since = begun, 0, time.monotonic()
+    def __init__(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
+        self._begun, self._ended = begun, ended
+        self._steps, self._since = 0, time.monotonic()
 
     def listen(self, steps: int) -> None:
         if steps != self._steps or not self._begun():
@@ -39,5 +44,6 @@ class Heart:
         elif time.monotonic() - self._since > SILENCE_S:
             raise Stalled(
                 f"the GPU has not finished a step in {SILENCE_S:.0f} s: end this process and look at "
-                "the driver's log"
+                "the driver's log",
+                self._ended,
             )

@@ -15,7 +15,7 @@ from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.random_weights import RandomWeights
-from kog_triton.schedule.topology import find_gpu
+from kog_triton.schedule.topology import VENDORS, find_gpu
 
 SEED = 0  # of weights and of prompts
 
@@ -87,14 +87,15 @@ class Retyped:
 def find_device(name: str) -> tuple[torch.device, str]:
     """Where peers and weights live, and the word for it that backends take.
 
-    `name` is what was asked for, as --device says; DeviceError if this machine has no such GPU.
+    `name` is what was asked for, as --device says; DeviceError if there is no such device, or not here.
     """
+    row = find_gpu(name) if name not in ("", "cpu", *VENDORS) else None
     if name == "cpu" or (not name and not torch.cuda.is_available()):
         return torch.device("cpu"), name
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r}: torch sees no GPU here; leave --device out")
     vendor = "amd" if torch.version.hip else "nvidia"
-    if name not in ("", vendor) and find_gpu(name) != gpu_row():
+    if name not in ("", vendor) and (row is None or row != gpu_row()):
         seen = torch.cuda.get_device_name()
         raise DeviceError(f"device {name!r}: torch sees {seen}; leave --device out")
     return torch.device("cuda"), name or vendor

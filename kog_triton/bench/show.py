@@ -164,10 +164,13 @@ def notes(record: dict[str, Any]) -> list[str]:
         )
     elif record["kind"] != "startup":
         many = record["kind"] == "concurrency"
+        rate = "tokens/s without the first token"
+        if test["tokens"] == 1:
+            rate = "tokens/s are the prompt's, until the first token"
         lines.append(
             f"{'' if many else 'batch 1, '}{test['sampling']}, {test['prompt']}; "
             f"{test['warmup']} warm-up and {test['rounds']} timed rounds, interleaved; medians; "
-            f"tokens/s without the first token; weights: {record['model']['weights']}"
+            f"{rate}; weights: {record['model']['weights']}"
         )
         if not many and test["tokens"] > 1:
             lines.append(

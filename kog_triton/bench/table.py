@@ -29,9 +29,13 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             raise RequestError(f"{file}: not a record of kog bench") from error
         if not known:
             raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
-        if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
-            records.append(record)
-    return sorted(records, key=lambda record: record["created"])
+        try:
+            if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
+                table([record])
+                records.append((record["created"], record))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"{file}: not a whole record of kog bench: {error!r}") from error
+    return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -86,13 +86,14 @@ class CudaLowering(Partition):
 
     @property
     def streams(self) -> bool:
-        """Whether a layer is more than two rings: then the stream sets the pace, else the exchanges do."""
-        layer = sum(
-            self.stage_chunks(stage, 0, 0)
-            for stage in matrix_stages(self.schedule)
-            if stage.name != "lm_head"
+        """Whether a layer of the block that reads most is more than two rings: then the stream sets the pace,
+        else the exchanges do."""
+        stages = [s for s in matrix_stages(self.schedule) if s.name != "lm_head"]
+        most = max(
+            sum(self.stage_chunks(stage, 0, self.place(stage, block)) for stage in stages)
+            for block in range(self.num_blocks)
         )
-        return layer > 2 * self.ring_chunks
+        return most > 2 * self.ring_chunks
 
     @property
     def window_chunks(self) -> int:

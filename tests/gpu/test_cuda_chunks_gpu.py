@@ -4,9 +4,9 @@ import pytest
 import torch
 from cuda_requests import held, prompt_of, request, run
 from kog_triton.backends.cuda import CudaBackend
+from lowering_cases import mixed_lanes
 from real_shapes import real_shape
 from ring_walker import spec_of
-from test_cuda_gpu import lanes_spec
 
 from kog_triton.backends import BackendOptions
 from kog_triton.model.shapes import named_shape
@@ -19,9 +19,9 @@ SPECS = {
         dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
         windows=(5, 0, 90), max_context=4096,
     ),
-    "lanes": lanes_spec(Head.MEAN).replace(max_context=4096),
-    "lanes, rows of each": lanes_spec(Head.VOCAB_PARALLEL).replace(max_context=4096),
-    "lanes side by side": lanes_spec(Head.CONCAT).replace(max_context=4096),
+    "lanes": mixed_lanes(Head.MEAN, max_context=4096),
+    "lanes, rows of each": mixed_lanes(Head.VOCAB_PARALLEL, max_context=4096),
+    "lanes side by side": mixed_lanes(Head.CONCAT, max_context=4096),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "qwen3-0.6b": named_shape("qwen3-0.6b"),

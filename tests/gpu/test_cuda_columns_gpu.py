@@ -6,9 +6,9 @@ import pytest
 import torch
 from cuda_requests import held, prompt_of, request, run
 from kog_triton.backends.cuda import CudaBackend
+from lowering_cases import mixed_lanes
 from real_shapes import real_shape
 from ring_walker import spec_of
-from test_cuda_gpu import lanes_spec
 
 from kog_triton.backends import BackendOptions
 from kog_triton.model.shapes import named_shape
@@ -21,12 +21,12 @@ SPECS = {
         dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
         windows=(5, 0, 90), max_context=512,
     ),
-    "mean": lanes_spec(Head.MEAN),
-    "sum": lanes_spec(Head.SUM_THEN_NORM),
-    "vocab parallel": lanes_spec(Head.VOCAB_PARALLEL),
+    "mean": mixed_lanes(Head.MEAN, max_context=512),
+    "sum": mixed_lanes(Head.SUM_THEN_NORM, max_context=512),
+    "vocab parallel": mixed_lanes(Head.VOCAB_PARALLEL, max_context=512),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),
-    "side by side": lanes_spec(Head.CONCAT),
+    "side by side": mixed_lanes(Head.CONCAT, max_context=512),
     # Four rows a fragment of x; a K beyond shared memory, of few units and of more; a ring as long as its window.
     "qwen2.5-0.5b": real_shape("qwen2.5-0.5b"),
     "llama-3.1-8b": real_shape("llama-3.1-8b", 4),

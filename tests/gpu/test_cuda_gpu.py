@@ -8,6 +8,7 @@ import torch
 from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
 from cuda_walk import ROOT
 from kog_triton.backends.cuda import CudaBackend, serving
+from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
@@ -22,24 +23,6 @@ from kog_triton.sampling import History, SamplingParams, sample
 
 pytestmark = pytest.mark.gpu
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-
-
-def lanes_spec(head):
-    return spec_of(
-        num_layers=5,
-        hidden_size=96,
-        num_heads=8,
-        num_kv_heads=4,
-        intermediate_size=176,
-        vocab_size=336,
-        num_lanes=4,
-        delay=2,
-        dtype=DType.F16,
-        head=head,
-        reduce_attention=(OWN, NOW, DELAYED, DELAYED, DELAYED),
-        reduce_mlp=(NOW, OWN, DELAYED, DELAYED, DELAYED),
-        max_context=512,
-    )
 
 
 # name -> spec, positions compared, root mean square error allowed on logits that deviate by 4 or more
@@ -63,10 +46,10 @@ SPECS = {
         1200,
         0.03,
     ),
-    "mean": (lanes_spec(Head.MEAN), 200, 0.04),
-    "concat": (lanes_spec(Head.CONCAT), 200, 0.04),
-    "sum": (lanes_spec(Head.SUM_THEN_NORM), 200, 0.04),
-    "vocab parallel": (lanes_spec(Head.VOCAB_PARALLEL), 200, 0.04),
+    "mean": (mixed_lanes(Head.MEAN, max_context=512), 200, 0.04),
+    "concat": (mixed_lanes(Head.CONCAT, max_context=512), 200, 0.04),
+    "sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=512), 200, 0.04),
+    "vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=512), 200, 0.04),
     # The reference rounds to bf16 as often as we do: 0.33 on an H200.
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
 }  # fmt: skip

@@ -14,8 +14,8 @@ from test_cuda_sampling import (
     SETTINGS,
     Triplets,
     assert_defined,
+    assert_histories_are_apart,
     odd_or_even_of,
-    post,
     resolved,
     steps_of,
 )
@@ -87,16 +87,7 @@ def test_a_long_prompt_and_output_are_penalized(backends):
 
 
 def test_requests_of_two_slots_have_their_own_history(backends):
-    backend = backends("vocabulary of qwen3")
-    vocab = backend.spec.vocab_size
-    first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
-    second = resolved(vocab, **EVERY)
-    mailbox = backend.new_mailbox()
-    post(mailbox, PROMPT, 40, first)
-    post(mailbox, [9, 1], 30, second, slot=1)
-    backend.generate(mailbox)
-    assert_defined(backend, PROMPT, mailbox.read(0, 0), first)
-    assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
+    assert_histories_are_apart(backends("vocabulary of qwen3"), PROMPT, 40)
 
 
 def test_errors_are_the_requests_alone(backends):

@@ -11,6 +11,7 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import Crossover, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.resources import Resources
+from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
@@ -18,7 +19,7 @@ from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
-LEAST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
+OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
@@ -63,6 +64,8 @@ class TritonBackend:
             raise DeviceError(
                 f"the triton backend cannot run: {reason}; choose --backend reference"
             )
+        free_what_was_kept()
+        self._gpu_answers = Answers()
         self.spec, self.options, self.device = weights.spec, options, device
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -98,7 +101,8 @@ class TritonBackend:
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
-        self._serving.generate(mailbox)
+        with self._gpu_answers.serving(self._free):
+            self._serving.generate(mailbox)
 
     def poll(self) -> None:
         """The host's part of serving, for an interpreter in which `generate` cannot poll while the kernel runs."""
@@ -108,6 +112,7 @@ class TritonBackend:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
         from kog_triton.backends.triton.memory import new_cache
 
+        self._gpu_answers.check()
         if len(token_ids) > self.max_context:
             raise RequestError(
                 f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
@@ -136,6 +141,7 @@ class TritonBackend:
     ) -> tuple[dict[str, Any], list[float]]:
         from kog_triton.backends.triton.stages import StageRun
 
+        self._gpu_answers.check()
         seconds: list[float] = []
 
         def launch(*call: Any) -> None:
@@ -169,6 +175,9 @@ class TritonBackend:
         return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
 
     def close(self) -> None:
+        self._gpu_answers.close(self._free)
+
+    def _free(self) -> None:
         self.library = None
         del self.memory, self._serving
 
@@ -193,6 +202,7 @@ class TritonBackend:
         return self._expired(self.memory.pointers)
 
     def _expired(self, pointers: Any) -> str:
+        """The same of a launch with these pointers."""
         from kog_triton.backends.triton.slots import BEAT
         from kog_triton.backends.triton.waits import describe_wait
 
@@ -254,6 +264,7 @@ class TritonBackend:
     ) -> float:
         """To its end: seconds on the GPU from what `before` has queued; in the interpreter by the host's clock."""
         from kog_triton.backends.triton.stage_kernel import stage_kernel
+        from kog_triton.backends.triton.waits import describe_wait
 
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
@@ -263,17 +274,18 @@ class TritonBackend:
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
         seconds = clock()
-        if expired := self._expired(pointers):
+        # Without the heartbeat in `pointers`, which is that of the last launch that served.
+        if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
         return seconds
 
 
 def _too_old(device: torch.device) -> str:
-    """Why the kernel cannot run on an NVIDIA GPU of before LEAST; "" on any other device."""
+    """Why the kernel cannot run on an NVIDIA GPU of before OLDEST; "" on any other device."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) >= LEAST:
+    if (major, minor) >= OLDEST:
         return ""
     return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
 

@@ -43,7 +43,7 @@ from kog_triton.backends.triton.words import in_range, wait
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
 # Tokens that get a pass of their own. It takes as long as two passes of one token (Llama-3.2-1B on one H200: 1.05 ms,
 # 0.69 each); as the sums differ in their last bits, the shortest prompts are left as they were.
-LEAST: tl.constexpr = tl.constexpr(4)
+CHUNKS_FROM: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.cons
 
 @triton.jit
 def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
-    """All slots' prompts, until each has less than LEAST tokens left: alive, and 0 if the host wants us to leave."""
+    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
     zero = block * 0
     turn, number, stays = zero, zero, zero + 1
     slots = tl.load(p.turns)
@@ -183,7 +183,7 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
         pos = tl.load(own + POSITION)
         ahead = tl.load(request + field("prompt")) - 1 - pos
         scores = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
-        if (ahead < LEAST) | scores | (tl.load(own + OUTCOME) != 0):
+        if (ahead < CHUNKS_FROM) | scores | (tl.load(own + OUTCOME) != 0):
             turn += 1
         else:
             count = tl.minimum(ahead, S.columns)

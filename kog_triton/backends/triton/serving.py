@@ -19,7 +19,7 @@ from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words
-from kog_triton.backends.triton.chunk import LEAST
+from kog_triton.backends.triton.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.seats import seat, start
 from kog_triton.backends.triton.slots import (
@@ -80,7 +80,7 @@ class Running:
     @property
     def in_chunks(self) -> bool:
         """Whether enough of the prompt is left for a pass of many tokens; the last token is not for it."""
-        return len(self.request.prompt) - 1 - self.position >= LEAST.value
+        return len(self.request.prompt) - 1 - self.position >= CHUNKS_FROM.value
 
 
 class Serving:
@@ -103,6 +103,9 @@ class Serving:
                     return
                 if not self._score_prompts(mailbox):
                     self._launch(mailbox)
+        except BaseException:
+            self._arrived = []  # of a mailbox that nobody serves again
+            raise
         finally:
             self._mailbox = None
 
@@ -171,17 +174,16 @@ class Serving:
         done = self._launcher.start(
             slots, any(r.rules for r in running), any(r.in_chunks for r in running)
         )
-        heart = Heart(before)  # from here on: a kernel may have been compiled first
+        heart = Heart(before, done)  # from here on: a kernel may have been compiled first
         try:
             while not done():
                 heart.listen(int(beat[0]))
                 self.poll()
                 time.sleep(POLL_S)
-        except Stalled:
-            raise
-        except BaseException:  # nobody may leave while the kernel writes to this memory
+        except BaseException as error:  # nobody may leave while the kernel writes to this memory
             self._mail[:, self._at["host"]] = YIELD.value
-            while not done():
+            while not isinstance(error, Stalled) and not done():
+                heart.listen(int(beat[0]))
                 time.sleep(POLL_S)
             raise
         self.poll()

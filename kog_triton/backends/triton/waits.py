@@ -6,9 +6,9 @@ from kog_triton.backends.triton.words import WAITS
 from kog_triton.schedule.tiles import Tiles
 
 
-def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int) -> str:
+def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | None = None) -> str:
     """One line of `Pointers.error`: rank, block, stage, layer, word, what it held, what was wanted and the
-    steps that the launch had ended by its heartbeat; "" if all came.
+    steps that the launch had ended by its heartbeat, if it has one; "" if all came.
 
     Of the wait that expired first, unless one was for the host: what that block then owed, others had
     begun to wait for before.
@@ -18,7 +18,9 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int) -> s
     mask = WAITS.index("sample mask")
     block = next((b for b, e in enumerate(errors[1:]) if e[0] == mask), errors[0][0] - 1)
     number, layer, wanted, place, seen = errors[block + 1][:5]
-    after = f"after {beat} steps" if beat >= 0 else f"after {-beat} steps of prompts"
+    after = ""
+    if beat is not None:
+        after = f", after {beat} steps" if beat >= 0 else f", after {-beat} steps of prompts"
     stage, exchange = WAITS[number].split()
     head = f"a wait of the triton kernel expired: rank 0, block {block}, stage {stage}"
     if stage == "sample":
@@ -27,10 +29,10 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int) -> s
             "votes": "votes of round",
             "winner": "candidates of pass",
         }
-        return f"{head}, for {what[exchange]} {wanted}, {after}"
+        return f"{head}, for {what[exchange]} {wanted}{after}"
     where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"
     if not place:
-        return f"{where}, for words of {exchange} that came after all, {after}"
+        return f"{where}, for words of {exchange} that came after all{after}"
     word = place - 1 - tiles.region(exchange)
     said = f"seen {seen & 0xFFFFFFFF:#010x}, wanted phase {wanted}"
-    return f"{where}, for word {word} of {exchange}: {said}, {after}"
+    return f"{where}, for word {word} of {exchange}: {said}{after}"

@@ -312,11 +312,12 @@ struct NothingAhead {
   Chunk<Stage> chunks[1];
 };
 
-// The sums of one period, of whose units `left` are there. next(i): chunk i of it.
-template <class Stage, class Next>
+// The sums of one period, of whose units `left` are there. next(i): chunk i of it. `kLaidOut`: the code of
+// each chunk by itself, as chunks that were taken ahead need it: registers have no index.
+template <class Stage, bool kLaidOut, class Next>
 KOG_DEVICE void multiply_period(Block& b, const Staged<Stage>& x, int left, float* to, Next next) {
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
-  constexpr int kUnrolled = kUnrolledPeriod<Stage> ? kPeriodChunks<Stage> : 1;
+  constexpr int kUnrolled = kLaidOut ? kPeriodChunks<Stage> : 1;
   float c[2][4] = {};
 #pragma unroll kUnrolled
   for (int i = 0; i < kPeriodChunks<Stage>; i++) {
@@ -351,14 +352,15 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, float* partials, const
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++) {
     int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
-    multiply_period<Stage>(b, x, left, to + p * kPeriod * Stage::kUnitRows, [&](int i) {
+    multiply_period<Stage, true>(b, x, left, to + p * kPeriod * Stage::kUnitRows, [&](int i) {
       int n = p * kPeriodChunks<Stage> + i;
       return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
     });
   }
   to += Taken::kUnits * Stage::kUnitRows;
   for (int unit = Taken::kUnits; unit < units; unit += kPeriod, to += kPeriod * Stage::kUnitRows)
-    multiply_period<Stage>(b, x, units - unit, to, [&](int) { return next_of_ring(); });
+    multiply_period<Stage, kUnrolledPeriod<Stage>>(b, x, units - unit, to,
+                                                   [&](int) { return next_of_ring(); });
 }
 
 // One batch of rows: before(row) -> what a row's owner asks for early, then after(row, sum, asked)

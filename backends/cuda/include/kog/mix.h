@@ -5,8 +5,6 @@
 
 namespace kog {
 
-constexpr bool kNormedMix = kMean || kConcat;  // each lane's stream is normed before it is sent
-
 // This block's rows of its lane's stream.
 KOG_DEVICE void publish_stream(Block& b, Walk& k) {
   float scale = 1;

@@ -183,11 +183,15 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   await(b, Step::kDownProjInput, at, epoch);
 }
 
-// Registers for words that are on their way to down_proj: steps of K, in as few turns as they allow.
+// Registers for words that are on their way to down_proj: steps of K, in as few turns as they allow, and no
+// more than the first turn can leave in registers and scratch.
 constexpr int kMostAsked = 64 / Cut<DownProj>::kRowWords;
 constexpr int kTurns = (DownProj::kSteps + kMostAsked - 1) / kMostAsked;
 constexpr int kEvenly = (DownProj::kSteps + kTurns - 1) / kTurns;
-constexpr int kAsked = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
+constexpr int kAskedHeld = kEvenly > DownProj::kHeld ? kEvenly : DownProj::kHeld;
+constexpr int kKept = Operands<DownProj>::kLast;
+constexpr int kAsked = kAskedHeld < kKept ? kAskedHeld : kKept;
+static_assert(DownProj::kHeld <= kAsked);
 using AskedRows = Words<Cut<DownProj>::kRowWords>[kAsked];
 
 // Operands of kAsked steps from step `first` on.
@@ -209,7 +213,6 @@ KOG_DEVICE void receive_mlp(Block& b, int iteration, int first, AskedRows& w) {
 KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
   using S = Cut<DownProj>;
   if constexpr (DownProj::kRead > 0) {
-    static_assert(kAsked <= Operands<DownProj>::kLast);
     int first = S::first_value(b) / S::kStepValues;
     to.in_memory = lane_words<MlpWords>(b) + first * S::kStepWords + to.lane;
   }

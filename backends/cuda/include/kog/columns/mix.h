@@ -8,8 +8,6 @@
 
 namespace kog::columns {
 
-constexpr bool kNormedMix = kMean || kConcat;  // each lane's streams are normed before they are sent
-
 // The streams behind the last layer, or of the mix.
 KOG_DEVICE Streams last_streams(const Block& b) {
   return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);

@@ -1,0 +1,28 @@
+"""What slow tests plant in the CUDA kernel's headers can be planted: each text that they change stands there once.
+
+A change of the kernel would else be told hours later, by a run of the slow tests.
+"""
+
+import pytest
+import test_conformance as conformance
+import test_cuda_chunks as chunks
+import test_cuda_column_threads as column_threads
+import test_cuda_columns as columns
+import test_cuda_lanes as lanes
+import test_cuda_life as life
+from cuda_walk import INCLUDE
+
+EDITS = [  # header, before, after
+    *((header, *edit[:2]) for header, *edit in conformance.FAULTS.values()),
+    *(("columns/chunk.h", *edit) for edit in chunks.FAULTS.values()),
+    *column_threads.RACES.values(),
+    *columns.FAULTS.values(),
+    *(edit for _, *edit in columns.SHAPE_FAULTS.values()),
+    *lanes.FAULTS.values(),
+    *life.FAULTS.values(),
+]
+
+
+@pytest.mark.parametrize(("header", "before", "after"), EDITS)
+def test_an_edit_has_one_place(header, before, after):
+    assert (INCLUDE / "kog" / header).read_text().count(before) == 1 and before != after
