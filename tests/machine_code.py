@@ -108,12 +108,12 @@ def is_local(what):
     return re.search(r"\b(LDL|STL)\b", what)
 
 
-def assert_no_loop_spills(code, in_waits=0, in_fills=0):
+def assert_no_loop_spills(code, in_weights=0, in_fills=0):
     """Neither loops that multiply weights, keys or values, nor what is laid out in place of one, nor loops that ask
     for other blocks' words, nor the one that fills the ring.
 
-    in_waits  loads that a loop of weights may have where the wait for a chunk has failed at once
-    in_fills  loads and stores, a chunk, of the thread that fills the ring with 32 registers
+    in_weights  loads and stores that one of the first may have
+    in_fills    those, a chunk, of the thread that fills the ring with 32 registers
     """
     weights, taken = innermost(code, WEIGHTS), straight(code, WEIGHTS)
     # A loop of batches, which begins with the words of their rows, waits for none.
@@ -124,6 +124,6 @@ def assert_no_loop_spills(code, in_waits=0, in_fills=0):
     assert len(weights) + len(taken) >= 6  # five matrix stages and attention
     assert any("MUFU.EX2" in what for body in weights for what in body)
     assert len(polls) >= 8 and len(fills) == 1
-    for loops, most in ((weights, in_waits), (taken + polls, 0), (fills, in_fills)):
+    for loops, most in ((weights, in_weights), (taken + polls, 0), (fills, in_fills)):
         for body in loops:
             assert len([what for what in body if is_local(what)]) <= most

@@ -334,8 +334,8 @@ def test_stores_that_land_late_change_nothing(spec, region):
 def test_no_loop_that_streams_or_waits_spills():
     spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
     code = machine_code(columns_of(spec, 8), "columns.cu")
-    # Of lanes a block knows more: its own is one register, and the place in its group another.
-    assert_no_loop_spills(code, in_waits=1, in_fills=2)
+    # One of the head's, where it tells of a wait that has expired; of a block's lane and place a register.
+    assert_no_loop_spills(code, in_weights=1, in_fills=2)
 
 
 FAULTS = {
