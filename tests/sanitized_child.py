@@ -21,7 +21,9 @@ from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
 PATIENCE = 200  # instrumented code is that much slower, or a little less
-PARTIALS = "scratch = reinterpret_cast<u8*>(partials) + kPartialBytes;\n"
+PARTIALS = (
+    "partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));\n"
+)
 IN_WARP = "in_warp = thread % 32;\n"
 LOADS = (
     "    for (int f = 0; f < kFragments; f++) "

@@ -11,7 +11,7 @@ from kog_triton.model.shapes import named_shape
 MOST_SPILLS = 48  # loads and stores, once a token's included
 
 
-@pytest.mark.parametrize("name", in_turn([*SHAPES, "odd"]))
+@pytest.mark.parametrize("name", in_turn([*SHAPES, "qwen2.5-0.5b", "odd"]))
 def test_no_loop_that_streams_or_waits_spills(name):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
     assert_no_loop_spills(machine_code(layout_of(spec, max_context=1024)))

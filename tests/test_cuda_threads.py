@@ -31,6 +31,12 @@ EVERY = SamplingParams(
 # what others have appended.
 SPECS = {
     "splits": (spec_of(num_layers=2, dtype=DType.F16), 4, {"split_least": 2}),
+    # What attention finds reaches over the partial sums: two groups of eight heads.
+    "long heads": (
+        spec_of(num_layers=1, num_heads=16, num_kv_heads=1, head_dim=128, dtype=DType.F16),
+        2,
+        {"split_least": 2},
+    ),
     "lanes": (
         spec_of(
             num_layers=5,
@@ -134,6 +140,14 @@ def test_a_planted_race_is_reported(name, racing):
     request = racing.words(IDS, 2)
     racing.run(request, IDS, seed=2, limit=LIMIT + fault)
     assert racing.verdict.code != 0 and racing.verdict.places & RACES[name]
+
+
+def test_sums_over_results_are_reported(tmp_path):
+    """o_proj's sums are put by warps that do not wait until the others have merged."""
+    assert expected_of("long heads").layout.results_over_sums
+    ours = walks("long heads", plant(tmp_path, ("attention.h", "  leave_results();\n", "")))
+    ours.run(ours.words(IDS, 2), IDS, seed=2)
+    assert ours.verdict.code != 0 and {"put_sums", "merge_warps"} & ours.verdict.places
 
 
 def test_one_buffer_too_few_is_seen(tmp_path):

@@ -60,11 +60,51 @@ def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, 
                 assert cut.block_rows * (blocks - 1) < cut.rows
 
 
-def test_fewer_blocks_than_asked_for_where_rows_divide_badly():
-    """Rows of 8B over 108 blocks would take more tiles than are laid out; over 103 they do not."""
-    assert lower_tiles(build(named_shape("qwen3-8b")), 108, 4096, "nvidia", 1).num_blocks == 103
-    with pytest.raises(ModelError, match="no tiling for hidden_size 4096 over 8 blocks or fewer"):
-        lower_tiles(build(named_shape("qwen3-8b")), 8, 4096, "nvidia", 1)
+@pytest.mark.parametrize(
+    "blocks", [82, 108, 114, 132, 144]
+)  # RTX 3090, A100, H100 PCIe and SXM, L40S nearly
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"])
+def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
+    """A block reads little more than its share, and the code of a stage has few tiles, if need be by a loop."""
+    spec = named_shape(shape)
+    tiles = lower_tiles(build(spec), blocks, 4096, "nvidia", 1)
+    assert 0.75 * blocks <= tiles.num_blocks <= blocks
+    read = 0
+    for cut in tiles.stages:
+        assert cut.block_rows * tiles.num_blocks >= cut.rows
+        assert 2 * cut.chunks * cut.tile_words >= cut.cols
+        read += 4 * cut.tiles * cut.words * (1 if cut.name == "lm_head" else spec.num_layers)
+        if cut.name in ("o_proj", "down_proj"):
+            assert cut.block_rows * (tiles.num_blocks - 1) < cut.rows
+            written = cut.turn + cut.units % cut.turn if cut.turn else cut.units
+            assert written * cut.chunks <= 32
+    rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size
+    layer = rows * spec.hidden_size + spec.num_heads * spec.head_dim * spec.hidden_size
+    whole = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
+    assert whole / blocks <= read < 1.35 * whole / blocks
+
+
+def test_fewer_blocks_than_asked_for_where_they_share_rows_in_larger_tiles():
+    """Llama-3.1-8B on an A100: 108 blocks would own 38 rows, in tiles of two; 103 own 40, in tiles of eight."""
+    tiles = lower_tiles(build(named_shape("llama-3.1-8b")), 108, 4096, "nvidia", 1)
+    down = tiles.stages[3]
+    assert (tiles.num_blocks, down.units, down.tile_rows) == (103, 5, 8)
+    assert down.chunks * down.units > 32 and down.turn == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "said"),
+    [
+        ("llama-3.1-8b", 4, "hidden_size 4096 over 4 blocks takes more registers than there are"),
+        ("laneformer-2b", 4, "needs a block for each of 8 lanes"),
+    ],
+)
+def test_too_few_blocks_are_refused_with_what_to_do(shape, blocks, said):
+    with pytest.raises(ModelError, match=said) as told:
+        lower_tiles(build(named_shape(shape)), blocks, 4096, "nvidia", 1)
+    assert "\n" not in str(told.value) and "more multiprocessors, or --backend reference" in str(
+        told.value
+    )
 
 
 def test_a_gpu_with_a_row_has_the_blocks_that_it_says(pretend):

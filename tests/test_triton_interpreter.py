@@ -25,7 +25,7 @@ from triton_cases import PROMPT, Case, backend_of, lanes, plain
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton import attention
+from kog_triton.backends.triton import attention, matvec
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import tiles
 
@@ -117,6 +117,20 @@ def test_matrices_of_several_tiles_along_k(monkeypatch):
         case = Case(spec, depth=depth, tokens=PROMPT[:2])
         assert [s.chunks for s in backend_of(case).tiles.stages] == [2, 1, 2, 3, 2]
         assert error_of(case, logits_of(case, depth, "stale", monkeypatch)) < 1
+
+
+@pytest.mark.parametrize(("lines_axis", "depth"), [(0, 1), (1, 2)])  # Triton from 3.7 on wants 0
+def test_tiles_in_a_loop(lines_axis, depth, monkeypatch):
+    """Of a stage that has too many for straight code: turns, what is left of a chunk, and the ring across both."""
+    monkeypatch.setattr(tiles, "WIDTHS", (32,))
+    monkeypatch.setattr(tiles, "UNROLLED", 6)
+    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4 * 4 * 32)
+    monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
+    spec = plain(num_heads=6, hidden_size=68, intermediate_size=132)
+    case = Case(spec, depth=depth, tokens=PROMPT[:2])
+    cuts = backend_of(case).tiles.stages
+    assert [(s.units, s.chunks, s.turn) for s in (cuts[1], cuts[3])] == [(5, 2, 2), (5, 3, 1)]
+    assert error_of(case, logits_of(case, depth, "stale", monkeypatch)) < 1
 
 
 # ---- planted faults ----

@@ -30,12 +30,22 @@ def split_least(spec: ModelSpec) -> int:
     return SPLIT_TILES * tile_rows(spec)
 
 
-def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
-    """Behind o_proj's inputs: queries, new keys and values, and either the warps' results or joins."""
+def received_bytes(spec: ModelSpec, new_rows: int = 1) -> int:
+    """Of a unit's scratch, what it holds of heads that were received: queries, new keys and values."""
+    head_groups, row = -(-spec.group // HEADS_AT_ONCE), row_dim(spec)
+    return 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
+
+
+def found_bytes(spec: ModelSpec, splits: int) -> int:
+    """Behind those: the warps' results, later joins."""
     d, row, group = spec.head_dim, row_dim(spec), spec.group
     head_groups = -(-group // HEADS_AT_ONCE)
     slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
     merge = slots * -(-group // head_groups) * (row + 4 + 2)
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    rows = 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
-    return rows + 4 * max(merge, joins)
+    return 4 * max(merge, joins)
+
+
+def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
+    """Behind o_proj's inputs: what was received, and what was found."""
+    return received_bytes(spec, new_rows) + found_bytes(spec, splits)

@@ -145,6 +145,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
         "profile": layout.profile_tokens > 0,
         "chunk": layout.chunk,
         "streams": layout.lowering.streams,
+        "results_over_sums": layout.results_over_sums,
         "f16": spec.dtype is DType.F16,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,

@@ -1,7 +1,10 @@
 """Where things lie: regions of words that blocks exchange, and how a block's shared memory is cut.
 
     words    regions of 32-bit words, one row a shard (and slot); rows start on 16 bytes, regions on 128
-    shared   ring | mbarriers | partial sums, twice | scratch (activations, or attention) | small things
+    shared   ring | mbarriers | scratch (activations, or attention) | partial sums, twice | small things
+
+What attention finds may run on over the partial sums, which nobody needs by then, if that makes room for a
+chunk.
 
 A kernel of several token columns (include/kog/columns) has regions and scratch of its own: columns.py.
 """
@@ -13,6 +16,7 @@ from kog_triton.backends.cuda.attention import (
     HEADS_AT_ONCE,
     QUERY_TOPS,
     attention_bytes,
+    received_bytes,
     row_dim,
 )
 from kog_triton.backends.cuda.batches import (
@@ -35,7 +39,7 @@ from kog_triton.schedule.schedule import Stage
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
 BINS = 256  # of a histogram of logits
 MOST_SEATS = 16  # requests that one launch serves
-SMALL_BYTES = 1024  # of shared memory: sums of squares, candidates, seats, flags
+SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
 
@@ -115,6 +119,15 @@ class Layout:
         return max(staged, self.sums_at(stage) + sums)
 
     @property
+    def results_over_sums(self) -> bool:
+        """Whether what attention finds runs on over the partial sums."""
+        if self.columns > 1:
+            return False
+        schedule = self.lowering.schedule
+        room = self.staged_bytes(schedule.stage("o_proj"))
+        return room + attention_bytes(schedule.spec, self.splits) > self.scratch_bytes
+
+    @property
     def shared_bytes(self) -> int:
         ring = self.ring_chunks * (self.lowering.chunk_bytes + 16)
         return ring + self.partial_bytes + self.scratch_bytes + self.small_bytes
@@ -147,16 +160,25 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
     add_head_regions(regions, lowering.num_blocks)
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
-    scratch = max(*rooms.values(), rooms["o_proj"] + attention_bytes(spec, splits))
-    scratch = up(scratch, 128)
-    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
-    ring = free // (lowering.chunk_bytes + 16)
+    attention = rooms["o_proj"] + attention_bytes(spec, splits)
+    least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
+    scratch = up(max(*rooms.values(), attention), 128)
+    ring = _ring_beside(lowering, scratch)
+    over_sums = up(max(*rooms.values(), least), 128)
+    if _ring_beside(lowering, over_sums) > ring:
+        scratch, ring = over_sums, _ring_beside(lowering, over_sums)
     if ring < 2 * lowering.window_chunks:
         raise ModelError(
             f"{scratch} bytes of activations leave {ring} chunks of shared memory: "
             f"the cuda backend needs {2 * lowering.window_chunks}"
         )
     return Layout(lowering, max_context, regions, splits, scratch, ring)
+
+
+def _ring_beside(lowering: CudaLowering, scratch: int) -> int:
+    """Chunks of shared memory that so many bytes of scratch leave."""
+    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
+    return free // (lowering.chunk_bytes + 16)
 
 
 def check_model(lowering: CudaLowering) -> None:

@@ -34,7 +34,7 @@ class Answers:
 
     @contextmanager
     def serving(self, free: Callable[[], None]) -> Iterator[None]:
-        """Around requests. If they end in Stalled, `free` is called when their kernel has ended, and never else."""
+        """Around requests. If they end in Stalled, `free` is called only when their kernel has ended."""
         self.check()
         try:
             yield

@@ -26,7 +26,13 @@ WIDE = 4096
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
-UNROLLED = 32  # tiles of one stage that are laid out without a loop
+UNROLLED = (
+    32  # tiles of one stage that are laid out behind each other; with more of them there is a loop
+)
+# What a loop is taken to cost a stage. In the stages that read x it cost a quarter (H200, Qwen3-8B: 206 tokens/s
+# for 235); in those read by chunks it is not measured, and has to save more than that.
+LOOPED = 1.5
+SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -44,6 +50,7 @@ class StageTiles:
     chunks: int
     units: int
     offset: int  # words from the start of the layer (or of the arena, for the head)
+    turn: int = 0  # of the units of a chunk, those in one turn of a loop; 0: no loop
 
     @property
     def tiles(self) -> int:
@@ -233,28 +240,44 @@ def lower_tiles(
     )
 
 
-Cut = tuple[int, tuple[StageTiles, ...]]
+Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
 
 
-def _cut(schedule: Schedule, group: int, tile_bytes: int) -> Cut:
-    """Blocks of a lane, as many of `group` as share its rows in whole tiles, and every stage's cut."""
-    for most in range(group, 0, -1):
-        if found := _cut_over(schedule, most, tile_bytes):
-            return found
-    raise ModelError(
-        f"no tiling for hidden_size {schedule.spec.hidden_size} over {group} blocks or fewer"
-    )
+def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
+    """Blocks of a lane, at most `most`, and every stage's cut: those with which a block reads least.
 
-
-def _cut_over(schedule: Schedule, group: int, tile_bytes: int) -> Cut | None:
-    """Blocks of a lane, at most `group`, and the cut of every stage that reads least; None if there is none."""
+    Fewer blocks may share rows in larger tiles.
+    """
     spec = schedule.spec
-    # Every block owns rows of the residual stream (schedule/check.py says why).
-    share = 2 * -(-spec.hidden_size // (2 * group))  # rows of a block, whole words
-    group = -(-spec.hidden_size // share)
+    if most < 1:
+        raise ModelError(
+            f"the triton backend needs a block for each of {spec.num_lanes} lanes: "
+            "choose a GPU with more multiprocessors, or --backend reference"
+        )
+    groups = {_owners(spec.hidden_size, n) for n in range(-(-most // 2), most + 1)}
+    options = [cut for group in groups for cut in _cuts_over(schedule, group, tile_bytes)]
+    if not options:
+        raise ModelError(
+            f"the triton backend's tiles do not fit: hidden_size {spec.hidden_size} over {most} blocks "
+            "takes more registers than there are; choose a GPU with more multiprocessors, "
+            "or --backend reference"
+        )
+    _, fewer, _, stages = min(options, key=lambda cut: cut[:3])
+    return -fewer, stages
+
+
+def _owners(rows: int, most: int) -> int:
+    """Blocks, at most `most`, each of which owns rows of the residual stream (schedule/check.py says why)."""
+    share = 2 * -(-rows // (2 * most))  # rows of a block, whole words
+    return -(-rows // share)
+
+
+def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
+    """The cuts of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
+    spec = schedule.spec
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
-    options = []
+    options: list[Cut] = []
     for words in WIDTHS:
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
@@ -279,8 +302,8 @@ def _cut_over(schedule: Schedule, group: int, tile_bytes: int) -> Cut | None:
             cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
             stages.append(cut)
         if len(stages) == 5 and _chunks_fit(stages):
-            options.append((cost, -words, tuple(stages)))
-    return (group, min(options, key=lambda o: o[:2])[2]) if options else None
+            options.append((cost, -group, -words, tuple(stages)))
+    return options
 
 
 def _chunks_fit(stages: list[StageTiles]) -> bool:
@@ -289,8 +312,16 @@ def _chunks_fit(stages: list[StageTiles]) -> bool:
 
 
 def _cost(s: StageTiles) -> float:
-    """Bytes that a block reads, and what a tile costs beside them."""
-    return s.tiles * (4 * s.words + 2048)
+    """Bytes that a block reads, and what tiles and a loop cost beside them."""
+    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.turn else 1.0)
+
+
+def _turn(units: int, chunks: int) -> int | None:
+    """Units of a chunk in one turn of a loop, so that the code has few tiles; 0: no loop; None: too many chunks."""
+    if units * chunks <= UNROLLED:
+        return 0
+    fitting = (n for n in range(1, units) if chunks * (n + units % n) <= UNROLLED)
+    return max(fitting, default=None)
 
 
 def _stage_cuts(
@@ -304,16 +335,17 @@ def _stage_cuts(
     share = -(-rows // size)
     share = -(-share // step) * step
     chunks = -(-stage.cols // (2 * words))
-    unrolled = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
+    wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
         fits = 4 * tile_rows * words <= tile_bytes
-        if unrolled:  # every block has rows of its own
-            fits = fits and units * chunks <= UNROLLED and units * tile_rows * (size - 1) < rows
-        if fits:
-            out.append(
-                StageTiles(stage.name, index, rows, stage.cols, tile_rows, words, chunks, units, 0)
-            )
+        turn = _turn(units, chunks) if wired else 0
+        if wired:  # every block has rows of its own, and sums of all of them
+            sums = units * max(1, tile_rows // 8)
+            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
+        if fits and turn is not None:
+            shape = (rows, stage.cols, tile_rows, words, chunks, units)
+            out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))
         tile_rows *= 2
     return out

@@ -7,11 +7,10 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from cuda_planting import plant
 from cuda_walk import ROOT
 from kog_triton.backends.cuda import CudaBackend, jit
-from process_memory import host_bytes
+from process_memory import gpu_memory, host_bytes
 from test_cuda_injection import (
     EDITS,
     MODELS,
@@ -133,12 +132,12 @@ def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():
             logits = llm.forward_logits([*prompt["prompt_token_ids"], *out.token_ids])
             best = logits[len(prompt["prompt_token_ids"]) - 1 : -1].argmax(1)
             assert best.tolist() == list(out.token_ids)
-        free, host = torch.cuda.mem_get_info()[0], 0
+        gpu, host = {}, 0
         for n in range(REQUESTS):
             i = n % PROMPTS
             out = ask(i)
             assert (out.token_ids, out.text) == (first[i].token_ids, first[i].text)
             if n == REQUESTS // 10:  # allocators have settled
-                host = host_bytes()
-        assert torch.cuda.mem_get_info()[0] == free
+                gpu, host = gpu_memory(), host_bytes()
+        assert gpu_memory() == gpu
         assert host_bytes() - host < 4 << 20

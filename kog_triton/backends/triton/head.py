@@ -19,7 +19,16 @@ from kog_triton.backends.triton.sample import best_of, is_void
 from kog_triton.backends.triton.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.sync import meet, store_shared
 from kog_triton.backends.triton.votes import ROUNDS, four, ordered, pick, survivors, unordered, vote
-from kog_triton.backends.triton.words import index, pack_f32, unpack_f32, wait, wait_planes
+from kog_triton.backends.triton.words import (
+    complain,
+    complain_also,
+    index,
+    pack_f32,
+    poll,
+    settle,
+    unpack_f32,
+    wait_planes,
+)
 from kog_triton.model.spec import Head
 
 MEAN: tl.constexpr = tl.constexpr(int(Head.MEAN))
@@ -88,18 +97,23 @@ def mix_lanes(
     HALF: tl.constexpr = S.hidden_size // 2
     SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
     ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
     send_part(x, gains, lane, place, phase, p, S, CHUNKS, WORDS)
-    # Every block adds its rows over the lanes.
+    # Every block adds its rows over the lanes, in one wait for all of them.
     part = p.words + S.region("part")
     first = block * SHARE
     count = tl.minimum(SHARE, S.hidden_size - first)
     i = tl.arange(0, ROWS)
     r, valid = first + i, i < count
-    total = tl.zeros((ROWS,), tl.float32)
-    for j in range(S.lanes):
-        rows = part + j * S.hidden_size + first
-        w, alive = wait(rows, i, count, phase, alive, "mix part", 0, p, S)
-        total += tl.where(valid, unpack_f32(w), 0.0)
+    j = tl.arange(0, LANES)[:, None]
+    have = (j < S.lanes) & valid[None, :]
+    ptr = part + j * S.hidden_size + r[None, :]
+    ws, bad = poll((ptr,), (have,), phase, alive, p, S, 1)
+    if (bad != 0) & (alive != 0):
+        complain(part, 0, phase, "mix part", 0, p)
+        complain_also(part + first, count, S.hidden_size, S.lanes, p)
+    alive = tl.where(bad != 0, 0, alive)
+    total = tl.sum(tl.where(have, unpack_f32(settle(ws[0])), 0.0), axis=0)
     if S.head_mode == MEAN:
         total = total / S.lanes
     store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)

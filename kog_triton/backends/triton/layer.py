@@ -13,6 +13,7 @@ from kog_triton.backends.triton.attention import ask_constants, attention
 from kog_triton.backends.triton.matvec import rowwise, skip_phantoms, wired
 from kog_triton.backends.triton.residual import (
     ask_past,
+    ask_reduce,
     bias_at,
     join,
     load_gains,
@@ -81,6 +82,7 @@ def o_proj(
     """Attention's output through o_proj into x: x, the gains of the next norm, the ring and alive."""
     Q: tl.constexpr = S.stages[0]
     T: tl.constexpr = S.stages[1]
+    how = ask_reduce(0, layer, p, S)
     words = p.words + S.region("attention") + lane * S.attention_words
     xs, alive = wait_pairs(
         words,
@@ -95,15 +97,15 @@ def o_proj(
         T.chunks,
     )
     stamp(p, it, 5, S)
-    past = ask_past(0, layer, it, place, p, S, 1)
+    past = ask_past(0, how, it, place, p, S, 1)
     ys, ring = wired(base, next_base, block, ring, xs, S, 1)
     stamp(p, it, 6, S)
     alive = publish_module(
-        ys, past, "attention_out", 0, layer, it, lane, place, phase, alive, p, S, 1
+        ys, past, "attention_out", 0, how, layer, it, lane, place, phase, alive, p, S, 1
     )
     gains = load_gains(2 * layer + 1, lane, p, S)
     x, alive = join(
-        x, "attention_out", 0, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+        x, "attention_out", 0, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
     )
     return x, gains, ring, alive
 
@@ -129,21 +131,26 @@ def down_proj(
     """The gated values through down_proj into x: x, the gains of the next norm, the ring and alive."""
     Q: tl.constexpr = S.stages[0]
     T: tl.constexpr = S.stages[3]
+    how = ask_reduce(1, layer, p, S)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     xs, alive = wait_pairs(
         words, S.ffn // 2, phase, alive, "down_proj mlp", layer, p, S, T.tile_words, T.chunks
     )
     stamp(p, it, 9, S)
-    past = ask_past(1, layer, it, place, p, S, 3)
+    past = ask_past(1, how, it, place, p, S, 3)
     ys, ring = wired(base, next_base, block, ring, xs, S, 3)
     stamp(p, it, 10, S)
     ring = skip_phantoms(base, next_base, block, ring, S)
     if layer == S.num_layers - 1:
         # This token's rows of the cache; pairs with the fence at the start of the next token.
         fence(p.fences + block * 32, S)
-    alive = publish_module(ys, past, "mlp_out", 1, layer, it, lane, place, phase, alive, p, S, 3)
+    alive = publish_module(
+        ys, past, "mlp_out", 1, how, layer, it, lane, place, phase, alive, p, S, 3
+    )
     gains = load_gains(2 * layer + 2, lane, p, S)
-    x, alive = join(x, "mlp_out", 1, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words)
+    x, alive = join(
+        x, "mlp_out", 1, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+    )
     return x, gains, ring, alive
 
 

@@ -19,6 +19,10 @@ from kog_triton.backends.triton.words import LINE, high, low, unscaled
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
+# A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
+# words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
+RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
+LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 
 
 @triton.constexpr_function
@@ -43,19 +47,32 @@ def turns(tiles, chunks, depth):
     return max(0, (tiles - depth) // math.lcm(chunks, depth))
 
 
+@triton.constexpr_function
+def chunk_turns(S, stage, chunk):
+    """Turns of the loop over a chunk's tiles in which every tile asks for one of its own stage."""
+    cut = S.stages[stage]
+    if not cut.turn:
+        return 0
+    inside = min(cut.units, cut.tiles - S.depth - chunk * cut.units)
+    return max(0, inside) // cut.turn
+
+
 @triton.jit
 def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
-    """Words [tile_rows, tile_words / LINE, LINE] of one tile; `base` is the layer's (or the head's) first word.
+    """Words of one tile, of which lines [tile_words / LINE] are LINES_AXIS and rows the other axis before [LINE].
 
-    Triton gives the warps to the first dimension of this shape: a warp has rows of its own, and a row's
-    sum needs few shuffles and no shared memory.
+    A warp has rows of its own: a row's sum needs few shuffles and no shared memory. `base` is the layer's
+    (or the head's) first word.
     """
     T: tl.constexpr = S.stages[STAGE]
     ROWS: tl.constexpr = T.tile_rows
     WORDS: tl.constexpr = T.tile_words
     WIDE: tl.constexpr = min(WORDS, LINE)
     r, k, c = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WORDS // WIDE)
-    offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
+    if LINES_AXIS == 1:
+        offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
+    else:
+        offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
     ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
     return tl.load(ptr + offset, eviction_policy="evict_first")
 
@@ -85,12 +102,10 @@ def fill(base, block, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def multiply(w, x, S: tl.constexpr):
     """Products of a tile and words x [lines, LINE], as far as a thread can sum them alone: [tile_rows, LINE / 4]."""
-    x = x[None, :, :]
+    x = tl.expand_dims(x, 1 - LINES_AXIS)
     products = low(w, S) * low(x, S) + high(w, S) * high(x, S)
-    ROWS: tl.constexpr = w.shape[0]
-    LINES: tl.constexpr = w.shape[1]
-    QUADS: tl.constexpr = w.shape[2] // 4
-    return tl.sum(tl.sum(tl.reshape(products, (ROWS, LINES, QUADS, 4)), axis=3), axis=1)
+    SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
+    return tl.sum(tl.sum(tl.reshape(products, SHAPE), axis=3), axis=LINES_AXIS)
 
 
 @triton.jit
@@ -112,6 +127,7 @@ def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     CHUNKS: tl.constexpr = T.chunks
+    TURN: tl.constexpr = T.turn
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
     sums = ()
@@ -119,8 +135,14 @@ def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr
         sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
     for c in tl.static_range(CHUNKS):
         x = pin(xs[c], S)  # every warp's copy of a chunk lives as long as its tiles
-        for u in tl.static_range(UNITS):
-            # The row tile whose turn it is comes first; it goes last.
+        # The row tile whose turn it is comes first; it goes last.
+        if chunk_turns(S, STAGE, c) > 0:
+            for turn in range(chunk_turns(S, STAGE, c)):
+                for u in tl.static_range(TURN):
+                    sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
+                    tile = c * UNITS + turn * TURN + u + S.depth
+                    ring = ring[1:] + (load_tile(base, tile, block, S, STAGE),)
+        for u in tl.static_range(chunk_turns(S, STAGE, c) * TURN, UNITS):
             sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
             following = fetch(
                 base, next_base, block, S, position(S, STAGE, c * UNITS + u + S.depth)

@@ -181,12 +181,20 @@ def past_words(which, it, at, valid, p, S: tl.constexpr):
 
 
 @triton.jit
-def ask_past(which: tl.constexpr, layer, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
+def ask_reduce(which: tl.constexpr, layer, p, S: tl.constexpr):
+    """How the layer reduces a module's outputs; asked for before a wait, used after it."""
+    if S.mixed_reduce:
+        return tl.load(p.reduces + which * S.num_layers + layer)
+    else:
+        return 0
+
+
+@triton.jit
+def ask_past(which: tl.constexpr, how, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
     if S.delay > 0:
-        late = tl.load(p.reduces + which * S.num_layers + layer) == DELAYED
         _, at, valid = module_rows(place, S, STAGE)
-        ptr, mask, turn = past_words(which, it - S.delay, at, valid & late, p, S)
+        ptr, mask, turn = past_words(which, it - S.delay, at, valid & (how == DELAYED), p, S)
         return load_polled(ptr, mask, turn, S)
     else:
         return 0
@@ -239,6 +247,7 @@ def publish_module(
     past,
     name: tl.constexpr,
     which: tl.constexpr,
+    how,
     layer,
     it,
     lane,
@@ -253,7 +262,6 @@ def publish_module(
     if S.mixed_reduce:
         row, at, valid = module_rows(place, S, STAGE)
         y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
-        how = tl.load(p.reduces + which * S.num_layers + layer)
         raw = y
         if S.delay > 0:
             if how == DELAYED:
@@ -283,6 +291,7 @@ def join(
     x,
     name: tl.constexpr,
     which: tl.constexpr,
+    how,
     layer,
     it,
     lane,
@@ -298,7 +307,6 @@ def join(
     REASON: tl.constexpr = "o_proj attention_out" if which == 0 else "down_proj mlp_out"
     base = p.words + S.region(name)
     if S.mixed_reduce:
-        how = tl.load(p.reduces + which * S.num_layers + layer)
         first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
         if S.delay > 0:
             # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.

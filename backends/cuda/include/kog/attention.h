@@ -74,6 +74,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   put_results(b, walks, walked, softmax, scratch);
   merge_warps(b, walked, scratch, put);
   stamp(b, Point::kAttentionSplit);
+  leave_results();
 }
 
 // One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep

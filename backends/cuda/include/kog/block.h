@@ -49,7 +49,7 @@ struct Seat {
 struct Small {
   float squares[kColumns * kWarps];
   Candidate local[kWarps];
-  Candidate global[kWarps];
+  Candidate global[(kBlocks + 31) / 32];  // of 32 blocks each
   Seat seats[kMostSeats];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
   u32 uses[kColumns * kMerged];  // layers that had a split (columns/attention.h)
@@ -87,9 +87,10 @@ struct Block {
     ring = shared_memory();
     full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);
     empty = full + kRingChunks;
-    partials = reinterpret_cast<float*>(empty + kRingChunks);
-    scratch = reinterpret_cast<u8*>(partials) + kPartialBytes;
-    small = reinterpret_cast<Small*>(scratch + kScratchBytes);
+    scratch = reinterpret_cast<u8*>(empty + kRingChunks);
+    // Behind it: results of attention run on over the partial sums (unit.h).
+    partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));
+    small = reinterpret_cast<Small*>(scratch + kScratchBytes + kPartialBytes);
   }
 
   // At the start of a stage: where the thread stands is asked anew, so that what a stage derives

@@ -92,6 +92,7 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
     int query = span.split + i / (kHeadDim / 2) * span.used;
     put(span.head * kQueries + query, pair, v);
   }
+  leave_results();
 }
 
 // A split's share of its head's join.

@@ -19,7 +19,9 @@ constexpr int kResultStride = kRowDim + 4;
 constexpr int kNewRows = kChunk ? kColumns : 1;
 
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
-// tensor core takes them, the new key and value as rows of the cache, results of all warps.
+// tensor core takes them, the new key and value as rows of the cache, results of all warps. The
+// results may run on over the partial sums: those of qkv_proj have been read when the first result is
+// put, and nobody puts o_proj's before the last one was read (leave_results).
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
   u16* key;        // [kNewRows][kRowDim]
@@ -34,6 +36,11 @@ struct AttentionScratch {
     tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
   }
 };
+
+// By whole blocks that attend, behind their last look at results or joins.
+KOG_DEVICE void leave_results() {
+  if constexpr (kResultsOverSums) sync_consumers();
+}
 
 // Which part of the context a unit walks: [start, end), the newest position included.
 struct Span {

@@ -1,0 +1,167 @@
+"""The conformance suite's third part: which token a backend chooses, and what it tells of it.
+
+Tokens are what the definition chooses from the backend's own logits, which the reference confirms;
+log-probabilities are computed here, in float64.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from conformance_requests import (
+    GREEDY,
+    SEED,
+    SHORT,
+    alone,
+    every_backend,
+    marked,
+    opened,
+    planted,
+    reference,
+    request,
+    resolved,
+    said,
+    served,
+    sizes_of,
+)
+from test_conformance import BACKENDS, LIMITS, SLOW
+
+from kog_triton.sampling import History, sample
+
+
+def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=None):
+    """Tokens are the definition's; log-probabilities those of the logits, in float64."""
+    sequence = [*prompt, *(step.token for step in steps[:-1])]
+    logits, confirmed = (b.forward_logits(sequence) for b in (backend, reference(model)))
+    assert np.sqrt(((logits - confirmed) ** 2).mean()) < 60 * LIMITS[backend.spec.dtype]
+    history = History(prompt)
+    for position, (row, step) in enumerate(
+        zip(logits[len(prompt) - 1 :], steps, strict=True), len(prompt)
+    ):
+        bits = mask(history.output) if mask else None
+        assert step.token == sample(row, params, history, position, sample_idx, bits).token
+        history.append(step.token)
+        if params.logprobs is None:
+            assert step.logprob is None and step.top == ()
+            continue
+        wide = row.astype(np.float64)
+        expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        best = np.argsort(-wide, kind="stable")[: params.logprobs]
+        assert [i for i, _ in step.top] == best.tolist()
+        told = [step.logprob, *(value for _, value in step.top)]
+        assert np.abs(told - expected[[step.token, *best]]).max() < 1e-5
+
+
+ALL = {
+    "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.002, "repetition_penalty": 1.2,
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 60: -100.0},
+    "logprobs": 4, "min_tokens": 3, "end": (11, 19), "bad": ((7,), (42, 45)),
+}  # fmt: skip
+SETTINGS = {
+    "temperature": {},
+    "top_k": {"top_k": 7, "temperature": 30.0},
+    "top_p": {"top_p": 0.6, "temperature": 3.0},
+    "min_p": {"min_p": 0.1, "temperature": 8.0},
+    "penalties, greedy": {"repetition_penalty": 0.8, "frequency_penalty": 1.9, "temperature": 0},
+    "rewards": {"presence_penalty": -2.0, "repetition_penalty": 1.5, "top_k": 30},
+    "bias, greedy": {"logit_bias": {3: 30.0, 90: 30.0}, "temperature": 0, "logprobs": 2},
+    "allowed ids": {"allowed_token_ids": [3, 5, 31, 32, 63, 64, 90], "logprobs": 0},
+    "bans": {"allowed_token_ids": [3, 5, 90], "bad": ((3, 3), (5, 3)), "min_tokens": 2, "end": (3,)},
+    "all at once": ALL,
+}  # fmt: skip
+CASES = [
+    marked(name, model, settings)
+    for name in BACKENDS
+    for model, settings in [*(("one lane", s) for s in SETTINGS), ("lanes", "all at once")]
+    if name not in SLOW or settings == "all at once"
+]
+
+
+@pytest.mark.parametrize(("name", "model", "settings"), CASES)
+def test_tokens_are_the_definitions(name, model, settings):
+    backend = opened(name, model)
+    params = resolved(backend.spec.vocab_size, **SETTINGS[settings])
+    r = request(0, SHORT, params, sizes_of(name).count, sample_idx=3)
+    assert_defined(backend, model, SHORT, alone(backend, r), params, 3)
+
+
+@every_backend
+def test_a_seed_or_a_sample_of_its_own_draws_tokens_of_its_own(name):
+    backend, count = opened(name), sizes_of(name).count
+    hot = request(0, SHORT, resolved(101, temperature=9.0), count)
+    changes = {}, {}, {"seed": SEED + (1 << 32)}, {"seed": SEED + 1}, {"sample_idx": 1}
+    drawn = []
+    for change in changes:
+        r = replace(hot, **change)
+        r = replace(r, params=replace(r.params, seed=r.seed))
+        drawn.append(tuple(step.token for step in alone(backend, r)))
+    assert drawn[0] == drawn[1] and len(set(drawn)) == len(drawn) - 1
+
+
+@every_backend
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 5.0}, ALL])
+def test_a_mask_decides_who_is_allowed(name, settings):
+    """Of 101 ids, in words of 32: every third, one alone in the last word, all, by turns."""
+    backend, count = opened(name), sizes_of(name).count
+    sets, heard = (range(1, 101, 3), [100], range(101)), []
+
+    def mask(output):
+        if len(output) % 3 == 2:
+            return None
+        bits = np.zeros(128, bool)
+        bits[list(sets[len(output) % 3])] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def overheard(output):
+        time.sleep(0.1 if len(output) == 1 else 0)  # the kernel is there first, and waits
+        heard.append(list(output))
+        return mask(output)
+
+    params = resolved(101, **settings)
+    (steps,) = served(backend, request(0, SHORT, params, count, mask=overheard))
+    tokens = [step.token for step in steps]
+    assert all(token in sets[n % 3] for n, token in enumerate(tokens))
+    assert heard == [tokens[:n] for n in range(count)]
+    assert_defined(backend, "one lane", SHORT, steps, params, mask=mask)
+
+
+@every_backend
+def test_what_the_prompt_says_is_told_with_its_probability(name):
+    backend = opened(name)
+    mailbox = backend.new_mailbox()
+    mailbox.post(request(0, SHORT, GREEDY, 2, prompt_logprobs=2))
+    backend.generate(mailbox)
+    told = mailbox.read_prompt(0)
+    assert [one.token for one in told] == [*SHORT[1:]]
+    for row, one in zip(backend.forward_logits(SHORT).astype(np.float64), told, strict=False):
+        expected = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        best = np.argsort(-row, kind="stable")[:2]
+        assert [i for i, _ in one.top] == best.tolist()
+        values = [one.logprob, *(value for _, value in one.top)]
+        assert np.abs(values - expected[[one.token, *best]]).max() < 1e-5
+    assert said(mailbox, 0) == alone(backend, request(0, SHORT, GREEDY, 2))
+
+
+# ---- planted faults ----
+
+# header, before, after, who must see it
+FAULTS = {
+    "half of a seed": (
+        "sample.h", "r[Request::kSeed + 1]", "0u",
+        partial(test_tokens_are_the_definitions, model="one lane", settings="temperature"),
+    ),
+    "the mask of the token before": (
+        "edit.h", "static_cast<u64>(made + 1)", "static_cast<u64>(made)",
+        partial(test_a_mask_decides_who_is_allowed, settings={"temperature": 0}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    *edit, test = FAULTS[fault]
+    with planted("one lane", *edit) as name, pytest.raises(AssertionError):
+        test(name)
