@@ -39,7 +39,7 @@ from cuda_walk import (
 from kog_triton.backends.cuda import chunks
 from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.columns import lay_out_columns
-from machine_code import assert_weight_loops_hardly_spill, machine_code
+from machine_code import assert_no_loop_spills, machine_code
 from ring_walker import f16_spec, spec_of
 
 from kog_triton.backends import BackendOptions
@@ -390,9 +390,10 @@ def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
 
 
 @pytest.mark.slow
-def test_loops_that_stream_weights_hardly_spill():
+def test_no_loop_that_streams_or_waits_spills():
     code = machine_code(layout_of(named_shape("llama-3.2-1b")), "columns.cu")
-    assert_weight_loops_hardly_spill(code)
+    # Where the columns of a prompt stand takes one register more of the thread that fills the ring.
+    assert_no_loop_spills(code, in_fills=2)
 
 
 FAULTS = {

@@ -25,7 +25,7 @@ from cuda_requests import (
 )
 from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
-from machine_code import assert_weight_loops_hardly_spill, machine_code
+from machine_code import assert_no_loop_spills, machine_code
 from ring_walker import f16_spec, spec_of
 
 from kog_triton.model.shapes import named_shape
@@ -331,10 +331,11 @@ def test_stores_that_land_late_change_nothing(spec, region):
 
 
 @pytest.mark.slow
-def test_loops_that_stream_weights_hardly_spill():
+def test_no_loop_that_streams_or_waits_spills():
     spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
     code = machine_code(columns_of(spec, 8), "columns.cu")
-    assert_weight_loops_hardly_spill(code)
+    # One of the head's, where it tells of a wait that has expired; of a block's lane and place a register.
+    assert_no_loop_spills(code, in_weights=1, in_fills=2)
 
 
 FAULTS = {

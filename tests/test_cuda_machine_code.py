@@ -2,7 +2,7 @@
 
 import pytest
 from cuda_walk import layout_of
-from machine_code import SHAPES, in_turn, innermost, is_local, machine_code, sass_of, straight
+from machine_code import SHAPES, assert_no_loop_spills, in_turn, is_local, machine_code, sass_of
 from ring_walker import spec_of
 from sass_hazards import Instruction, instructions
 
@@ -14,16 +14,7 @@ MOST_SPILLS = 48  # loads and stores, once a token's included
 @pytest.mark.parametrize("name", in_turn([*SHAPES, "qwen2.5-0.5b", "odd"]))
 def test_no_loop_that_streams_or_waits_spills(name):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
-    code = machine_code(layout_of(spec, max_context=1024))
-    weights = innermost(code, r"\bHMMA")
-    polls = innermost(code, r"\bLDG.*STRONG\.GPU")
-    walks = [body for body in weights if any("MUFU.EX2" in w for w in body)]
-    # Of weights that were all taken ahead, a few chunks a stage, no loop is left.
-    taken = straight(code, r"\bHMMA")
-    assert len(weights) + len(taken) >= 6  # five matrix stages and attention
-    assert len(polls) >= 8 and len(walks) == 1
-    for body in weights + taken + polls:
-        assert not [what for what in body if is_local(what)]
+    assert_no_loop_spills(machine_code(layout_of(spec, max_context=1024)))
 
 
 def used_too_early(code):

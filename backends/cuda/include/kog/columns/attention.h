@@ -259,21 +259,19 @@ KOG_DEVICE void stage_splits(Block& b, Operands<Stage>& to, const Images<Stage>&
   ask_until_ready(b, Step::kOProjInput, place_of(b, from), 1, 0, [&] {
     u32 bad = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++)
+    for (int i = 0; i < kAtOnce; i++) {
+      int head = (value + i * S::kStepValues) / kHeadDim;
+      const u32* tops = top_word(b, 0, images.column_of(b, 0), head < kHeads ? head : 0);
 #pragma unroll
       for (int s = 0; s < kMost; s++) {
-        bool any = s == 0;
+        // Also of splits that a column has not: places of each one's own to ask at would take registers.
+        if (kMost > 1 && i % kAlike == 0)  // one split needs none
 #pragma unroll
-        for (int set = 0; set < S::kSets; set++) {
-          bool there = s < images.used[set];
-          any |= there;
-          int head = (value + i * S::kStepValues) / kHeadDim;
-          if (kMost > 1 && i % kAlike == 0)  // one split needs none
-            top[i / kAlike][set][s] = load_relaxed(
-                top_word(b, there ? s : 0, images.column_of(b, set), head < kHeads ? head : 0));
-        }
-        load_row(from + (any ? s : 0) * kImageStride + i * S::kStepWords, w[i][s]);
+          for (int set = 0; set < S::kSets; set++)
+            top[i / kAlike][set][s] = load_relaxed(tops + s * kColumns + set * S::kTokens);
+        load_row(from + s * kImageStride + i * S::kStepWords, w[i][s]);
       }
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
 #pragma unroll

@@ -169,7 +169,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
     from[i] = local < kSlice && e < kPaddedK ? e : kHiddenStride;
   }
-  SliceMarks marks;
+  // Unless they begin somewhere on every path, registers are kept for them throughout the layer.
+  SliceMarks marks = {};
   if (x.words != nullptr) marks.receive(b, wait, x, from, iteration);
   float square[kColumns] = {};
 #pragma unroll
