@@ -23,6 +23,7 @@ TILE_BYTES = {"nvidia": 64 * 1024, "amd": 32 * 1024, "cpu": 64 * 1024}
 # From this width on the words of x take registers that a large tile wants (H200, Qwen3-8B: 236 tokens/s with 32 KB, 224
 # with 64; Laneformer-2B, 3,072 wide, wants 64 KB).
 WIDE = 4096
+WIDE_TILE_BYTES = TILE_BYTES | {"nvidia": 32 * 1024}
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
@@ -70,7 +71,7 @@ class StageTiles:
 class Tiles:
     """Everything the kernel knows at compile time. Offsets count words (int32) of the words arena."""
 
-    vendor: str  # "nvidia", "amd" or "cpu": read by backends/triton/sync.py alone
+    vendor: str  # "nvidia", "amd" or "cpu": whose instructions, in backends/triton/sync.py, and whose sizes
     num_layers: int
     hidden_size: int
     heads: int  # of one lane
@@ -206,8 +207,7 @@ def lower_tiles(
             "not at once in some modules and never in others"
         )
     if not tile_bytes:
-        wide = vendor == "nvidia" and spec.hidden_size >= WIDE
-        tile_bytes = TILE_BYTES[vendor] // (2 if wide else 1)
+        tile_bytes = (WIDE_TILE_BYTES if spec.hidden_size >= WIDE else TILE_BYTES)[vendor]
     group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
     return Tiles(
         vendor=vendor,

@@ -29,7 +29,7 @@ from kog_triton.backends.triton.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.sync import fence, meet
+from kog_triton.backends.triton.sync import calls_cheaply, fence, meet
 from kog_triton.backends.triton.words import investigate
 
 
@@ -81,9 +81,9 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
     layers = p.weights + tl.zeros((), tl.int64)
     head = layers + S.num_layers * S.layer_words
     if CHUNKS:
-        if S.vendor == "nvidia":
+        if calls_cheaply(S):
             alive, stays = run_prompts_apart(alive, block, lane, place, p, S)
-        else:  # on AMD a call takes a stack
+        else:
             alive, stays = run_prompts(alive, block, lane, place, p, S)
         turn = tl.where(stays != 0, next_turn(slots - 1, slots, block, p, S), -1)
     ring = fill(layers, block, S, 0)

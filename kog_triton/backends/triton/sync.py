@@ -133,6 +133,12 @@ def stamps_tokens(S):
     return S.vendor == "nvidia"
 
 
+@triton.constexpr_function
+def calls_cheaply(S):
+    """Whether code may stand apart and be called: on AMD a call takes a stack."""
+    return S.vendor == "nvidia"
+
+
 @triton.jit
 def ticks(S: tl.constexpr):
     """The clock in units of 1,024 ns, int32: it wraps, so only differences mean something."""
