@@ -219,7 +219,7 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     for flag in ("model", "shape"):
         if getattr(args, flag):
             passed += [f"--{flag}", getattr(args, flag)]
-    rows = [start_rounds(choice.name, passed, args.rounds) for choice in choices]
+    rows = [start_rounds(choice.name, passed, args.rounds, _say(args)) for choice in choices]
     measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}
     described = {
         "name": "startup",

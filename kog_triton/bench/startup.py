@@ -20,6 +20,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.bench.model import find_device, open_model
 from kog_triton.bench.record import make_row
 from kog_triton.bench.subjects import BackendSubject
+from kog_triton.bench.task import Say
 from kog_triton.choose import choose
 from kog_triton.errors import RunError
 
@@ -28,9 +29,12 @@ PROMPT_TOKENS, MAX_CONTEXT = 16, 64
 TIMEOUT_S = 900
 
 
-def start_rounds(name: str, argv: list[str], rounds: int) -> dict[str, Any]:
+def start_rounds(name: str, argv: list[str], rounds: int, say: Say) -> dict[str, Any]:
     """A row of `rounds` starts of one backend; `argv` names the model and the device."""
-    starts = [_start(["--backend", name, *argv]) for _ in range(rounds)]
+    starts = []
+    for n in range(rounds):
+        say(f"start {n + 1} of {rounds}: {name}")
+        starts.append(_start(["--backend", name, *argv]))
     row = make_row(name, "backend", "timed", "")
     row["load_s"] = median(s["load_s"] for s in starts)
     row["startup"] = {phase: [s[phase] for s in starts] for phase in PHASES}
