@@ -105,8 +105,15 @@ def test_a_seed_or_a_sample_of_its_own_draws_tokens_of_its_own(name):
     assert drawn[0] == drawn[1] and len(set(drawn)) == len(drawn) - 1
 
 
-@every_backend
-@pytest.mark.parametrize("settings", ["temperature", "penalties, greedy", "all at once"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        marked(name, settings)
+        for name in BACKENDS
+        for settings in ("temperature", "penalties, greedy", "all at once")
+        if name not in SLOW or settings == "penalties, greedy"
+    ],
+)
 def test_a_mask_decides_who_is_allowed(name, settings):
     """Of 101 ids, in words of 32: every third, one alone in the last word, all, by turns."""
     backend, count = opened(name), sizes_of(name).count
