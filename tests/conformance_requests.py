@@ -79,7 +79,9 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
-    options = BackendOptions(3, sizes_of(name).context, device=device, prefill="kernel")
+    context = sizes_of(name).context
+    # A library rounds otherwise, so that its keys and values would not give the logits compared with.
+    options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
     return BACKENDS[name](weights(spec), options)
 
 

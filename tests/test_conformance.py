@@ -1,7 +1,8 @@
 """One suite for every backend: each stage on the same inputs, and whole steps, against the reference.
 
 A backend joins by one line of BACKENDS. A stage starts from given tensors, so that an error is charged to the
-stage that made it. What is compared is what ReferenceBackend.run_stage names.
+stage that made it. What is compared is what ReferenceBackend.run_stage names. Requests are the affair of
+test_conformance_requests.py and test_conformance_sampling.py, on the same backends.
 """
 
 import functools

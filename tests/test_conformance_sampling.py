@@ -31,11 +31,22 @@ from test_conformance import BACKENDS, LIMITS, SLOW
 from kog_triton.sampling import History, sample
 
 
+def assert_told(row, said, count):
+    """The log-probabilities of a token, and of the best `count`, are those of a row of logits."""
+    wide = row.astype(np.float64)
+    expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    best = np.argsort(-wide, kind="stable")[:count]
+    assert [i for i, _ in said.top] == best.tolist()
+    told = [said.logprob, *(value for _, value in said.top)]
+    assert np.abs(told - expected[[said.token, *best]]).max() < 1e-5
+
+
 def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=None):
-    """Tokens are the definition's; log-probabilities those of the logits, in float64."""
+    """Tokens and log-probabilities are those of the backend's logits, and these near the reference's."""
     sequence = [*prompt, *(step.token for step in steps[:-1])]
     logits, confirmed = (b.forward_logits(sequence) for b in (backend, reference(model)))
-    assert np.sqrt(((logits - confirmed) ** 2).mean()) < 60 * LIMITS[backend.spec.dtype]
+    # a hundred positions and more on a GPU, and the later ones add up the errors of those before
+    assert np.sqrt(((logits - confirmed) ** 2).mean()) < 100 * LIMITS[backend.spec.dtype]
     history = History(prompt)
     for position, (row, step) in enumerate(
         zip(logits[len(prompt) - 1 :], steps, strict=True), len(prompt)
@@ -45,20 +56,10 @@ def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=Non
         history.append(step.token)
         if params.logprobs is None:
             assert step.logprob is None and step.top == ()
-            continue
-        wide = row.astype(np.float64)
-        expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-        best = np.argsort(-wide, kind="stable")[: params.logprobs]
-        assert [i for i, _ in step.top] == best.tolist()
-        told = [step.logprob, *(value for _, value in step.top)]
-        assert np.abs(told - expected[[step.token, *best]]).max() < 1e-5
+        else:
+            assert_told(row, step, params.logprobs)
 
 
-ALL = {
-    "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.002, "repetition_penalty": 1.2,
-    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 60: -100.0},
-    "logprobs": 4, "min_tokens": 3, "end": (11, 19), "bad": ((7,), (42, 45)),
-}  # fmt: skip
 SETTINGS = {
     "temperature": {},
     "top_k": {"top_k": 7, "temperature": 30.0},
@@ -69,7 +70,11 @@ SETTINGS = {
     "bias, greedy": {"logit_bias": {3: 30.0, 90: 30.0}, "temperature": 0, "logprobs": 2},
     "allowed ids": {"allowed_token_ids": [3, 5, 31, 32, 63, 64, 90], "logprobs": 0},
     "bans": {"allowed_token_ids": [3, 5, 90], "bad": ((3, 3), (5, 3)), "min_tokens": 2, "end": (3,)},
-    "all at once": ALL,
+    "all at once": {
+        "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.002, "repetition_penalty": 1.2,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 60: -100.0},
+        "logprobs": 4, "min_tokens": 3, "end": (11, 19), "bad": ((7,), (42, 45)),
+    },
 }  # fmt: skip
 CASES = [
     marked(name, model, settings)
@@ -100,8 +105,15 @@ def test_a_seed_or_a_sample_of_its_own_draws_tokens_of_its_own(name):
     assert drawn[0] == drawn[1] and len(set(drawn)) == len(drawn) - 1
 
 
-@every_backend
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 5.0}, ALL])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        marked(name, settings)
+        for name in BACKENDS
+        for settings in ("temperature", "penalties, greedy", "all at once")
+        if name not in SLOW or settings == "penalties, greedy"
+    ],
+)
 def test_a_mask_decides_who_is_allowed(name, settings):
     """Of 101 ids, in words of 32: every third, one alone in the last word, all, by turns."""
     backend, count = opened(name), sizes_of(name).count
@@ -119,7 +131,7 @@ def test_a_mask_decides_who_is_allowed(name, settings):
         heard.append(list(output))
         return mask(output)
 
-    params = resolved(101, **settings)
+    params = resolved(101, **SETTINGS[settings])
     (steps,) = served(backend, request(0, SHORT, params, count, mask=overheard))
     tokens = [step.token for step in steps]
     assert all(token in sets[n % 3] for n, token in enumerate(tokens))
@@ -135,12 +147,8 @@ def test_what_the_prompt_says_is_told_with_its_probability(name):
     backend.generate(mailbox)
     told = mailbox.read_prompt(0)
     assert [one.token for one in told] == [*SHORT[1:]]
-    for row, one in zip(backend.forward_logits(SHORT).astype(np.float64), told, strict=False):
-        expected = row - row.max() - np.log(np.exp(row - row.max()).sum())
-        best = np.argsort(-row, kind="stable")[:2]
-        assert [i for i, _ in one.top] == best.tolist()
-        values = [one.logprob, *(value for _, value in one.top)]
-        assert np.abs(values - expected[[one.token, *best]]).max() < 1e-5
+    for row, one in zip(backend.forward_logits(SHORT), told, strict=False):
+        assert_told(row, one, 2)
     assert said(mailbox, 0) == alone(backend, request(0, SHORT, GREEDY, 2))
 
 
@@ -154,7 +162,7 @@ FAULTS = {
     ),
     "the mask of the token before": (
         "edit.h", "static_cast<u64>(made + 1)", "static_cast<u64>(made)",
-        partial(test_a_mask_decides_who_is_allowed, settings={"temperature": 0}),
+        partial(test_a_mask_decides_who_is_allowed, settings="penalties, greedy"),
     ),
 }  # fmt: skip
 

@@ -295,12 +295,6 @@ def test_a_mask_that_never_comes_is_an_error_with_a_name():
 # ---- errors, several requests, resuming ----
 
 
-def test_nothing_allowed_is_an_error_of_the_request(backends):
-    params = resolved(VOCAB, allowed_token_ids=[7], bad=((7,),), top_p=0.5)
-    with pytest.raises(RequestError, match="no token is allowed at position 4"):
-        steps_of(backends("odd"), PROMPT, 3, params)
-
-
 @pytest.mark.parametrize("settings", [EVERY, {"logprobs": 1}, {"logit_bias": {3: -1.0}}])
 def test_a_nan_is_an_error_of_the_request(backends, settings):
     backend = backends("odd")
@@ -322,30 +316,6 @@ def assert_histories_are_apart(backend, prompt, count):
     backend.generate(mailbox)
     assert_defined(backend, prompt, mailbox.read(0, 0), first)
     assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
-
-
-def test_requests_of_two_slots_have_their_own_history():
-    assert_histories_are_apart(backend_of("odd", seed=3, slots=2), PROMPT, 8)
-
-
-def test_a_request_that_yields_goes_on_with_its_history(backends):
-    """The hook of a mask that allows all stops the backend."""
-    backend, params = backends("odd"), resolved(VOCAB, **EVERY)
-    mailbox = backend.new_mailbox()
-
-    def hook(output):
-        if len(output) in (2, 5):
-            mailbox.yield_now()
-
-    post(mailbox, PROMPT, 8, params, mask=hook)
-    rounds = 0
-    while rounds == 0 or mailbox.resumed:
-        mailbox.resume()
-        backend.generate(mailbox)
-        rounds += 1
-    steps = mailbox.read(0, 0)
-    assert rounds > 1 and len(steps) == 8
-    assert_defined(backend, PROMPT, steps, params)
 
 
 @pytest.mark.parametrize("at_once", [3, 256])
