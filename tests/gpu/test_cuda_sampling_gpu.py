@@ -5,11 +5,9 @@ of memory are real ones.
 """
 
 import pytest
-import torch
 from kog_triton.backends.cuda import CudaBackend
 from ring_walker import spec_of
 from test_cuda_sampling import (
-    EVERY,
     LANES,
     SETTINGS,
     Triplets,
@@ -21,7 +19,6 @@ from test_cuda_sampling import (
 )
 
 from kog_triton.backends import BackendOptions
-from kog_triton.errors import RequestError, RunError
 from kog_triton.model.spec import DType
 from kog_triton.random_weights import RandomWeights
 
@@ -88,16 +85,3 @@ def test_a_long_prompt_and_output_are_penalized(backends):
 
 def test_requests_of_two_slots_have_their_own_history(backends):
     assert_histories_are_apart(backends("vocabulary of qwen3"), PROMPT, 40)
-
-
-def test_errors_are_the_requests_alone(backends):
-    backend = backends("fewer ids than blocks")
-    banned = resolved(101, allowed_token_ids=[7], bad=((7,),))
-    with pytest.raises(RequestError, match="no token is allowed at position 4"):
-        steps_of(backend, PROMPT, 3, banned)
-    row = backend.memory.embed[5].clone()
-    backend.memory.embed[5] = torch.nan
-    with pytest.raises(RunError, match="NaN"):
-        steps_of(backend, [1, 5], 3, resolved(101, **EVERY))
-    backend.memory.embed[5] = row
-    assert len(steps_of(backend, [1, 5], 3, resolved(101, **EVERY))) == 3

@@ -21,7 +21,6 @@ from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights
-from kog_triton.sampling import History, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -143,20 +142,6 @@ def test_stop_limit_and_cancel(llm):
     assert again.token_ids == whole.token_ids
 
 
-RULES = {
-    "plain": {},
-    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
-    "bias and ids": {"logit_bias": {5: 3.0}, "allowed_token_ids": tuple(range(0, 90, 3))},
-    "bans": {"min_tokens": 6, "end_token_ids": (3, 9), "bad_words_token_ids": ((4,), (7, 8))},
-    "cuts": {"min_p": 0.01, "top_k": 30, "top_p": 0.9},
-    "all and log-probabilities": {"top_p": 0.8, "repetition_penalty": 1.2, "logprobs": 5},
-}
-
-
-def masked(output: list[int]) -> np.ndarray:
-    return np.full(4, 0x55555555 << len(output) % 2, np.uint32)
-
-
 def served(backend: TritonBackend, *requests: Request) -> list[list[Step]]:
     mailbox = backend.new_mailbox()
     for request in requests:
@@ -170,24 +155,6 @@ def small() -> TritonBackend:
     spec = TINY["llama"]
     options = BackendOptions(max_context=64, num_slots=3, prefill="kernel")
     return TritonBackend(ArrayWeights(spec), options)
-
-
-@pytest.mark.parametrize("mask", [None, masked], ids=["free", "masked"])
-@pytest.mark.parametrize("name", RULES)
-def test_sampling_is_the_definitions(name, mask, small):
-    """From the kernel's own logits, bit for bit."""
-    prompt, params = (3, 7, 12, 7), SamplingParams(seed=2**63 + 5, **RULES[name])
-    (steps,) = served(small, Request(0, prompt, params, params.seed, 16, mask=mask))
-    made = [step.token for step in steps]
-    logits, history = small.forward_logits([*prompt, *made[:-1]]), History(prompt)
-    for i, step in enumerate(steps):
-        bits = mask(history.output) if mask else None
-        want = sample(logits[3 + i], params, history, 4 + i, 0, bits)
-        assert step.token == want.token
-        if params.logprobs is not None:
-            assert step.logprob == pytest.approx(want.logprob, abs=1e-6)
-            assert [t for t, _ in step.top] == [t for t, _ in want.top]
-        history.append(step.token)
 
 
 def test_requests_are_the_same_alone_together_and_interrupted(small):
