@@ -37,10 +37,10 @@ def test_a_sampled_answer_is_another_test_than_a_greedy_one():
 def test_an_interrupted_record_counts_nowhere(tmp_path):
     record = json.loads(json.dumps(a_record()))
     for name, interrupted in (("1", False), ("2", True)):
-        record["created"], record["test"]["interrupted"] = f"2026-01-0{name}T", interrupted
+        record["created"], record["test"]["interrupted"] = f"2026-01-0{name}", interrupted
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     (kept,) = read_results(tmp_path)
-    assert kept["created"] == "2026-01-01T"
+    assert kept["created"] == "2026-01-01"
 
 
 def a_record():
@@ -113,6 +113,13 @@ def test_a_record_that_lacks_something_is_named(tmp_path, key):
     del record[key]
     (tmp_path / "x.json").write_text(json.dumps(record))
     with pytest.raises(RequestError, match=rf"x\.json: not a whole record.*{key}"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("created", [None, 5, "yesterday"])
+def test_a_record_of_no_day_is_named(tmp_path, created):
+    (tmp_path / "x.json").write_text(json.dumps(a_record() | {"created": created}))
+    with pytest.raises(RequestError, match=r"x\.json: not a whole record"):
         read_results(tmp_path)
 
 

@@ -250,12 +250,14 @@ def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
 @pytest.mark.parametrize("positions", [2, 4, 8])
 def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, positions):
     """As many chunks' worth of tokens as of eight positions, and never less than a token at a time gets."""
-    measured = {"llama-3.2-1b": (8, 48), "laneformer-2b": (8, 24)}[name]
-    fresh, behind = (tokens * positions // 8 for tokens in measured)
+    expected = {
+        "llama-3.2-1b": {2: (3, 12), 4: (4, 24), 8: (8, 48)},
+        "laneformer-2b": {2: (3, 8), 4: (4, 12), 8: (8, 24)},
+    }[name][positions]
     ready = chunks.Chunks(
         lower(build(named_shape(name)), GPUS["h200"]), 64, positions, lambda _: None, lambda _: None
     )
-    assert ready.crossover == Crossover(max(3, fresh), max(8, behind))
+    assert ready.crossover == Crossover(*expected)
 
 
 class BothBackend(ColumnBackend):
@@ -353,14 +355,25 @@ def test_prompts_that_come_before_the_kernel_go_a_token_at_a_time(spec):
     assert backend.chunks.crossover == early != BY_TOKEN
 
 
-def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spec, caplog):
+class FullBackend(ChunkBackend):
+    """A backend on a GPU that has no room for the kernel of chunks."""
+
+    def _load(self, source, entry, layout):
+        if layout.chunk:
+            raise torch.OutOfMemoryError("the GPU is out of room")
+        return super()._load(source, entry, layout)
+
+
+@pytest.mark.parametrize("kind", [FailingBackend, FullBackend])
+def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spec, caplog, kind):
     caplog.set_level("INFO")
     r = request(0, prompt_of(11), 3)
     steps, _ = alone(spec, [r])
-    backend = make(FailingBackend, spec, 1)
+    backend = make(kind, spec, 1)
     assert backend.chunks.kernel is None and run(backend, r) == steps
     assert backend.chunks.crossover == BY_TOKEN
-    assert "prompts run a token at a time: the compiler is out of room" in caplog.text
+    who = "compiler" if kind is FailingBackend else "GPU"
+    assert f"prompts run a token at a time: the {who} is out of room" in caplog.text
 
 
 def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(

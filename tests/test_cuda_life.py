@@ -286,7 +286,7 @@ def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_wr
     gc.collect()
     outbox = kept[0]()
     assert all(tensor() is not None for tensor in kept) and not outbox.any()
-    with pytest.raises(DeviceError, match=r"^the GPU has not ended what an earlier model .*$"):
+    with pytest.raises(DeviceError, match=r"^the GPU has not ended what another model .*$"):
         make(FiberBackend, num_slots=1)
     late[0].begins.set()
     late[0].join(60)

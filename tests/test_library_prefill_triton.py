@@ -24,7 +24,7 @@ from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
 interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here"
 )
 
 

@@ -276,7 +276,8 @@ class CudaBackend:
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
-        self.library = self._blank = self.chunks.kernel = None
+        self.chunks.close()
+        self.library = self._blank = None
         del self.memory
 
     # ---- a launch ----

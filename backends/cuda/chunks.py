@@ -17,10 +17,11 @@ from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import Layout
 
 from kog_triton.backends.library_prefill import BY_TOKEN, Crossover
-from kog_triton.errors import ModelError
+from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
 log = logging.getLogger(__name__)
+compilers = logging.getLogger("kog_triton.compilers")
 POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
@@ -40,11 +41,12 @@ MOST_CHUNKS = 32
 
 
 class Chunks:
-    """The kernel of one model's prompts, compiled by a thread of its own, for which nobody waits.
+    """The kernel of one model's prompts, compiled by a thread of its own, for which no request waits; only
+    the end of the process does, and keeps the kernel for the next one.
 
     positions  of a step at most; 0 for no such kernel
     compile    puts a layout's kernel where `load` finds it
-    load       makes it ready to run; by the thread that launches
+    load       makes it ready to run; by the thread that launches, or that settles while nothing runs
     kernel     None until it is compiled and then asked for, and where there is none
     """
 
@@ -76,24 +78,36 @@ class Chunks:
         self._thread.start()
 
     def settle(self, device: torch.device) -> None:
-        """Wait for the compiler and load the kernel. Where the compiler fails the log says so."""
-        if self._thread is None:
+        """Wait for the compiler and load the kernel. Where one of them fails the log says so."""
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
-        self._thread.join()
-        self._thread = None
-        if self._layout is not None:
+        thread.join()
+        if self._layout is None:
+            return
+        try:
             self.kernel = make_kernel(self._layout, self._load(self._layout), device)
+        except (DeviceError, torch.OutOfMemoryError) as error:
+            self._give_up(error)
 
     def for_prompt(self, tokens: int, device: torch.device) -> ColumnKernel | None:
         """The kernel, if it is there by now and for so many tokens that a prompt has left."""
+        if tokens < CHUNKS_FROM:
+            return None
         if self._thread is not None and not self._thread.is_alive():
             self.settle(device)
-        return self.kernel if tokens >= CHUNKS_FROM else None
+        return self.kernel
+
+    def close(self) -> None:
+        """Let go of the kernel; one that is still compiled is not waited for."""
+        if self._thread is not None and self._thread.is_alive():
+            compilers.info("the kernel of prompts is still being compiled, for the next start")
+        self.kernel = self._layout = self._thread = None
 
     @property
     def crossover(self) -> Crossover:
         """From which prompts on "auto" means the library: the same before the kernel is there, so that a
-        prompt's numbers do not depend on when it comes.
+        prompt's numbers do not depend on when it comes, unless it never does.
 
         Only chunks of POSITIONS were timed. One of fewer takes no longer, and no less than a token: the
         library is taken to be worth as many of them, and no fewer tokens than one at a time.
@@ -112,5 +126,8 @@ class Chunks:
         try:
             self._compile(layout)
         except Exception as error:
-            log.warning("no kernel of chunks, prompts run a token at a time: %s", error)
-            self._layout = None
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("no kernel of chunks, prompts run a token at a time: %s", error)
+        self._layout = None

@@ -43,7 +43,7 @@ class Heart:
             self._steps, self._since = steps, time.monotonic()
         elif time.monotonic() - self._since > SILENCE_S:
             raise Stalled(
-                f"the GPU has not finished a step in {SILENCE_S:.0f} s: end this process and look at "
-                "the driver's log",
+                f"the GPU has not finished a step in {SILENCE_S:.0f} s: open a new LLM or, if that is "
+                "refused, start a new process; the driver's log may say why",
                 self._ended,
             )

@@ -25,12 +25,15 @@ class Answers:
         self._silent = False
 
     def check(self) -> None:
-        """DeviceError once the GPU has fallen silent."""
+        """DeviceError once the GPU has fallen silent, or while another backend's kernel does not end."""
         if self._silent:
             raise DeviceError(
                 "the GPU fell silent in an earlier request and may still write into this model's "
                 "memory: open a new LLM or, if that is refused, start a new process"
             )
+        with _lock:
+            for ended, _ in _kept:
+                _demand(ended)
 
     @contextmanager
     def serving(self, free: Callable[[], None]) -> Iterator[None]:
@@ -51,14 +54,25 @@ class Answers:
 
 
 def free_what_was_kept() -> None:
-    """Of kernels that have ended since; DeviceError if one has not: what comes next would wait behind it."""
+    """Of kernels that have ended since; DeviceError if one has not."""
     with _lock:
         while _kept:
             ended, free = _kept[0]
-            if not ended():
-                raise DeviceError(
-                    "the GPU has not ended what an earlier model of this process gave it: try again "
-                    "later, or end this process and look at the driver's log"
-                )
-            del _kept[0]
+            _demand(ended)
             free()
+            del _kept[0]
+
+
+def _demand(ended: Callable[[], bool]) -> None:
+    """DeviceError unless that kernel has ended: what comes next would wait behind it, on whichever GPU."""
+    try:
+        over = ended()
+    except RuntimeError as error:  # torch's, of a GPU that broke off instead
+        raise DeviceError(
+            f"the GPU broke off what an earlier model of this process gave it, start a new process: {error}"
+        ) from error
+    if not over:
+        raise DeviceError(
+            "the GPU has not ended what another model of this process gave it: try again later, or "
+            "start a new process"
+        )

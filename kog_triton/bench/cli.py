@@ -87,7 +87,7 @@ def _say(args: argparse.Namespace) -> "Say":
 def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of decode, prefill or compare."""
     from kog_triton.bench.measure import Task, measure
-    from kog_triton.bench.model import SEED
+    from kog_triton.bench.model import SEED, find_device
 
     temperature: float = getattr(args, "temperature", 0.0)
     if temperature and args.peer:
@@ -104,11 +104,13 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
                 "--max-tokens 1 leaves no time between tokens: use kog bench prefill"
             )
         test = f"tg{tokens} @ d{prompt}"
-    common, absent = _common(args, deepest + tokens)
     if args.no_kernel_switches:  # a prompt takes longer so: no figure of any other run
         test += ", one kernel"
-        if common["device"].type == "cpu":
+        if (
+            find_device(args.device)[0].type == "cpu"
+        ):  # before the model is opened, which may take long
             raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
+    common, absent = _common(args, deepest + tokens)
     peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
     task = Task(
         **common,

@@ -91,6 +91,7 @@ def _rows(
             judge.close()
         common = {"check": check, "load_s": load_s, "version": subject.version}
         common["dtype"] = subject.spec.dtype.name.lower()
+        subject.settle()
         common["memory_bytes"] = subject.memory_bytes()
         if not check["passed"]:
             row = make_row(choice.name, "backend", "wrong", "its text is wrong: not timed")

@@ -6,6 +6,7 @@ a GPU that was held back, and a text that was judged behind fewer tokens than we
 """
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         try:
             if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
                 table([record])
-                records.append((record["created"], record))
-        except (KeyError, TypeError, AttributeError) as error:
+                records.append((datetime.fromisoformat(record["created"]), record))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(f"{file}: not a whole record of kog bench: {error!r}") from error
     return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 

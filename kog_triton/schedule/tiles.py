@@ -27,10 +27,9 @@ WIDE_TILE_BYTES = TILE_BYTES | {"nvidia": 32 * 1024}
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
-UNROLLED = (
-    32  # tiles of one stage that are laid out behind each other; with more of them there is a loop
-)
-# What a loop is taken to cost a stage. In the stages that read x it cost a quarter (H200, Qwen3-8B: 206 tokens/s
+# Tiles of one stage that are laid out behind each other; with more of them there is a loop.
+UNROLLED = 32
+# What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
 # for 235); in those read by chunks it is not measured, and has to save more than that.
 LOOPED = 1.5
 SUMS = 64  # registers of a thread that the sums of a block's rows may take

@@ -79,7 +79,9 @@ def test_logits_agree_with_the_reference_and_repeat(name):
 @pytest.fixture(scope="module")
 def demo():
     weights = Checkpoint.open(ROOT / "kog_triton/demo/checkpoint")
-    return CudaBackend(weights, options(num_slots=3)), ReferenceBackend(weights, options())
+    ours = CudaBackend(weights, options(num_slots=3))
+    ours.settle()
+    return ours, ReferenceBackend(weights, options())
 
 
 def generate(backend, prompt, count, params):

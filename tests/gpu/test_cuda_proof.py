@@ -114,6 +114,7 @@ def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():
     """
     rng = np.random.default_rng(1)
     with LLM(DEMO, backend=CudaBackend, max_model_len=64, prefill="kernel") as llm:
+        llm.engine.backend.settle()
         vocab = llm.engine.backend.spec.vocab_size
         prompts = [
             {"prompt_token_ids": rng.integers(0, vocab, 1 + i % 7).tolist()} for i in range(PROMPTS)

@@ -37,7 +37,7 @@ PLANTED = [*((tool, "one-token", tool) for tool in TOOLS), ("memcheck", "lanes",
 def find_sanitizer() -> str:
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(found).exists():
-        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on the PATH")
+        pytest.skip("needs compute-sanitizer, of the GPU's toolkit, on the PATH")
     return found
 
 
