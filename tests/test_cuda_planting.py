@@ -5,6 +5,8 @@ A change of the kernel would else be told hours later, by a run of the slow test
 
 import pytest
 import test_conformance as conformance
+import test_conformance_requests as requests
+import test_conformance_sampling as sampling
 import test_cuda_chunks as chunks
 import test_cuda_column_threads as column_threads
 import test_cuda_columns as columns
@@ -14,6 +16,7 @@ from cuda_walk import INCLUDE
 
 EDITS = [  # header, before, after
     *((header, *edit[:2]) for header, *edit in conformance.FAULTS.values()),
+    *(edit[:3] for faults in (requests.FAULTS, sampling.FAULTS) for edit in faults.values()),
     *(("columns/chunk.h", *edit) for edit in chunks.FAULTS.values()),
     *column_threads.RACES.values(),
     *columns.FAULTS.values(),
