@@ -95,7 +95,7 @@ def test_fewer_blocks_than_asked_for_where_they_share_rows_in_larger_tiles():
 @pytest.mark.parametrize(
     ("shape", "blocks", "said"),
     [
-        ("llama-3.1-8b", 4, "hidden_size 4096 over 4 blocks takes more registers than there are"),
+        ("llama-3.1-8b", 4, "no tiles for hidden_size 4096 over 4 blocks"),
         ("laneformer-2b", 4, "needs a block for each of 8 lanes"),
     ],
 )

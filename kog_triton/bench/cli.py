@@ -106,9 +106,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         test = f"tg{tokens} @ d{prompt}"
     if args.no_kernel_switches:  # a prompt takes longer so: no figure of any other run
         test += ", one kernel"
-        if (
-            find_device(args.device)[0].type == "cpu"
-        ):  # before the model is opened, which may take long
+        if find_device(args.device)[0].type == "cpu":  # known before a model is opened
             raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
     common, absent = _common(args, deepest + tokens)
     peers = args.peer or (list(MODULES) if args.kind == "compare" else [])

@@ -33,7 +33,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         try:
             if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
                 table([record])
-                records.append((datetime.fromisoformat(record["created"]), record))
+                records.append((datetime.fromisoformat(record["created"]).astimezone(), record))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(f"{file}: not a whole record of kog bench: {error!r}") from error
     return [record for _, record in sorted(records, key=lambda pair: pair[0])]

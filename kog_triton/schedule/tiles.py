@@ -257,9 +257,8 @@ def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[Sta
     options = [cut for group in groups for cut in _cuts_over(schedule, group, tile_bytes)]
     if not options:
         raise ModelError(
-            f"the triton backend's tiles do not fit: hidden_size {spec.hidden_size} over {most} blocks "
-            "takes more registers than there are; choose a GPU with more multiprocessors, "
-            "or --backend reference"
+            f"the triton backend has no tiles for hidden_size {spec.hidden_size} over {most} blocks a "
+            "lane: choose a GPU with more multiprocessors, or --backend reference"
         )
     looped = [cut for cut in options if any(stage.turn for stage in cut[3])]
     straight = [cut for cut in options if cut not in looped]
