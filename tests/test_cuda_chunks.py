@@ -8,6 +8,7 @@ on the kernel of one token, bit for bit.
 import ctypes
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -254,9 +255,9 @@ def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, posit
         "llama-3.2-1b": {2: (3, 12), 4: (4, 24), 8: (8, 48)},
         "laneformer-2b": {2: (3, 8), 4: (4, 12), 8: (8, 24)},
     }[name][positions]
-    ready = chunks.Chunks(
-        lower(build(named_shape(name)), GPUS["h200"]), 64, positions, lambda _: None, lambda _: None
-    )
+    lowering = lower(build(named_shape(name)), GPUS["h200"])
+    with ThreadPoolExecutor(1) as compiler:
+        ready = chunks.Chunks(lowering, 64, positions, compiler, lambda _: None, lambda _: None)
     assert ready.crossover == Crossover(*expected)
 
 
@@ -353,6 +354,27 @@ def test_prompts_that_come_before_the_kernel_go_a_token_at_a_time(spec):
     backend.settle()
     assert run(backend, r) == steps and launched(backend) == (1, 2)
     assert backend.chunks.crossover == early != BY_TOKEN
+
+
+class OrderBackend(ChunkBackend):
+    """A backend that notes what its compiler begins and ends."""
+
+    def __init__(self, *arguments):
+        self.order = []
+        super().__init__(*arguments)
+
+    def _compile(self, source, layout):
+        what = "chunks" if layout.chunk else "decode"
+        self.order.append(what)
+        time.sleep(0 if layout.chunk else 0.2)
+        super()._compile(source, layout)
+        self.order.append(what)
+
+
+def test_the_kernel_of_prompts_is_compiled_behind_the_one_that_a_start_waits_for(spec):
+    backend = make(OrderBackend, spec, 1)
+    backend.settle()
+    assert backend.order == ["decode", "decode", "chunks", "chunks"]
 
 
 class FullBackend(ChunkBackend):

@@ -8,8 +8,8 @@ takes longer than all else that a first start needs.
 """
 
 import logging
-import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 
 import torch
 from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, lay_out_columns, make_kernel
@@ -41,23 +41,25 @@ MOST_CHUNKS = 32
 
 
 class Chunks:
-    """The kernel of one model's prompts, compiled by a thread of its own, for which no request waits; only
-    the end of the process does, and keeps the kernel for the next one.
+    """The kernel of one model's prompts. No request waits for its compiler; only the end of the process does,
+    and keeps the kernel for the next one.
 
     positions  of a step at most; 0 for no such kernel
+    compiler   where it is compiled, behind what that has to do already
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run; by the thread that launches, or that settles while nothing runs
     kernel     None until it is compiled and then asked for, and where there is none
     """
 
     kernel: ColumnKernel | None = None
-    _thread: threading.Thread | None = None  # until the kernel is there
+    _compiled: Future[None] | None = None  # until the kernel is there
 
     def __init__(
         self,
         lowering: CudaLowering,
         max_context: int,
         positions: int,
+        compiler: Executor,
         compile: Callable[[Layout], object],
         load: Callable[[Layout], Kernel],
     ) -> None:
@@ -71,18 +73,15 @@ class Chunks:
             except ModelError as error:
                 what = f"{fewer} positions" if fewer > 1 else "a token"
                 log.info("prompts run %s at a time: %s", what, error)
-        if self._layout is None:
-            return
-        # No daemon: inside the compiler it must not outlive Python, whatever else fails.
-        self._thread = threading.Thread(target=self._run, args=(self._layout,))
-        self._thread.start()
+        if self._layout is not None:
+            self._compiled = compiler.submit(self._run, self._layout)
 
     def settle(self, device: torch.device) -> None:
         """Wait for the compiler and load the kernel. Where one of them fails the log says so."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        compiled, self._compiled = self._compiled, None
+        if compiled is None:
             return
-        thread.join()
+        compiled.result()
         if self._layout is None:
             return
         try:
@@ -94,15 +93,15 @@ class Chunks:
         """The kernel, if it is there by now and for so many tokens that a prompt has left."""
         if tokens < CHUNKS_FROM:
             return None
-        if self._thread is not None and not self._thread.is_alive():
+        if self._compiled is not None and self._compiled.done():
             self.settle(device)
         return self.kernel
 
     def close(self) -> None:
         """Let go of the kernel; one that is still compiled is not waited for."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._compiled is not None and not self._compiled.done():
             compilers.info("the kernel of prompts is still being compiled, for the next start")
-        self.kernel = self._layout = self._thread = None
+        self.kernel = self._layout = self._compiled = None
 
     @property
     def crossover(self) -> Crossover:
