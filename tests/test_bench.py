@@ -14,6 +14,7 @@ import torch
 from cuda_walk import FiberBackend
 from fake_backend import FakeBackend, install
 from fake_checkpoint import make_checkpoint
+from huggingface_hub.constants import HF_HOME
 from ring_walker import spec_of
 
 from kog_triton import __main__ as kog
@@ -25,6 +26,7 @@ from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
+from kog_triton.bench.startup import CACHES, PHASES
 from kog_triton.bench.subjects import BackendSubject
 from kog_triton.bench.table import MARKERS, read_results, table
 from kog_triton.checkpoint import Checkpoint
@@ -180,6 +182,30 @@ def test_a_start_that_never_ends_is_an_error(cli, monkeypatch):
     code, record, _, err = cli("startup", "--rounds=1")
     assert code == 5 and record is None
     assert err == "bench: start 1 of 1: reference\nerror: a start took more than 900 s\n"
+
+
+def test_the_first_start_finds_nothing_compiled_and_the_next_ones_what_it_kept(cli, monkeypatch):
+    found, hubs, real = [], [], subprocess.run
+
+    def run(argv, env=None, **options):
+        if "--started" not in argv:
+            return real(argv, env=env, **options)
+        folders = [Path(env[name]) for name in CACHES]
+        assert not any(f.is_relative_to(Path.home()) for f in folders)
+        found.append([list(f.iterdir()) if f.exists() else None for f in folders])
+        hubs.append(env["HF_HOME"])
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            (folder / "kept").touch()
+        phases = json.dumps(dict.fromkeys(PHASES, 1.0))
+        return subprocess.CompletedProcess(argv, 0, phases, "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert cli("startup", "--rounds=2")[0] == 0
+    first, second = found
+    assert first == [None] * len(CACHES)
+    assert [[path.name for path in paths] for paths in second] == [["kept"]] * len(CACHES)
+    assert hubs == [HF_HOME] * 2 and not any(path.exists() for paths in second for path in paths)
 
 
 def test_startup_is_timed_in_its_own_process(cli):
