@@ -170,6 +170,24 @@ def test_a_dangerous_call_is_seen(call):
     assert not dangerous(ast.parse("model.eval(re.compile(x))").body[0].value)
 
 
+def chooses_by_vendor(node):
+    """Whether a syntax node compares with a vendor's name, or is a table by such names."""
+    names = {n.value for n in ast.iter_child_nodes(node) if isinstance(n, ast.Constant)}
+    return isinstance(node, ast.Compare | ast.Dict) and bool({"nvidia", "amd"} & names)
+
+
+def test_one_file_chooses_by_vendor():
+    """Beside the one that describes GPUs, which says what all others read."""
+    found = {
+        module
+        for module, path in MODULES.items()
+        if module.startswith(("kog_triton.schedule", "kog_triton.backends.triton"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if chooses_by_vendor(node)
+    }
+    assert found == {"kog_triton.schedule.topology", "kog_triton.backends.triton.sync"}
+
+
 def test_files_are_small_and_say_what_they_are():
     for module, path in MODULES.items():
         text = path.read_text()

@@ -28,6 +28,7 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import attention, matvec
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import tiles
+from kog_triton.schedule.topology import SIZES
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 F16, BF16 = DType.F16, DType.BF16
@@ -124,7 +125,7 @@ def test_tiles_in_a_loop(lines_axis, depth, monkeypatch):
     """Of a stage that has too many for straight code: turns, what is left of a chunk, and the ring across both."""
     monkeypatch.setattr(tiles, "WIDTHS", (32,))
     monkeypatch.setattr(tiles, "UNROLLED", 6)
-    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4 * 4 * 32)
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], tile_bytes=4 * 4 * 32))
     monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
     spec = plain(num_heads=6, hidden_size=68, intermediate_size=132)
     case = Case(spec, depth=depth, tokens=PROMPT[:2])

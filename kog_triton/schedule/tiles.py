@@ -16,14 +16,10 @@ from dataclasses import dataclass, replace
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
+from kog_triton.schedule.topology import SIZES, Sizes
 
-# One tile on its way. NVIDIA: 32 KB are 5 % slower (H200, benchmarks/README.md). AMD, where half as many warps hold
-# it: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036 bytes spilled, none with 32 KB).
-TILE_BYTES = {"nvidia": 64 * 1024, "amd": 32 * 1024, "cpu": 64 * 1024}
-# From this width on the words of x take registers that a large tile wants (H200, Qwen3-8B: 236 tokens/s with 32 KB, 224
-# with 64; Laneformer-2B, 3,072 wide, wants 64 KB).
+# From this width on the words of x take registers that a large tile wants (topology.SIZES has the measurement).
 WIDE = 4096
-WIDE_TILE_BYTES = TILE_BYTES | {"nvidia": 32 * 1024}
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
@@ -70,7 +66,8 @@ class StageTiles:
 class Tiles:
     """Everything the kernel knows at compile time. Offsets count words (int32) of the words arena."""
 
-    vendor: str  # "nvidia", "amd" or "cpu": whose instructions, in backends/triton/sync.py, and whose sizes
+    vendor: str  # "nvidia", "amd" or "cpu": whose instructions, in backends/triton/sync.py
+    sizes: Sizes  # the vendor's
     num_layers: int
     hidden_size: int
     heads: int  # of one lane
@@ -205,11 +202,13 @@ def lower_tiles(
             "the triton backend reduces lanes at once, late or never: "
             "not at once in some modules and never in others"
         )
+    sizes = SIZES[vendor]
     if not tile_bytes:
-        tile_bytes = (WIDE_TILE_BYTES if spec.hidden_size >= WIDE else TILE_BYTES)[vendor]
+        tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
     group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
     return Tiles(
         vendor=vendor,
+        sizes=sizes,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         heads=spec.lane_heads,

@@ -1,4 +1,7 @@
-"""A GPU as data. A new GPU is one row; figures are the vendor's datasheet unless the comment says otherwise."""
+"""A GPU as data. A new GPU is one row; figures are the vendor's datasheet unless the comment says otherwise.
+
+What the portable kernel (tiles.py) takes at once depends on the vendor: SIZES, of GPUs without a row too.
+"""
 
 from dataclasses import dataclass
 
@@ -97,6 +100,30 @@ GPUS: dict[str, Gpu] = {
             aliases=("AMD Instinct MI300X",),
         ),
     )
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the portable kernel takes at once on one vendor's GPUs."""
+
+    tile_bytes: int  # one tile of weights on its way
+    wide_tile_bytes: int  # the same of models whose residual stream is wide (tiles.WIDE)
+    step_bytes: int  # of a chunk of a prompt and the weights it meets, at one step along K
+    steps: int  # of those on their way in shared memory
+    warps: int  # of a block
+
+
+SIZES: dict[str, Sizes] = {
+    # Tiles of 32 KB are 5 % slower, but for Qwen3-8B, 4,096 wide, they give 236 tokens/s and 64 KB 224;
+    # Laneformer-2B, 3,072 wide, wants 64. 16 warps, which leave 128 registers a thread, are 30 % slower
+    # than 8, with 255 (H200, benchmarks/README.md).
+    "nvidia": Sizes(64 * KB, 32 * KB, 32 * KB, steps=4, warps=8),
+    # Half as many warps hold a tile: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036
+    # bytes spilled, none with 32 KB).
+    "amd": Sizes(32 * KB, 32 * KB, 16 * KB, steps=2, warps=4),
+    # Triton's interpreter, which has no warps.
+    "cpu": Sizes(64 * KB, 64 * KB, 32 * KB, steps=1, warps=1),
 }
 
 

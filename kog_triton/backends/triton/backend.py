@@ -18,7 +18,6 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.tiles import lower_tiles
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-NUM_WARPS = 8  # of 32 threads, 255 registers each; 16 are 30 % slower (H200, benchmarks/README.md)
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
@@ -86,10 +85,9 @@ class TritonBackend:
         self._serving = Serving(self.memory.pointers, self.tiles, self)
         self._compiled: Any = None  # the variant of the kernel that was launched last
         self._launch_options: dict[str, Any] = {}
-        if vendor != "cpu":
-            warps = NUM_WARPS if vendor == "nvidia" else NUM_WARPS // 2
+        if device.type == "cuda":
             self._launch_options = {
-                "num_warps": warps,
+                "num_warps": self.tiles.sizes.warps,
                 "launch_cooperative_grid": True,
                 "enable_fp_fusion": True,  # not every release has it on by default
             }

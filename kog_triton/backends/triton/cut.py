@@ -14,8 +14,6 @@ import triton
 
 ROWS = 128  # of a matrix multiplied at once, at most
 SHARED_ROWS = 64  # of the blocks that share theirs
-STEP_BYTES = {"nvidia": 32 * 1024, "amd": 16 * 1024, "cpu": 32 * 1024}  # of one step along K
-STAGES = {"nvidia": 4, "amd": 2, "cpu": 1}  # steps on their way in shared memory
 WIRED = (1, 3)  # o_proj and down_proj
 
 
@@ -56,14 +54,15 @@ def row_tiles(S: Any, stage: int) -> int:
 def step(S: Any, stage: int) -> int:
     """Columns of a matrix multiplied at once; a tile holds a whole number of steps."""
     columns = 2 * S.stages[stage].tile_words
-    while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > STEP_BYTES[S.vendor]:
+    while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
         columns //= 2
     return columns
 
 
 @triton.constexpr_function
 def pipelined(S: Any) -> int:
-    return STAGES[S.vendor]
+    """Steps on their way in shared memory."""
+    return S.sizes.steps
 
 
 @triton.constexpr_function

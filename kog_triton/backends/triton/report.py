@@ -17,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kog_triton.backends.triton.backend import NUM_WARPS
 from kog_triton.backends.triton.kernel import decode_kernel
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.stage_kernel import stage_kernel
@@ -84,12 +83,11 @@ def compile_report(
         constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
         attrs={(0, i): [["tt.divisibility", 16]] for i in aligned},
     )
-    return _compile(source, target)
+    return _compile(source, target, tiles.sizes.warps)
 
 
-def _compile(source: ASTSource, target: str) -> CompileReport:
+def _compile(source: ASTSource, target: str, num_warps: int) -> CompileReport:
     amd = target.startswith("gfx")
-    num_warps = NUM_WARPS // 2 if amd else NUM_WARPS
     machine = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
     options = {"num_warps": num_warps, "enable_fp_fusion": True}  # as the backend launches it
     compiled = triton.compile(source, target=machine, options=options)
