@@ -25,7 +25,7 @@ from kog_triton.model.spec import DType, Head
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
-VOID = 99  # the token whose embedding is NaN in the model "void"
+VOID = 99  # the token behind which nothing is finite, in the models "void" and "void lane"
 SHORT = (1, 2, 3, 2)  # no longer: a chunk of a prompt may round otherwise than a token at a time
 SEED = (1 << 63) + (5 << 33) + 7
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -46,6 +46,28 @@ class VoidWeights(RandomWeights):
         return tensor
 
 
+class VoidLaneWeights(RandomWeights):
+    """VOID alone has a value in a column that no module writes; in the last layer one lane makes of it values
+    beyond float16. That lane's logits are then NaN, the other lanes' are not."""
+
+    LANE, COLUMN = 1, 5
+
+    def load(self, name):
+        tensor, kind = super().load(name), name.rpartition(".")[2]
+        if kind in ("embed", "lm_head"):
+            tensor.view(-1, tensor.shape[-1])[VOID] = 0
+        if kind in ("o_proj", "down_proj"):
+            tensor[:, self.COLUMN] = 0
+        if kind == "embed":
+            tensor[:, self.COLUMN] = 0
+            tensor[VOID, self.COLUMN] = (
+                1000  # far more than modules add: normalized, the root of the width
+            )
+        if name == f"layers.{self.spec.num_layers - 1}.v_proj":
+            tensor[self.LANE, :, self.COLUMN] = 60_000
+        return tensor
+
+
 ONE_LANE = spec_of(dtype=DType.F16, num_layers=2, qk_norm=True, windows=(4, 0), max_context=512)
 LANES = mixed_lanes(
     Head.VOCAB_PARALLEL, num_layers=3, hidden_size=48, intermediate_size=96, vocab_size=104,
@@ -55,6 +77,7 @@ MODELS = {
     "one lane": (RandomWeights, ONE_LANE),
     "lanes": (RandomWeights, LANES),
     "void": (VoidWeights, ONE_LANE),
+    "void lane": (VoidLaneWeights, LANES),
 }
 
 
@@ -105,6 +128,12 @@ def marked(name, *values):
 
 
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in BACKENDS])
+
+
+def every_backend_on(*models):
+    return pytest.mark.parametrize(
+        ("name", "model"), [marked(name, model) for name in BACKENDS for model in models]
+    )
 
 
 def request(slot, prompt, params, count, **fields):

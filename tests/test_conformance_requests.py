@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conformance_requests import (
     GREEDY,
+    LANES,
     RULED,
     SHORT,
     VOID,
@@ -18,8 +19,8 @@ from conformance_requests import (
     alone,
     at_look,
     every_backend,
+    every_backend_on,
     long_prompt,
-    marked,
     opened,
     planted,
     request,
@@ -28,7 +29,6 @@ from conformance_requests import (
     served,
     sizes_of,
 )
-from test_conformance import BACKENDS
 
 from kog_triton.backends.mailbox import Failure
 from kog_triton.errors import RequestError, RunError
@@ -36,9 +36,7 @@ from kog_triton.errors import RequestError, RunError
 # ---- several requests ----
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), [marked(name, model) for name in BACKENDS for model in ("one lane", "lanes")]
-)
+@every_backend_on("one lane", "lanes")
 def test_requests_at_once_say_what_each_says_alone(name, model):
     """Prompts, lengths and rules unlike; two share their beginning."""
     backend, sizes = opened(name, model), sizes_of(name)
@@ -130,9 +128,9 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
 # ---- ends ----
 
 
-@every_backend
-def test_a_stop_id_or_the_limit_ends_a_request(name):
-    backend, count = opened(name), sizes_of(name).count
+@every_backend_on("one lane", "lanes")
+def test_a_stop_id_or_the_limit_ends_a_request(name, model):
+    backend, count = opened(name, model), sizes_of(name).count
     whole = alone(backend, request(0, SHORT, GREEDY, count))
     assert whole[-1].finish == "length" and len(whole) == count
     tokens = [step.token for step in whole]
@@ -169,11 +167,11 @@ def test_a_request_goes_on_from_what_its_slot_holds(name):
 # ---- errors ----
 
 
-@every_backend
+@every_backend_on("void", "void lane")
 @pytest.mark.parametrize("where", ["prompt", "long prompt", "answer"])
-def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, where):
-    """The next one has its slot, where keys and values that are NaN lie ahead of it."""
-    backend, count = opened(name, "void"), sizes_of(name).count
+def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, where):
+    """The next one has its slot, where keys and values that are not finite lie ahead of it."""
+    backend, count = opened(name, model), sizes_of(name).count
 
     def mask(output):
         return np.full(4, 0xFFFFFFFF if len(output) != 1 else 0, np.uint32) | only_void
@@ -200,6 +198,15 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, where):
 
 
 @every_backend
+def test_what_one_lane_makes_void_leaves_the_others_finite(name):
+    """So that the test above has logits of which only some are NaN: each lane scores its own share of the ids."""
+    backend = opened(name, "void lane")
+    before, void = np.isfinite(backend.forward_logits((7, VOID))).reshape(2, LANES.num_lanes, -1)
+    assert before.all()
+    assert void.any(1).tolist() == void.all(1).tolist() == [True, False, True, True]
+
+
+@every_backend
 def test_where_nothing_is_allowed_the_request_says_so(name):
     backend = opened(name)
     params = resolved(101, allowed_token_ids=[7], bad=((7,),), top_p=0.5)
@@ -216,7 +223,7 @@ def test_where_nothing_is_allowed_the_request_says_so(name):
 
 # ---- planted faults ----
 
-# header, before, after, who must see it
+# header, before, after, who must see it; on the model "one lane" unless the test names another
 FAULTS = {
     "every request in one slot's cache": (
         "seat.h", "small->slot = seat.slot", "small->slot = 0",
@@ -236,15 +243,20 @@ FAULTS = {
     ),
     "stop ids beyond those of a warp": (
         "seat.h", "u32 i = lane + 32; i < count", "u32 i = count; i < count",
-        test_a_stop_id_or_the_limit_ends_a_request,
+        partial(test_a_stop_id_or_the_limit_ends_a_request, model="one lane"),
     ),
     "a token too many": (
         "outcome.h", "made >= static_cast<int>(ending.most)",
-        "made > static_cast<int>(ending.most)", test_a_stop_id_or_the_limit_ends_a_request,
+        "made > static_cast<int>(ending.most)",
+        partial(test_a_stop_id_or_the_limit_ends_a_request, model="lanes"),
     ),
     "a NaN that nobody chooses": (
         "sample.h", "!(logit < float_of(kInfinity))", "logit == float_of(kInfinity)",
-        partial(test_a_nan_is_the_error_of_its_request_and_the_next_one_runs, where="prompt"),
+        partial(test_a_nan_is_the_error_of_its_request_and_the_next_one_runs, model="void", where="prompt"),
+    ),
+    "a NaN that loses to a number": (
+        "sample.h", "{infinity(), kNoNumber}", "{-1e30, kNoNumber}",
+        partial(test_a_nan_is_the_error_of_its_request_and_the_next_one_runs, model="void lane", where="prompt"),
     ),
 }  # fmt: skip
 
@@ -253,8 +265,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault):
     *edit, test = FAULTS[fault]
-    with (
-        planted("void" if "NaN" in fault else "one lane", *edit) as name,
-        pytest.raises(AssertionError),
-    ):
+    model = test.keywords.get("model", "one lane") if isinstance(test, partial) else "one lane"
+    with planted(model, *edit) as name, pytest.raises(AssertionError):
         test(name)
