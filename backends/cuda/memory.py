@@ -94,9 +94,7 @@ class Memory:
     outbox: Tensor  # int64 [slots, positions + 1, 2], on the host
     error: Tensor
     profile: Tensor  # int64 [tokens, blocks, warps, layers + 1, points, 2], if asked for
-    clocks: (
-        Tensor  # int64 [blocks, 2, 2]: ticks and nanoseconds at a launch's start and end, with it
-    )
+    clocks: Tensor  # int64 [tokens + 1, blocks, 2], with it: ticks and nanoseconds as they begin, and at the end
 
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
@@ -197,7 +195,7 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     layers = lo.schedule.spec.num_layers
     shapes = {
         "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), 2),
-        "clocks": (lo.num_blocks if tokens else 0, 2, 2),
+        "clocks": (tokens + 1 if tokens else 0, lo.num_blocks, 2),
     }
     return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}
 

@@ -45,9 +45,10 @@ def record(
 def _recording(
     layout: Layout, stamps: np.ndarray, clocks: np.ndarray, plain_step_ns: np.ndarray
 ) -> Recording:
-    """stamps as in Memory.profile, whose rows of tokens rotate."""
+    """stamps and clocks as in Memory, whose rows of tokens rotate."""
     layers = layout.lowering.schedule.spec.num_layers
-    stamps = stamps[np.argsort(stamps[:, 0, 0, 0, 0, 0])]
+    order = np.argsort(stamps[:, 0, 0, 0, 0, 0])
+    stamps, clocks = stamps[order], np.concatenate([clocks[order], clocks[-1:]])
     ticks = stamps[..., 0].copy()
     body = ticks[:, :, :, :layers]
     body[(body < body[..., :1]) | (body > body[..., -1:])] = 0

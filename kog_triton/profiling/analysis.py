@@ -25,7 +25,8 @@ class Timeline:
     taken: np.ndarray  # bool, the same shape: whether the block took the span
     weights: np.ndarray  # float64, the same shape: a warp's mean wait for weights
     clock_step: int  # ns: the grain of the GPU's clock
-    clock_error: float  # ns: how far the blocks' lines disagree over the launch
+    # ns: how far a reading may lie from the line through those beside it; None with one token
+    clock_error: float | None
 
     @property
     def took(self) -> np.ndarray:
@@ -57,11 +58,12 @@ class Figure:
 
 
 def timeline(recording: Recording) -> Timeline:
-    """Map every stamp to nanoseconds by the two pairs of clock readings of its block."""
+    """Map every stamp to nanoseconds by the pairs of clock readings of its block before it and behind it."""
     clocks = recording.clocks
-    ticks, nanoseconds = (clocks[:, 1] - clocks[:, 0]).T.astype(np.float64)  # of the whole launch
-    rate = (nanoseconds / ticks)[:, None]  # ns a tick
-    begun = (clocks[:, 0, 1] - clocks[:, 0, 1].min())[:, None]
+    first_tick, first_ns = clocks[0, :, 0], clocks[0, :, 1].min()
+    ticks = (clocks[:, :, 0] - first_tick).T.astype(np.float64)  # [blocks, tokens + 1]
+    nanoseconds = (clocks[:, :, 1] - first_ns).T.astype(np.float64)
+    rate = ((nanoseconds[:, -1] - nanoseconds[:, 0]) / ticks[:, -1])[:, None]  # ns a tick
 
     def in_order(stamps: np.ndarray) -> np.ndarray:  # [blocks, warps, tokens x spans]
         return stamps.transpose(1, 2, 0, 3).reshape(*stamps.shape[1:3], -1)
@@ -71,7 +73,8 @@ def timeline(recording: Recording) -> Timeline:
 
     last = in_order(recording.ticks).max(1)
     taken = last > 0
-    ends = np.where(taken, (last - clocks[:, 0, :1]) * rate + begun, -np.inf)
+    known = zip(last - first_tick[:, None], ticks, nanoseconds, strict=True)
+    ends = np.where(taken, [np.interp(*block) for block in known], -np.inf)
     ends = np.maximum.accumulate(ends, 1)  # a span that is left out ends where it begins
     ends -= ends.min()
     starts = np.concatenate([np.full((len(ends), 1), np.nan), ends[:, :-1]], 1)
@@ -84,8 +87,17 @@ def timeline(recording: Recording) -> Timeline:
         taken=by_token(taken),
         weights=by_token(weights),
         clock_step=gcd(*np.diff(np.unique(clocks[:, :, 1])).tolist()),
-        clock_error=float(np.abs(ticks * np.median(rate) - nanoseconds).max()),
+        clock_error=_strayed(ticks, nanoseconds),
     )
+
+
+def _strayed(ticks: np.ndarray, nanoseconds: np.ndarray) -> float | None:
+    """The farthest that a reading lies from the line between its neighbours; both [blocks, readings]."""
+    if ticks.shape[1] < 3:
+        return None
+    share = (ticks[:, 1:-1] - ticks[:, :-2]) / (ticks[:, 2:] - ticks[:, :-2])
+    line = nanoseconds[:, :-2] + share * (nanoseconds[:, 2:] - nanoseconds[:, :-2])
+    return float(np.abs(nanoseconds[:, 1:-1] - line).max())
 
 
 def figures(recording: Recording, line: Timeline) -> list[Figure]:

@@ -76,8 +76,14 @@ def notes(recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | N
             f"without stamps the same steps take {plain / 1e3:.1f} us: the stamps cost "
             f"{line.token_ns / plain - 1:+.1%}"
         )
+    strayed = line.clock_error
+    error = (
+        "how straight it is takes two tokens"
+        if strayed is None
+        else (f"a reading lies at most {strayed:.0f} ns from the line through those beside it")
+    )
     out.append(
-        f"clocks: a line through two readings a block; they step by {line.clock_step} ns, and the "
-        f"blocks' lines disagree by at most {line.clock_error:.0f} ns over the launch"
+        f"clocks: a line from one reading to the next, a token apart, for each block; they step by "
+        f"{line.clock_step} ns, and {error}"
     )
     return out

@@ -50,7 +50,9 @@ def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[s
                         },
                     }
                 )
-    clock = {"clock_step_ns": line.clock_step, "clock_error_ns": round(line.clock_error, 1)}
+    strayed = line.clock_error
+    error = None if strayed is None else round(strayed, 1)
+    clock = {"clock_step_ns": line.clock_step, "clock_error_ns": error}
     return {"displayTimeUnit": "ns", "traceEvents": events, "otherData": about | clock}
 
 

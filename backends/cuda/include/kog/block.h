@@ -27,7 +27,7 @@ struct Pointers {
   u64* outbox;            // mapped: [slots][positions + 1][2], number and token, and the time
   u32* error;             // [0] set by the first wait that expires, [1 ..] what it waited for
   u64* profile;           // stamps, if kProfile
-  u64* clocks;            // [blocks][2][2]: see pair_clocks, if kProfile
+  u64* clocks;            // [tokens + 1][blocks][2]: see pair_clocks, if kProfile
   i64 limit;              // clock ticks that a wait may take
   i64 most_steps;         // tokens of any request after which the launch yields
   int num_seats;          // requests that this launch serves
@@ -144,14 +144,16 @@ KOG_DEVICE void stamp(const Block& b, Point point) {
   }
 }
 
-// One moment on two clocks, as the launch begins (0) and as it ends (1): the ticks that stamps count,
-// each SM's own, and the nanoseconds of the whole GPU, taken as they step on: their grain is coarse.
-KOG_DEVICE void pair_clocks(const Block& b, int end) {
+// One moment on two clocks, as a token begins, in the row of its stamps, and as the launch ends, behind
+// those: the ticks that stamps count, each SM's own, and the nanoseconds of the whole GPU, taken as they
+// step on: their grain is coarse.
+KOG_DEVICE void pair_clocks(const Block& b, int row) {
   if constexpr (kProfile) {
     if (b.thread != 0) return;
     u64 before = nanoseconds(), now = before;
     for (int tries = 0; tries < 4096 && now == before; tries++) now = nanoseconds();
-    store_pair(b.p.clocks + 2 * (2 * b.block + end), static_cast<u64>(clock_ticks()), now);
+    store_pair(b.p.clocks + 2 * (static_cast<u64>(row) * kBlocks + b.block),
+               static_cast<u64>(clock_ticks()), now);
   }
 }
 

@@ -68,9 +68,9 @@ KOG_DEVICE void consume(Block& b) {
   Walk k;
   Turn turn;
   int outcome = kRunning, slot = 0;
-  pair_clocks(b, 0);
   begin_step(b, k, turn);
   while (outcome == kRunning) {
+    pair_clocks(b, b.turn % kProfileTokens);
     run_step(b, k, turn);
     slot = turn.of(b).slot;
     b.turn++;
@@ -83,7 +83,7 @@ KOG_DEVICE void consume(Block& b) {
     turn.steps++;
     if (turn.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
-  pair_clocks(b, 1);
+  pair_clocks(b, kProfileTokens);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
   if (b.block != 0) return;
   save_seats(b, turn);

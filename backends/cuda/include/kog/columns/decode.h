@@ -53,7 +53,6 @@ KOG_DEVICE void save_seats(const Block& b, int steps) {
 KOG_DEVICE void consume(Block& b) {
   Walk k;
   int outcome = kRunning, last = 0;
-  pair_clocks(b, 0);
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
   if (b.thread < kColumns * kMerged) b.small->uses[b.thread] = 0;
   if constexpr (kChunk) {
@@ -61,6 +60,7 @@ KOG_DEVICE void consume(Block& b) {
     sync_consumers();
   }
   while (outcome == kRunning) {
+    pair_clocks(b, b.turn % kProfileTokens);
     run_step(b, k);
     b.turn++;
     // The one place where the warps of a block learn of each other's expired waits.
@@ -75,7 +75,7 @@ KOG_DEVICE void consume(Block& b) {
       if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
     if (k.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
-  pair_clocks(b, 1);
+  pair_clocks(b, kProfileTokens);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
   if (b.block != 0) return;
   if constexpr (kChunk) {
