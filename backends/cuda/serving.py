@@ -154,9 +154,8 @@ def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     for slot, one in live.items():
         if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position, device):
             return launcher.launch([slot], MOST_CHUNKS, step)
-    together = columns.ready(len(live))
-    slots = list(live)[: columns.most if together else MOST_SEATS]
-    step = columns.take(len(slots), device) if together else None
+    step = columns.take(len(live), device) if columns.ready(len(live)) else None
+    slots = list(live)[: columns.most if step else MOST_SEATS]
     alone = launcher.whole and len(live) == 1
     return launcher.launch(slots, UNLIMITED if alone else _most_steps(live, slots), step)
 
