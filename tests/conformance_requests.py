@@ -172,6 +172,14 @@ def alone(backend, r, slot=2):
     return served(backend, replace(r, slot=slot, mask=None))[0]
 
 
+def scored(backend, r):
+    """What is told of a request's prompt, and what it says, with the backend to itself."""
+    mailbox = backend.new_mailbox()
+    mailbox.post(r)
+    backend.generate(mailbox)
+    return mailbox.read_prompt(r.slot), said(mailbox, r.slot)
+
+
 def at_look(mailbox, number, act):
     """Call `act` when the backend looks for arrivals that often: at its second look it has begun to serve."""
     looks, take = itertools.count(1), type(mailbox).take

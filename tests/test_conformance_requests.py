@@ -26,11 +26,14 @@ from conformance_requests import (
     request,
     resolved,
     said,
+    scored,
     served,
     sizes_of,
 )
+from kog_triton.backends.cuda import serving as cuda_serving
 
 from kog_triton.backends.mailbox import Failure
+from kog_triton.backends.triton import serving as triton_serving
 from kog_triton.errors import RequestError, RunError
 
 # ---- several requests ----
@@ -123,6 +126,47 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
     assert tokens == alone(backend, given_up)[: len(tokens)]
     assert said(mailbox, 0) == alone(backend, after)
     assert said(mailbox, 1) == alone(backend, beside)
+
+
+@every_backend
+@pytest.mark.parametrize("word", ["cancel", "yield_now", "close"])
+def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypatch):
+    """By all requests; what was told by then is not told again."""
+    backend, sizes = opened(name), sizes_of(name)
+    asked = request(0, long_prompt(name), GREEDY, sizes.count, prompt_logprobs=2)
+    beside = request(1, (9,), GREEDY, sizes.count)
+    whole, answer = scored(backend, asked)
+    assert [one.token for one in whole] == [*asked.prompt[1:]]
+    monkeypatch.setattr(cuda_serving, "SCORED", 2)
+    monkeypatch.setattr(triton_serving, "SCORED", 2)
+    mailbox, places = backend.new_mailbox(), []
+    push = mailbox.push_prompt
+
+    def push_and_say(slot, logprobs):
+        push(slot, logprobs)
+        places.append(len(logprobs))
+        if len(places) == 2:
+            getattr(mailbox, word)(*[slot] if word == "cancel" else [])
+
+    mailbox.push_prompt = push_and_say
+    mailbox.post(asked)
+    mailbox.post(beside)
+    backend.generate(mailbox)
+    assert places == [2, 2] and mailbox.prefilled[0] == 4
+    if word == "cancel":
+        assert [step.finish for step in said(mailbox, 0)] == ["cancel"]
+        after = request(0, (31, 2, 8), GREEDY, sizes.count)
+        assert served(backend, after) == [alone(backend, after)]
+    else:
+        assert set(mailbox.resumed) == {0, 1} and said(mailbox, 0) == []
+    if word == "yield_now":
+        backend.forward_logits((7, 8))  # leaves all slots alone
+        mailbox.resume()
+        backend.generate(mailbox)
+        assert said(mailbox, 0) == answer and sum(places) == len(whole)
+    if word != "close":
+        assert said(mailbox, 1) == alone(backend, beside)
+    assert mailbox.read_prompt(0) == (whole if word == "yield_now" else whole[:4])
 
 
 # ---- ends ----
