@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from conformance_requests import (
     GREEDY,
     LANES,
@@ -239,6 +240,44 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, wh
     assert [said(mailbox, r.slot) for r in good] == expected
     again = request(1, (7,), GREEDY, count)
     assert served(backend, again) == [alone(backend, again, 0)]
+
+
+class Full:
+    """A library of prompts that has no memory left; a prompt of one token asks for none."""
+
+    def run(self, token_ids, first, cache):
+        if token_ids:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+def no_memory(slot, logprobs):
+    raise MemoryError
+
+
+@every_backend
+@pytest.mark.parametrize("where", ["library", "log-probabilities"])
+def test_what_fails_in_a_prompt_is_the_error_of_its_request(name, where, monkeypatch):
+    """Though it is no error of ours."""
+    backend, count = opened(name), sizes_of(name).count
+    good = [request(0, (9,), RULED, count), request(2, (31,), GREEDY, count)]
+    again = request(1, (7,), GREEDY, count)
+    *expected, following = [alone(backend, r) for r in (*good, again)]
+    mailbox = backend.new_mailbox()
+    with monkeypatch.context() as patched:
+        if where == "library":
+            patched.setattr(backend, "options", replace(backend.options, prefill="library"))
+            patched.setattr(backend, "library", Full())
+            bad, error = request(1, SHORT, GREEDY, count), torch.OutOfMemoryError
+        else:
+            patched.setattr(mailbox, "push_prompt", no_memory)
+            bad, error = request(1, SHORT, GREEDY, count, prompt_logprobs=1), MemoryError
+        for r in (good[0], bad, good[1]):
+            mailbox.post(r)
+        backend.generate(mailbox)
+    (failure,) = mailbox.read(1, 0)
+    assert isinstance(failure, Failure) and isinstance(failure.error, error)
+    assert [said(mailbox, r.slot) for r in good] == expected
+    assert served(backend, again) == [following]
 
 
 @every_backend

@@ -134,7 +134,7 @@ class Serving:
                     position = self._launcher.prefill(request)
                     start(self._pointers.states[request.slot], position, request.prompt[position])
                 mailbox.resumed[request.slot] = Running(request, bool(flags & RULES), position)
-            except KogError as error:
+            except Exception as error:  # torch's, too: a library may run out of memory
                 mailbox.push(request.slot, Failure(error))
 
     def _score_prompts(self, mailbox: Mailbox) -> bool:
@@ -151,7 +151,7 @@ class Serving:
                     return True
                 rows = self._launcher.score(slot, request.prompt, first, last)
                 mailbox.push_prompt(slot, _prompt_logprobs(request, rows, first))
-            except KogError as error:
+            except Exception as error:
                 self._end(slot, Failure(error), mailbox)
                 return True
             running.scored = mailbox.prefilled[slot] = last
