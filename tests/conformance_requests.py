@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_walk import compile_walk
+from kog_triton.backends.cuda import serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 from test_conformance import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
@@ -167,6 +168,12 @@ def resolved(vocab, bad=(), end=(), **settings):
     """Parameters of a request; bad words and end tokens are given as ids."""
     params = SamplingParams(**({"temperature": 2.0, "seed": SEED, "max_tokens": None} | settings))
     return replace(params.resolve(vocab), bad_words_token_ids=bad, end_token_ids=end)
+
+
+def impatient(name, backend, monkeypatch):
+    """A mask may take a fifth of a second, and a wait of the kernel on a CPU much less."""
+    monkeypatch.setattr(serving, "MASK_S", 0.2)
+    monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
 
 
 @contextlib.contextmanager

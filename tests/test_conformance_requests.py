@@ -4,6 +4,7 @@ Whatever happens beside a request, it says what it says alone, token by token an
 is to end, and what is wrong with it is its own affair.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from conformance_requests import (
     alone,
     at_look,
     every_backend,
+    impatient,
     long_prompt,
     marked,
     opened,
@@ -241,6 +243,32 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, where):
     assert [said(mailbox, r.slot) for r in good] == expected
     again = request(1, (7,), GREEDY, count)
     assert served(backend, again) == [alone(backend, again, 0)]
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in BACKENDS if name.startswith("cuda")])
+def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatch):
+    """While the others wait for it in the kernel, one of them with masks and penalties of its own."""
+    backend, sizes = opened(name), sizes_of(name)
+
+    def slow(output):
+        time.sleep(1.0 if len(output) == 2 else 0)
+
+    late = request(1, SHORT, RULED, sizes.count, mask=slow)
+    beside = [
+        request(0, (9, 31), RULED, sizes.count, mask=lambda output: None),
+        request(2, long_prompt(name), GREEDY, sizes.count),
+    ]
+    expected = [alone(backend, r, 1) for r in (late, *beside)]
+    impatient(name, backend, monkeypatch)
+    mailbox = backend.new_mailbox()
+    for r in (beside[0], late, beside[1]):
+        mailbox.post(r)
+    backend.generate(mailbox)
+    *steps, last = mailbox.read(1, 0)
+    assert isinstance(last, Failure) and isinstance(last.error, RunError)
+    assert str(last.error) == "the mask of this request took more than 0.2 s"
+    assert [replace(step, device_ns=0) for step in steps] == expected[0][:2]
+    assert [said(mailbox, r.slot) for r in beside] == expected[1:]
 
 
 @every_backend
