@@ -9,11 +9,12 @@ import itertools
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from cuda_planting import plant
-from cuda_walk import compile_walk
+from cuda_walk import ColumnBackend, compile_walk
 from kog_triton.backends.cuda import serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
@@ -59,6 +60,22 @@ MODELS = {
 }
 
 
+class TogetherBackend(ColumnBackend):
+    """The CUDA backend on a CPU with requests in columns and prompts in chunks, after each of which it looks up."""
+
+    chunk_positions = 4
+
+    def __init__(self, weights, options):
+        super().__init__(weights, options, counts=(4,))
+
+    def generate(self, mailbox):
+        with mock.patch.object(serving, "MOST_CHUNKS", 1):
+            super().generate(mailbox)
+
+
+TOGETHER = "cuda on a CPU, together"
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a backend has the time for."""
@@ -80,10 +97,11 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
+    kind = TogetherBackend if name == TOGETHER else BACKENDS[name]
     context = sizes_of(name).context
     # A library rounds otherwise, so that its keys and values would not give the logits compared with.
     options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
-    backend = BACKENDS[name](weights(spec), options)
+    backend = kind(weights(spec), options)
     if isinstance(backend, BackgroundCompiler):
         backend.settle()  # so that it is always the same kernel that is judged
     return backend

@@ -14,11 +14,11 @@ from conformance_requests import (
     GREEDY,
     RULED,
     SHORT,
+    TOGETHER,
     VOID,
     WARM,
     alone,
     at_look,
-    every_backend,
     impatient,
     long_prompt,
     marked,
@@ -38,11 +38,14 @@ from kog_triton.backends.mailbox import Failure
 from kog_triton.backends.triton import serving as triton_serving
 from kog_triton.errors import RequestError, RunError
 
+NAMES = [*BACKENDS, TOGETHER]
+every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+
 # ---- several requests ----
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [marked(name, model) for name in BACKENDS for model in ("one lane", "lanes")]
+    ("name", "model"), [marked(name, model) for name in NAMES for model in ("one lane", "lanes")]
 )
 def test_requests_at_once_say_what_each_says_alone(name, model):
     """Prompts, lengths and rules unlike; two share their beginning."""
@@ -245,7 +248,7 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, where):
     assert served(backend, again) == [alone(backend, again, 0)]
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in BACKENDS if name.startswith("cuda")])
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES if name.startswith("cuda")])
 def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatch):
     """While the others wait for it in the kernel, one of them with masks and penalties of its own."""
     backend, sizes = opened(name), sizes_of(name)
