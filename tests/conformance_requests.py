@@ -9,7 +9,6 @@ import itertools
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -61,16 +60,12 @@ MODELS = {
 
 
 class TogetherBackend(ColumnBackend):
-    """The CUDA backend on a CPU with requests in columns and prompts in chunks, after each of which it looks up."""
+    """The CUDA backend on a CPU with requests in columns and prompts in chunks, of which a long prompt takes two."""
 
     chunk_positions = 4
 
     def __init__(self, weights, options):
         super().__init__(weights, options, counts=(4,))
-
-    def generate(self, mailbox):
-        with mock.patch.object(serving, "MOST_CHUNKS", 1):
-            super().generate(mailbox)
 
 
 TOGETHER = "cuda on a CPU, together"
