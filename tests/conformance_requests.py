@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_planting import plant
-from cuda_walk import compile_walk
+from cuda_walk import ColumnBackend, compile_walk
+from kog_triton.backends.cuda import serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 from test_conformance import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
@@ -81,6 +82,18 @@ MODELS = {
 }
 
 
+class TogetherBackend(ColumnBackend):
+    """The CUDA backend on a CPU with requests in columns and prompts in chunks, of which a long prompt takes two."""
+
+    chunk_positions = 4
+
+    def __init__(self, weights, options):
+        super().__init__(weights, options, counts=(4,))
+
+
+TOGETHER = "cuda on a CPU, together"
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a backend has the time for."""
@@ -102,10 +115,11 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
+    kind = TogetherBackend if name == TOGETHER else BACKENDS[name]
     context = sizes_of(name).context
     # A library rounds otherwise, so that its keys and values would not give the logits compared with.
     options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
-    backend = BACKENDS[name](weights(spec), options)
+    backend = kind(weights(spec), options)
     if isinstance(backend, BackgroundCompiler):
         backend.settle()  # so that it is always the same kernel that is judged
     return backend
@@ -130,9 +144,9 @@ def marked(name, *values):
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in BACKENDS])
 
 
-def every_backend_on(*models):
+def every_backend_on(*models, names=tuple(BACKENDS)):
     return pytest.mark.parametrize(
-        ("name", "model"), [marked(name, model) for name in BACKENDS for model in models]
+        ("name", "model"), [marked(name, model) for name in names for model in models]
     )
 
 
@@ -196,6 +210,12 @@ def resolved(vocab, bad=(), end=(), **settings):
     """Parameters of a request; bad words and end tokens are given as ids."""
     params = SamplingParams(**({"temperature": 2.0, "seed": SEED, "max_tokens": None} | settings))
     return replace(params.resolve(vocab), bad_words_token_ids=bad, end_token_ids=end)
+
+
+def impatient(name, backend, monkeypatch):
+    """A mask may take a fifth of a second, and a wait of the kernel on a CPU much less."""
+    monkeypatch.setattr(serving, "MASK_S", 0.2)
+    monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
 
 
 @contextlib.contextmanager

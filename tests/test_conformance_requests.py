@@ -4,8 +4,10 @@ Whatever happens beside a request, it says what it says alone, token by token an
 is to end, and what is wrong with it is its own affair.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,13 +17,15 @@ from conformance_requests import (
     LANES,
     RULED,
     SHORT,
+    TOGETHER,
     VOID,
     WARM,
     alone,
     at_look,
-    every_backend,
     every_backend_on,
+    impatient,
     long_prompt,
+    marked,
     opened,
     planted,
     request,
@@ -32,15 +36,19 @@ from conformance_requests import (
     sizes_of,
 )
 from kog_triton.backends.cuda import serving as cuda_serving
+from test_conformance import BACKENDS
 
 from kog_triton.backends.mailbox import Failure
 from kog_triton.backends.triton import serving as triton_serving
 from kog_triton.errors import RequestError, RunError
 
+NAMES = [*BACKENDS, TOGETHER]
+every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+
 # ---- several requests ----
 
 
-@every_backend_on("one lane", "lanes")
+@every_backend_on("one lane", "lanes", names=NAMES)
 def test_requests_at_once_say_what_each_says_alone(name, model):
     """Prompts, lengths and rules unlike; two share their beginning."""
     backend, sizes = opened(name, model), sizes_of(name)
@@ -85,7 +93,8 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
     while not places or mailbox.resumed:
         mailbox.resume()
         at_look(mailbox, 2 + len(places) % 3, mailbox.yield_now)
-        backend.generate(mailbox)
+        with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+            backend.generate(mailbox)
         if not places:
             backend.forward_logits((7, 8))  # leaves all slots alone
         places.append(mailbox.prefilled[0])
@@ -120,7 +129,8 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
     mailbox.post(beside)
     if in_prompt:
         at_look(mailbox, 2, lambda: mailbox.cancel(0))
-    backend.generate(mailbox)
+    with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+        backend.generate(mailbox)
     *tokens, last = steps
     assert last.finish == "cancel"
     assert len(tokens) == 0 if in_prompt else 2 <= len(tokens) <= 4
@@ -173,7 +183,7 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
 # ---- ends ----
 
 
-@every_backend_on("one lane", "lanes")
+@every_backend_on("one lane", "lanes", names=NAMES)
 def test_a_stop_id_or_the_limit_ends_a_request(name, model):
     backend, count = opened(name, model), sizes_of(name).count
     whole = alone(backend, request(0, SHORT, GREEDY, count))
@@ -212,7 +222,7 @@ def test_a_request_goes_on_from_what_its_slot_holds(name):
 # ---- errors ----
 
 
-@every_backend_on("void", "void lane")
+@every_backend_on("void", "void lane", names=NAMES)
 @pytest.mark.parametrize("where", ["prompt", "long prompt", "answer"])
 def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, where):
     """The next one has its slot, where keys and values that are not finite lie ahead of it."""
@@ -287,6 +297,32 @@ def test_what_one_lane_makes_void_leaves_the_others_finite(name):
     before, void = np.isfinite(backend.forward_logits((7, VOID))).reshape(2, LANES.num_lanes, -1)
     assert before.all()
     assert void.any(1).tolist() == void.all(1).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES if name.startswith("cuda")])
+def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatch):
+    """While the others wait for it in the kernel, one of them with masks and penalties of its own."""
+    backend, sizes = opened(name), sizes_of(name)
+
+    def slow(output):
+        time.sleep(1.0 if len(output) == 2 else 0)
+
+    late = request(1, SHORT, RULED, sizes.count, mask=slow)
+    beside = [
+        request(0, (9, 31), RULED, sizes.count, mask=lambda output: None),
+        request(2, long_prompt(name), GREEDY, sizes.count),
+    ]
+    expected = [alone(backend, r, 1) for r in (late, *beside)]
+    impatient(name, backend, monkeypatch)
+    mailbox = backend.new_mailbox()
+    for r in (beside[0], late, beside[1]):
+        mailbox.post(r)
+    backend.generate(mailbox)
+    *steps, last = mailbox.read(1, 0)
+    assert isinstance(last, Failure) and isinstance(last.error, RunError)
+    assert str(last.error) == "the mask of this request took more than 0.2 s"
+    assert [replace(step, device_ns=0) for step in steps] == expected[0][:2]
+    assert [said(mailbox, r.slot) for r in beside] == expected[1:]
 
 
 @every_backend

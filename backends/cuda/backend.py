@@ -21,6 +21,7 @@ from kog_triton.backends.cuda.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
+    MASK_S,
     UNLIMITED,
     Finished,
     Launch,
@@ -45,7 +46,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-WAIT_TICKS = 4 * 10**9  # that a wait of the kernel may take: two seconds
+WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
 
 
 class CudaBackend:

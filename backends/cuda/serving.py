@@ -41,7 +41,14 @@ MOST_SILENT = 128
 # Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B,
 # at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
 SCORED = 64
+# What the function behind a request's masks may take for a token behind the first: every request of the step waits
+# for it meanwhile, the kernel no longer than backend.py's WAIT_TICKS.
+MASK_S = 2.0
 POLL_S = 50e-6  # how often the host looks for tokens
+
+
+class LateMask(RunError):
+    """A launch waited for a mask in vain. What it had not ended by then can run again."""
 
 
 class Finished(Protocol):
@@ -64,7 +71,7 @@ class Live:
     position: int = 0
     made: int = 0
     finish: str | None = None
-    output: list[int] = field(default_factory=list)  # of a request with masks
+    output: list[int] = field(default_factory=list)
     error: Exception | None = None  # with which it ends
 
 
@@ -170,6 +177,8 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     try:
         while True:
             done = launch.finished.query()  # before the words: what it leaves behind is complete
+            if not done:  # nor is a caller's function, which may be called next, the GPU's silence
+                heart.listen(int(words[Word.STEPS]))
             for slot in slots:
                 _read(launcher.memory, mailbox, live[slot])
             if done:
@@ -182,7 +191,6 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
                 or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
             ):
                 words[Word.CONTROL] = Outcome.YIELD
-            heart.listen(int(words[Word.STEPS]))
             time.sleep(POLL_S)
     except BaseException as error:
         # The kernel must not write into slots that others have got meanwhile.
@@ -239,10 +247,13 @@ def _read(memory: Memory, mailbox: Mailbox, one: Live) -> None:
             one.finish = "length"
         mailbox.prefilled[request.slot] = len(request.prompt) + one.made - 1
         mailbox.push(request.slot, Step(token, one.finish, logprob, top, device_ns))
+        one.output.append(token)
         if request.mask is not None and one.finish is None:
-            one.output.append(token)
+            begun = time.monotonic()
             try:
                 _bring_mask(memory, one)
+                if time.monotonic() - begun > MASK_S:
+                    raise RunError(f"the mask of this request took more than {MASK_S:g} s")
             except Exception as error:
                 one.error = error
                 _put_mask(memory, one, None, EVERY_EPOCH)  # until the launch has ended
@@ -262,18 +273,26 @@ def _put_mask(memory: Memory, one: Live, mask: np.ndarray | None, epoch: int) ->
 def _settle(memory: Memory, mailbox: Mailbox, live: dict[int, Live], launch: Launch) -> None:
     """After a launch: requests that ended leave, those that were served go to the end of the line."""
     slots = launch.slots
+    positions = memory.states.cpu()[:, 0].tolist()
+    outcomes: dict[int, Outcome] = {}
+    served: list[int] = []
     try:
         outcome, last = check_launch(memory, launch.layout)
+        outcomes, served = {last: outcome}, slots[: slots.index(last) + 1]
+        if launch.together:
+            words = memory.mailbox[Word.COLUMNS :].tolist()
+            outcomes, served = {s: Outcome(w) for s, w in zip(slots, words, strict=False)}, slots
     except RunError as error:
+        # A step that waited for a mask in vain leaves all as it was before it: with the mask it runs again. Of
+        # a launch that ended no step, the masks were there when it began.
+        made_one = any(positions[slot] > live[slot].position for slot in slots)
+        if not (isinstance(error, LateMask) and made_one):
+            for slot in slots:
+                if live.pop(slot).finish is None:
+                    mailbox.push(slot, Failure(error))
+            return
         for slot in slots:
-            if live.pop(slot).finish is None:
-                mailbox.push(slot, Failure(error))
-        return
-    outcomes, served = {last: outcome}, slots[: slots.index(last) + 1]
-    if launch.together:
-        words = memory.mailbox[Word.COLUMNS :].tolist()
-        outcomes, served = {s: Outcome(w) for s, w in zip(slots, words, strict=False)}, slots
-    positions = memory.states.cpu()[:, 0].tolist()
+            memory.recount(slot, live[slot].request.prompt, live[slot].output)
     for slot in slots:
         one = live.pop(slot) if slot in served else live[slot]
         live[slot] = one
@@ -315,7 +334,8 @@ def check_waits(memory: Memory, layout: Layout) -> None:
     what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
     if not told:
         what = "for a word that came while it gave up"
-    raise RunError(
+    kind = LateMask if told and STEPS[step] == "mask" else RunError
+    raise kind(
         f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
         f"after {memory.mailbox[Word.STEPS]} steps"
     )
