@@ -140,6 +140,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
         float y = sum * kPairUnit + asked.bias;
         if constexpr (kLanes > 1) {
           lanes.send(b, item, y);
+          low[i] = 0;  // begins on every path, as what is asked for ahead (matvec.h)
           if (lanes.how == kNow) return;
           y = lanes.owed(b, item, i, y);
         }
