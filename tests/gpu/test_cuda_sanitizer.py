@@ -17,7 +17,7 @@ from sanitized_child import CASES
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 OURS = ("--kernel-name", "kernel_substring=kog_")
 # initcheck watches every kernel: torch's are what fills memory
 TOOLS = {
