@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_walk import ColumnBackend, compile_walk
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import serving as cuda_serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 from test_conformance import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
@@ -22,6 +22,7 @@ from test_conformance import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
 from kog_triton.backends import BackendOptions, BackgroundCompiler
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.triton import serving as triton_serving
 from kog_triton.model.spec import DType, Head
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
@@ -213,9 +214,18 @@ def resolved(vocab, bad=(), end=(), **settings):
 
 
 def impatient(name, backend, monkeypatch):
-    """A mask may take a fifth of a second, and a wait of the kernel on a CPU much less."""
-    monkeypatch.setattr(serving, "MASK_S", 0.2)
-    monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
+    """A mask may take a fifth of a second, and a wait of the CUDA kernel on a CPU much less.
+
+    Triton's interpreter runs in the thread that brings the masks: there a kernel waits for none (but in
+    test_triton_serving.py).
+    """
+    for module in (cuda_serving, triton_serving):
+        monkeypatch.setattr(module, "MASK_S", 0.2)
+    if name.startswith("cuda"):
+        monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
+    elif name in ON_GPU:
+        pointers = backend.memory.pointers._replace(limit=200_000)  # of 1,024 ns
+        monkeypatch.setattr(backend.memory, "pointers", pointers)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from kog_triton.backends.cuda.protocol import Outcome, Word
 from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
-from kog_triton.backends.request_words import EVERY_EPOCH, mask_words
+from kog_triton.backends.request_words import EVERY_EPOCH, mask_words, slow_mask
 from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.errors import RunError
 from kog_triton.sampling.definition import nothing_allowed
@@ -253,7 +253,7 @@ def _read(memory: Memory, mailbox: Mailbox, one: Live) -> None:
             try:
                 _bring_mask(memory, one)
                 if time.monotonic() - begun > MASK_S:
-                    raise RunError(f"the mask of this request took more than {MASK_S:g} s")
+                    raise slow_mask(MASK_S)
             except Exception as error:
                 one.error = error
                 _put_mask(memory, one, None, EVERY_EPOCH)  # until the launch has ended

@@ -204,6 +204,13 @@ def mask_words(mask: np.ndarray | None, vocab_size: int, epoch: int) -> np.ndarr
     return mask[:count].astype(np.uint64) | np.uint64(epoch << 32)
 
 
+def slow_mask(seconds: float) -> RunError:
+    """The error of a request whose masks' function takes longer than a backend has others wait for it."""
+    return RunError(
+        f"the mask of this request took more than {seconds:g} s: find it faster, or before it is asked for"
+    )
+
+
 def _lists(request: Request, vocab_size: int) -> dict[str, Sequence[int] | np.ndarray]:
     p = request.params
     bias = sorted((p.logit_bias or {}).items())

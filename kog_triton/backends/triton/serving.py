@@ -18,7 +18,7 @@ import numpy as np
 from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
-from kog_triton.backends.request_words import Flag, mask_words
+from kog_triton.backends.request_words import Flag, mask_words, slow_mask
 from kog_triton.backends.triton.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.pointers import Pointers
 from kog_triton.backends.triton.seats import seat, start
@@ -309,10 +309,7 @@ class Serving:
         try:
             words = mask_words(mask(running.output), self._tiles.vocab_size, number)
             if number > 1 and time.monotonic() - begun > MASK_S:
-                raise RunError(
-                    f"the mask of this request took more than {MASK_S:g} s: "
-                    "find it faster, or before it is asked for"
-                )
+                raise slow_mask(MASK_S)
         except Exception as error:
             running.error = error
             words = mask_words(None, self._tiles.vocab_size, number)
