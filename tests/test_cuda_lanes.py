@@ -25,11 +25,10 @@ from cuda_requests import (
 )
 from cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from kog_triton.backends.cuda import lanes
-from machine_code import assert_no_loop_spills, machine_code
 from ring_walker import f16_spec, spec_of
 
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import SamplingParams
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
@@ -327,15 +326,7 @@ def test_stores_that_land_late_change_nothing(spec, region):
     assert torch.equal(backend.memory.cache, cache)
 
 
-# ---- machine code ----
-
-
-@pytest.mark.slow
-def test_no_loop_that_streams_or_waits_spills():
-    spec = named_shape("laneformer-2b").replace(dtype=DType.F16)
-    code = machine_code(columns_of(spec, 8), "columns.cu")
-    # One of the head's, where it tells of a wait that has expired; of a block's lane and place a register.
-    assert_no_loop_spills(code, in_weights=1, in_fills=2)
+# ---- planted faults ----
 
 
 FAULTS = {

@@ -3,11 +3,8 @@
 import pytest
 from cuda_walk import layout_of
 from kog_triton.backends.cuda.columns import lay_out_columns
-from machine_code import SHAPES, in_turn, sass_of
+from machine_code import SHAPES, in_turn, sass_of, spec_named
 from sass_hazards import Instruction, instructions, read_too_early
-
-from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType
 
 # Of a kernel that loaded from address 0 where P4 was false, and the cycle counts of its encodings.
 LOADED_NULL = (
@@ -66,11 +63,6 @@ def test_an_instruction_is_taken_apart():
     (load,) = instructions(dump([(16, "@P4 ", "LDG.E.128 R8, desc[UR8][R54.64]", 3)]))
     assert load == Instruction(16, True, "LDG.E.128", ("R8", "desc[UR8][R54.64]"), 3)
     assert (load.writes, load.reads) == ({8, 9, 10, 11}, {54, 55})
-
-
-def spec_named(name):
-    spec = named_shape(name)
-    return spec.replace(dtype=DType.F16) if spec.num_lanes > 1 else spec
 
 
 # Always of the model in which one was found.

@@ -61,6 +61,7 @@ struct Small {
   u32 walks;   // 1 while a long span is walked
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
+  u32 layers[kColumns > 1 ? kWarps : 1];  // where each warp is (columns/layer.h)
 };
 constexpr u32 kExpired = 2;
 static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
@@ -124,7 +125,8 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 want
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
-    store_relaxed(b.p.error + 3, static_cast<u32>(b.layer));
+    u32 layer = kColumns > 1 ? load_volatile(&b.small->layers[b.warp]) : static_cast<u32>(b.layer);
+    store_relaxed(b.p.error + 3, layer);
     store_relaxed(b.p.error + 4, place);
     store_relaxed(b.p.error + 5, seen);
     store_relaxed(b.p.error + 6, wanted);

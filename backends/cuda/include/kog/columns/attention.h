@@ -48,6 +48,7 @@ KOG_DEVICE u32 splits_by_lane(const Block& b, int steps) {
 // By whole warps.
 KOG_DEVICE bool find_unit(Block& b, int steps, u32 by_lane, int n, Span& span) {
   int used = 0, before = 0, first = 0;
+  b.column = 0;  // or the last one's would be kept throughout the layer
 #pragma unroll
   for (int c = 0; c < kColumns; c++) {
     int splits = static_cast<int>(shuffle(by_lane, c));

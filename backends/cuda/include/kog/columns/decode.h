@@ -9,7 +9,12 @@ namespace kog::columns {
 
 // All layers of one token a column, and the head if any column has logits.
 KOG_DEVICE void run_step(Block& b, Walk& k) {
-  for (b.layer = 0; b.layer < kLayers; b.layer++) run_layer(b, k);
+  enter_layer(b, 0);
+  do {
+    run_layer(b, k);
+    enter_layer(b, b.layer + 1);
+  } while (b.layer + 1 < kLayers);
+  b.layer = kLayers;  // as a number that is known, it takes no register in what follows
   if (any_head(b, k.steps)) return run_head(b, k);
   // What the next step overwrites has been read by those who wait here.
   await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b, k.steps) - 1);
@@ -91,6 +96,7 @@ KOG_DEVICE void consume(Block& b) {
 // Chunks of one step: all layers, each behind its first keys and values, then the head if a column
 // has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
+  b.begin_stage();  // or what the watching warp stands at would be kept where this one has no room
   int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {

@@ -124,6 +124,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
   stage_head(b, k);
+  b.begin_stage();
   constexpr int kItems = Cut<LmHead>::kItems;
   Operands<LmHead> x(b);
   x.hold();
@@ -153,6 +154,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
         if (beats(c, mine[i])) mine[i] = c;
       },
       [](int) {});
+  b.begin_stage();
   stamp(b, Point::kQkvProj);
   bool plain = false;
   for (int c = 0; c < b.p.num_seats; c++) plain |= is_plain(b, c) && has_head(b, c, k.steps);

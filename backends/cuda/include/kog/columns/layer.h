@@ -19,6 +19,23 @@ struct Walk {
   int mixes = 0;  // of the lanes' streams: their number
 };
 
+// A warp's layer is kept in shared memory and asked for at the start of each stage: in a register from
+// the first layer to the last, it and the numbers of runs made of it were spilled into loops that wait.
+KOG_DEVICE void enter_layer(const Block& b, int layer) {
+  int thread = thread_index();
+  sync_warp();
+  if (thread % 32 == 0) store_volatile(&b.small->layers[thread / 32], static_cast<u32>(layer));
+  sync_warp();
+}
+KOG_DEVICE int layer_of(const Block& b) {
+  return static_cast<int>(load_volatile(&b.small->layers[b.warp]));
+}
+KOG_DEVICE void begin_stage(Block& b) {
+  b.begin_stage();
+  b.layer = layer_of(b);
+  KOG_ASSUME(b.layer >= 0 && b.layer < kLayers);
+}
+
 // The streams at a layer's start, and behind its attention.
 KOG_DEVICE Streams layer_streams(const Block& b) {
   if (b.layer == 0) return {nullptr, nullptr};
@@ -57,7 +74,7 @@ constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kF
 using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
 KOG_DEVICE void qkv_proj(Block& b, Walk& k, const LayerAhead& ahead) {
-  b.begin_stage();
+  begin_stage(b);
   Operands<QkvProj> x(b);
   x.hold();
   u32 phase = phase_of(iteration_of(b, k.steps));
@@ -82,7 +99,7 @@ KOG_DEVICE int mlp_flag(const Block& b, int place) {
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const LayerAhead& ahead) {
-  b.begin_stage();
+  begin_stage(b);
   Operands<GateUpProj> x(b);
   x.hold();
   int iteration = iteration_of(b, k.steps);
@@ -140,6 +157,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
         float y = sum * kPairUnit + asked.bias;
         if constexpr (kLanes > 1) {
           lanes.send(b, item, y);
+          low[i] = 0;  // begins on every path, as what is asked for ahead (matvec.h)
           if (lanes.how == kNow) return;
           y = lanes.owed(b, item, i, y);
         }
@@ -153,7 +171,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& operands, 
 }
 
 KOG_DEVICE void o_proj(Block& b, Walk& k) {
-  b.begin_stage();
+  begin_stage(b);
   Reduction<OProj, AttentionSends> lanes(b, k.steps);
   lanes.begin(b, layer_streams(b));
   Operands<OProj> operands(b);
@@ -240,7 +258,7 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
 }
 
 KOG_DEVICE void down_proj(Block& b, Walk& k) {
-  b.begin_stage();
+  begin_stage(b);
   Reduction<DownProj, MlpSends> lanes(b, k.steps);
   lanes.begin(b, inner_streams(b));
   Operands<DownProj> operands(b);
@@ -253,7 +271,7 @@ KOG_DEVICE void down_proj(Block& b, Walk& k) {
 KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {
   qkv_proj(b, k, ahead);
   stamp(b, Point::kQkvProj);
-  b.begin_stage();
+  begin_stage(b);
   attention(b, k.steps);
   stamp(b, Point::kAttention);
   o_proj(b, k);
@@ -261,18 +279,18 @@ KOG_DEVICE void attend(Block& b, Walk& k, const LayerAhead& ahead) {
 }
 
 KOG_DEVICE void run_layer(Block& b, Walk& k) {
+  b.layer = layer_of(b);
   stamp(b, Point::kStart);
-  int before = iteration_of(b, k.steps) - 1;
   // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
   // the instruction cache.
   LayerAhead ahead;
 #pragma unroll 1
   for (int half = 0;; half++) {
-    b.begin_stage();
+    begin_stage(b);
     ahead.take(b, k.ring);
     stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                       half == 0 ? layer_streams(b) : inner_streams(b),
-                                      2 * b.layer + half, before + half);
+                                      2 * b.layer + half, iteration_of(b, k.steps) - 1 + half);
     stamp(b, half == 0 ? Point::kMlpOut : Point::kAttentionOut);
     if (half == 1) break;  // here: behind attend() the compiler would keep `ahead` throughout it
     attend(b, k, ahead);

@@ -436,7 +436,8 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
   // Of the batch's pieces.
   int pieces = count * S::kPieces, from_piece = first * S::kPieces;
   int mine = (b.warp + kWarps - from_piece % kWarps) % kWarps;
-  decltype(before(Item{})) asked[S::kRounds][S::kItems];
+  // Unless it begins on every path, registers are kept for it throughout the layer.
+  decltype(before(Item{})) asked[S::kRounds][S::kItems] = {};
 #pragma unroll
   for (int r = 0; r < S::kRounds; r++)
     if (mine + r * kWarps < pieces)
@@ -485,13 +486,19 @@ KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stag
     first += Stage::kBatch;
   }
   constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
-  if constexpr (Ahead::kUnits == 0 || !kOneBatch)
+  if constexpr (kOneBatch) {
+    // No loop: what each turn of one needs would be found ahead of it and kept while it multiplies.
+    if (Ahead::kUnits == 0 && first < units.last)
+      run_batch<Stage>(b, ring, first, units.last - first, x, NothingTaken(), 0, true, before, after,
+                       done);
+  } else {
 #pragma unroll 1
     for (int room = 0; first < units.last; first += Stage::kBatch, room ^= 1) {
       int left = units.last - first;
       run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
                        NothingTaken(), room, left <= Stage::kBatch, before, after, done);
     }
+  }
 }
 
 }  // namespace kog::columns

@@ -249,7 +249,9 @@ KOG_DEVICE void publish_marks(const Block& b, int piece, const u32 (&low)[Cut<St
   u32 bits[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; i++) bits[i] = lanes_with(low[i] != 0);
-  int group = b.in_warp / kMarks, word = b.in_warp % kMarks, row = piece * kRows + 4 * group;
+  // Asked anew: known ahead of a loop of batches, the masks would be kept while it multiplies.
+  int lane = thread_index() % 32;
+  int group = lane / kMarks, word = lane % kMarks, row = piece * kRows + 4 * group;
   if (group >= kRows / 4 || row >= kHidden) return;
   u32 mark = epoch << 16;
 #pragma unroll
