@@ -38,6 +38,14 @@ def not_negative(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A `type` of argparse: a number above 0 and at most 1."""
+    value = not_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
 def check_output(flag: str, file: Path) -> None:
     """RequestError if a file cannot be written: asked before anything is computed for it."""
     if file.is_dir():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.command import INTERRUPTED, run
 from kog_triton.errors import RequestError
+from kog_triton.said import SAID, say
 
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
@@ -180,9 +181,9 @@ def open_llm(args: argparse.Namespace) -> "LLM":
     """Open the model and say on stderr what is compiled, what was chosen and which defaults apply."""
     from kog_triton.llm import LLM
 
+    logging.getLogger("kog_triton").addHandler(SAID)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
-    compilers.addHandler(SAID)  # the same one again is none
     llm = LLM(
         args.model,
         backend=args.backend,
@@ -203,20 +204,6 @@ def open_llm(args: argparse.Namespace) -> "LLM":
         shown = ", ".join(f"{k} {v}" for k, v in generation.items() if not k.endswith("_token_id"))
         say(f"generation_config: {shown or 'no sampling defaults'}")
     return llm
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-class Said(logging.Handler):
-    """A log on stderr, in lines like our own."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
-
-
-SAID = Said()
 
 
 def _body(argv: Sequence[str] | None) -> int:
@@ -248,9 +235,10 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompt = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    output = show(llm.stream(prompt, params))
-    if sys.stdout.isatty():
-        print()  # a pipe gets the text to the letter
+    with SAID.held():
+        output = show(llm.stream(prompt, params))
+        if sys.stdout.isatty():
+            print()  # a pipe gets the text to the letter
     if not args.quiet:
         say(stats(output))
     if args.json:

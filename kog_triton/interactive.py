@@ -17,6 +17,7 @@ from kog_triton.generation import Generation
 from kog_triton.llm import LLM
 from kog_triton.outputs import RequestOutput
 from kog_triton.report import stats
+from kog_triton.said import SAID
 from kog_triton.sampling.params import SamplingParams
 
 
@@ -64,12 +65,13 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, chat: bool, q
             messages.append({"role": "user", "content": line})
             try:
                 prompt: Any = llm.chat_prompt(messages) if chat else line
-                output = show(llm.stream(prompt, params))
+                with SAID.held():
+                    output = show(llm.stream(prompt, params))
+                    print(flush=True)
             except RequestError as error:
                 messages.pop()
                 print(f"error: {error}", file=sys.stderr)
                 continue
-            print(flush=True)
             messages.append({"role": "assistant", "content": output.outputs[0].text})
             if not quiet:
                 print(stats(output), file=sys.stderr)
@@ -82,7 +84,8 @@ def _ask() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() edits lines once it is imported
         try:
-            return input("> ").rstrip()
+            with SAID.held():
+                return input("> ").rstrip()
         except EOFError:
             return None
     line = sys.stdin.readline()

@@ -86,7 +86,9 @@ def _body(argv: Sequence[str] | None) -> int:
         need_matplotlib()
     name, weights = _open_weights(args.model, args.shape, args.device)
     options = BackendOptions(
-        max_context=args.depth + args.tokens, device=args.device, prefill="kernel"
+        max_context=args.depth + args.tokens,
+        device=args.device,
+        prefill="decode",  # no kernel of prompts is compiled beside: none would run
     )
     backend = choice.backend(weights, options)
     try:

@@ -24,6 +24,7 @@ SMALL = {"num_blocks": 4, "max_context": 64}
 SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
+    "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
     "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),
 }
 

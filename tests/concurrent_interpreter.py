@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from greenlet import getcurrent, greenlet
-from stale_memory import Cache
+from stale_memory import Cache, lines_of
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
@@ -103,11 +103,20 @@ class Machine:
         """Let the scheduler choose; the program's next access follows at once."""
         if self.running is not None:
             self.main.switch()
+            self.cache.accesses += 1
 
     @property
     def cache(self) -> Cache:
         assert self.running is not None
         return self.caches[self.running]
+
+    def ask_memory(self, addresses: np.ndarray) -> bool:
+        """Before a load past the cache: whether it has to go there all the same, for what the program stored itself."""
+        numbers = lines_of(addresses)
+        for program, cache in self.caches.items():
+            if program is not self.running and cache.land(numbers):
+                self.still = 0
+        return self.cache.refresh(numbers)
 
 
 def _position(frame: FrameType | None) -> str:
@@ -143,8 +152,8 @@ def _masked_load(
     machine.pause()
     valid = _spread(mask, ptrs.data).astype(bool)
     addresses = ptrs.data[valid].astype(np.int64)
-    if not machine.stale or cache_modifier == ir.CACHE_MODIFIER.CV:
-        machine.cache.bypass(addresses)
+    fresh = cache_modifier == ir.CACHE_MODIFIER.CV
+    if not machine.stale or (fresh and not machine.ask_memory(addresses)):
         return _load(self, ptrs, mask, other, cache_modifier, *rest)
     element = ptrs.get_element_ty()
     dtype = np.dtype(interpreter._get_np_dtype(element))
@@ -152,7 +161,7 @@ def _masked_load(
     if other is not None:
         out[...] = _spread(other, ptrs.data)
     if addresses.size:
-        out[valid] = machine.cache.load(addresses, dtype.itemsize).view(dtype)[:, 0]
+        out[valid] = machine.cache.load(addresses, dtype.itemsize, not fresh).view(dtype)[:, 0]
     return _Handle(out, element)
 
 
@@ -170,10 +179,15 @@ def _masked_store(
     dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
     values = np.ascontiguousarray(_spread(value, ptrs.data)[valid].astype(dtype))
     if addresses.size:
-        machine.cache.store(addresses, values.view(np.uint8).reshape(addresses.size, -1))
-        if cache_modifier == ir.CACHE_MODIFIER.WT:
-            machine.cache.bypass(addresses)
+        through = cache_modifier == ir.CACHE_MODIFIER.WT
+        machine.cache.store(addresses, values.view(np.uint8).reshape(addresses.size, -1), through)
     return None
+
+
+def _store_all(self: Any, ptrs: Any, value: Any, *modifiers: Any) -> Any:
+    """Without a mask; Triton's own forgets the cache modifier."""
+    everywhere = _Handle(np.ones_like(ptrs.data, dtype=bool), tl.int1)
+    return self.create_masked_store(ptrs, value, everywhere, *modifiers)
 
 
 def _atomic(self: Any, operation: Callable[..., Any], ptr: Any, *args: Any) -> Any:
@@ -185,7 +199,7 @@ def _atomic(self: Any, operation: Callable[..., Any], ptr: Any, *args: Any) -> A
     orders = scope != ir.MEM_SYNC_SCOPE.CTA
     if orders and semantic in _RELEASES:
         machine.cache.release()
-    machine.cache.bypass(ptr.data.astype(np.int64))
+    machine.cache.bypass(lines_of(ptr.data.astype(np.int64)))
     result = operation(self, ptr, *args)
     machine.still = 0
     if orders and semantic in _ACQUIRES:
@@ -306,6 +320,7 @@ def concurrent(
     changes: dict[tuple[Any, str], Any] = {
         (_Builder, "create_masked_load"): _masked_load,
         (_Builder, "create_masked_store"): _masked_store,
+        (_Builder, "create_store"): _store_all,
         (_Builder, "create_atomic_rmw"): _atomic_rmw,
         (_Builder, "create_atomic_cas"): _atomic_cas,
         (interpreter.GridExecutor, "__call__"): _launch_whole,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_planting import plant
-from cuda_walk import compile_walk
+from cuda_walk import ColumnBackend, compile_walk
+from kog_triton.backends.cuda import serving
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 from test_conformance import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
@@ -25,7 +26,7 @@ from kog_triton.model.spec import DType, Head
 from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 
-VOID = 99  # the token whose embedding is NaN in the model "void"
+VOID = 99  # the token behind which nothing is finite, in the models "void" and "void lane"
 SHORT = (1, 2, 3, 2)  # no longer: a chunk of a prompt may round otherwise than a token at a time
 SEED = (1 << 63) + (5 << 33) + 7
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -46,6 +47,28 @@ class VoidWeights(RandomWeights):
         return tensor
 
 
+class VoidLaneWeights(RandomWeights):
+    """VOID alone has a value in a column that no module writes; in the last layer one lane makes of it values
+    beyond float16. That lane's logits are then NaN, the other lanes' are not."""
+
+    LANE, COLUMN = 1, 5
+
+    def load(self, name):
+        tensor, kind = super().load(name), name.rpartition(".")[2]
+        if kind in ("embed", "lm_head"):
+            tensor.view(-1, tensor.shape[-1])[VOID] = 0
+        if kind in ("o_proj", "down_proj"):
+            tensor[:, self.COLUMN] = 0
+        if kind == "embed":
+            tensor[:, self.COLUMN] = 0
+            tensor[VOID, self.COLUMN] = (
+                1000  # far more than modules add: normalized, the root of the width
+            )
+        if name == f"layers.{self.spec.num_layers - 1}.v_proj":
+            tensor[self.LANE, :, self.COLUMN] = 60_000
+        return tensor
+
+
 ONE_LANE = spec_of(dtype=DType.F16, num_layers=2, qk_norm=True, windows=(4, 0), max_context=512)
 LANES = mixed_lanes(
     Head.VOCAB_PARALLEL, num_layers=3, hidden_size=48, intermediate_size=96, vocab_size=104,
@@ -55,7 +78,20 @@ MODELS = {
     "one lane": (RandomWeights, ONE_LANE),
     "lanes": (RandomWeights, LANES),
     "void": (VoidWeights, ONE_LANE),
+    "void lane": (VoidLaneWeights, LANES),
 }
+
+
+class TogetherBackend(ColumnBackend):
+    """The CUDA backend on a CPU with requests in columns and prompts in chunks, of which a long prompt takes two."""
+
+    chunk_positions = 4
+
+    def __init__(self, weights, options):
+        super().__init__(weights, options, counts=(4,))
+
+
+TOGETHER = "cuda on a CPU, together"
 
 
 @dataclass(frozen=True)
@@ -79,10 +115,11 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
+    kind = TogetherBackend if name == TOGETHER else BACKENDS[name]
     context = sizes_of(name).context
     # A library rounds otherwise, so that its keys and values would not give the logits compared with.
     options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
-    backend = BACKENDS[name](weights(spec), options)
+    backend = kind(weights(spec), options)
     if isinstance(backend, BackgroundCompiler):
         backend.settle()  # so that it is always the same kernel that is judged
     return backend
@@ -105,6 +142,12 @@ def marked(name, *values):
 
 
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in BACKENDS])
+
+
+def every_backend_on(*models, names=tuple(BACKENDS)):
+    return pytest.mark.parametrize(
+        ("name", "model"), [marked(name, model) for name in names for model in models]
+    )
 
 
 def request(slot, prompt, params, count, **fields):
@@ -143,6 +186,14 @@ def alone(backend, r, slot=2):
     return served(backend, replace(r, slot=slot, mask=None))[0]
 
 
+def scored(backend, r):
+    """What is told of a request's prompt, and what it says, with the backend to itself."""
+    mailbox = backend.new_mailbox()
+    mailbox.post(r)
+    backend.generate(mailbox)
+    return mailbox.read_prompt(r.slot), said(mailbox, r.slot)
+
+
 def at_look(mailbox, number, act):
     """Call `act` when the backend looks for arrivals that often: at its second look it has begun to serve."""
     looks, take = itertools.count(1), type(mailbox).take
@@ -159,6 +210,12 @@ def resolved(vocab, bad=(), end=(), **settings):
     """Parameters of a request; bad words and end tokens are given as ids."""
     params = SamplingParams(**({"temperature": 2.0, "seed": SEED, "max_tokens": None} | settings))
     return replace(params.resolve(vocab), bad_words_token_ids=bad, end_token_ids=end)
+
+
+def impatient(name, backend, monkeypatch):
+    """A mask may take a fifth of a second, and a wait of the kernel on a CPU much less."""
+    monkeypatch.setattr(serving, "MASK_S", 0.2)
+    monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
 
 
 @contextlib.contextmanager

@@ -277,3 +277,16 @@ class ChunkBackend(FiberBackend):
         self.chunk_positions = positions
         super().__init__(weights, options, num_blocks, seed)
         self.settle()
+
+
+def noting(sources: list[str]) -> type[FiberBackend]:
+    """The backend of a model whose prompts may run in chunks; it notes every source that it begins to compile."""
+
+    class Noting(FiberBackend):
+        chunk_positions = POSITIONS
+
+        def _compile(self, source, layout):
+            sources.append(source)
+            super()._compile(source, layout)
+
+    return Noting

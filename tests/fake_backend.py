@@ -6,10 +6,12 @@ claim changes the text. Words in the prompt steer it:
 
     say:TEXT   answer TEXT, then end            slow    20 ms a pass
     fail       an error after two tokens        crash   `generate` itself raises after two tokens
+    logs       a compiler and another log speak after two tokens
     leave      `generate` forgets all and returns after two tokens
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.errors import RunError
 
+log = logging.getLogger("kog_triton.backends.fake")
+compilers = logging.getLogger("kog_triton.compilers")
 PRINTABLE = np.arange(32, 127)
 CHUNK = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -81,6 +85,9 @@ class FakeBackend:
                 if state.made == 2 and b"leave" in words:
                     running.clear()
                     return
+                if state.made == 2 and b"logs" in words:
+                    compilers.info("compiled columns.cu in 5.1 s")
+                    log.warning("no kernel of chunks")
                 if state.made == 2 and b"crash" in words:
                     raise RuntimeError("the device is gone")
                 if self._advance(mailbox, state, words):

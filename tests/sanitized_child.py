@@ -1,4 +1,5 @@
 """A process to run under compute-sanitizer: a tiny model on kernels of one kind; prints what came of it.
+Half of the kinds are in float16, half in bfloat16.
 
 argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for the planted headers.
 """
@@ -58,6 +59,7 @@ ALL_RULES = SamplingParams(
     temperature=1, seed=3, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, logprobs=3
 )
 PLAIN, LANES = spec_of(dtype=DType.F16), lanes(2, dtype=DType.F16)
+PLAIN_BF16 = spec_of(dtype=DType.BF16)
 PROMPT, LONG = (5, 17, 60), tuple((3 + 7 * i) % 100 for i in range(19))
 
 
@@ -104,14 +106,14 @@ def one_token(fault: str) -> None:
 
 
 def several_columns(fault: str) -> None:
-    backend = opened(PLAIN, 4, columns=(8,))
+    backend = opened(PLAIN_BF16, 4, columns=(8,))
     ask(backend, *(LONG[i : i + 1 + i % 3] for i in range(8)), params=ALL_RULES)
     assert backend.columns.kernels
 
 
 def chunks(fault: str) -> None:
     """A prompt whose last chunk is not full, and one that goes on behind what is cached."""
-    backend = opened(PLAIN, 4, chunk=8)
+    backend = opened(PLAIN_BF16, 4, chunk=8)
     ask(backend, LONG)
     mailbox = backend.new_mailbox()
     mailbox.post(Request(0, (*LONG, 1, 2, 3, 4), GREEDY, 0, 2, cached=len(LONG)))
@@ -131,7 +133,7 @@ def lane_kernels(fault: str) -> None:
 def joins(fault: str) -> None:
     """Contexts of many splits, joined by their readers and, longer, by the blocks that made them."""
     header.split_least, header.MERGED_LENGTH = lambda spec: 1, 7
-    spec = PLAIN.replace(hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
+    spec = PLAIN_BF16.replace(hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
     backend = opened(spec, 5, chunk=8, columns=(2,))
     assert backend.layout.splits > header.MERGED
     ask(backend, LONG[:2], count=9)

@@ -27,7 +27,7 @@ from kog_triton.bench.peers import MODULES
 from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.startup import CACHES, PHASES
-from kog_triton.bench.subjects import BackendSubject
+from kog_triton.bench.subjects import GREEDY, BackendSubject, Sampling
 from kog_triton.bench.table import MARKERS, read_results, table
 from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import choose
@@ -123,6 +123,19 @@ def test_prefill_times_the_prompt_alone(cli):
     times = sorted(row["ttft_us_rounds"])
     assert len(times) == 3 and row["ttft_us"] == times[1]
     assert row["prompt_tokens_per_s"] == pytest.approx(40e6 / times[1])
+
+
+def test_our_backends_sample_beside_peers_that_are_greedy(cli, llama):
+    argv = ["compare", "--model", str(llama), "--peer=transformers", *FEW, "--backend=reference"]
+    _, greedy, _, _ = cli(*argv)
+    code, record, out, _ = cli(*argv, "--temperature=0.7", "--top-p=0.9")
+    assert code == 0 and record["test"]["sampling"] == "temperature 0.7, top-p 0.9"
+    assert "batch 1, temperature 0.7, top-p 0.9, random ids" in out
+    ours, theirs = (rows_of(record)[name] for name in ("reference", "transformers"))
+    alone = rows_of(greedy)
+    assert theirs["version"] == alone["transformers"]["version"] + ", greedy"
+    assert ours["version"] == alone["reference"]["version"]
+    assert theirs["repeatable"] and ours["repeatable"]
 
 
 def test_compare_takes_all_and_says_who_is_absent(cli, llama):
@@ -258,7 +271,12 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--target-tps", "-5"], 2, "argument --target-tps: -5 is no number from 0 on"),
         (["decode", "--target-tps", "nan"], 2, "nan is no number"),
         (["decode", "--warmup", "x"], 2, "argument --warmup: 'x' is no whole number"),
-        (["decode", "--temperature=1", "--peer=transformers"], 2, "leave --peer out"),
+        (["decode", "--top-p", "0.9"], 2, "--top-p 0.9 without --temperature: greedy needs none"),
+        (
+            ["decode", "--temperature=1", "--top-p=1.5"],
+            2,
+            "--top-p: 1.5 is not above 0 and at most 1",
+        ),
         (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
         (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),
@@ -389,9 +407,9 @@ def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, l
     """What a profiler would see stands in for a GPU; the request runs in the reference."""
     asked, generate = [], BackendSubject.generate
 
-    def seen(self, prompt, count, temperature=0.0):
-        asked.append((len(prompt), count, temperature, self._backend.options.prefill))
-        return generate(self, prompt, count, temperature)
+    def seen(self, prompt, count, sampling=GREEDY):
+        asked.append((len(prompt), count, sampling, self._backend.options.prefill))
+        return generate(self, prompt, count, sampling)
 
     def traced(request):
         asked.append("traced")
@@ -414,10 +432,10 @@ def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, l
         backends=[choose("reference", "")],
         peers=[],
         one_kernel=True,
-        temperature=0.5,
+        sampling=(half := Sampling(0.5)),
     )
     got = measure.measure(task, lambda line: None)
-    assert asked[-2:] == ["traced", (5, 4, 0.5, "decode")] and asked[-3] == asked[-1]
+    assert asked[-2:] == ["traced", (5, 4, half, "decode")] and asked[-3] == asked[-1]
     assert got["rows"][0]["kernels"]["launches"] == launches
     said = "reference: 3 kernels for one request, not 1: 1 x k, 2 x j"
     assert got["failures"] == [said][:failures]

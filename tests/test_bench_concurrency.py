@@ -15,6 +15,7 @@ from kog_triton.bench import task as bench_task
 from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
 from kog_triton.bench.model import Model
 from kog_triton.bench.show import concurrency_table
+from kog_triton.bench.subjects import GREEDY, Sampling
 from kog_triton.bench.timing import figures_of_all
 from kog_triton.choose import Choice
 from kog_triton.model.spec import DType
@@ -30,12 +31,12 @@ def known_bandwidth(monkeypatch):
     monkeypatch.setattr(bench_task, "measure_bandwidth", lambda *_: found)
 
 
-def measured(backend, requests=(1, 3), temperature=0.0):
+def measured(backend, requests=(1, 3), sampling=GREEDY):
     model = Model("tiny", RandomWeights(spec_of()), "random")
     chosen = [Choice(backend, "ours", "asked for")]
     task = ConcurrencyTask(
         model=model, device=CPU, device_word="", num_gpus=1, rounds=2, warmup=1, backends=chosen,
-        requests=requests, prompt_tokens=5, tokens=6, temperature=temperature,
+        requests=requests, prompt_tokens=5, tokens=6, sampling=sampling,
     )  # fmt: skip
     out = measure_concurrency(task, lambda line: None)
     row_schema = {"$ref": "#/$defs/row", "$defs": SCHEMA["$defs"]}
@@ -53,9 +54,9 @@ def test_figures_by_hand():
     assert out["itl_us"] == [[10, 20], [35], [2, 8], [8]] and out["itl_max_us"] == 35
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_for_each_number_of_requests(temperature):
-    rows, failures = measured(ReferenceBackend, temperature=temperature)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0.9)], ids=str)
+def test_a_row_for_each_number_of_requests(sampling):
+    rows, failures = measured(ReferenceBackend, sampling=sampling)
     assert failures == [] and [row["requests"] for row in rows] == [1, 3]
     one, three = rows
     assert one["over_one"] == 1
@@ -150,7 +151,6 @@ def test_the_subcommand_on_the_demo(tmp_path, capsys):
         (["concurrency", "--max-tokens", "1"], "--max-tokens 1"),
         (["concurrency", "--prompt-tokens", "5000"], "do not fit the 1024 of demo"),
         (["decode", "--temperature", "-1"], "no number from 0 on"),
-        (["decode", "--temperature", "1", "--peer", "transformers"], "leave --peer out"),
     ],
 )
 def test_mistakes_are_told_in_one_line(argv, said, capsys):

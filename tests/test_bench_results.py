@@ -34,6 +34,45 @@ def test_a_sampled_answer_is_another_test_than_a_greedy_one():
     assert "| tg8 @ d4 | **triton**" in text and "| tg8 @ d4, temperature 1 | **triton**" in text
 
 
+def test_several_requests_stand_below_each_other_with_what_they_gain():
+    record = json.loads(json.dumps(a_record())) | {"kind": "concurrency"}
+    record["test"]["name"] = "1, 2, 8 x tg8 @ d4"
+    one = record["rows"][0]
+    record["rows"] = [
+        one | {"requests": n, "over_one": n / 2, "host": one["host"] | {"tokens_per_s": 100.0 * n}}
+        for n in (8, 1, 2)
+    ]
+    cells = [line.split(" | ")[2:5] for line in table([record]).splitlines()[2:]]
+    assert cells == [
+        ["2 x tg8 @ d4", "**triton**", "200"],
+        ["8 x tg8 @ d4", "**triton**", "800"],
+    ]
+    assert "not checked; 4.00 times one's tokens |" in table([record])
+
+
+def test_a_prompt_alone_has_its_time_and_no_rate():
+    record = json.loads(json.dumps(a_record())) | {"kind": "prefill"}
+    record["test"]["name"], record["rows"][0]["host"] = "pp4", None
+    record["conditions"]["throttled"] = ["power cap"]
+    (line,) = (line for line in table([record]).splitlines() if "triton" in line)
+    assert (
+        line
+        == "| H200 | llama-3.2-1b bf16 | pp4 | **triton** | - | - | 2.0 [1] | - | not checked |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([9.0], "9.0 s."), ([9.0, 6.0, 5.0], "9.0 s, 5.0 with kernels kept from before.")],
+)
+def test_starts_stand_below_the_table(seconds, said):
+    record = json.loads(json.dumps(a_record())) | {"kind": "startup", "conditions": None}
+    row = make_row("cuda", "backend", "timed", "") | {"startup": {"total_s": seconds}}
+    record["rows"], record["test"]["name"] = [row], "startup"
+    last = table([record]).splitlines()[-1]
+    assert last == f"From nothing to the first token of llama-3.2-1b bf16 on H200, cuda: {said}"
+
+
 def test_an_interrupted_record_counts_nowhere(tmp_path):
     record = json.loads(json.dumps(a_record()))
     for name, interrupted in (("1", False), ("2", True)):

@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from cuda_walk import FiberBackend
+from cuda_walk import FiberBackend, noting
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions, StageTimer
@@ -81,6 +81,13 @@ def test_a_kernel_is_timed_without_its_tensors():
     assert (row["status"], row["dtype"], failures) == ("timed", "f16", [])
     assert [s["stage"] for s in row["stages"]] == PLAIN
     assert all(s["clock"] == "kernel" and 0 < s["error"] < 8e-3 for s in row["stages"][1:])
+
+
+def test_no_kernel_of_prompts_is_compiled():
+    """None would run, and a compiler takes seconds for one."""
+    sources = []
+    row, _ = measured(noting(sources), spec_of(dtype=DType.F16))
+    assert row["status"] == "timed" and sources == ["decode.cu"]
 
 
 def test_what_precedes_a_launch_is_called_for_each():

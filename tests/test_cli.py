@@ -4,6 +4,7 @@ They are called in this process with the fake backend on the path; what only a p
 shows is in test_cli_process.py.
 """
 
+import contextlib
 import importlib
 import io
 import json
@@ -18,11 +19,12 @@ from fake_backend import install
 from fake_checkpoint import make_checkpoint
 
 import kog_triton
-from kog_triton import LLM, doctor, generate
+from kog_triton import LLM, doctor, generate, interactive
 from kog_triton import __main__ as kog
 from kog_triton.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.command import run
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
+from kog_triton.said import SAID, Said
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
@@ -190,6 +192,48 @@ def test_interactive_without_a_chat_template(cli, monkeypatch, tmp_path):
     assert (code, out) == (0, "one\n") and "every line is a text to continue" in err
     code, out, err = cli("--interactive", "--system", "s", model=plain)
     assert code == 2 and "--system needs a chat template" in err
+
+
+def test_interactive_answers_are_not_broken_by_the_lines_of_a_log(cli, monkeypatch):
+    """As on a terminal, where stdout and stderr are one."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("slow logs say:one\nsay:two\n"))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    code, out, _ = cli("--interactive", "--raw")
+    lines = out.splitlines()
+    assert code == 0 and lines.index("one") < lines.index("two")
+    after = lines[lines.index("one") + 1 :]
+    assert after[:2] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
+
+
+@pytest.fixture
+def spoken():
+    return logging.makeLogRecord({"msg": "compiled"})
+
+
+def test_a_line_of_a_log_waits_for_the_end_of_a_text_however_it_ends(spoken, capsys):
+    handler = Said()
+    for error in (None, KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), handler.held():
+            handler.handle(spoken)
+            assert capsys.readouterr().err == ""
+            if error:
+                raise error
+        assert capsys.readouterr().err == "compiled\n"
+        handler.handle(spoken)
+        assert capsys.readouterr().err == "compiled\n"
+
+
+def test_a_log_does_not_speak_while_a_line_is_typed(spoken, capsys, monkeypatch):
+    def typed(question):
+        SAID.handle(spoken)
+        assert (question, capsys.readouterr().err) == ("> ", "")
+        return "a line"
+
+    monkeypatch.setattr("builtins.input", typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert interactive._ask() == "a line"
+    assert capsys.readouterr().err == "compiled\n"
 
 
 # ---- exit codes ----

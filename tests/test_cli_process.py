@@ -1,7 +1,9 @@
 """`kog generate` as a process of its own: signals, closed pipes, what an import drags in."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -27,11 +29,9 @@ def start(plugins, *argv, **options):
     return subprocess.Popen(
         [sys.executable, *argv],
         env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         # What a shell runs in the background ignores Ctrl-C, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
     )
 
 
@@ -114,3 +114,22 @@ def test_a_table_that_nobody_reads_ends_quietly(plugins):
     process.stdout = None
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
+
+
+def test_on_a_terminal_the_lines_of_a_log_wait_for_the_end_of_the_text(plugins, folder):
+    """A kernel may be compiled while the first request runs; text and lines meet on one terminal."""
+    ours, theirs = pty.openpty()
+    argv = ["-m", "kog_triton", "generate", "--model", str(folder), "--backend", "fake"]
+    argv += ["-p", "slow logs say:one line", "--temp", "0"]
+    process = start(plugins, *argv, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+        while piece := os.read(ours, 4096):
+            seen += piece
+    os.close(ours)
+    assert process.wait(60) == 0
+    lines = seen.decode().split("\r\n")
+    at = lines.index("one line")
+    assert lines[at + 1 : at + 3] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
+    assert "tokens/s" in lines[at + 3]

@@ -43,6 +43,9 @@ TOKENS, CACHED, CONTEXT = 2, 150, 256
 # of 16 bits cost; in attention, where Triton rounds queries and weights as well, 1.3e-3 and 6.0e-3.
 LIMITS = {DType.F16: 7e-4, DType.BF16: 2.5e-3}
 ATTENTION_LIMITS = {DType.F16: 1.5e-3, DType.BF16: 7e-3}
+# Times as much in logits, whose deviation is 6 to 8. Measured on a CPU: 7 to 10 of the CUDA kernel, 9 to 11 of Triton's
+# (15 in bfloat16, which its interpreter truncates); over 120 positions 9 and 11, at the last ones as at the first.
+IN_LOGITS = 20
 X_ROUNDED = 2  # times as much in the other stages of Triton, which rounds their x to 16 bits
 
 
@@ -238,7 +241,7 @@ def test_whole_steps_repeat_and_agree_with_the_reference(name, spec_name):
     got, expected = ours.forward_logits(ids), reference.forward_logits(ids)
     assert np.array_equal(got, ours.forward_logits(ids))
     assert expected.std() > 4
-    assert np.sqrt(((got - expected) ** 2).mean()) < 20 * LIMITS[ours.spec.dtype]
+    assert np.sqrt(((got - expected) ** 2).mean()) < IN_LOGITS * LIMITS[ours.spec.dtype]
 
 
 @backends_and_models(steps=True)

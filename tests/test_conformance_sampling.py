@@ -26,8 +26,9 @@ from conformance_requests import (
     served,
     sizes_of,
 )
-from test_conformance import BACKENDS, LIMITS, SLOW
+from test_conformance import BACKENDS, IN_LOGITS, LIMITS, SLOW
 
+from kog_triton.errors import RequestError
 from kog_triton.sampling import History, sample
 
 
@@ -45,8 +46,7 @@ def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=Non
     """Tokens and log-probabilities are those of the backend's logits, and these near the reference's."""
     sequence = [*prompt, *(step.token for step in steps[:-1])]
     logits, confirmed = (b.forward_logits(sequence) for b in (backend, reference(model)))
-    # a hundred positions and more on a GPU, and the later ones add up the errors of those before
-    assert np.sqrt(((logits - confirmed) ** 2).mean()) < 100 * LIMITS[backend.spec.dtype]
+    assert np.sqrt(((logits - confirmed) ** 2).mean()) < IN_LOGITS * LIMITS[backend.spec.dtype]
     history = History(prompt)
     for position, (row, step) in enumerate(
         zip(logits[len(prompt) - 1 :], steps, strict=True), len(prompt)
@@ -105,6 +105,13 @@ def test_a_seed_or_a_sample_of_its_own_draws_tokens_of_its_own(name):
     assert drawn[0] == drawn[1] and len(set(drawn)) == len(drawn) - 1
 
 
+def words_of(ids):
+    """A mask that allows these of 101 ids; the bits beyond them are set, and mean nobody."""
+    bits = np.zeros(128, bool)
+    bits[[*ids, *range(101, 128)]] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -120,11 +127,7 @@ def test_a_mask_decides_who_is_allowed(name, settings):
     sets, heard = (range(1, 101, 3), [100], range(101)), []
 
     def mask(output):
-        if len(output) % 3 == 2:
-            return None
-        bits = np.zeros(128, bool)
-        bits[list(sets[len(output) % 3])] = True
-        return np.packbits(bits, bitorder="little").view(np.uint32)
+        return None if len(output) % 3 == 2 else words_of(sets[len(output) % 3])
 
     def overheard(output):
         time.sleep(0.1 if len(output) == 1 else 0)  # the kernel is there first, and waits
@@ -137,6 +140,41 @@ def test_a_mask_decides_who_is_allowed(name, settings):
     assert all(token in sets[n % 3] for n, token in enumerate(tokens))
     assert heard == [tokens[:n] for n in range(count)]
     assert_defined(backend, "one lane", SHORT, steps, params, mask=mask)
+
+
+BANNED, OTHER = 7, 96
+BANS = {
+    "a bad word": {"bad": ((BANNED,), (OTHER, OTHER, OTHER))},
+    "an end too early": {"end": (BANNED,), "min_tokens": 3},
+    "not among the allowed": {"allowed_token_ids": [i for i in range(101) if i != BANNED]},
+}
+
+
+@every_backend
+@pytest.mark.parametrize("ban", BANS)
+def test_a_ban_holds_among_those_whom_a_mask_allows(name, ban):
+    """Though a bias is for the banned id; and where the mask has it alone, nobody is chosen in its place."""
+    backend, most = opened(name), {BANNED: 100.0}
+    greedy, drawn = (resolved(101, temperature=t, logit_bias=most, **BANS[ban]) for t in (0.0, 2.0))
+    params = resolved(101, logit_bias=most), greedy, drawn
+
+    def two(output):
+        return words_of([BANNED, OTHER])
+
+    def two_then_one(output):
+        return words_of([BANNED] if output else [BANNED, OTHER])
+
+    steps = served(backend, *(request(i, SHORT, p, 2, mask=two) for i, p in enumerate(params)))
+    assert [[s.token for s in one] for one in steps] == [[BANNED] * 2, [OTHER] * 2, [OTHER] * 2]
+    mailbox = backend.new_mailbox()
+    for slot, p in enumerate(params):
+        mailbox.post(request(slot, SHORT, p, 3, mask=two_then_one))
+    backend.generate(mailbox)
+    assert [step.token for step in said(mailbox, 0)] == [BANNED] * 3
+    for slot in (1, 2):
+        step, failure = mailbox.read(slot, 0)
+        assert step.token == OTHER and isinstance(failure.error, RequestError)
+        assert "no token is allowed at position 5" in str(failure.error)
 
 
 @every_backend
@@ -160,9 +198,28 @@ FAULTS = {
         "sample.h", "r[Request::kSeed + 1]", "0u",
         partial(test_tokens_are_the_definitions, model="one lane", settings="temperature"),
     ),
+    "logits a little off": (
+        "layer.h", "exp2_fast(v * -1.4426950408889634f)", "exp2_fast(v * -1.42f)",
+        partial(test_tokens_are_the_definitions, model="one lane", settings="temperature"),
+    ),
     "the mask of the token before": (
         "edit.h", "static_cast<u64>(made + 1)", "static_cast<u64>(made)",
         partial(test_a_mask_decides_who_is_allowed, settings="penalties, greedy"),
+    ),
+    "a mask that makes up for a bad word": (
+        "edit.h", "    ban(completes(b, i, made));",
+        "    if ((flags & kMasked) == 0) ban(completes(b, i, made));",
+        partial(test_a_ban_holds_among_those_whom_a_mask_allows, ban="a bad word"),
+    ),
+    "ends that a mask may choose": (
+        "edit.h", "made < static_cast<int>(r[Request::kMinTokens]);",
+        "(flags & kMasked) == 0 && made < static_cast<int>(r[Request::kMinTokens]);",
+        partial(test_a_ban_holds_among_those_whom_a_mask_allows, ban="an end too early"),
+    ),
+    "allowed by one is allowed": (
+        "edit.h", "banned |= (flags & kAllowed) != 0 && !has_bit(allowed, id);",
+        "banned &= (flags & kAllowed) == 0 || !has_bit(allowed, id);",
+        partial(test_a_ban_holds_among_those_whom_a_mask_allows, ban="not among the allowed"),
     ),
 }  # fmt: skip
 

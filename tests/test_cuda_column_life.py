@@ -126,6 +126,34 @@ def test_requests_take_turns_where_the_compiler_fails(spec, expected, caplog):
     assert "no kernel of 4 columns, requests take turns: the compiler is out" in caplog.text
 
 
+class UnloadableBackend(FiberBackend):
+    """A backend whose kernel of four columns is compiled and finds no room on the GPU."""
+
+    column_counts = (2, 4)
+    error = DeviceError("the GPU is out of room")
+
+    def _load(self, source, entry, layout):
+        if layout.columns == 4:
+            raise self.error
+        return super()._load(source, entry, layout)
+
+
+@pytest.mark.parametrize("kind", [DeviceError, torch.OutOfMemoryError])
+def test_requests_take_turns_where_the_kernel_cannot_be_loaded(spec, expected, caplog, kind):
+    """Those for which another kernel fits still share it."""
+    backend = make(UnloadableBackend, spec)
+    backend.error = kind("the GPU is out of room")
+    for number in (3, 3, 2):  # the second time it has failed before
+        backend.columns.ready(number)  # begins to compile
+        backend.columns.settle()
+        steps = run(backend, *(request(slot, PROMPTS[slot], 12) for slot in range(number)))
+        for slot in range(number):
+            assert_alone(backend, slot, PROMPTS[slot], steps[slot], expected)
+    assert [kernel.layout.columns for kernel in backend.columns.kernels] == [2]
+    told = "no kernel of 4 columns, requests take turns: the GPU is out of room"
+    assert caplog.text.count(told) == 1
+
+
 def interrupt(backend, monkeypatch, word, *requests):
     """Steps of requests, of which the third token of slot 0 says a word to the mailbox; launches of 4 steps."""
     monkeypatch.setattr(serving, "_most_steps", lambda live, slots: 4)

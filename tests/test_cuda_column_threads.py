@@ -32,7 +32,7 @@ LANES = spec_of(
 # Whose operands of x do not fit into registers: batches of gate_up_proj take turns with two rooms.
 WIDE = spec_of(dtype=DType.F16, hidden_size=320, intermediate_size=400, num_layers=1)
 SPECS = {  # spec, blocks, columns
-    "one lane": (spec_of(num_layers=2, dtype=DType.F16), 3, 2),
+    "one lane": (spec_of(num_layers=2, dtype=DType.BF16), 3, 2),
     "lanes": (LANES, 4, 2),
     "lanes side by side": (LANES.replace(head=Head.CONCAT), 4, 2),
     "batch behind batch": (WIDE, 2, 8),

@@ -6,6 +6,7 @@ asks the same of a GPU.
 """
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule import wire
 
-SPEC = spec_of(dtype=DType.F16)
+DTYPES = {"fp16": DType.F16, "bf16": DType.BF16}
+SPECS = {name: spec_of(dtype=dtype) for name, dtype in DTYPES.items()}
 PROMPT = (5, 17, 60)
 GREEDY = SamplingParams(temperature=0)
 
@@ -113,38 +115,96 @@ def assert_nan_is_never_lost(backend, chunks):
         assert tokens_of(backend, count=3) == whole
 
 
+# ---- what is special among 16 bits, by the type that they are of (schedule/wire.py) ----
+
+
+@dataclass(frozen=True)
+class Format:
+    """Patterns without their signs, and factors of weights.
+
+    one     1.0
+    least   the smallest number of full precision
+    most    the largest that arrives as a number, wherever in a pair it travels
+    stream  the least of a residual stream that overflows where a norm squares it or gives it its gain
+    ends    where kinds of numbers end and others begin, besides
+    beyond  those that arrive as no numbers, some of them as the first of a pair alone
+    tiny    brings words from order one to where they lose their precision
+    huge    brings them to the largest, and what comes of those back
+    """
+
+    one: int
+    least: int
+    most: int
+    stream: int
+    ends: tuple[int, ...]
+    beyond: tuple[int, ...]
+    tiny: float
+    huge: tuple[float, float]
+
+
+FORMATS = {
+    # A first has fifteen bits: the largest number, rounded, is an infinity.
+    DType.F16: Format(
+        one=0x3C00,
+        least=0x0400,
+        most=0x7BFE,
+        stream=0x7400,
+        ends=(0x0000, 0x0001, 0x0002, 0x03FF, 0x3BFF, 0x3C00, 0x3C01),
+        beyond=(0x7BFF, 0x7C00, 0x7C01, 0x7DFF, 0x7E00, 0x7FFF),
+        tiny=2.0**-17,
+        huge=(600.0, 1.0),
+    ),
+    # Below 2^-63 (0x2000) the bit that gives way to the phase is zero: a first has no number of its own there.
+    # From 2^64 (0x5F80) on no word holds one.
+    DType.BF16: Format(
+        one=0x3F80,
+        least=0x0080,
+        most=0x5F7F,
+        stream=0x5D80,
+        ends=(0x0000, 0x0001, 0x007F, 0x1FFF, 0x2000, 0x2001, 0x3F7F, 0x3F80, 0x3F81),
+        beyond=(0x5F80, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFF),
+        tiny=2.0**-63,
+        huge=(2.0**59, 2.0**-40),
+    ),
+}
+
+
 class Weights(RandomWeights):
-    """Random weights some of which are others: `changed(name, tensor)` says which."""
+    """Random weights some of which are others: `changed(name, tensor, format)` says which."""
 
     def __init__(self, spec, changed, device="cpu"):
         super().__init__(spec, device=device)
         self._changed = changed
 
     def load(self, name):
-        return self._changed(name.rpartition(".")[2], super().load(name))
+        kind = name.rpartition(".")[2]
+        return self._changed(kind, super().load(name), FORMATS[self.spec.dtype])
 
 
-def selecting(name, w):
+def selecting(name, w, _):
     """o_proj and down_proj hand on their first inputs."""
     return torch.eye(*w.shape[-2:]).expand_as(w).to(w) if name in ("o_proj", "down_proj") else w
 
 
-def silent_modules(name, w):
+def silent_modules(name, w, _):
     """Words that are never anything but their tag: every module's output is 0 or -0."""
     return w * -0.0 if name in ("o_proj", "down_proj") else w
 
 
-def tiny(name, w):
-    """Sixteen-bit words that are denormal or round to zero."""
-    return w * 2**-17 if name.endswith("_proj") else w
+def tiny(name, w, format):
+    """Sixteen-bit words without full precision, or that round to zero."""
+    return w * format.tiny if name.endswith("_proj") else w
 
 
-def huge(name, w):
-    """Words near the largest float16, of both signs."""
-    return w * 600 if name in ("v_proj", "up_proj") else w
+def huge(name, w, format):
+    """Words near the largest of 16 bits, of both signs."""
+    there, back = format.huge
+    if name in ("o_proj", "down_proj"):
+        return w * back
+    return w * there if name in ("v_proj", "up_proj") else w
 
 
-def level(name, w):
+def level(name, w, _):
     """All logits are the same zero: keys of candidates whose data are no bits at all."""
     return w * 0 if name == "lm_head" else w
 
@@ -152,37 +212,85 @@ def level(name, w):
 MODELS = {f.__name__: f for f in (silent_modules, tiny, huge, level)}
 
 
-def assert_patterns_travel(backend, patterns):
-    """16-bit `patterns` as inputs of o_proj and down_proj, whose weights are `selecting`: they come out as
-    float32 words, exactly but for the tag; those that are no numbers come out as NaN."""
+def both_signs(patterns):
+    return np.concatenate([patterns, np.asarray(patterns) | 0x8000]).astype(np.uint16)
+
+
+def numbers_of(format, every):
+    """Every so many of the patterns that arrive as numbers, and the ends of each kind of them."""
+    few = np.arange(0, format.most, every)
+    return both_signs(np.concatenate([few, format.ends, [format.least, format.most]]))
+
+
+def values_of(pairs, width, dtype):
+    """Pairs of patterns as rows of so many values; the last row ends with the first pairs."""
+    bits = np.resize(pairs, (-(-pairs.size // width), width))
+    return wire.from_half(bits.ravel(), dtype).reshape(bits.shape)
+
+
+def travelled(values, dtype):
+    """What words leave of rows of pairs."""
+    return wire.unpack_pair(wire.pack_pair(values.ravel(), 1, dtype), dtype).reshape(values.shape)
+
+
+def assert_inputs_arrive(backend, values):
+    """Rows of values as first inputs of o_proj and down_proj, whose weights are `selecting`: they come out as
+    float32 words, exactly but for the tag. A row that holds what is no number comes out without numbers: 0 * NaN
+    and 0 * inf are none."""
     spec = backend.spec
-    hidden = spec.hidden_size
-    bits = np.resize(patterns, (-(-len(patterns) // hidden), hidden))
-    values = wire.from_half(bits.reshape(-1), spec.dtype).reshape(bits.shape)
+    expected = travelled(values, spec.dtype)
+    numbers = np.isfinite(expected).all(1)
     for stage, source in (("o_proj", "attention"), ("down_proj", "mlp")):
         width = spec.intermediate_size if source == "mlp" else spec.num_heads * spec.head_dim
         given = torch.zeros(1, len(values), width)
-        given[0, :, :hidden] = torch.from_numpy(values)
-        x = torch.zeros(1, len(values), hidden)
+        given[0, :, : spec.hidden_size] = torch.from_numpy(values)
+        x = torch.zeros(1, len(values), spec.hidden_size)
         out = backend.run_stage(stage, 1, {source: given, "x": x})
         got = out["attention_out" if stage == "o_proj" else "mlp_out"][0].numpy()
-        for row, sent in zip(got, given[0].numpy(), strict=True):
-            words = wire.pack_pair(sent, 1, spec.dtype)
-            travelled = wire.unpack_pair(words, spec.dtype)[:hidden]
-            if np.isfinite(travelled).all():
-                assert np.array_equal(row, wire.unpack_f32(wire.pack_f32(travelled, 1)))
-            else:  # 0 * NaN and 0 * inf: of that column no number is left but the infinities' own rows
-                assert not np.isfinite(row).any()
+        tagged = wire.unpack_f32(wire.pack_f32(expected[numbers], 1))
+        assert np.array_equal(got[numbers], tagged)
+        assert not np.isfinite(got[~numbers]).any()
 
 
-def patterns_of(every):
-    """Every so many of the finite 16-bit patterns, and the ends of each kind of number."""
-    finite = np.setdiff1d(np.arange(1 << 16), [*range(0x7C00, 0x8000), *range(0xFC00, 0x10000)])
-    ends = [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0x8000, 0x8001, 0x83FF, 0x8400, 0xFBFF]
-    return np.concatenate([finite[::every], ends]).astype(np.uint16)
+def assert_outputs_arrive(backend, values):
+    """Rows of values as those of a cached position that has all of the attention, as the kernel's own words send
+    them: elementwise, for no value meets another."""
+    spec = backend.spec
+    heads, d = spec.num_kv_heads, spec.head_dim
+    key = torch.zeros(1, heads, 1, d)
+    key[..., -1] = 100  # what the rotation leaves in place; the new key is its opposite
+    state = {
+        "q": key[:, :1].repeat(1, 1, spec.num_heads, 1),
+        "k": -key.transpose(1, 2),
+        "v": torch.zeros(1, 1, heads, d),
+    }
+    for row in values:
+        cached = torch.from_numpy(row).view(1, heads, 1, d)
+        out = backend.run_stage("attention", 1, state | {"keys": key, "values": cached})
+        got = out["attention"].view(heads, -1, d).numpy()
+        # A sum that begins with 0 is never -0.
+        expected = travelled(np.where(row == 0, 0, row), spec.dtype)
+        expected = expected.reshape(heads, 1, d).repeat(got.shape[1], 1)
+        numbers = np.isfinite(expected)
+        assert np.array_equal(got[numbers], expected[numbers])
+        assert not np.isfinite(got[~numbers]).any()
 
 
-NO_NUMBERS = (0x7C00, 0x7C01, 0x7DFF, 0x7E00, 0x7FFF, 0xFC00, 0xFC01, 0xFE00, 0xFFFF)
+def assert_patterns_travel(backend, every):
+    """Every so many of the patterns of 16 bits, as the first of a pair and as the second of one."""
+    spec, dtype, format = backend.spec, backend.spec.dtype, FORMATS[backend.spec.dtype]
+    inputs, outputs = spec.hidden_size, spec.num_kv_heads * spec.head_dim
+    numbers = numbers_of(format, every)
+    pairs = np.stack([numbers, np.roll(numbers, 1)], 1)
+    assert_inputs_arrive(backend, values_of(pairs, inputs, dtype))
+    # Those of a context are operands without a factor: what a tensor core makes of subnormal ones is not said.
+    small = (pairs & 0x7FFF != 0) & (pairs & 0x7FFF < format.least)
+    assert_outputs_arrive(backend, values_of(pairs[~small.any(1)], outputs, dtype))
+    beyond = both_signs(format.beyond)
+    first = np.stack([beyond, np.full_like(beyond, format.one)], 1)
+    pairs = np.concatenate([first, first[:, ::-1]])
+    assert_inputs_arrive(backend, values_of(np.tile(pairs, inputs // 2), inputs, dtype))
+    assert_outputs_arrive(backend, values_of(pairs, outputs, dtype))
 
 
 def assert_logits_agree(backend, weights):
@@ -200,10 +308,15 @@ def assert_logits_agree(backend, weights):
 # ---- on a CPU ----
 
 
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request):
+    return SPECS[request.param]
+
+
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
+def faulty(spec, tmp_path_factory):
     """The kernel of EDITS."""
-    backend = FiberBackend(RandomWeights(SPEC), BackendOptions(), 3)
+    backend = FiberBackend(RandomWeights(spec), BackendOptions(), 3)
     include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
     backend.kernel.library = compile_walk(backend.layout, include=include)
     backend.wait_ticks = 1 << 13
@@ -218,20 +331,18 @@ def test_delays_change_nothing(faulty):
     assert_delays_change_nothing(faulty, (1, 2))
 
 
-def test_nan_is_never_lost():
-    backend = FiberBackend(RandomWeights(SPEC), BackendOptions())
+def test_nan_is_never_lost(spec):
+    backend = FiberBackend(RandomWeights(spec), BackendOptions())
     chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
     assert_nan_is_never_lost(backend, range(0, chunks, max(1, chunks // 8)))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_values_that_look_like_tags_are_values(name):
-    weights = Weights(SPEC, MODELS[name])
+def test_values_that_look_like_tags_are_values(name, spec):
+    weights = Weights(spec, MODELS[name])
     assert_logits_agree(FiberBackend(weights, BackendOptions()), weights)
 
 
-def test_every_kind_of_pattern_travels():
-    backend = FiberBackend(Weights(SPEC, selecting), BackendOptions())
-    assert_patterns_travel(backend, patterns_of(29))
-    for pattern in NO_NUMBERS:
-        assert_patterns_travel(backend, np.array([0x3C00, pattern, 0x8001], np.uint16))
+def test_every_kind_of_pattern_travels(spec):
+    backend = FiberBackend(Weights(spec, selecting), BackendOptions())
+    assert_patterns_travel(backend, 29)

@@ -38,6 +38,7 @@ from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import header, serving
 from kog_triton.backends.cuda.protocol import Outcome, Word
 from ring_walker import f16_spec, spec_of
+from silent_gpu import assert_shut
 
 from kog_triton import LLM
 from kog_triton.backends import BackendOptions, heart, silence
@@ -252,19 +253,6 @@ class LateLaunch(FiberLaunch):
     def run(self):
         if self.begins.wait(60):
             super().run()
-
-
-def assert_shut(backend):
-    doors = (
-        lambda: backend.generate(backend.new_mailbox()),
-        lambda: backend.forward_logits([1, 2]),
-        lambda: backend.run_stage("embed", 0, {}),
-        lambda: backend.time_stage("embed", 0, {}, lambda: None),
-        lambda: backend.profile([1, 2], 1),
-    )
-    for door in doors:
-        with pytest.raises(DeviceError, match=r"^the GPU fell silent .* open a new LLM or,[^\n]*$"):
-            door()
 
 
 def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(

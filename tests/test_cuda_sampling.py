@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
-from kog_triton.backends.cuda import backend as backend_module
+from kog_triton.backends.cuda import serving
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
@@ -318,10 +318,10 @@ def assert_histories_are_apart(backend, prompt, count):
     assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
 
 
-@pytest.mark.parametrize("at_once", [3, 256])
+@pytest.mark.parametrize("at_once", [3, 64])
 def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once):
     """In pieces as in one, and the answer is that of a request without."""
-    monkeypatch.setattr(backend_module, "SCORED", at_once)
+    monkeypatch.setattr(serving, "SCORED", at_once)
     backend, params = backends("odd"), resolved(VOCAB, temperature=0)
     prompt = [4, 9, 300, 2, 9, 17, 5]
     mailbox = backend.new_mailbox()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cuda_walk import FiberBackend, layout_of
+from cuda_walk import FiberBackend, layout_of, noting
 from kog_triton.backends.cuda.recording import stage_bytes
 from ring_walker import spec_of
 
@@ -279,6 +279,14 @@ def test_the_table_says_where_the_time_goes(door):
         "the stamps cost +9.8%",
     ):
         assert text in " ".join(out.split()), text
+
+
+def test_no_kernel_of_prompts_is_compiled(door, monkeypatch):
+    """None would run: the prompt goes a token at a time through the kernels that are compared."""
+    sources, spec = [], spec_of(dtype=DType.F16)
+    monkeypatch.setattr(profile, "_open_weights", lambda *_: ("tiny", RandomWeights(spec)))
+    code, out, _ = door(backend=noting(sources))
+    assert code == 0 and "qkv_proj" in out and sources == ["decode.cu"]
 
 
 def test_the_trace_is_written(door, tmp_path):

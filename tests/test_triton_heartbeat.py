@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
+from silent_gpu import assert_shut
 from triton_cases import GREEDY, Case, backend_of, plain, serve
 
 from kog_triton.backends import heart, silence
@@ -94,18 +95,6 @@ def stall(backend, launcher):
     mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
     with pytest.raises(heart.Stalled):
         backend.generate(mailbox)
-
-
-def assert_shut(backend):
-    doors = (
-        lambda: backend.generate(backend.new_mailbox()),
-        lambda: backend.forward_logits([1, 2]),
-        lambda: backend.run_stage("embed", 0, {}),
-        lambda: backend.time_stage("embed", 0, {}, lambda: None),
-    )
-    for door in doors:
-        with pytest.raises(DeviceError, match=r"^the GPU fell silent .* open a new LLM or,[^\n]*$"):
-            door()
 
 
 def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(monkeypatch):

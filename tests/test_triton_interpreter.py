@@ -160,6 +160,14 @@ FAULTS = {
         "sync", 'tl.atomic_add(word, 1, sem="acq_rel"', 'tl.atomic_add(word, 1, sem="release"',
         "long", "stale",
     ),
+    "fences release nothing, and cached keys come late": Fault(
+        "sync", 'tl.atomic_add(word, 1, sem="acq_rel"', 'tl.atomic_add(word, 1, sem="acquire"',
+        "long", "stale",
+    ),
+    "a candidate is not written through": Fault(
+        "sample", 'tl.store(ptr, value, cache_modifier=".wt")', "tl.store(ptr, value)",
+        "qwen3", "stale",
+    ),
     "no phase flips": Fault(
         "layer", "phase = (it + 1) & 1\n", "phase = it * 0 + 1\n", "llama",
     ),

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +39,8 @@ from kog_triton.sampling.definition import raw_logprobs
 ONE = Case(plain(qk_norm=True), 3)
 LANES = Case(lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True), 4)
 EDITED = SamplingParams(temperature=0.7, seed=5, frequency_penalty=1.5, top_k=9)
+
+COUNTED = SamplingParams(temperature=0.7, seed=5, frequency_penalty=1.5)
 
 
 class Planted(ArrayWeights):
@@ -243,6 +246,79 @@ def test_an_error_is_one_requests_own():
     steps = serve(backend_of(ONE, weights, num_slots=2), good, bad)
     assert isinstance(steps[1][0].error, RunError)
     assert tokens(steps[0]) == alone(GREEDY, (3, 42), 3)
+
+
+def let_wait(machine):
+    """A program may wait for the host as long as it likes: no deadlock yet, though who was held back goes on."""
+    machine.still = min(machine.still, 40)
+
+
+LATE = "the mask of this request took more than 4 s: find it faster, or before it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("slot", "number", "slow"), [(0, 2, True), (1, 1, True), (1, 1, False)],
+    ids=["the slow one's token", "another's token", "nobody is slow"],
+)  # fmt: skip
+def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
+    """The host is busy from one token on, in a function that takes too long or elsewhere, and the kernel waits in vain,
+    in whosever pass it is. The others go on, bit for bit; the next one has the slot."""
+    seconds, backend = [0.0], backend_of(ONE, limit=200, num_slots=3)
+    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    words, at = backend.memory.pointers.mailbox, slots.mailbox_offsets(backend.tiles)["tokens"]
+    launches, mailbox = [], backend.new_mailbox()
+
+    def masks(output):
+        seconds[0] += 10 * (slow and len(output) == 2)
+
+    requests = [
+        Request(0, (3, 42), EDITED, 5, 3, mask=masks),
+        Request(1, (12, 8), COUNTED, 5, 3, mask=lambda output: None),
+        Request(2, (7,), GREEDY, 0, 2),
+    ]
+
+    def host():
+        running = mailbox.resumed.get(slot)
+        told = int(words[slot, at + number - 1]) >> 32 == number
+        if told and running is not None and len(running.output) < number:
+            let_wait(machine)
+        else:
+            backend.poll()
+
+    def expired():
+        launches.append(backend.waited_for_mask())
+        return describe()
+
+    describe = backend.expired
+    monkeypatch.setattr(backend, "expired", expired)
+    for request in requests:
+        mailbox.post(request)
+    with concurrent(0, "stale", host) as machine:
+        backend.generate(mailbox)
+    assert launches.count(True) == 1
+    *first, last = mailbox.read(0, 0)
+    expected = [alone(r.params, r.prompt, r.max_tokens) for r in requests]
+    assert tokens(first) == expected[0][:2]
+    if slow:
+        assert isinstance(last.error, RunError) and str(last.error) == LATE
+    else:
+        assert last.token == expected[0][2]
+    assert [tokens(mailbox.read(n, 0)) for n in (1, 2)] == expected[1:]
+    (again,) = serve(backend, Request(0, (7,), GREEDY, 0, 2))
+    assert tokens(again) == expected[2]
+
+
+def test_a_launch_that_makes_nothing_for_want_of_a_mask_is_void(monkeypatch):
+    """Rather than another one for ever."""
+    backend = backend_of(ONE, limit=200)
+    monkeypatch.setattr(backend._serving, "_send_mask", lambda slot, running: None)
+    mailbox = backend.new_mailbox()
+    mailbox.post(Request(0, (3,), COUNTED, 5, 2, mask=lambda output: None))
+    with concurrent(0, "stale", lambda: let_wait(machine)) as machine:
+        backend.generate(mailbox)
+    (failure,) = mailbox.read(0, 0)
+    assert isinstance(failure.error, RunError)
+    assert "stage sample, for the host's mask of token 1" in str(failure.error)
 
 
 def test_what_no_kernel_does_is_refused_by_name():

@@ -21,6 +21,7 @@ from kog_triton.backends.cuda.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
+    MASK_S,
     UNLIMITED,
     Finished,
     Launch,
@@ -37,7 +38,6 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
-from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
@@ -46,8 +46,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-SCORED = 256  # positions whose logits are kept at once: 150 MB of 150,000 float32
-WAIT_TICKS = 4 * 10**9  # that a wait of the kernel may take: two seconds
+WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
 
 
 class CudaBackend:
@@ -158,18 +157,22 @@ class CudaBackend:
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields."""
-
-        def seat(request: Request) -> int:
-            return self._seat(request, mailbox)
-
         whole = self.options.prefill == "decode"
-        launcher = Launcher(self.memory, self.columns, self.chunks, seat, self._launch_slots, whole)
+        launcher = Launcher(
+            self.memory,
+            self.columns,
+            self.chunks,
+            self._seat,
+            self._score,
+            self._launch_slots,
+            whole,
+        )
         with self._gpu_answers.serving(self._free):
             serve(launcher, mailbox)
 
-    def _seat(self, request: Request, mailbox: Mailbox) -> int:
+    def _seat(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None
-        start = self._score_prompt(request, mailbox) if scored else self._prefill(request)
+        start = len(request.prompt) - 1 if scored else self._prefill(request)
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
         self.memory.write_request(request.slot, words, request.prompt, start)
         return start
@@ -179,18 +182,14 @@ class CudaBackend:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
         return run_prompt(self.library, self.options.prefill, request, cache, self.chunks.crossover)
 
-    def _score_prompt(self, request: Request, mailbox: Mailbox) -> int:
-        """Push the prompt's log-probabilities; the slot then holds what `_prefill` says."""
-        memory, prompt = self.memory, request.prompt
-        for first in range(0, len(prompt), SCORED):
-            end = min(first + SCORED, len(prompt))
-            logits = torch.zeros(end - first, self.spec.vocab_size, device=self.device)
-            memory.write_request(request.slot, encode_logits(end), prompt[:end], first)
-            self._launch(memory, [request.slot], UNLIMITED, logits=logits).synchronize()
-            check_launch(memory, self.layout)
-            rows = logits.cpu().numpy()
-            mailbox.push_prompt(request.slot, prompt_logprobs(request, rows, first + 1))
-        return len(prompt) - 1
+    def _score(self, request: Request, first: int, last: int) -> np.ndarray:
+        """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""
+        logits = torch.zeros(last - first, self.spec.vocab_size, device=self.device)
+        words, prompt = encode_logits(last), request.prompt[:last]
+        self.memory.write_request(request.slot, words, prompt, first)
+        self._launch(self.memory, [request.slot], UNLIMITED, logits=logits).synchronize()
+        check_launch(self.memory, self.layout)
+        return logits.cpu().numpy()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""

@@ -29,7 +29,7 @@ from kog_triton.backends.cuda.layout import (
     check_model,
 )
 
-from kog_triton.errors import ModelError
+from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.spec import Head
 from kog_triton.schedule.cuda import WINDOW_BYTES, CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
@@ -143,8 +143,8 @@ def make_kernel(layout: Layout, kernel: Kernel, device: torch.device) -> ColumnK
 
 class Columns:
     """The kernels of several columns of one model: compiled in a thread of their own when they are first
-    wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, the log
-    says so and they go on taking turns.
+    wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, or one cannot
+    be loaded, the log says so and they go on taking turns.
 
     compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
@@ -191,13 +191,17 @@ class Columns:
             self._threads[count].start()
         return not self._threads[count].is_alive() and count not in self._failed
 
-    def take(self, requests: int, device: torch.device) -> ColumnKernel:
-        """The kernel of the fewest columns that hold so many requests, which is `ready`."""
+    def take(self, requests: int, device: torch.device) -> ColumnKernel | None:
+        """The kernel of the fewest columns that hold so many requests, which is `ready`; None if it cannot be
+        loaded."""
         count = self._count(requests)
         if count not in self._kernels:
             layout = self._layouts[count]
-            self._kernels[count] = make_kernel(layout, self._load(layout), device)
-        return self._kernels[count]
+            try:
+                self._kernels[count] = make_kernel(layout, self._load(layout), device)
+            except (DeviceError, torch.OutOfMemoryError) as error:
+                self._give_up(count, error)
+        return self._kernels.get(count)
 
     @property
     def kernels(self) -> tuple[ColumnKernel, ...]:
@@ -227,7 +231,10 @@ class Columns:
         try:
             self._compile(self._layouts[count])
         except Exception as error:
-            log.warning("no kernel of %d columns, requests take turns: %s", count, error)
-            self._failed.add(count)
+            self._give_up(count, error)
             return
         log.info("the kernel of %d columns took %.1f s", count, time.perf_counter() - begun)
+
+    def _give_up(self, count: int, error: Exception) -> None:
+        log.warning("no kernel of %d columns, requests take turns: %s", count, error)
+        self._failed.add(count)

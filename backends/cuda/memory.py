@@ -126,6 +126,15 @@ class Memory:
         upload(torch.tensor([start, prompt[start]], dtype=torch.int32), self.states[slot])
         self.outbox[slot].zero_()
 
+    def recount(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """What `counts` of a slot hold before the step of the last token of `output` (include/kog/edit.h): a step
+        that did not end may have counted it."""
+        vocab = self.counts.shape[1]
+        seen = np.minimum(np.bincount(prompt, minlength=vocab), 1)
+        made = np.bincount(np.array(output[:-1], np.int64), minlength=vocab)
+        counts = np.where(made > 0, made + 1, seen).astype(np.int32)
+        upload(torch.from_numpy(counts), self.counts[slot])
+
     def apart(self) -> "Memory":
         """The same model with one slot of its own, a mailbox and words: it leaves all slots alone."""
         rows = {name: _zeros_like(getattr(self, name)[:1]) for name in BY_SLOT}

@@ -6,8 +6,9 @@
 
 A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
 kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. A prompt
-goes first, alone and in chunks (chunks.py), while the others wait. All that a request needs is in the memory
-of its slot, so that the next launch, of whichever kind, goes on bit for bit.
+goes first, alone and in chunks (chunks.py), while the others wait; before it one whose tokens' log-probabilities
+are asked for, in pieces. All that a request needs is in the memory of its slot, so that the next launch, of
+whichever kind, goes on bit for bit.
 """
 
 import time
@@ -27,6 +28,7 @@ from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.request_words import EVERY_EPOCH, mask_words
+from kog_triton.backends.serve import prompt_logprobs
 from kog_triton.errors import RunError
 from kog_triton.sampling.definition import nothing_allowed
 
@@ -36,7 +38,17 @@ UNLIMITED = 1 << 62
 # The kernel looks at the host's word where it has logits. A launch that has none for longer than this ends by
 # itself: 128 prompt tokens of a 1B model are 30 ms, against 0.2 ms for the next launch.
 MOST_SILENT = 128
+# Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B,
+# at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+SCORED = 64
+# What the function behind a request's masks may take for a token behind the first: every request of the step waits
+# for it meanwhile, the kernel no longer than backend.py's WAIT_TICKS.
+MASK_S = 2.0
 POLL_S = 50e-6  # how often the host looks for tokens
+
+
+class LateMask(RunError):
+    """A launch waited for a mask in vain. What it had not ended by then can run again."""
 
 
 class Finished(Protocol):
@@ -49,13 +61,17 @@ class Finished(Protocol):
 
 @dataclass
 class Live:
-    """A request in a slot. `position` is that of its next step when the launch began."""
+    """A request in a slot. `position` is that of its next step when the launch began.
+
+    While its prompt is not `scored` it has no seat, and `position` is that of its next piece.
+    """
 
     request: Request
-    position: int
+    scored: bool
+    position: int = 0
     made: int = 0
     finish: str | None = None
-    output: list[int] = field(default_factory=list)  # of a request with masks
+    output: list[int] = field(default_factory=list)
     error: Exception | None = None  # with which it ends
 
 
@@ -79,7 +95,10 @@ class Launcher:
     memory: Memory
     columns: Columns
     chunks: Chunks
-    seat: Callable[[Request], int]  # lays a request into its slot; the position to start from
+    # Lays a request into its slot, one that asks for it behind its scored prompt; the position to start from.
+    seat: Callable[[Request], int]
+    # Runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab].
+    score: Callable[[Request, int, int], np.ndarray]
     # slots, most steps, the kernel of several columns if it is not that of one token
     launch: Callable[[list[int], int, ColumnKernel | None], Launch]
     # A request alone is one launch: no cancel is heard before its first token.
@@ -94,10 +113,10 @@ def serve(launcher: Launcher, mailbox: Mailbox) -> None:
         if not _stops(mailbox):
             arrivals += mailbox.take()
         for request in arrivals:
+            one = Live(request, scored=request.prompt_logprobs is None)
             try:
-                one = Live(request, launcher.seat(request))
-                if request.mask is not None:
-                    _bring_mask(launcher.memory, one)
+                if one.scored:
+                    _seat(launcher, one)
                 live[request.slot] = one
             except Exception as error:
                 mailbox.push(request.slot, Failure(error))
@@ -106,7 +125,41 @@ def serve(launcher: Launcher, mailbox: Mailbox) -> None:
             del live[slot]
         if _stops(mailbox) or not live:
             return
-        arrivals = _run(launcher, mailbox, live)
+        arrivals = _advance(launcher, mailbox, live)
+
+
+def _advance(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Request]:
+    """A piece of a prompt that is to be scored, or else a launch; requests that were posted meanwhile."""
+    for slot, one in live.items():
+        if one.scored:
+            continue
+        try:
+            _score_piece(launcher, mailbox, one)
+        except Exception as error:
+            del live[slot]
+            mailbox.push(slot, Failure(error))
+        return []
+    return _run(launcher, mailbox, live)
+
+
+def _score_piece(launcher: Launcher, mailbox: Mailbox, one: Live) -> None:
+    """Log-probabilities of the next piece of a prompt; behind the last one the request takes its seat."""
+    request, first = one.request, one.position
+    end = len(request.prompt) - 1  # the logits of the last token are those of the answer
+    last = min(first + SCORED, end)
+    if first < last:
+        rows = launcher.score(request, first, last)
+        mailbox.push_prompt(request.slot, prompt_logprobs(request, rows, first + 1))
+        one.position = mailbox.prefilled[request.slot] = last
+    if last == end:
+        _seat(launcher, one)
+        one.scored = True
+
+
+def _seat(launcher: Launcher, one: Live) -> None:
+    one.position = launcher.seat(one.request)
+    if one.request.mask is not None:
+        _bring_mask(launcher.memory, one)
 
 
 def _stops(mailbox: Mailbox) -> bool:
@@ -124,6 +177,8 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
     try:
         while True:
             done = launch.finished.query()  # before the words: what it leaves behind is complete
+            if not done:  # nor is a caller's function, which may be called next, the GPU's silence
+                heart.listen(int(words[Word.STEPS]))
             for slot in slots:
                 _read(launcher.memory, mailbox, live[slot])
             if done:
@@ -136,7 +191,6 @@ def _run(launcher: Launcher, mailbox: Mailbox, live: dict[int, Live]) -> list[Re
                 or any(mailbox.cancelled(slot) or live[slot].error for slot in slots)
             ):
                 words[Word.CONTROL] = Outcome.YIELD
-            heart.listen(int(words[Word.STEPS]))
             time.sleep(POLL_S)
     except BaseException as error:
         # The kernel must not write into slots that others have got meanwhile.
@@ -154,9 +208,8 @@ def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
     for slot, one in live.items():
         if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position, device):
             return launcher.launch([slot], MOST_CHUNKS, step)
-    together = columns.ready(len(live))
-    slots = list(live)[: columns.most if together else MOST_SEATS]
-    step = columns.take(len(slots), device) if together else None
+    step = columns.take(len(live), device) if columns.ready(len(live)) else None
+    slots = list(live)[: columns.most if step else MOST_SEATS]
     alone = launcher.whole and len(live) == 1
     return launcher.launch(slots, UNLIMITED if alone else _most_steps(live, slots), step)
 
@@ -194,10 +247,13 @@ def _read(memory: Memory, mailbox: Mailbox, one: Live) -> None:
             one.finish = "length"
         mailbox.prefilled[request.slot] = len(request.prompt) + one.made - 1
         mailbox.push(request.slot, Step(token, one.finish, logprob, top, device_ns))
+        one.output.append(token)
         if request.mask is not None and one.finish is None:
-            one.output.append(token)
+            begun = time.monotonic()
             try:
                 _bring_mask(memory, one)
+                if time.monotonic() - begun > MASK_S:
+                    raise RunError(f"the mask of this request took more than {MASK_S:g} s")
             except Exception as error:
                 one.error = error
                 _put_mask(memory, one, None, EVERY_EPOCH)  # until the launch has ended
@@ -217,18 +273,26 @@ def _put_mask(memory: Memory, one: Live, mask: np.ndarray | None, epoch: int) ->
 def _settle(memory: Memory, mailbox: Mailbox, live: dict[int, Live], launch: Launch) -> None:
     """After a launch: requests that ended leave, those that were served go to the end of the line."""
     slots = launch.slots
+    positions = memory.states.cpu()[:, 0].tolist()
+    outcomes: dict[int, Outcome] = {}
+    served: list[int] = []
     try:
         outcome, last = check_launch(memory, launch.layout)
+        outcomes, served = {last: outcome}, slots[: slots.index(last) + 1]
+        if launch.together:
+            words = memory.mailbox[Word.COLUMNS :].tolist()
+            outcomes, served = {s: Outcome(w) for s, w in zip(slots, words, strict=False)}, slots
     except RunError as error:
+        # A step that waited for a mask in vain leaves all as it was before it: with the mask it runs again. Of
+        # a launch that ended no step, the masks were there when it began.
+        made_one = any(positions[slot] > live[slot].position for slot in slots)
+        if not (isinstance(error, LateMask) and made_one):
+            for slot in slots:
+                if live.pop(slot).finish is None:
+                    mailbox.push(slot, Failure(error))
+            return
         for slot in slots:
-            if live.pop(slot).finish is None:
-                mailbox.push(slot, Failure(error))
-        return
-    outcomes, served = {last: outcome}, slots[: slots.index(last) + 1]
-    if launch.together:
-        words = memory.mailbox[Word.COLUMNS :].tolist()
-        outcomes, served = {s: Outcome(w) for s, w in zip(slots, words, strict=False)}, slots
-    positions = memory.states.cpu()[:, 0].tolist()
+            memory.recount(slot, live[slot].request.prompt, live[slot].output)
     for slot in slots:
         one = live.pop(slot) if slot in served else live[slot]
         live[slot] = one
@@ -270,7 +334,8 @@ def check_waits(memory: Memory, layout: Layout) -> None:
     what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
     if not told:
         what = "for a word that came while it gave up"
-    raise RunError(
+    kind = LateMask if told and STEPS[step] == "mask" else RunError
+    raise kind(
         f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
         f"after {memory.mailbox[Word.STEPS]} steps"
     )

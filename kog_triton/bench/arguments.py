@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.arguments import Parser, check_output, not_negative, positive
+from kog_triton.arguments import Parser, check_output, not_negative, positive, share
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.choose import known_names
@@ -25,8 +25,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             check_output("--json", one.json)
         if one.save is not None:
             check_name(one.save)
-    if getattr(args, "temperature", 0) and getattr(args, "peer", None):
-        raise RequestError("--temperature is of our backends, peers are greedy: leave --peer out")
+    if getattr(args, "top_p", 1) != 1 and not args.temperature:
+        raise RequestError(f"--top-p {args.top_p:g} without --temperature: greedy needs none")
     if getattr(args, "gguf", None) and not args.gguf.is_file():
         raise RequestError(f"--gguf {args.gguf}: no such file")
     return args
@@ -90,13 +90,19 @@ def build_parser() -> Parser:
         type=not_negative,
         default=0.0,
         metavar="X",
-        help="of what is timed, of our backends (%(default)s: greedy); text is checked greedily",
+        help="of what is timed, of our backends (%(default)s: greedy); peers are greedy, and "
+        "text is checked greedily",
+    )
+    sampled.add_argument(
+        "--top-p", type=share, default=1.0, metavar="X", help="beside it (%(default)s: all)"
     )
     both = [common, timed, decoding]
     kinds.add_parser(
         "decode", parents=[*both, sampled], help="tokens/s behind a prompt: tg128 @ d32"
     )
-    kinds.add_parser("compare", parents=both, help="decode, with every backend and peer in turn")
+    kinds.add_parser(
+        "compare", parents=[*both, sampled], help="decode, with every backend and peer in turn"
+    )
     crowd = kinds.add_parser(
         "concurrency",
         parents=[common, _repeated(), sampled],

@@ -88,12 +88,9 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of decode, prefill or compare."""
     from kog_triton.bench.measure import Task, measure
     from kog_triton.bench.model import SEED, find_device
+    from kog_triton.bench.subjects import GREEDY, Sampling
 
-    temperature: float = getattr(args, "temperature", 0.0)
-    if temperature and args.peer:
-        raise RequestError(
-            "--temperature is of our backends: peers decode greedily, leave --peer out"
-        )
+    sampling = GREEDY if args.kind == "prefill" else Sampling(args.temperature, args.top_p)
     if args.kind == "prefill":
         prompt, tokens, deepest = args.prompt_tokens, 1, args.prompt_tokens
         test = f"pp{prompt}"
@@ -120,7 +117,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         gguf=args.gguf,
         one_kernel=args.no_kernel_switches,
         profile_tokens=getattr(args, "profile", 0),
-        temperature=temperature,
+        sampling=sampling,
     )
     measured = measure(task, _say(args))
     described = {
@@ -128,7 +125,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "prompt": f"random ids, seed {SEED}",
         "tokens": tokens,
-        "sampling": _sampling(temperature),
+        "sampling": str(sampling),
         "prefill": task.options().prefill,
         "batch": 1,
         "rounds": measured.pop("rounds"),
@@ -137,10 +134,6 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "interrupted": measured.pop("interrupted"),
     }
     return _record(args, argv, task.model, described, measured)
-
-
-def _sampling(temperature: float) -> str:
-    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def _asked(argv: Sequence[str]) -> list[str]:
@@ -159,6 +152,7 @@ def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of concurrency."""
     from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
     from kog_triton.bench.model import SEED
+    from kog_triton.bench.subjects import Sampling
 
     if args.max_tokens < 2:
         raise RequestError("--max-tokens 1 leaves no time between tokens: 2 or more")
@@ -169,7 +163,7 @@ def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         requests=requests,
         prompt_tokens=args.prompt_tokens,
         tokens=args.max_tokens,
-        temperature=args.temperature,
+        sampling=Sampling(args.temperature, args.top_p),
     )
     measured = measure_concurrency(task, _say(args))
     described = {
@@ -177,7 +171,7 @@ def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": args.prompt_tokens,
         "prompt": f"random ids, seeds from {SEED}",
         "tokens": args.max_tokens,
-        "sampling": _sampling(args.temperature),
+        "sampling": str(task.sampling),
         "batch": requests[-1],
         "rounds": args.rounds,
         "warmup": args.warmup,

@@ -18,7 +18,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.record import make_row, note_of
-from kog_triton.bench.subjects import BackendSubject, Run
+from kog_triton.bench.subjects import BackendSubject, Run, Sampling
 from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
 from kog_triton.choose import Choice
@@ -32,7 +32,7 @@ class ConcurrencyTask(Common):
     requests: Sequence[int]
     prompt_tokens: int
     tokens: int
-    temperature: float
+    sampling: Sampling
 
 
 @dataclass
@@ -97,7 +97,7 @@ def _rows(
             row = make_row(choice.name, "backend", "wrong", "its text is wrong: not timed")
             return [row | common]
         alone = [
-            subject.generate_all([prompt], task.tokens, task.temperature, seed)[0].tokens
+            subject.generate_all([prompt], task.tokens, task.sampling, seed)[0].tokens
             for seed, prompt in enumerate(prompts)
         ]
         turns = _time(task, subject, prompts, say)
@@ -120,7 +120,7 @@ def _time(
         timed = index >= task.warmup
         say(f"round {index + 1 - task.warmup} of {task.rounds}" if timed else "warm up")
         for turn in turns:
-            runs = subject.generate_all(prompts[: turn.requests], task.tokens, task.temperature)
+            runs = subject.generate_all(prompts[: turn.requests], task.tokens, task.sampling)
             if timed:
                 turn.rounds.append(runs)
             if index == 0:

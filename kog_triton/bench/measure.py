@@ -19,7 +19,7 @@ from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
-from kog_triton.bench.subjects import BackendSubject, Run, Subject
+from kog_triton.bench.subjects import GREEDY, BackendSubject, Run, Sampling, Subject
 from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
@@ -40,7 +40,7 @@ class Task(Common):
     gguf: Path | None = None
     one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
     profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
-    temperature: float = 0.0  # of what is timed; above 0 there are no peers
+    sampling: Sampling = GREEDY  # of what is timed, of our backends
 
     @property
     def max_context(self) -> int:
@@ -193,7 +193,7 @@ def _time(
 
 def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
     if isinstance(subject, BackendSubject):
-        return subject.generate(prompt, task.tokens, task.temperature)
+        return subject.generate(prompt, task.tokens, task.sampling)
     return subject.generate(prompt, task.tokens)
 
 
@@ -203,6 +203,8 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
     row = entry.row
     row |= summarize(entry.runs, task.prompt_tokens)
     row["version"] = entry.subject.version
+    if task.sampling != GREEDY and not isinstance(entry.subject, BackendSubject):
+        row["version"] += ", greedy"
     if task.tokens > 1:
         size = decode_bytes(entry.subject.spec, task.prompt_tokens, task.tokens)
         rate = row["host"]["tokens_per_s"]

@@ -1,4 +1,4 @@
-"""What can be timed: one greedy request at batch 1, token ids in, token ids out, each one stamped.
+"""What can be timed: one request at batch 1, token ids in, token ids out, each one stamped.
 
 Our backends are driven through their own door, the mailbox, without a tokenizer: the time of a token
 is the time until its id is in the caller's thread. Peers (peers/) keep the same contract.
@@ -70,6 +70,23 @@ def check_devices(backend: Backend, num_gpus: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from logits: by SamplingParams' fields of the same names."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __str__(self) -> str:
+        if self.temperature == 0:
+            return "greedy"
+        top = f", top-p {self.top_p:g}" if self.top_p != 1 else ""
+        return f"temperature {self.temperature:g}{top}"
+
+
+GREEDY = Sampling()
+
+
 class BackendSubject:
     """One of our backends, by the class that `choose` found."""
 
@@ -88,25 +105,29 @@ class BackendSubject:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._backend.forward_logits(token_ids)
 
-    def generate(self, prompt: Sequence[int], count: int, temperature: float = 0.0) -> Run:
-        (run,) = self.generate_all([prompt], count, temperature)
+    def generate(self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> Run:
+        (run,) = self.generate_all([prompt], count, sampling)
         return run
 
     def generate_all(
         self,
         prompts: Sequence[Sequence[int]],
         count: int,
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         seed: int = 0,
     ) -> list[Run]:
         """A request a prompt, all posted before the backend begins; each stamped in a thread of its own.
 
-        Above temperature 0 request i is sampled with seed + i. No more prompts than the backend has slots.
+        Unless greedy, request i is sampled with seed + i. No more prompts than the backend has slots.
         """
         runs = [Run(time.perf_counter()) for _ in prompts]
         for slot, prompt in enumerate(prompts):
             params = SamplingParams(
-                temperature=temperature, max_tokens=count, ignore_eos=True, seed=seed + slot
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=count,
+                ignore_eos=True,
+                seed=seed + slot,
             ).resolve(self.spec.vocab_size, (), lambda text: [])
             self._mailbox.post(
                 Request(slot, tuple(prompt), params, seed=seed + slot, max_tokens=count)

@@ -2,7 +2,8 @@
 
 `table(read_results(folder))` gives the Markdown that stands between MARKERS; a test compares. Of
 several files of one GPU, model, test and number of GPUs the newest counts. Rows say what qualifies them:
-a GPU that was held back, and a text that was judged behind fewer tokens than were timed.
+a GPU that was held back, and a text that was judged behind fewer tokens than were timed. Of several
+requests at a time tokens/s are those of all; starts stand below the table.
 """
 
 import json
@@ -14,11 +15,12 @@ from kog_triton.bench.record import SCHEMA
 from kog_triton.errors import RequestError
 
 MARKERS = ("<!-- results -->", "<!-- /results -->")
+KINDS = ("decode", "compare", "prefill", "concurrency", "startup")
 NAMES = ("GPU", "model", "test", "engine", "tokens/s", "p50 / p99 us", "TTFT ms", "MBU", "text")
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Every whole decode record below a folder, oldest first; RequestError for a file that is none, or no folder."""
+    """Every whole record of KINDS below a folder, oldest first; RequestError for a file that is none, or no folder."""
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder: kog bench table --results DIR names another")
     records = []
@@ -31,7 +33,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         if not known:
             raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
         try:
-            if record["kind"] in ("decode", "compare") and not record["test"].get("interrupted"):
+            if record["kind"] in KINDS and not record["test"].get("interrupted"):
                 table([record])
                 records.append((datetime.fromisoformat(record["created"]).astimezone(), record))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -45,27 +47,34 @@ def table(records: list[dict[str, Any]]) -> str:
     if not newest:
         return "No results are kept yet."
     lines = ["| " + " | ".join(NAMES) + " |", "| " + " | ".join("---" for _ in NAMES) + " |"]
-    absent = []
+    below = []
     limits: list[str] = []  # what held a GPU back, in the order of their marks
     for key in sorted(newest):
-        rows, why = newest[key]["rows"], _held_back(newest[key])
+        record, rows, why = newest[key], newest[key]["rows"], _held_back(newest[key])
+        if record["kind"] == "startup":
+            below += _starts(key, rows)
+            continue
         if why and why not in limits:
             limits.append(why)
         mark = f" [{limits.index(why) + 1}]" if why else ""
-        depth = newest[key]["test"]["prompt_tokens"]
-        timed = [row for row in rows if row["host"]]
-        for row in sorted(timed, key=lambda row: -row["host"]["tokens_per_s"]):
-            lines.append("| " + " | ".join((*key[:3], *_cells(row, depth, mark))) + " |")
+        depth = record["test"]["prompt_tokens"]
+        for row in sorted(filter(_is_timed, rows), key=_order):
+            test = key[2]
+            if record["kind"] == "concurrency":
+                if row["requests"] == 1:
+                    continue  # another record's row, which has more tokens
+                test = f"{row['requests']} x {test.partition(' x ')[2]}"
+            lines.append("| " + " | ".join((*key[:2], test, *_cells(row, depth, mark))) + " |")
         rest = [
-            f"{row['name']} ({row['status']}: {row['note']})" for row in rows if not row["host"]
+            f"{row['name']} ({row['status']}: {row['note']})" for row in rows if not _is_timed(row)
         ]
         if rest:
-            absent.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
+            below.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
     notes = [
         f"[{n}] The GPU was held back while the rows with this mark were timed: {why}."
         for n, why in enumerate(limits, 1)
     ]
-    return "\n".join([*lines, *(f"\n{line}" for line in notes + absent)])
+    return "\n".join([*lines, *(f"\n{line}" for line in notes + below)])
 
 
 def between(text: str) -> str | None:
@@ -98,6 +107,30 @@ def _key(record: dict[str, Any]) -> tuple[str, str, str]:
     return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, name
 
 
+def _is_timed(row: dict[str, Any]) -> bool:
+    return bool(row["host"]) or row["ttft_us"] is not None
+
+
+def _order(row: dict[str, Any]) -> tuple[int, float]:
+    """Fewer requests first, then what is faster."""
+    speed = -row["host"]["tokens_per_s"] if row["host"] else row["ttft_us"]
+    return row.get("requests") or 1, speed
+
+
+def _starts(key: tuple[str, str, str], rows: list[dict[str, Any]]) -> list[str]:
+    """A sentence a backend: of the start that compiles, and of the fastest that finds it compiled."""
+    out = []
+    for row in rows:
+        first, *others = row["startup"]["total_s"]
+        line = (
+            f"From nothing to the first token of {key[1]} on {key[0]}, {row['name']}: {first:.1f} s"
+        )
+        out.append(
+            f"{line}, {min(others):.1f} with kernels kept from before." if others else f"{line}."
+        )
+    return out
+
+
 def _held_back(record: dict[str, Any]) -> str:
     """Why the GPU was slower than it can be while a record was made; "" if it was not, or nobody knows."""
     whys = (record["conditions"] or {}).get("throttled") or []
@@ -107,17 +140,19 @@ def _held_back(record: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any], depth: int, mark: str) -> tuple[str, ...]:
     """Of a row whose prompt has `depth` tokens; `mark` follows its tokens/s."""
-    host, floor, check = row["host"], row["floor"], row["check"]
-    mbu = floor["measured_mbu"]
+    host, check = row["host"], row["check"]
+    mbu = row["floor"]["measured_mbu"] if host else None  # of a prompt it says how little is read
     text = f"top-1 {check['top1']:.3f}, KL {check['kl_mean']:.0e}" if check else "not checked"
     if check and (judged := check.get("depth", check["positions"])) < depth:
         text += f"; tokens judged behind {judged:,}"
+    if row.get("over_one"):
+        text += f"; {row['over_one']:.2f} times one's tokens"
     name = f"**{row['name']}**" if row["kind"] == "backend" else row["version"] or row["name"]
     return (
         name if row["dtype"] != "f32" else f"{name}, f32",
-        f"{host['tokens_per_s']:,.0f}{mark}",
-        f"{host['itl_p50_us']:,.0f} / {host['itl_p99_us']:,.0f}",
-        f"{row['ttft_us'] / 1e3:,.1f}",
+        f"{host['tokens_per_s']:,.0f}{mark}" if host else "-",
+        f"{host['itl_p50_us']:,.0f} / {host['itl_p99_us']:,.0f}" if host else "-",
+        f"{row['ttft_us'] / 1e3:,.1f}{'' if host else mark}",
         "-" if mbu is None else f"{mbu:.0%}",
         text,
     )

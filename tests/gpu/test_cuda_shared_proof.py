@@ -12,7 +12,7 @@ from test_cuda_shared_injection import (
     SHARED_EDITS,
     SHARED_MODELS,
     SLOTS,
-    SPEC,
+    SPECS,
     Weights,
     answers,
     assert_alike,
@@ -62,26 +62,31 @@ def alone(weights, blocks=BLOCKS):
     return expected
 
 
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request):
+    return SPECS[request.param]
+
+
 @pytest.fixture(scope="module")
-def expected():
-    return alone(RandomWeights(SPEC, device="cuda"))
+def expected(spec):
+    return alone(RandomWeights(spec, device="cuda"))
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def shared(request):
-    weights = RandomWeights(SPEC, device="cuda")
+def shared(request, spec):
+    weights = RandomWeights(spec, device="cuda")
     backend = opened(KINDS[request.param], weights, SLOTS[request.param])
     yield backend
     backend.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def faulty(request, tmp_path_factory):
+def faulty(request, spec, tmp_path_factory):
     """The kernels of SHARED_EDITS."""
     include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "INCLUDE", include)
-        weights = RandomWeights(SPEC, device="cuda")
+        weights = RandomWeights(spec, device="cuda")
         backend = opened(KINDS[request.param], weights, SLOTS[request.param])
         if request.param == "columns":
             backend.columns.take(SLOTS["columns"], backend.device)
@@ -90,8 +95,8 @@ def faulty(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SHARED_MODELS)
-def test_values_that_look_like_tags_are_values(name):
-    weights = Weights(SPEC, SHARED_MODELS[name], "cuda")
+def test_values_that_look_like_tags_are_values(name, spec):
+    weights = Weights(spec, SHARED_MODELS[name], "cuda")
     expected = alone(weights)
     for name, kind in KINDS.items():
         backend = opened(kind, weights, SLOTS[name])
@@ -104,8 +109,8 @@ def test_a_nan_ends_one_request_of_several(shared, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_is_nobodys_answer(kind):
-    weights = RandomWeights(SPEC, device="cuda")
+def test_nan_is_nobodys_answer(kind, spec):
+    weights = RandomWeights(spec, device="cuda")
     backend = opened(KINDS[kind], weights, SLOTS[kind], FEW)
     chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
     assert_nan_is_nobodys_answer(backend, alone(weights, FEW), range(chunks))

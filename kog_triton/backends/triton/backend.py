@@ -201,6 +201,12 @@ class TritonBackend:
         """What the last launch waited for in vain; "" if nothing."""
         return self._expired(self.memory.pointers)
 
+    def waited_for_mask(self) -> bool:
+        """Whether that was the host's mask of a token."""
+        from kog_triton.backends.triton.waits import mask_was_late
+
+        return mask_was_late(self.memory.pointers.error.tolist())
+
     def _expired(self, pointers: Any) -> str:
         """The same of a launch with these pointers."""
         from kog_triton.backends.triton.slots import BEAT

@@ -8,7 +8,7 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import OFFSETS, Flag, decode, encode, encode_logits
 from kog_triton.backends.triton.edits import END, SEEN
 from kog_triton.backends.triton.pointers import Pointers
-from kog_triton.backends.triton.slots import POSITION, TOKEN, mailbox_offsets
+from kog_triton.backends.triton.slots import MADE, POSITION, TOKEN, mailbox_offsets
 from kog_triton.schedule.tiles import Tiles
 
 
@@ -57,11 +57,12 @@ def _write(to: torch.Tensor, words: np.ndarray) -> None:
     to[: words.size] = torch.from_numpy(words.view(np.int32).copy()).to(to.device)
 
 
-def start(states: torch.Tensor, position: int, token: int) -> None:
+def start(states: torch.Tensor, position: int, token: int, made: int = 0) -> list[int]:
     """The state of every block before `token` runs at `position`; a copy, so that no kernel runs beside ours."""
     new = torch.zeros(states.shape, dtype=states.dtype)
-    new[:, POSITION.value], new[:, TOKEN.value] = position, token
+    new[:, POSITION.value], new[:, TOKEN.value], new[:, MADE.value] = position, token, made
     states.copy_(new)
+    return new[0].tolist()
 
 
 def _ids(ids: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from kog_triton.backends.triton.seats import seat, start
 from kog_triton.backends.triton.slots import (
     CANCEL,
     CANCELLED,
+    EXPIRED,
     NONE_ALLOWED,
     OUTCOME,
     POSITION,
@@ -39,6 +40,9 @@ from kog_triton.schedule.tiles import Tiles
 
 RULES = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # what only the kernel that knows them does
 SCORED = 64  # prompt positions whose logits one launch keeps
+# What the function behind a request's masks may take for a token behind the first: every request of the launch waits
+# for it meanwhile, the kernel a little longer than this (memory.py's PATIENCE).
+MASK_S = 4.0
 POLL_S = 50e-6  # how often the host looks for tokens
 
 
@@ -52,6 +56,10 @@ class Launcher(Protocol):
 
     def expired(self) -> str:
         """What the last launch waited for in vain; "" if nothing."""
+        ...
+
+    def waited_for_mask(self) -> bool:
+        """Whether that was the host's mask of a token."""
         ...
 
     def prefill(self, request: Request) -> int:
@@ -134,7 +142,7 @@ class Serving:
                     position = self._launcher.prefill(request)
                     start(self._pointers.states[request.slot], position, request.prompt[position])
                 mailbox.resumed[request.slot] = Running(request, bool(flags & RULES), position)
-            except KogError as error:
+            except Exception as error:  # torch's, too: a library may run out of memory
                 mailbox.push(request.slot, Failure(error))
 
     def _score_prompts(self, mailbox: Mailbox) -> bool:
@@ -151,7 +159,7 @@ class Serving:
                     return True
                 rows = self._launcher.score(slot, request.prompt, first, last)
                 mailbox.push_prompt(slot, _prompt_logprobs(request, rows, first))
-            except KogError as error:
+            except Exception as error:
                 self._end(slot, Failure(error), mailbox)
                 return True
             running.scored = mailbox.prefilled[slot] = last
@@ -187,16 +195,44 @@ class Serving:
                 time.sleep(POLL_S)
             raise
         self.poll()
+        self._settle(slots, mailbox)
+
+    def _settle(self, slots: list[int], mailbox: Mailbox) -> None:
+        """After a launch: requests that failed leave; the others stand at a token, from which the next one goes on."""
         states = self._pointers.states.cpu()[:, 0].tolist()
         expired = self._launcher.expired()
-        for slot in list(mailbox.resumed):
-            position = states[slot][POSITION.value]
-            mailbox.resumed[slot].position = mailbox.prefilled[slot] = position
+        if expired and self._launcher.waited_for_mask() and self._went_on(slots, states, mailbox):
+            # The block that waited told all of them to leave, in a pass of one slot's token.
+            expired = ""
+            for slot, running in mailbox.resumed.items():
+                if states[slot][OUTCOME.value] == EXPIRED.value:
+                    states[slot] = self._undo(slot, running)
+        for slot, running in list(mailbox.resumed.items()):
+            running.position = mailbox.prefilled[slot] = states[slot][POSITION.value]
             if expired:
                 self._end(slot, Failure(RunError(f"{expired}: the run is void")), mailbox)
+            elif running.error is not None:
+                self._end(slot, Failure(running.error), mailbox)
             elif states[slot][OUTCOME.value]:
                 untold = RunError("the triton kernel ended a request and did not say why")
                 self._end(slot, Failure(untold), mailbox)
+
+    def _went_on(self, slots: list[int], states: list[list[int]], mailbox: Mailbox) -> bool:
+        """Whether a launch ended a request or a pass; if not, its masks were there when it began."""
+        running = mailbox.resumed
+        return len(running) < len(slots) or any(
+            one.error is not None
+            or states[slot][POSITION.value] > one.position + (states[slot][OUTCOME.value] != 0)
+            for slot, one in running.items()
+        )
+
+    def _undo(self, slot: int, running: Running) -> list[int]:
+        """Take back a pass that chose no token: the state before it."""
+        request, output = running.request, running.output
+        known = [*request.prompt, *output]
+        state = start(self._pointers.states[slot], len(known) - 1, known[-1], len(output))
+        self._mail[slot, self._at["result"]] = 0
+        return state
 
     def _read(self, slot: int, running: Running, mailbox: Mailbox) -> None:
         """Push the tokens that have come, and the end of a request that ended without one."""
@@ -269,8 +305,14 @@ class Serving:
         mask = running.request.mask
         if mask is None or running.masks == number or number > running.request.max_tokens:
             return
+        begun = time.monotonic()
         try:
             words = mask_words(mask(running.output), self._tiles.vocab_size, number)
+            if number > 1 and time.monotonic() - begun > MASK_S:
+                raise RunError(
+                    f"the mask of this request took more than {MASK_S:g} s: "
+                    "find it faster, or before it is asked for"
+                )
         except Exception as error:
             running.error = error
             words = mask_words(None, self._tiles.vocab_size, number)

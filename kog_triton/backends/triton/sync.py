@@ -1,9 +1,10 @@
 """Shared words and fences: the one file with instructions of a vendor; sizes that depend on one are data elsewhere.
 
 Words that blocks exchange are read past the L1 (and, on AMD, past an XCD's own L2) and written through.
-A word is its own flag, so they need no order. What is not self-announcing, the KV cache, is ordered by
-`fence`, which pairs with itself: a block fences after its writes and before it publishes, another after
-it has seen that publication and before it reads.
+A word is its own flag, so they need no order; one that nobody waits for, as of a split that is not in use,
+is taken to land before its successor is waited for, a layer and several exchanges later. What is not
+self-announcing, the KV cache, is ordered by `fence`, which pairs with itself: a block fences after its
+writes and before it publishes, another after it has seen that publication and before it reads.
 """
 
 import triton

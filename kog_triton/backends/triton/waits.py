@@ -5,6 +5,13 @@ from collections.abc import Sequence
 from kog_triton.backends.triton.words import WAITS
 from kog_triton.schedule.tiles import Tiles
 
+MASK = WAITS.index("sample mask")
+
+
+def mask_was_late(errors: Sequence[Sequence[int]]) -> bool:
+    """Whether a block gave up on the host's mask of a token. All blocks are then in that token's pass."""
+    return any(record[0] == MASK for record in errors[1:])
+
 
 def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | None = None) -> str:
     """One line of `Pointers.error`: rank, block, stage, layer, word, what it held, what was wanted and the
@@ -15,8 +22,7 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
     """
     if not errors[0][0]:
         return ""
-    mask = WAITS.index("sample mask")
-    block = next((b for b, e in enumerate(errors[1:]) if e[0] == mask), errors[0][0] - 1)
+    block = next((b for b, e in enumerate(errors[1:]) if e[0] == MASK), errors[0][0] - 1)
     number, layer, wanted, place, seen = errors[block + 1][:5]
     after = ""
     if beat is not None:
