@@ -168,7 +168,7 @@ KOG_DEVICE void await_attention(Block& b, int steps) {
   constexpr int kCount = S::kPartValues / kHeadDim + (kWholeHeads ? 0 : 2);
   int first = S::first_value(b) / kHeadDim, last = S::first_value(b) + S::kPartValues;
   last = last < Stage::kCols ? last : Stage::kCols;
-  int split = b.in_warp / kColumns, column = b.in_warp % kColumns, at[kCount];
+  int split = b.in_warp / kColumns, column = b.in_warp % kColumns;
   bool mine = column < b.p.num_seats && split < images_of(b, column, steps);
   u32 phase = mine ? image_phase(b, column, split) : 0;
   const u32* from = top_word(b, mine ? split : 0, column, first);

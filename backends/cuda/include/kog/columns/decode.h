@@ -96,7 +96,7 @@ KOG_DEVICE void consume(Block& b) {
 // Chunks of one step: all layers, each behind its first keys and values, then the head if a column
 // has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  b.begin_stage();  // or what the watching warp stands at would be kept where this one has no room
+  b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
   int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {
