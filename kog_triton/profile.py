@@ -1,8 +1,8 @@
 """`kog profile`: where the time of a decode step goes, by stamps that the kernel itself takes.
 
     kog profile --shape llama-3.2-1b                       the table of spans
-    kog profile --model DIR --out trace.json               for https://ui.perfetto.dev: a track a block
-    kog profile --model DIR --picture token.png            one token, block by block
+    kog profile --model DIR --out trace.json               also for https://ui.perfetto.dev: a track a block
+    kog profile --model DIR --picture token.png            also one token, block by block
 
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """
@@ -44,12 +44,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the last token (needs matplotlib)"
-    )
-    parser.add_argument(
-        "--text", action="store_true", help="print the table (the default without --out, --picture)"
+        "--picture", type=Path, metavar="FILE", help="also draw the last token (needs matplotlib)"
     )
     return parser
 
@@ -114,11 +111,10 @@ def _body(argv: Sequence[str] | None) -> int:
         from kog_triton.profiling.picture import draw
 
         draw(line, args.tokens - 1, args.picture, title)
-    if args.text or not (args.out or args.picture):
-        from kog_triton.profiling.show import show
+    from kog_triton.profiling.show import show
 
-        head = f"{title}\n{held}" if held else title
-        show(recording, line, figures(recording, line), gpu, head)
+    head = f"{title}\n{held}" if held else title
+    show(recording, line, figures(recording, line), gpu, head)
     return 0
 
 
