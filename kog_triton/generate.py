@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.command import INTERRUPTED, run
 from kog_triton.errors import RequestError
-from kog_triton.said import SAID, say
+from kog_triton.stderr_log import STDERR_LOG, say
 
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
@@ -181,7 +181,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
     """Open the model and say on stderr what is compiled, what was chosen and which defaults apply."""
     from kog_triton.llm import LLM
 
-    logging.getLogger("kog_triton").addHandler(SAID)  # the same one again is none
+    logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
     llm = LLM(
@@ -235,7 +235,7 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompt = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    with SAID.held():
+    with STDERR_LOG.held():
         output = show(llm.stream(prompt, params))
         if sys.stdout.isatty():
             print()  # a pipe gets the text to the letter

@@ -17,8 +17,8 @@ from kog_triton.generation import Generation
 from kog_triton.llm import LLM
 from kog_triton.outputs import RequestOutput
 from kog_triton.report import stats
-from kog_triton.said import SAID
 from kog_triton.sampling.params import SamplingParams
+from kog_triton.stderr_log import STDERR_LOG
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, chat: bool, q
             messages.append({"role": "user", "content": line})
             try:
                 prompt: Any = llm.chat_prompt(messages) if chat else line
-                with SAID.held():
+                with STDERR_LOG.held():
                     output = show(llm.stream(prompt, params))
                     print(flush=True)
             except RequestError as error:
@@ -84,7 +84,7 @@ def _ask() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() edits lines once it is imported
         try:
-            with SAID.held():
+            with STDERR_LOG.held():
                 return input("> ").rstrip()
         except EOFError:
             return None

@@ -207,6 +207,7 @@ def test_the_first_start_finds_nothing_compiled_and_the_next_ones_what_it_kept(c
         assert not any(f.is_relative_to(Path.home()) for f in folders)
         found.append([list(f.iterdir()) if f.exists() else None for f in folders])
         hubs.append(env["HF_HOME"])
+        assert env["CUDA_CACHE_DISABLE"] == "1"
         for folder in folders:
             folder.mkdir(exist_ok=True)
             (folder / "kept").touch()

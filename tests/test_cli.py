@@ -24,7 +24,7 @@ from kog_triton import __main__ as kog
 from kog_triton.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.command import run
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
-from kog_triton.said import SAID, Said
+from kog_triton.stderr_log import STDERR_LOG, StderrLog
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
@@ -211,7 +211,7 @@ def spoken():
 
 
 def test_a_line_of_a_log_waits_for_the_end_of_a_text_however_it_ends(spoken, capsys):
-    handler = Said()
+    handler = StderrLog()
     for error in (None, KeyboardInterrupt):
         with contextlib.suppress(KeyboardInterrupt), handler.held():
             handler.handle(spoken)
@@ -225,7 +225,7 @@ def test_a_line_of_a_log_waits_for_the_end_of_a_text_however_it_ends(spoken, cap
 
 def test_a_log_does_not_speak_while_a_line_is_typed(spoken, capsys, monkeypatch):
     def typed(question):
-        SAID.handle(spoken)
+        STDERR_LOG.handle(spoken)
         assert (question, capsys.readouterr().err) == ("> ", "")
         return "a line"
 

@@ -33,8 +33,8 @@ from kog_triton.errors import RunError
 PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s")
 PROMPT_TOKENS, MAX_CONTEXT = 16, 64
 TIMEOUT_S = 900
-# Where our cubins, NVRTC and the driver, and Triton look for what was compiled before.
-CACHES = ("XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
+# Where our cubins and Triton's kernels are kept; what NVRTC keeps itself (CUDA 12.9 on) is left aside.
+CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")
 
 
 def start_rounds(name: str, argv: list[str], rounds: int, say: Say) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def empty_caches() -> Iterator[dict[str, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         moved = {name: str(Path(folder, name.lower())) for name in CACHES}
-        yield os.environ | {"HF_HOME": HF_HOME} | moved
+        yield os.environ | {"HF_HOME": HF_HOME, "CUDA_CACHE_DISABLE": "1"} | moved
 
 
 def _start(argv: list[str], environment: dict[str, str]) -> dict[str, float]:

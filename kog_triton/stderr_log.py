@@ -13,7 +13,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-class Said(logging.Handler):
+class StderrLog(logging.Handler):
     """A log on stderr, in lines like our own; those that come while a text is open wait for its end."""
 
     _waiting: list[str] | None = None  # None: no text is open
@@ -44,4 +44,4 @@ class Said(logging.Handler):
                 self.release()
 
 
-SAID = Said()
+STDERR_LOG = StderrLog()
