@@ -1,6 +1,7 @@
 """The serving loop of a backend whose token loop runs on the host."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,7 +70,8 @@ def _advance(backend: Forward, mailbox: Mailbox, state: _Running, chunk: int) ->
         finish = "stop"
     elif state.made == r.max_tokens:
         finish = "length"
-    mailbox.push(r.slot, Step(drawn.token, finish, drawn.logprob, tuple(drawn.top)))
+    made = time.perf_counter_ns()  # a reader that is late finds several steps at once
+    mailbox.push(r.slot, Step(drawn.token, finish, drawn.logprob, tuple(drawn.top), made))
     state.history.append(drawn.token)
     state.pending = [drawn.token]
     return finish is not None
