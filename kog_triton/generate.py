@@ -179,11 +179,21 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_llm(args: argparse.Namespace) -> "LLM":
     """Open the model and say on stderr what is compiled, what was chosen and which defaults apply."""
-    from kog_triton.llm import LLM
+    from kog_triton.backends import BackendOptions
+    from kog_triton.precompile import precompile
 
     logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
+    options = BackendOptions(
+        max_context=args.max_model_len or 0,
+        num_gpus=args.gpus,
+        device=args.device or "",
+        dtype=args.dtype,
+    )
+    precompile(args.backend, options, args.model)
+    from kog_triton.llm import LLM  # and torch, which takes seconds
+
     llm = LLM(
         args.model,
         backend=args.backend,

@@ -46,6 +46,19 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
     return _download(text, revision)
 
 
+def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
+    """One file of a checkpoint that is here already; None if it is not. Nothing is fetched."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if not _HUB_ID.fullmatch(str(path_or_hub_id)):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(path_or_hub_id), name)
+    return Path(found) if isinstance(found, str) else None
+
+
 def _download(hub_id: str, revision: str | None) -> Path:
     # Imported here: it takes a while, and a local folder needs none of it.
     from huggingface_hub import snapshot_download

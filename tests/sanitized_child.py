@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from cuda_planting import plant
-from kog_triton.backends.cuda import CudaBackend, header, jit
+from kog_triton.backends.cuda import header, jit
+from kog_triton.backends.cuda.backend import CudaBackend
 from lowering_cases import lanes
 from ring_walker import spec_of
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_walk import FiberBackend, compile_walk
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.backend import CudaBackend
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 

@@ -109,3 +109,21 @@ def test_without_a_compiler_the_error_says_what_to_install(nvcc, monkeypatch):
     monkeypatch.setenv("PATH", str(nvcc))
     with pytest.raises(DeviceError, match="pip install cupy-cuda13x, or put nvcc on the PATH"):
         jit.compiler_name()
+
+
+def test_what_was_begun_is_waited_for_and_compiled_once(nvcc):
+    jit.begin_cubin("// a\n")
+    jit.begin_cubin("// a\n")
+    assert jit.compile_cubin("// a\n").startswith(b"// a\n")
+    assert len(calls(nvcc)) == 1 and len(kept()) == 1 and not jit._begun
+    jit.begin_cubin("// a\n")  # it is kept
+    assert not jit._begun and jit.compile_cubin("// a\n").startswith(b"// a\n")
+    assert len(calls(nvcc)) == 1
+
+
+def test_what_was_begun_and_refused_is_told_to_who_asks(nvcc):
+    jit.begin_cubin("// REFUSED\n")
+    for count in (1, 2):  # the second time it is compiled again
+        with pytest.raises(DeviceError, match="nvcc refuses the kernel"):
+            jit.compile_cubin("// REFUSED\n")
+        assert len(calls(nvcc)) == count

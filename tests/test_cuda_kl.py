@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_walk import FiberBackend
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.backend import CudaBackend
 from tiny import hf_model, save_hf
 
 from kog_triton.backends import BackendOptions

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 import torch
 from cuda_walk import FiberBackend
-from kog_triton.backends.cuda import CudaBackend, driver
+from kog_triton.backends.cuda import driver
+from kog_triton.backends.cuda.backend import CudaBackend
 from ring_walker import spec_of
 from triton_cases import Case, backend_of, plain
 

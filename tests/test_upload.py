@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_walk import FiberBackend
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.backend import CudaBackend
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions

@@ -1,5 +1,4 @@
-"""The CUDA backend: a hand-written monokernel for Hopper GPUs, its memory, its launches and its mailbox."""
+"""The CUDA backend: a hand-written monokernel for Hopper GPUs, its memory, its launches and its mailbox.
 
-from kog_triton.backends.cuda.backend import CudaBackend
-
-__all__ = ["CudaBackend"]
+Imports nothing: its kernel's compiler begins before torch is imported (precompile.py).
+"""

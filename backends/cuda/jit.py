@@ -1,8 +1,8 @@
 """Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content.
 
 The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin is
-written beside its place and renamed into it, so that a reader never sees half of one. The log `kog_triton.compilers`
-tells when a compiler starts and how long it took.
+written beside its place and renamed into it, so that a reader never sees half of one. One that was begun before is
+waited for. The log `kog_triton.compilers` tells when a compiler starts and how long it took.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger("kog_triton.compilers")
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
+_begun: dict[Path, Future[bytes]] = {}  # until somebody asks for what they will have compiled
 
 
 def cache_folder() -> Path:
@@ -44,14 +46,40 @@ def compiler_name() -> str:
     )
 
 
+def begin_cubin(header: str, source: str = "decode.cu") -> None:
+    """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
+    no compiler. What that says goes to who asks."""
+    text, compiler, place = _place(header, source)
+    if place.exists() or place in _begun:
+        return
+    thread = ThreadPoolExecutor(1, "kog-compiler")
+    _begun[place] = thread.submit(_compile, text, source, compiler, place)
+    thread.shutdown(wait=False)  # it still does this, and Python waits for it as it ends
+
+
 def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") -> bytes:
     """A source of this folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""
-    compiler = compiler or compiler_name()
-    text = header + (FOLDER / source).read_text()
-    place = cache_folder() / f"{_key(text, compiler)}.cubin"
+    text, compiler, place = _place(header, source, compiler)
+    begun = _begun.get(place)
+    if begun is not None:
+        try:
+            return begun.result()
+        finally:
+            _begun.pop(place, None)
     if place.exists():
         return place.read_bytes()
+    return _compile(text, source, compiler, place)
+
+
+def _place(header: str, source: str, compiler: str = "") -> tuple[str, str, Path]:
+    """The text, its compiler, and where what that makes of it is kept."""
+    compiler = compiler or compiler_name()
+    text = header + (FOLDER / source).read_text()
+    return text, compiler, cache_folder() / f"{_key(text, compiler)}.cubin"
+
+
+def _compile(text: str, source: str, compiler: str, place: Path) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
     cubin = _by_nvrtc(text) if compiler.startswith("nvrtc") else _by_nvcc(text)

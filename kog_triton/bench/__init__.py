@@ -7,11 +7,16 @@
                   └ record ─ show, table                      JSON; a table for people; the README's
         ├ concurrency   several requests at a time, over one
         ├ stages        each stage of one step alone, through run_stage
-        └ startup       from nothing to a token
+        └ startup ─ one_start     from nothing to a token
 
 `result.schema.json` describes what `--json` writes.
 """
 
-from kog_triton.bench.cli import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. It is imported when it is called: one_start has work to do before torch is imported."""
+    from kog_triton.bench.cli import main as command
+
+    return command(argv)

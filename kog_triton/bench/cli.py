@@ -203,7 +203,7 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of startup."""
     from kog_triton.bench.model import find_device, open_model
-    from kog_triton.bench.startup import PROMPT_TOKENS as STARTUP_PROMPT
+    from kog_triton.bench.one_start import PROMPT_TOKENS as STARTUP_PROMPT
     from kog_triton.bench.startup import start_rounds
 
     device, word = find_device(args.device)

@@ -1,6 +1,6 @@
 """`kog bench startup`: how long from nothing to a token, each time in a process of its own.
 
-    import    Python starts, torch and this package are imported
+    import    Python starts, the kernel's compiler is begun, torch and this package are imported
     load      weights are read or made, packed, the backend is open
     first     the first token of the first request: compiles whatever was not compiled before
     second    the first token of the next request
@@ -9,7 +9,6 @@ The first round compiles: its compilers find nothing kept. The ones behind it fi
 model may lie in the page cache of either.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,16 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kog_triton.backends import BackendOptions
-from kog_triton.bench.model import find_device, open_model
 from kog_triton.bench.record import make_row
-from kog_triton.bench.subjects import BackendSubject
 from kog_triton.bench.task import Say
-from kog_triton.choose import choose
 from kog_triton.errors import RunError
 
 PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s")
-PROMPT_TOKENS, MAX_CONTEXT = 16, 64
 TIMEOUT_S = 900
 # Where our cubins and Triton's kernels are kept; what NVRTC keeps itself (CUDA 12.9 on) is left aside.
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")
@@ -62,7 +56,7 @@ def empty_caches() -> Iterator[dict[str, str]]:
 
 def _start(argv: list[str], environment: dict[str, str]) -> dict[str, float]:
     started = time.time()
-    program = [sys.executable, "-m", "kog_triton.bench.startup", "--started", repr(started)]
+    program = [sys.executable, "-m", "kog_triton.bench.one_start", "--started", repr(started)]
     try:
         done = subprocess.run(
             [*program, *argv], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -74,40 +68,3 @@ def _start(argv: list[str], environment: dict[str, str]) -> dict[str, float]:
         raise RunError(f"a start failed: {said[-1]}")
     phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return phases
-
-
-def one_start(args: argparse.Namespace) -> dict[str, float]:
-    """The child's part. Wall clock, since it began in another process."""
-    imported = time.time()
-    device, word = find_device(args.device)
-    model = open_model(args.model, args.shape, device, args.dtype)
-    options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
-    subject = BackendSubject(choose(args.backend, word).backend, model.weights, options)
-    loaded = time.time()
-    prompt = model.prompt(PROMPT_TOKENS)
-    first, second = (subject.generate(prompt, 1) for _ in range(2))
-    times = [run.arrivals[0] - run.submitted for run in (first, second)]
-    subject.close()
-    return {
-        "import_s": imported - args.started,
-        "load_s": loaded - imported,
-        "first_token_s": times[0],
-        "second_token_s": times[1],
-        "total_s": loaded - args.started + times[0],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--started", type=float, required=True)
-    parser.add_argument("--backend", required=True)
-    parser.add_argument("--model")
-    parser.add_argument("--shape")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--gpus", type=int, default=1)
-    print(json.dumps(one_start(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    main()

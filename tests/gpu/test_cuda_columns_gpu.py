@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from cuda_requests import held, prompt_of, request, run
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.backend import CudaBackend
 from lowering_cases import mixed_lanes
 from real_shapes import real_shape
 from ring_walker import spec_of

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
 from cuda_walk import ROOT
-from kog_triton.backends.cuda import CudaBackend, serving
+from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda.backend import CudaBackend
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cuda_planting import plant
 from cuda_walk import ROOT
-from kog_triton.backends.cuda import CudaBackend, jit
+from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda.backend import CudaBackend
 from process_memory import gpu_memory, host_bytes
 from test_cuda_injection import (
     EDITS,

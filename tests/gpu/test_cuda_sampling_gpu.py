@@ -5,7 +5,7 @@ of memory are real ones.
 """
 
 import pytest
-from kog_triton.backends.cuda import CudaBackend
+from kog_triton.backends.cuda.backend import CudaBackend
 from ring_walker import spec_of
 from test_cuda_sampling import (
     LANES,

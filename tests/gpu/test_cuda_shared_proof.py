@@ -7,7 +7,8 @@ import time
 
 import pytest
 from cuda_planting import plant
-from kog_triton.backends.cuda import CudaBackend, jit
+from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda.backend import CudaBackend
 from test_cuda_shared_injection import (
     SHARED_EDITS,
     SHARED_MODELS,

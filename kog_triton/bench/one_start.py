@@ -1,0 +1,58 @@
+"""The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch behind it.
+
+Prints its phases (startup.PHASES) as JSON, in seconds.
+"""
+
+import argparse
+import json
+import time
+
+from kog_triton.backends import BackendOptions
+from kog_triton.precompile import precompile
+
+PROMPT_TOKENS, MAX_CONTEXT = 16, 64
+
+
+def one_start(args: argparse.Namespace) -> dict[str, float]:
+    """Wall clock, since it began in another process."""
+    asked = BackendOptions(
+        max_context=MAX_CONTEXT, num_gpus=args.gpus, device=args.device, dtype=args.dtype
+    )
+    precompile(args.backend, asked, args.model, args.shape)
+    from kog_triton.bench.model import find_device, open_model
+    from kog_triton.bench.subjects import BackendSubject
+    from kog_triton.choose import choose
+
+    imported = time.time()
+    device, word = find_device(args.device)
+    model = open_model(args.model, args.shape, device, args.dtype)
+    options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
+    subject = BackendSubject(choose(args.backend, word).backend, model.weights, options)
+    loaded = time.time()
+    prompt = model.prompt(PROMPT_TOKENS)
+    first, second = (subject.generate(prompt, 1) for _ in range(2))
+    times = [run.arrivals[0] - run.submitted for run in (first, second)]
+    subject.close()
+    return {
+        "import_s": imported - args.started,
+        "load_s": loaded - imported,
+        "first_token_s": times[0],
+        "second_token_s": times[1],
+        "total_s": loaded - args.started + times[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--started", type=float, required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--shape")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--gpus", type=int, default=1)
+    print(json.dumps(one_start(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()
