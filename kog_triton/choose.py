@@ -86,11 +86,16 @@ def choose(name: str, device: str = "") -> Choice:
     return Choice(find_backend(name), name, "asked for")
 
 
-def _first_available(device: str) -> Choice:
+def serves(name: str, device: str) -> bool:
+    """Whether a backend may be for such a device at all; "" is any."""
     vendor = find_gpu(device).vendor if device in GPUS else device
+    return vendor not in OTHER_DEVICES.get(name, ())
+
+
+def _first_available(device: str) -> Choice:
     passed_over: list[str] = []
     for name in AUTO_ORDER:
-        if vendor in OTHER_DEVICES.get(name, ()):
+        if not serves(name, device):
             passed_over.append(f"{name}: not for device {device}")
             continue
         seen = look_at(name)

@@ -179,19 +179,19 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_llm(args: argparse.Namespace) -> "LLM":
     """Open the model and say on stderr what is compiled, what was chosen and which defaults apply."""
-    from kog_triton.backends import BackendOptions
     from kog_triton.precompile import precompile
 
     logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
-    options = BackendOptions(
-        max_context=args.max_model_len or 0,
-        num_gpus=args.gpus,
+    precompile(
+        args.backend,
+        args.model,
         device=args.device or "",
+        num_gpus=args.gpus,
         dtype=args.dtype,
+        max_model_len=args.max_model_len,
     )
-    precompile(args.backend, options, args.model)
     from kog_triton.llm import LLM  # and torch, which takes seconds
 
     llm = LLM(
@@ -222,9 +222,9 @@ def _body(argv: Sequence[str] | None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign shows "?"
     flags = sampling_flags(args)
     if args.interactive:
-        from kog_triton.interactive import converse
-
         with open_llm(args) as llm:
+            from kog_triton.interactive import converse  # behind what imports torch
+
             chat = llm.tokenizer.has_chat_template and not args.raw
             if args.system is not None and not chat:
                 raise RequestError("--system needs a chat template, and this model has none")
@@ -261,7 +261,10 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(_body, argv)
+    try:
+        return run(_body, argv)
+    finally:  # a compiler that is not done says nothing behind the last line
+        logging.getLogger("kog_triton").removeHandler(STDERR_LOG)
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
 
 def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
     """One file of a checkpoint that is here already; None if it is not. Nothing is fetched."""
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    if not _HUB_ID.fullmatch(str(path_or_hub_id)):
+    text, path = str(path_or_hub_id), Path(path_or_hub_id).expanduser()
+    if text and path.is_dir():
+        return path / name if (path / name).is_file() else None
+    if path.exists() or not _HUB_ID.fullmatch(text):
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(str(path_or_hub_id), name)
+    found = try_to_load_from_cache(text, name)
     return Path(found) if isinstance(found, str) else None
 
 

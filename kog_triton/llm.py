@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kog_triton.backends import Backend, BackendOptions
+from kog_triton.backends import DTYPE_NAMES, Backend, BackendOptions
 from kog_triton.checkpoint import Checkpoint
 from kog_triton.choose import Choice, choose
 from kog_triton.demo import checkpoint_path
@@ -38,16 +38,6 @@ from kog_triton.text.tool_calls import ToolCallParser
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-DTYPES = {
-    "auto": "auto",
-    "fp32": "fp32",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-}
 PREFILLS = ("auto", "kernel", "library")
 MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
 BUSY_POLL_S = 0.005  # how long one of several running samples may keep the others unread
@@ -85,8 +75,8 @@ class LLM:
         walk: str = "stage",
     ) -> None:
         started = time.perf_counter()
-        if dtype not in DTYPES:
-            raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+        if dtype not in DTYPE_NAMES:
+            raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
         device, num_gpus = _devices(devices)
         _check_integer("devices", num_gpus, 1, MAX_DEVICES)
         _check_integer("num_slots", num_slots, 1, MAX_SLOTS)
@@ -110,7 +100,7 @@ class LLM:
             max_context=max_model_len or limit,
             num_gpus=num_gpus,
             device=device,
-            dtype=DTYPES[dtype],
+            dtype=DTYPE_NAMES[dtype],
             prefill=prefill,
             walk=walk,
         )

@@ -4,8 +4,9 @@ Decode rates leave the first token out, since it waits for the prompt:
     decode tokens/s = (tokens - 1) / (t_last - t_first)
     GB/s            = decode tokens/s * (weight bytes + KV bytes at the mean depth) / 1e9
     MBU             = GB/s / peak, the peak being the datasheet figure of the named GPU
-Times between tokens come from the backend's clock where it stamps every step (`clock` "device"),
-else from the arrival of the token in the caller's thread ("host").
+Times between tokens come from the backend's stamps where it gives every step one (`clock` "device":
+of a GPU by its clock, of a token loop on the host by the CPU's), else from the arrival of the token in
+the caller's thread ("host").
 """
 
 from collections.abc import Sequence

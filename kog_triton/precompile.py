@@ -1,16 +1,17 @@
-"""What a start begins before torch is imported: the compiler of the kernel, which the model's shape decides.
+"""What a command begins before torch is imported: the kernel's compiler, which the model's shape decides.
 
 Importing torch takes seconds, and so does compiling: side by side they take the longer of the two. Nothing is
 decided or refused here. What is wrong is said where the model and its backend are opened, and what was not begun is
-compiled there.
+compiled there. A process does not end before its compiler does, not even by an error or Ctrl-C: what is known to be
+refused is not begun.
 """
 
 import logging
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from kog_triton.backends import BackendOptions
-from kog_triton.choose import AUTO_ORDER, OTHER_DEVICES
+from kog_triton.backends import DTYPE_NAMES, BackendOptions
+from kog_triton.choose import AUTO_ORDER, serves
 from kog_triton.demo import checkpoint_path
 from kog_triton.hub import local_file
 from kog_triton.model.config import Config, read_json
@@ -24,29 +25,40 @@ log = logging.getLogger(__name__)
 
 def precompile(
     backend: str,
-    options: BackendOptions,
     model: str | Path | None = None,
+    *,
     shape: str | None = None,
+    device: str = "",
+    num_gpus: int = 1,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
 ) -> None:
-    """Let the backend of this name begin to compile for a model, or "auto" the first that serves the device.
+    """Let the backend of this name begin to compile, or "auto" the first one. Never raises.
 
-    The model is a folder, a hub id whose files are here, a published shape, or by default the demo. Returns at
-    once, and never raises.
+    The model is a folder, a hub id whose files are here, a published shape, or by default the demo; the others are
+    what LLM takes.
     """
     names = AUTO_ORDER[:1] if backend == "auto" else (backend,)
     try:
-        spec = named_shape(shape) if shape else _read_spec(model or checkpoint_path())
+        spec = named_shape(shape) if shape else _read_spec(model)
+        if spec is None:
+            return
+        room = spec.max_context if max_model_len is None else max_model_len
+        if not 2 <= room <= spec.max_context:
+            return
+        options = BackendOptions(
+            max_context=room, num_gpus=num_gpus, device=device, dtype=DTYPE_NAMES[dtype]
+        )
         for entry in entry_points(group=GROUP):
-            serves = options.device not in OTHER_DEVICES.get(entry.name, ())
-            if spec is not None and entry.name in names and serves:
+            if entry.name in names and serves(entry.name, device):
                 entry.load()(spec, options)
     except Exception as error:
-        log.debug("nothing is compiled beforehand: %s", error)
+        log.debug("nothing is compiled beforehand: %s: %s", type(error).__name__, error)
 
 
-def _read_spec(model: str | Path) -> ModelSpec | None:
+def _read_spec(model: str | Path | None) -> ModelSpec | None:
     """From config.json alone; None if it is not here, or leaves the type of the weights to their files."""
-    file = local_file(model, "config.json")
+    file = local_file(checkpoint_path() if model is None else model, "config.json")
     if file is None:
         return None
     config = read_json(file)

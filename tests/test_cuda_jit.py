@@ -127,3 +127,11 @@ def test_what_was_begun_and_refused_is_told_to_who_asks(nvcc):
         with pytest.raises(DeviceError, match="nvcc refuses the kernel"):
             jit.compile_cubin("// REFUSED\n")
         assert len(calls(nvcc)) == count
+
+
+def test_what_was_begun_and_failed_is_begun_again(nvcc):
+    for count in (1, 2):
+        jit.begin_cubin("// REFUSED\n")
+        (begun,) = jit._begun.values()
+        assert begun.exception(60) is not None and len(calls(nvcc)) == count
+    jit._begun.clear()

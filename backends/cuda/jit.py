@@ -48,9 +48,10 @@ def compiler_name() -> str:
 
 def begin_cubin(header: str, source: str = "decode.cu") -> None:
     """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
-    no compiler. What that says goes to who asks."""
+    no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
     text, compiler, place = _place(header, source)
-    if place.exists() or place in _begun:
+    begun = _begun.get(place)
+    if place.exists() or (begun is not None and not begun.done()):
         return
     thread = ThreadPoolExecutor(1, "kog-compiler")
     _begun[place] = thread.submit(_compile, text, source, compiler, place)
@@ -66,7 +67,8 @@ def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") ->
         try:
             return begun.result()
         finally:
-            _begun.pop(place, None)
+            if begun.done():  # it is not where Ctrl-C ended the wait
+                _begun.pop(place, None)
     if place.exists():
         return place.read_bytes()
     return _compile(text, source, compiler, place)

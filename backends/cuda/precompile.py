@@ -15,13 +15,15 @@ from kog_triton.schedule.topology import find_gpu
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
-    """Begin to compile the kernel that `CudaBackend` will ask for; KogError if there will be none."""
+    """Begin to compile the kernel that `CudaBackend` will ask for, unless it would refuse the request; KogError
+    for a model that has no layout, and without a known GPU or a compiler."""
     if options.dtype != "auto":
         spec = spec.replace(dtype=DTYPES[options.dtype])
-    if spec.dtype is DType.F32:
-        return  # the backend refuses it
+    halves = spec.dtype is not DType.F32 and spec.kv_dtype in (None, spec.dtype)
+    if options.num_gpus != 1 or not halves:
+        return
     gpu = find_gpu(first_gpu())
-    if not gpu.arch.startswith("sm_90"):
+    if not gpu.arch.startswith("sm_90") or options.device not in ("", "nvidia", gpu.name):
         return
     layout = lay_out(lower(build(spec), gpu), options.max_context or spec.max_context)
     begin_cubin(render(layout))

@@ -18,6 +18,17 @@ from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import Gpu
 
 GROUP = "kog_triton.backends"
+# What a caller may call the type of the weights, and BackendOptions calls it.
+DTYPE_NAMES = {
+    "auto": "auto",
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 # Logical tensors that `run_stage` takes, as ReferenceBackend.run_stage names them.
 STAGE_READS: dict[str, tuple[str, ...]] = {
     "embed": ("token_ids",),

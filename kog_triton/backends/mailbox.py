@@ -46,7 +46,9 @@ class Step:
     finish: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    device_ns: int = 0  # when the backend had the token, on a clock of its own; 0: it has none
+    device_ns: int = (
+        0  # when the backend had it, by the GPU's clock or its own token loop's; 0: no stamp
+    )
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,15 @@ PROMPT_TOKENS, MAX_CONTEXT = 16, 64
 
 def one_start(args: argparse.Namespace) -> dict[str, float]:
     """Wall clock, since it began in another process."""
-    asked = BackendOptions(
-        max_context=MAX_CONTEXT, num_gpus=args.gpus, device=args.device, dtype=args.dtype
+    precompile(
+        args.backend,
+        args.model,
+        shape=args.shape,
+        device=args.device,
+        num_gpus=args.gpus,
+        dtype=args.dtype,
+        max_model_len=MAX_CONTEXT,
     )
-    precompile(args.backend, asked, args.model, args.shape)
     from kog_triton.bench.model import find_device, open_model
     from kog_triton.bench.subjects import BackendSubject
     from kog_triton.choose import choose

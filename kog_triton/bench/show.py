@@ -74,7 +74,7 @@ def speed_table(record: dict[str, Any]) -> Table:
 
 
 def _device_rate(row: dict[str, Any]) -> str:
-    """tokens/s by the backend's own stamps; "none" of one that was timed and has no clock."""
+    """tokens/s by the backend's own stamps; "none" of one that was timed and gives none."""
     if row["device"]:
         return f"{row['device']['tokens_per_s']:,.1f}"
     return "none" if row["host"] else "-"
@@ -174,7 +174,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         )
         if not many and test["tokens"] > 1:
             lines.append(
-                "p99/p50: at constant depth, as tokens arrived at the host / as the device stamped them"
+                "p99/p50: at constant depth, as tokens arrived at the host / as the backend stamped them"
             )
     if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))
