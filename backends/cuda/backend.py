@@ -35,6 +35,7 @@ from kog_triton.backends.cuda.stages import StageCall, StageRunner
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.read_once import read_once
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -114,18 +115,19 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+            with read_once(weights, self.spec, options, self.device) as once:
+                self.memory = allocate(self.layout, once, options.num_slots, self.device)
+                self.library = open_library(
+                    options,
+                    once,
+                    self.spec,
+                    self.max_context,
+                    self.memory.embed[:, : self.spec.hidden_size],
+                    self.memory.weights.nbytes,
+                )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
-            )
-            self.library = open_library(
-                options,
-                weights,
-                self.spec,
-                self.max_context,
-                self.memory.embed[:, : self.spec.hidden_size],
-                self.memory.weights.nbytes,
             )
             compiled.result()
         except BaseException:

@@ -57,6 +57,10 @@ def choose_prefill(num_new_tokens: int, first: int = 0, crossover: Crossover = B
     return "library" if num_new_tokens >= least else "kernel"
 
 
+def wants_library(options: BackendOptions, device: torch.device) -> bool:
+    return options.prefill == "library" or (options.prefill == "auto" and device.type != "cpu")
+
+
 def open_library(
     options: BackendOptions,
     weights: WeightSource,
@@ -71,10 +75,9 @@ def open_library(
     weight_bytes  of the backend's own copy: "auto" takes no second one where memory is short, and
                   warns
     """
-    wanted = options.prefill
-    if wanted in ("kernel", "decode") or (wanted == "auto" and embed.device.type == "cpu"):
+    if not wants_library(options, embed.device):
         return None
-    if wanted == "auto":
+    if options.prefill == "auto":
         free, _ = torch.cuda.mem_get_info(embed.device)
         if weight_bytes > free // 2:
             warnings.warn(

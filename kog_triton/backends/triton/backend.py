@@ -10,6 +10,7 @@ import torch
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import Crossover, open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
@@ -76,12 +77,13 @@ class TritonBackend:
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
-        self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
         half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
-        embed = self.memory.pointers.embed.view(half)
-        self.library = open_library(
-            options, weights, self.spec, self.max_context, embed, self.memory.weight_bytes
-        )
+        with read_once(weights, self.spec, options, device) as once:
+            self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
+            embed = self.memory.pointers.embed.view(half)
+            self.library = open_library(
+                options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
+            )
         self._serving = Serving(self.memory.pointers, self.tiles, self)
         self._compiled: Any = None  # the variant of the kernel that was launched last
         self._launch_options: dict[str, Any] = {}
