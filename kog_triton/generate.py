@@ -263,7 +263,7 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(_body, argv)
-    finally:  # a compiler that is not done says nothing behind the last line
+    finally:  # a compiler that is not done says nothing behind the last line, unless it warns
         logging.getLogger("kog_triton").removeHandler(STDERR_LOG)
 
 

@@ -10,11 +10,15 @@ from pathlib import Path
 from kog_triton.errors import ModelError, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+SINGLE, INDEX = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # weights; where several files hold them
 _FILES = [
     "config.json",
     "generation_config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
+    SINGLE,
+    INDEX,
     "model-*.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",

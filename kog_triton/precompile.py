@@ -13,7 +13,7 @@ from pathlib import Path
 from kog_triton.backends import DTYPE_NAMES, BackendOptions
 from kog_triton.choose import AUTO_ORDER, serves
 from kog_triton.demo import checkpoint_path
-from kog_triton.hub import local_file
+from kog_triton.hub import INDEX, SINGLE, local_file
 from kog_triton.model.config import Config, read_json
 from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
@@ -57,9 +57,10 @@ def precompile(
 
 
 def _read_spec(model: str | Path | None) -> ModelSpec | None:
-    """From config.json alone; None if it is not here, or leaves the type of the weights to their files."""
-    file = local_file(checkpoint_path() if model is None else model, "config.json")
-    if file is None:
+    """From config.json alone; None if a model of that name is not here, or leaves the weights' type to their files."""
+    model = checkpoint_path() if model is None else model
+    file = local_file(model, "config.json")
+    if file is None or not any(local_file(model, name) for name in (SINGLE, INDEX)):
         return None
     config = read_json(file)
     return read_spec(config, str(file)) if Config(config).dtype() is not None else None

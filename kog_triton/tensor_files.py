@@ -17,10 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kog_triton.errors import ModelError
+from kog_triton.hub import INDEX, SINGLE
 from kog_triton.model.config import read_json, show
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_TENSORS = 1 << 17  # of a file and of an index; no supported model has a hundredth of it
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

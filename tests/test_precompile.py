@@ -102,6 +102,7 @@ def test_nothing_is_begun_for_another_gpu(begun, monkeypatch, gpu):
 def test_what_is_wrong_is_left_to_the_opening(begun, tmp_path, monkeypatch, caplog):
     caplog.set_level("DEBUG", "kog_triton.precompile")
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / hub.SINGLE).touch()
     precompile.precompile("cuda", tmp_path)
     said = "nothing is compiled beforehand: "
     assert caplog.messages[-1].startswith(f"{said}ModelError: {tmp_path}/config.json")
@@ -150,6 +151,9 @@ def test_a_hub_model_is_begun_if_it_is_here_and_nothing_is_fetched(begun, tmp_pa
     text = (checkpoint_path() / "config.json").read_text()
     (snapshot / "config.json").write_text(text)
     assert hub.local_file("org/name", "config.json") == snapshot / "config.json"
+    precompile.precompile("cuda", "org/name")
+    assert begun == []  # its weights are not here
+    (snapshot / hub.INDEX).touch()
     precompile.precompile("cuda", "org/name")
     assert len(begun) == 1
 

@@ -13,6 +13,7 @@ from kog_triton.backends.library_prefill import wants_library
 from kog_triton.model.spec import ModelSpec
 
 READ_BYTES = 4  # of a parameter in a file, at most
+PACKING = 8  # copies of the largest matrix that packing it may take, and the allocator then keeps
 
 
 class ReadOnce:
@@ -52,16 +53,18 @@ def read_once(
         yield once
     finally:
         once.forget()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # other processes see it as free again
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # torch would keep it from other processes
 
 
 def has_room(spec: ModelSpec, options: BackendOptions, device: torch.device) -> bool:
-    """Whether what is held changes nothing: `open_library` still finds twice the kernel's copy free."""
+    """Whether `open_library` will find twice the kernel's copy free, which is what it asks for, beside what is held."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     positions = options.num_slots * (options.max_context or spec.max_context)
-    packed = (spec.num_parameters + spec.vocab_size * spec.hidden_size) * spec.dtype.bytes
+    table = spec.vocab_size * spec.hidden_size * spec.dtype.bytes
+    packed = spec.num_parameters * spec.dtype.bytes + table
     taken = packed + positions * spec.kv_bytes_per_position + spec.num_parameters * READ_BYTES
+    taken += PACKING * table
     return free - taken >= 2 * packed
