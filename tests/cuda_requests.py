@@ -4,13 +4,14 @@
 alone in one launch of the kernel of one token is what every other way to serve it is compared with.
 """
 
+import itertools
 import re
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from cuda_walk import FiberBackend
+from cuda_walk import FiberBackend, serving
 from ring_walker import f16_spec
 
 from kog_triton.backends import BackendOptions
@@ -122,12 +123,48 @@ class Server:
         return self.steps
 
 
+def idle(backend):
+    """A server that serves nobody yet."""
+    server = Server(backend)
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+    return server
+
+
+def at_token(server, slot, number, act):
+    """Call `act` in the backend's thread as it says this token of a slot: the test's own may be late."""
+    push, said = server.mailbox.push, itertools.count(1)
+
+    def say(to, step):
+        push(to, step)
+        if to == slot and next(said) == number:
+            act()
+
+    server.mailbox.push = say
+
+
 def join(backend, first, second):
-    """All steps of two requests of which the second comes when the first has said three."""
-    server = Server(backend, first)
-    server.read(first.slot, 3)
-    server.post(second)
+    """All steps of two requests of which the second comes when the first has said three: the kernel waits for what
+    the fourth may be."""
+    server = idle(backend)
+
+    def anything(output):
+        if len(output) == 3 and second.slot not in server.steps:
+            server.post(second)
+
+    server.post(replace(first, mask=anything))
+    server.start()
     return server.finish()
+
+
+def interrupt(backend, monkeypatch, word, *requests):
+    """Serves requests, of which the third token of slot 0 says a word to the mailbox; launches of 4 steps."""
+    monkeypatch.setattr(serving, "_most_steps", lambda live, slots: 4)
+    server = idle(backend)
+    at_token(server, 0, 3, lambda: word(server.mailbox))
+    server.post(*requests)
+    server.start()
+    return server
 
 
 def staggered(backend, requests):

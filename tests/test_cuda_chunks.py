@@ -9,17 +9,19 @@ import ctypes
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from column_cases import ALLOWED, EXTRAS, MIXED, ODD
+from conformance_requests import at_look
 from cuda_planting import plant
 from cuda_requests import (
     GREEDY,
-    Server,
     alone,
     assert_expired,
     error_of,
+    idle,
     join,
     make,
     prompt_of,
@@ -282,10 +284,11 @@ def test_a_word_of_the_host_is_heard_in_a_prompt(backend, spec, monkeypatch, wor
     monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", 1)
     prompt = prompt_of(45)
     steps, cache = alone(spec, [request(0, prompt, 3)])
-    server = Server(backend, request(0, prompt, 3))
-    while launched(backend)[0] < 2:
-        time.sleep(0.001)
-    server.mailbox.cancel(0) if word == "cancel" else server.mailbox.yield_now()
+    server = idle(backend)
+    say = server.mailbox.yield_now if word == "yield" else partial(server.mailbox.cancel, 0)
+    at_look(server.mailbox, 3, say)  # the second and third come while chunks run, or between them
+    server.post(request(0, prompt, 3))
+    server.start()
     said = server.finish()[0]
     cached = server.mailbox.prefilled[0]
     assert 8 <= cached < len(prompt) and cached % 8 == 0

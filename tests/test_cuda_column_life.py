@@ -19,6 +19,7 @@ from cuda_requests import (
     assert_nan_ends_one_request,
     ended,
     error_of,
+    interrupt,
     join,
     make,
     request,
@@ -26,8 +27,7 @@ from cuda_requests import (
     serve,
     without_a_block,
 )
-from cuda_walk import ColumnBackend, FiberBackend
-from kog_triton.backends.cuda import serving
+from cuda_walk import ColumnBackend, FiberBackend, serving
 from ring_walker import f16_spec
 
 from kog_triton.errors import DeviceError
@@ -91,17 +91,18 @@ class LateBackend(FiberBackend):
         super()._compile(source, layout)
 
 
-def test_requests_take_turns_while_their_kernel_is_compiled(spec, expected):
+def test_requests_take_turns_while_their_kernel_is_compiled(spec, expected, backend):
+    """`backend` has compiled it already: what is waited for is the word."""
     compiled = threading.Event()
-    backend = make(LateBackend, spec, compiled=compiled)
-    server = Server(backend, *(request(slot, PROMPTS[slot], 40) for slot in range(3)))
+    late = make(LateBackend, spec, compiled=compiled)
+    server = Server(late, *(request(slot, PROMPTS[slot], 40) for slot in range(3)))
     server.read(0, 3)
-    assert not backend.columns.kernels  # three tokens came in turn
+    assert not late.columns.kernels  # three tokens came in turn
     compiled.set()
     steps = server.finish()
     for slot in range(3):
-        assert_alone(backend, slot, PROMPTS[slot], steps[slot], expected)
-    assert backend.kernel.launches >= 1 and launches(backend)[1][4] >= 1
+        assert_alone(late, slot, PROMPTS[slot], steps[slot], expected)
+    assert late.kernel.launches >= 1 and launches(late)[1][4] >= 1
 
 
 class FailingBackend(FiberBackend):
@@ -152,25 +153,6 @@ def test_requests_take_turns_where_the_kernel_cannot_be_loaded(spec, expected, c
     assert [kernel.layout.columns for kernel in backend.columns.kernels] == [2]
     told = "no kernel of 4 columns, requests take turns: the GPU is out of room"
     assert caplog.text.count(told) == 1
-
-
-def interrupt(backend, monkeypatch, word, *requests):
-    """Steps of requests, of which the third token of slot 0 says a word to the mailbox; launches of 4 steps."""
-    monkeypatch.setattr(serving, "_most_steps", lambda live, slots: 4)
-    server = Server(backend)
-    server.thread.join()
-    push, mailbox, pushed = server.mailbox.push, server.mailbox, []
-
-    def say(slot, step):
-        push(slot, step)
-        pushed.append(slot)
-        if slot == 0 and pushed.count(0) == 3:
-            word(mailbox)
-
-    monkeypatch.setattr(mailbox, "push", say)
-    server.post(*requests)
-    server.start()
-    return server
 
 
 def test_a_cancel_ends_one_of_them(backend, expected, monkeypatch):

@@ -24,6 +24,7 @@ from cuda_requests import (
     assert_nan_ends_one_request,
     ended,
     error_of,
+    interrupt,
     join,
     make,
     request,
@@ -42,6 +43,7 @@ from silent_gpu import assert_shut
 
 from kog_triton import LLM
 from kog_triton.backends import BackendOptions, heart, silence
+from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.errors import DeviceError
 from kog_triton.random_weights import RandomWeights
@@ -111,10 +113,9 @@ def test_requests_at_different_depths_take_turns(monkeypatch):
     assert [together[0], together[1]] == apart
 
 
-def test_a_yield_returns_at_a_token_boundary_and_resumes(backend, expected):
-    server = Server(backend, request(0, PROMPTS[0]), request(2, PROMPTS[2]))
-    server.read(0, 2)
-    server.mailbox.yield_now()
+def test_a_yield_returns_at_a_token_boundary_and_resumes(backend, expected, monkeypatch):
+    requests = request(0, PROMPTS[0], 12), request(2, PROMPTS[2], 12)
+    server = interrupt(backend, monkeypatch, Mailbox.yield_now, *requests)
     assert not ended(server.finish()[0])
     backend.forward_logits([1, 2, 3])  # leaves all slots alone
     server.mailbox.resume()

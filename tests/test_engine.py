@@ -62,7 +62,7 @@ def test_max_tokens_none_runs_to_the_end_of_the_context(llm):
 
 
 def test_a_list_of_prompts_shares_the_slots_and_keeps_its_order(llm):
-    prompts = [f"say:{i}" for i in range(7)]
+    prompts = [f"slow say:{i}" for i in range(7)]
     texts = [o.outputs[0].text for o in llm.generate(prompts, GREEDY)]
     assert texts == [str(i) for i in range(7)]
     assert llm.engine.backend.most_at_once == 2
@@ -275,7 +275,7 @@ def test_one_failure_leaves_a_neighbour_alone(llm):
     ("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")]
 )
 def test_a_backend_that_ends_fails_every_request_and_the_next_one_runs(folder, llm, word, says):
-    other = llm.stream("slow neighbour", GREEDY)
+    other = llm.stream("slow neighbour", replace(GREEDY, max_tokens=400))
     with pytest.raises(RunError, match=says):
         llm.generate(f"{word} Hello", GREEDY)
     again = llm.stream(f"{word[:3]}", GREEDY)  # while the neighbour has not read its failure yet
@@ -315,7 +315,8 @@ def test_no_thread_is_left_behind(llm, monkeypatch):
     assert llm.generate("a", GREEDY)[0].outputs[0].text  # another thread serves it
 
 
-def test_one_thread_serves_requests_that_follow_each_other(llm):
+def test_one_thread_serves_requests_that_follow_each_other(llm, monkeypatch):
+    monkeypatch.setattr(engine, "LINGER_S", 60)
     seen = set()
     for prompt in ("a", "fail b", "crash c", "d"):  # also behind one that went wrong
         with contextlib.suppress(RunError):

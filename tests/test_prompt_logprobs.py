@@ -100,7 +100,10 @@ def test_a_stream_brings_them_with_its_output(llm):
 
 
 def test_a_request_that_is_cancelled_on_the_way_has_none(llm):
-    stream = llm.stream("slow " + "x" * 400, ASKED)
+    with llm.engine.paused():
+        stream = llm.stream("slow " + "x" * 400, ASKED)
+        stream.cancel()
+        stream._mailbox.cancel(stream._slot.index)
     stream.close()
     assert stream.output().prompt_logprobs is None
     assert llm.engine.num_free_slots == 2

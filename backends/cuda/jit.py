@@ -51,7 +51,8 @@ def begin_cubin(header: str, source: str = "decode.cu") -> None:
     no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
     text, compiler, place = _place(header, source)
     begun = _begun.get(place)
-    if place.exists() or (begun is not None and not begun.done()):
+    # In this order: one that ends in between has left its cubin.
+    if (begun is not None and not begun.done()) or place.exists():
         return
     thread = ThreadPoolExecutor(1, "kog-compiler")
     _begun[place] = thread.submit(_compile, text, source, compiler, place)
