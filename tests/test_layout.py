@@ -24,12 +24,22 @@ ARROWS = {
     "demo": BASE,
     "backends": BASE | {"model", "schedule", "sampling"},
     "hub": BASE,
-    "tensor_files": BASE | {"model"},
+    "tensor_files": BASE | {"model", "hub"},
     "checkpoint": BASE | {"model", "hub", "tensor_files"},
     "random_weights": BASE | {"model"},
     "command": BASE,
 }
-NO_TORCH = {"errors", "model", "schedule", "sampling", "text", "command"}
+NO_TORCH = {
+    "errors",
+    "model",
+    "schedule",
+    "sampling",
+    "text",
+    "command",
+    "hub",
+    "choose",
+    "precompile",
+}
 DOORS = {"__main__", "generate", "interactive", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
