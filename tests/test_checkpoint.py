@@ -163,9 +163,9 @@ def test_opening_reads_headers_only(tmp_path):
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + offset)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     assert "[16777216, 32]" in refusal(tmp_path)
-    assert time.monotonic() - start < 2
+    assert time.thread_time() - start < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 

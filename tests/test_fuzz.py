@@ -117,12 +117,12 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_that_would_take_for_ever_or_flood_memory_ends_soon(bomb):
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         assert len(chat.render(BOMBS[bomb], {"messages": HELLO}, True)) < 100
     except RequestError as error:
         assert len(str(error).splitlines()) == 1
-    assert time.monotonic() - started < MAX_SECONDS + 1
+    assert time.thread_time() - started < MAX_SECONDS + 1
 
 
 def test_every_value_that_is_made_counts_even_if_dropped(monkeypatch):

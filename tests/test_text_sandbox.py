@@ -65,10 +65,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_operation_that_makes_much_of_little_is_refused(name):
-    started = time.monotonic()
+    started = time.thread_time()  # not by the wall: other processes may hold the CPU
     with pytest.raises(RequestError, match="refused: ") as error:
         chat.render(REFUSED[name], {"messages": []}, True)
-    assert time.monotonic() - started < 2
+    assert time.thread_time() - started < 2
     assert len(str(error.value)) < 300 and len(str(error.value).splitlines()) == 1
 
 
@@ -85,10 +85,10 @@ SLOW = {
 def test_the_clock_is_looked_at_wherever_time_can_go(name, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
     chat._compile(SLOW[name])
-    started = time.monotonic()
+    started = time.thread_time()  # not by the wall: other processes may hold the CPU
     with pytest.raises(RequestError, match=r"it took more than 0\.5 s"):
         chat.render(SLOW[name], {"messages": []}, True)
-    assert time.monotonic() - started < 2
+    assert time.thread_time() - started < 2
 
 
 def test_the_worst_templates_of_the_allowed_length_compile_in_time():
