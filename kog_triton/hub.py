@@ -10,10 +10,8 @@ from pathlib import Path
 from kog_triton.errors import ModelError, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-SINGLE, INDEX = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-)  # weights; where several files hold them
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # which of several files holds what
 _FILES = [
     "config.json",
     "generation_config.json",

@@ -24,8 +24,8 @@ LIBRARY = BackendOptions(prefill="library", max_context=64)
 class Counted:
     """Random weights; how often each was read, and those that still live."""
 
-    def __init__(self, spec, device=CPU):
-        self.spec, self.reads, self._weights = spec, Counter(), RandomWeights(spec, 0, device)
+    def __init__(self, spec):
+        self.spec, self.reads, self._weights = spec, Counter(), RandomWeights(spec)
         self._given = []
 
     def load(self, name):

@@ -46,9 +46,7 @@ class Step:
     finish: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    device_ns: int = (
-        0  # when the backend had it, by the GPU's clock or its own token loop's; 0: no stamp
-    )
+    device_ns: int = 0  # when it was made, by the GPU's clock or the token loop's; 0: unknown
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Weights that a start reads once though two take them: the kernel's packing, and the library's second copy.
-
-Reading is most of a start whose kernels are kept: a file's pages go to the GPU over the bus.
-"""
+"""Weights that a start reads once though two take them: the kernel's packing, and the library's second copy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +10,8 @@ from kog_triton.backends.library_prefill import wants_library
 from kog_triton.model.spec import ModelSpec
 
 READ_BYTES = 4  # of a parameter in a file, at most
-PACKING = 8  # copies of the largest matrix that packing it may take, and the allocator then keeps
+# Copies of the largest matrix: an allowance, not measured, for what packing it takes and torch's allocator keeps.
+PACKING = 8
 
 
 class ReadOnce:
