@@ -46,7 +46,7 @@ class RequestMetrics:
     itl_p50_us: float | None
     itl_p99_us: float | None
     itl_max_us: float | None
-    clock: str  # "device" or "host": what the decode rate and the ITL were measured with
+    clock: str  # of the decode rate and the ITL: "device", the backend's stamps, or "host", their arrival
     bytes_per_token: int  # weights, plus keys and values at the mean depth
     gb_per_s: float | None
     peak: str  # what MBU compares with; "unknown" without a GPU whose bandwidth is known

@@ -23,6 +23,7 @@ def stats(output: RequestOutput) -> str:
     """The figures of one output; a figure that has no meaning here is shown as -."""
     m, done = output.metrics, output.outputs[0]
     mbu = f"MBU {_number(m.mbu, 100)} % of {m.peak}" if m.mbu is not None else "MBU unknown"
+    by = "by the backend's stamps" if m.clock == "device" else "as they arrived"
     between = f"p50 {_number(m.itl_p50_us, 1e-3)} ms, p99 {_number(m.itl_p99_us, 1e-3)} ms"
     return "\n".join(
         (
@@ -30,7 +31,7 @@ def stats(output: RequestOutput) -> str:
             f"{_number(m.prompt_tokens_per_s)} tokens/s; first token after "
             f"{_number(m.ttft_s, 1e3)} ms",
             f"output  {m.output_tokens} tokens, {_number(m.decode_tokens_per_s)} tokens/s without "
-            f"the first; between tokens {between} ({m.clock} clock)",
+            f"the first; between tokens {between}, {by}",
             f"memory  {m.bytes_per_token / 1e6:,.1f} MB a token, {_number(m.gb_per_s)} GB/s, "
             f"{mbu}; KV depth {m.kv_depth_start} to {m.kv_depth_end}",
             f"end     {done.finish_reason}; seed {m.seed}; backend {m.backend}; {m.total_s:.2f} s",
