@@ -78,11 +78,13 @@ def failure_of(backend, prompt=PROMPT, count=6):
     return str(failure.error)
 
 
-# What is waited for where block 1 sends no output of its first attention: that, by its own lane; by the other lanes,
-# of a model with some, what that lane would have sent them two layers later. Any of them may be the first to give up.
+# What is waited for where block 1 sends no output of its first attention: that, by its own lane, which sends no output
+# of its first MLP then. The lanes beside it, where a model has some, add that to their own two layers later: their
+# rows' owners wait for it, and all others of them for the owners. Whose watchdog looks first is chance.
 AWAITED = (
     r"(layer 0, attention_out, word \d+ of attention_out|"
-    r"layer 2, past, word \d+ of (attention|mlp)_out_past)"
+    r"layer 2, past, word \d+ of mlp_out_past|"
+    r"layer 2, mlp_out, word \d+ of mlp_out)"
 )
 
 
