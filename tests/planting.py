@@ -26,12 +26,13 @@ from kog_triton.backends.triton import (
     sample,
     slots,
     sync,
+    trials,
     votes,
     words,
 )
 
 DEVICE_MODULES = (
-    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, edits, logprobs, head,
+    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, trials, edits, logprobs, head,
     columns, chunk_attention, chunk, kernel,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}

@@ -25,12 +25,14 @@ from cuda_requests import (
     request,
     run,
     serve,
+    timeless,
     without_a_block,
 )
 from cuda_walk import ColumnBackend, FiberBackend, serving
 from ring_walker import f16_spec
 
 from kog_triton.errors import DeviceError
+from kog_triton.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,21 @@ def test_requests_take_turns_where_the_kernel_cannot_be_loaded(spec, expected, c
     assert [kernel.layout.columns for kernel in backend.columns.kernels] == [2]
     told = "no kernel of 4 columns, requests take turns: the GPU is out of room"
     assert caplog.text.count(told) == 1
+
+
+def test_one_that_may_say_nothing_ends_alone(spec, expected):
+    """The other's token is chosen right behind: blocks that lag still read what the first one's trial left."""
+    backend = make(ColumnBackend, spec, 2, 3, counts=(2,))
+    nothing = SamplingParams(seed=3, top_p=0.9, allowed_token_ids=(7,), bad_words_token_ids=((7,),))
+    other = request(1, PROMPTS[1], 3, SamplingParams(seed=4, top_p=0.9))
+    backend.wait_ticks = 1 << 17
+    said = run(backend, other)[1]
+    for seed in range(-3, -33, -7):
+        (kernel,) = backend.columns.kernels or (backend.columns.take(2, backend.device),)
+        kernel.kernel.seed = seed
+        steps = serve(backend, request(0, PROMPTS[0], 3, nothing), other)
+        assert "no token is allowed" in str(steps[0][-1].error)
+        assert timeless(steps[1]) == said
 
 
 def test_a_cancel_ends_one_of_them(backend, expected, monkeypatch):

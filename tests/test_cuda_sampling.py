@@ -15,6 +15,7 @@ import torch
 from cuda_planting import plant
 from cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
 from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda.protocol import Outcome
 from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
@@ -240,6 +241,88 @@ def test_settings_drawn_at_random(backends, block):
         assert_defined(backend, prompt, steps, params, sample_idx=sample_idx)
 
 
+# ---- draws that are tried before a cut is looked for ----
+
+
+@pytest.fixture(scope="module")
+def one_layer():
+    spec = spec_of(dtype=DType.F16, vocab_size=VOCAB, **SMALL)
+    return Walk(spec, RandomWeights(spec), 3)
+
+
+def way_of(walk, params):
+    """How a token came about: draws that were tried, and whether the cut was found. It is the definition's."""
+    assert walk.run(walk.words(PROMPT, 1, params), PROMPT) > 0
+    tokens = walk.tokens()
+    tried, cut = (
+        int(walk.memory.words[walk.layout.regions[name].offset + 1]) for name in ("trial", "bin")
+    )
+    row = walk.forward_logits(PROMPT)[-1]
+    assert tokens == [sample(row, params, History(PROMPT), len(PROMPT)).token]
+    return max(0, tried - 1), cut > 0
+
+
+ALL_WAYS = {(1, False), (2, False), (2, True)}  # the second behind a cut is the last
+WAYS = {
+    "none": ({}, {(0, False)}),
+    "penalties": ({"presence_penalty": 0.5}, {(0, False)}),
+    "greedy, top_p": ({"temperature": 0, "top_p": 0.5}, {(0, False)}),
+    "min_p": ({"min_p": 0.1, "temperature": 4.0}, {(1, False), (2, False)}),
+    "top_p": ({"top_p": 0.6, "temperature": 4.0}, ALL_WAYS),
+    "top_p, penalties": (
+        {"top_p": 0.6, "temperature": 4.0, "presence_penalty": 0.5, "logprobs": 2}, ALL_WAYS
+    ),
+    "top_k": ({"top_k": 40, "temperature": 4.0}, ALL_WAYS),
+    "top_k of all": ({"top_k": VOCAB, "min_p": 1e-30}, {(1, False)}),
+    "top_p, steep": ({"top_p": 0.5, "temperature": 0.01}, {(1, False)}),
+    "top_k, top_p": ({"top_k": 40, "top_p": 0.8, "temperature": 4.0}, ALL_WAYS | {(1, True)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_cut_is_looked_for_where_draws_do_not_settle_it(one_layer, name):
+    settings, ways = WAYS[name]
+    params = (resolved(VOCAB, **settings | {"seed": seed}) for seed in range(40))
+    assert {way_of(one_layer, one) for one in params} == ways
+
+
+@pytest.mark.parametrize("name", ["top_p, steep", "top_p", "top_k, top_p"])
+def test_the_hosts_word_comes_with_every_way(one_layer, name):
+    for seed in range(8):
+        params = resolved(VOCAB, **WAYS[name][0] | {"seed": seed})
+        words = one_layer.words(PROMPT, 4, params)
+        assert one_layer.run(words, PROMPT, control=Outcome.YIELD) > 0
+        assert (len(one_layer.tokens()), one_layer.outcome) == (1, Outcome.YIELD)
+
+
+@pytest.fixture(scope="module")
+def forty_blocks():
+    """More than a warp has lanes; and what they say in step."""
+    spec = spec_of(dtype=DType.F16, vocab_size=1531, **(SMALL | {"hidden_size": 640}))
+    walk = Walk(spec, RandomWeights(spec), 40)
+    assert walk.layout.lowering.num_blocks == 40
+    params = resolved(1531, top_p=0.3, temperature=40.0, logprobs=1, seed=1)
+    words = walk.words([1, 2], 5, params)
+    assert walk.run(words, [1, 2]) > 0 and len(walk.tokens()) == 5
+    found = walk.memory.words[walk.layout.regions["bin"].offset + 1]
+    assert found > 0, "no cut was looked for: draws settled it every time"
+    tokens, records, history = walk.tokens(), walk.memory.logprobs.clone(), History([1, 2])
+    for n, row in enumerate(walk.forward_logits([1, 2, *tokens[:-1]])[1:]):
+        history.append(sample(row, params, history, 2 + n).token)
+    assert history.output == tokens
+    return walk, words, tokens, records
+
+
+@pytest.mark.parametrize("seed, late", [(-1, None), (-2, None), (3, "trial"), (4, "shares")])
+def test_forty_blocks_say_the_same_out_of_step(forty_blocks, seed, late):
+    """Winners and sums meet by several warps, of which some lag behind; or words land late."""
+    walk, words, tokens, records = forty_blocks
+    if late:
+        walk.store_late(late, rounds=100)
+    assert walk.run(words, [1, 2], seed=seed) > 0
+    assert walk.tokens() == tokens and torch.equal(walk.memory.logprobs, records)
+
+
 # ---- masks ----
 
 
@@ -341,7 +424,17 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
 FAULTS = {
     "a cut one id late": ("cut.h", "target = by_count ? k :", "target = by_count ? k + 1 :",
                           "odd", SETTINGS["top_k"]),
-    "ties of a cut fall": ("choose.h", "<= cut))", "< cut))", "ties", SETTINGS["top_k"]),
+    "ties of a cut fall": ("cut.h", "ordered(f.top) - cut - 1", "ordered(f.top) - cut", "ties",
+                           SETTINGS["top_k"]),
+    "ties come before a winner": ("trial.h", "> logit;", ">= logit;", "ties", SETTINGS["top_k"]),
+    "every winner survives": (
+        "trial.h", "share)) return Fate::kFalls;", "share)) return Fate::kSurvives;", "odd",
+        {"top_p": 0.3, "temperature": 4.0}),
+    "a share of all ids, not of the top_k": (
+        "trial.h", "? Fate::kSurvives : Fate::kOpen", "? Fate::kSurvives : Fate::kSurvives", "odd",
+        {"top_k": 150, "top_p": 0.5, "temperature": 30.0}),
+    "as many before a winner as top_k": (
+        "trial.h", "s.before.count >= k", "s.before.count > k", "odd", {"top_k": 1, "temperature": 0.7}),
     "output counted once too often": ("edit.h", "step * (seen - 1)", "step * seen", "odd",
                                       {"frequency_penalty": 1.0, "temperature": 0,
                                        "allowed_token_ids": [50, 60, 70, 80]}),

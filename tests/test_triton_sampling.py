@@ -122,6 +122,7 @@ RULES = {
     "top_p": {"top_p": 0.83, "temperature": 2.5},
     "a tiny top_p": {"top_p": 1e-9, "temperature": 5.0},
     "all cuts": {"top_p": 0.6, "top_k": 20, "min_p": 0.01, "temperature": 3.0},
+    "cuts, flat": {"top_p": 0.5, "top_k": 30, "temperature": 30.0},
     "cuts of edited logits": {"top_p": 0.9, "top_k": 8, "repetition_penalty": 1.5, "logit_bias": {8: 9.0}},
 }  # fmt: skip
 
@@ -135,6 +136,36 @@ def test_tokens_are_the_definitions(name, backend):
         steps = draw(backend, logits, request)
         want = expected(logits, params, PROMPT, 3, 5)
         assert [s.token for s in steps] == [s.token for s in want]
+
+
+ONE, TWO, CUT = (
+    1,
+    3,
+    16,
+)  # the last vote of a token: of a first trial, of a second, or one of a search at least
+WAYS = {
+    "min_p": ({"min_p": 0.3, "temperature": 3.0}, {ONE, TWO}),
+    "top_p": ({"top_p": 0.6, "temperature": 3.0}, {ONE, TWO, CUT}),
+    "top_k": ({"top_k": 9, "temperature": 3.0}, {ONE, TWO, CUT}),
+    "top_k of all": ({"top_k": VOCAB, "min_p": 1e-30}, {ONE}),
+    "top_p, steep": ({"top_p": 0.5, "temperature": 0.01}, {ONE}),
+    "top_k, top_p": ({"top_k": 30, "top_p": 0.8, "temperature": 3.0}, {ONE, TWO, CUT}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_cut_is_searched_where_trials_do_not_settle_it(name, backend):
+    settings, ways = WAYS[name]
+    seen = set()
+    for seed in range(30):
+        params = replace(SamplingParams(seed=seed), **settings)
+        logits = logits_of(seed % 3, 0.5)
+        (step,) = draw(backend, logits, Request(0, PROMPT, params, seed, 1))
+        assert step.token == expected(logits, params, PROMPT, 1)[0].token
+        votes = backend.memory.pointers.wide[backend.tiles.region("votes") // 2 :][:48] >> 32
+        last = int(votes.max()) % 64
+        seen.add(min(last, CUT))
+    assert seen == ways
 
 
 def test_a_bad_word_of_several_ids_is_banned_where_the_output_ends_with_its_beginning(backend):
@@ -225,6 +256,9 @@ FAULTS = {
         "votes", "for step in range(DIGITS)", "for step in range(1, DIGITS)", "top_k",
     ),
     "a cut is too high": ("votes", ">= target) &", "> target) &", "top_k"),
+    "every winner survives": ("trials", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
+    "as many before a winner as top_k": ("trials", "(first >= k)", "(first > k)", "top_k of one"),
+    "a share of all, not of the top_k": ("trials", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat"),
     "weights ignore the cut before": ("votes", "tl.where(left, weight(whole), 0)", "weight(whole)", "all cuts"),
 }  # fmt: skip
 

@@ -216,6 +216,8 @@ def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
     """What all blocks tell each other about one token's logits."""
     add_region(regions, "winner", 4 * 2 * blocks, 1, 2)
     add_region(regions, "peak", 2 * 2 * blocks)
+    add_region(regions, "trial", 3 * 2 * 2 * blocks)
+    add_region(regions, "shares", 3 * 2 * 2 * blocks)
     add_region(regions, "bin_part", BINS * 4 * 2 * blocks)
     add_region(regions, "bin", BINS * 4 * 2)
     add_region(regions, "best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)

@@ -38,6 +38,8 @@ STEPS = (
     "winner",
     "mask",
     "peaks",
+    "trial",
+    "shares",
     "histogram",
     "cut",
     "best",

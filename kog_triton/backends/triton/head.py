@@ -15,9 +15,10 @@ from kog_triton.backends.triton.edits import edited, remember
 from kog_triton.backends.triton.logprobs import deliver, deliver_own
 from kog_triton.backends.triton.matvec import rowwise
 from kog_triton.backends.triton.residual import add_planes, rms_norm, rounded
-from kog_triton.backends.triton.sample import best_of, is_void
+from kog_triton.backends.triton.sample import best_of, is_void, keys_of
 from kog_triton.backends.triton.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.sync import meet, store_shared
+from kog_triton.backends.triton.trials import SURVIVES, champion, try_winners
 from kog_triton.backends.triton.votes import ROUNDS, four, ordered, pick, survivors, unordered, vote
 from kog_triton.backends.triton.words import (
     complain,
@@ -204,10 +205,12 @@ def choose(
     void = is_void(logit) & mine
     left = mine
     if RULES:
-        logit, left, alive = by_the_rules(
+        key, left, alive = by_the_rules(
             logit, ids, mine, first, count, position, epoch, slot, block, alive, p, S
         )
-    best, best_id = best_of(logit, left, ids, void, position, request)
+    else:
+        key = keys_of(logit, ids, position, request)
+    best, best_id = best_of(key, left, ids, void)
     return best, best_id, alive
 
 
@@ -215,27 +218,36 @@ def choose(
 def by_the_rules(
     raw, ids, mine, first, count, position, epoch, slot, block, alive, p, S: tl.constexpr
 ):
-    """The logits as the request edits them, which of them survive its cuts, and alive; log-probabilities on the way."""
+    """What the ids compete with once edited, which of them the cuts let compete, and alive; log-probabilities on
+    the way. Where it is known who wins by then, that one alone is left."""
     request = request_of(slot, p, S)
     flags = tl.load(request + field("flags"))
     logit, left = raw, mine
     if (flags & EDITED) != 0:
         logit, alive = edited(logit, ids, mine, first, count, position, slot, block, alive, p, S)
         left = mine & (logit > -float("inf"))
+    key = keys_of(logit, ids, position, request)
     if (flags & VOTING) != 0:
         round = epoch * ROUNDS
-        own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), 0, 0)
+        bits, who = champion(key, logit, left, ids)
+        own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
         votes, alive = vote(own, round, block, alive, p, S)
         round += 1
         if (flags & CUT) != 0:
             top = unordered(tl.max(pick(votes, 0), axis=0))
-            left, round, alive = survivors(
-                logit, left, top, flags, request, round, block, alive, p, S
+            won, end, round, alive = try_winners(
+                votes, key, logit, left, ids, top, flags, request, round, block, alive, p, S
             )
+            if end == SURVIVES:
+                left = left & (ids == won)
+            else:
+                left, round, alive = survivors(
+                    logit, left, top, flags, request, round, block, alive, p, S
+                )
         if (flags & LOGPROBS) != 0:
             top = unordered(tl.max(pick(votes, 1), axis=0))
             alive = deliver(raw, mine, ids, top, request, round, slot, block, alive, p, S)
-    return logit, left, alive
+    return key, left, alive
 
 
 @triton.jit

@@ -23,8 +23,8 @@ def is_void(logit):
 
 
 @triton.jit
-def best_of(logit, left, ids, void, position, request):
-    """The largest key among the ids that are `left`, and its id: the lowest of equal ones; VOID_ID if any is `void`."""
+def keys_of(logit, ids, position, request):
+    """What the ids compete with: their logits, or the draw's sums of logit and noise."""
     key = logit.to(tl.float64)
     if (tl.load(request + field("flags")) & GREEDY) == 0:
         scale = tl.load(request + field("scale")).to(tl.float32, bitcast=True).to(tl.float64)
@@ -33,6 +33,12 @@ def best_of(logit, left, ids, void, position, request):
             ids, position, tl.load(request + field("sample")), tl.load(seed), tl.load(seed + 1)
         )
         key = key * scale + gumbel(r).to(tl.float64) * NOISE_SCALE
+    return key
+
+
+@triton.jit
+def best_of(key, left, ids, void):
+    """The largest key among the ids that are `left`, and its id: the lowest of equal ones; VOID_ID if any is `void`."""
     key = tl.where(left, key, -float("inf"))
     best = tl.max(key, axis=0)
     best_id = tl.min(tl.where((key == best) & left, ids, NO_LOGITS), axis=0)

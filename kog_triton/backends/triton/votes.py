@@ -1,9 +1,9 @@
 """Sums over all blocks, and what is found with them: who survives min_p, top_k and top_p.
 
 Every rule is a cut on the logit, and a cut is found digit by digit: all blocks add what weighs at least a trial cut,
-compare the sum with the target, and keep the digit. Sums are of integers, so their order does not matter, and no
-block sees another's logits. A vote is four int64, each in two words that carry the round above them; two buffers
-take turns, because a block that publishes round r has read all of round r - 1.
+compare the sum with the target, and keep the digit. Few tokens need that (trials.py). Sums are of integers, so their
+order does not matter, and no block sees another's logits. A vote is four int64, each in two words that carry the
+round above them; two buffers take turns, because a block that publishes round r has read all of round r - 1.
 """
 
 import triton
@@ -19,7 +19,7 @@ TOP_P: tl.constexpr = tl.constexpr(int(Flag.TOP_P))
 DIGITS: tl.constexpr = tl.constexpr(16)  # of a cut, two bits each
 ROUNDS: tl.constexpr = tl.constexpr(
     64
-)  # at least the votes of one token: 1 + 16 + 1 + 16, and logprobs.py's 21
+)  # at least the votes of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def pick(votes, which: tl.constexpr):
 
 @triton.jit
 def vote(values, round, block, alive, p, S: tl.constexpr):
-    """Every block's `values` (int64 [4], none of them negative): [4, blocks padded with zeros], and alive."""
+    """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
     base = p.wide + S.region("votes") // 2 + (round & 1) * (8 * S.num_blocks)
     i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
-    bits = tl.where(half == 0, values[:, None] & 0xFFFFFFFF, values[:, None] >> 32)
+    bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
     store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
     j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
     ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)

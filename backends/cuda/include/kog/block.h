@@ -46,10 +46,12 @@ struct Seat {
 };
 
 // The end of shared memory: small things that warps tell each other.
+constexpr int kWinners = (kBlocks + 31) / 32;  // of 32 blocks each
+
 struct Small {
   float squares[kColumns * kWarps];
   Candidate local[kWarps];
-  Candidate global[(kBlocks + 31) / 32];  // of 32 blocks each
+  Candidate global[kWinners];
   Seat seats[kMostSeats];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
   u32 uses[kColumns * kMerged];  // layers that had a split (columns/attention.h)

@@ -1,11 +1,11 @@
 // The choice of a token that takes more than every row's logit once: edited, cut, or told to the
 // host.
 //
-//   logits --edit--> peaks ==> cut ==> candidates ==> token, log-probabilities
-//                       all blocks, each arrow one exchange or, for a cut, a few
+//   logits --edit--> a draw, peaks ==> trials ==> (cut ==> candidates ==>) token, log-probabilities
+//                              all blocks, each arrow one exchange or a few
 #pragma once
-#include <kog/cut.h>
 #include <kog/logprob.h>
+#include <kog/trial.h>
 
 namespace kog {
 
@@ -13,12 +13,44 @@ namespace kog {
 struct HeadStep {
   int heads, position;
   u32 control;
-  int column = 0;  // whose logits, in a kernel of columns
+  int column = 0;     // whose logits, in a kernel of columns
+  bool drawn = true;  // the warps have kept the best of its logits as they are
 };
 
 // What a column's raw logits are kept in; the edited ones of the token in hand lie before them.
 KOG_DEVICE float* raw_scores(const Pointers& p, int column) {
   return p.scores + static_cast<u64>(1 + column) * kVocab;
+}
+
+// The ids that a draw is among: all, or those of the field whose logits are above a bound.
+struct Reach {
+  bool all = true;
+  u32 bound = 0;  // an ordered integer
+
+  KOG_DEVICE bool holds(const Field& f, float logit) const {
+    return all || (ordered(logit) > bound && f.holds(logit));
+  }
+};
+
+// The best of a thread's ids.
+KOG_DEVICE Candidate draw(const Block& b, const Field& f, const Reach& reach, const float* raw,
+                          int position) {
+  Candidate mine = nobody();
+  for (int id = f.rows.first + b.thread; id < f.rows.last; id += 32 * kWarps) {
+    if (!reach.holds(f, f.logits[id])) continue;
+    bool finite = raw[id] < float_of(kInfinity);
+    Candidate c = candidate(b.request, finite ? f.logits[id] : raw[id], id, position + 1);
+    if (beats(c, mine)) mine = c;
+  }
+  return mine;
+}
+
+// A trial to its end: whether its winner survives, who is in reach of the next draw if not.
+KOG_DEVICE Fate try_winner(Block& b, const Field& f, u64 number, Reach& reach, u64* room) {
+  Trial t = gather_trial(b, number, reinterpret_cast<u32*>(room));
+  publish_shares(b, f, t.logit, number, room);
+  reach = {false, t.logit};
+  return fate_of(b, f, t.logit, gather_shares(b, number, room));
 }
 
 // The token that all blocks agree on where logits are edited, cut or told to the host. They lie in
@@ -29,42 +61,53 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
   b.request = request;
   sync_consumers();  // all logits are there, and the partial sums are free
   u32 flags = request[Request::kFlags];
-  Rows rows = own_rows(b);
   const float* raw = raw_scores(p, h.column);
-  const float* logits = raw;
-  if ((flags & kEdited) != 0) {
-    edit_logits(b, rows, b.small->token, h.position, raw, p.scores);
-    logits = p.scores;
-  }
-  Peaks peaks = {0, 0, false};
-  u32* room = reinterpret_cast<u32*>(b.partials);
-  if ((flags & (kCut | kLogprobs)) != 0) peaks = find_peaks(b, rows, raw, logits, h.heads, room);
-  Field field = {rows, logits, peaks.edited, double_at(request + Request::kDistance),
+  Field field = {own_rows(b), raw, 0, double_at(request + Request::kDistance),
                  double_at(request + Request::kMinP)};
-  u32 cut = 0xffffffffu;
-  bool cuts = (flags & kCut) != 0 && peaks.finite;
-  if (cuts) {
-    Search search = {field, reinterpret_cast<Level*>(b.partials), h.heads};
-    cut = cut_depth(b, search);
+  if ((flags & kEdited) != 0) {
+    edit_logits(b, field.rows, b.small->token, h.position, raw, p.scores);
+    field.logits = p.scores;
   }
-  Candidate mine = nobody();
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) {
-    if (cuts && !(field.holds(logits[id]) && field.depth(logits[id]) <= cut)) continue;
-    bool finite = raw[id] < float_of(kInfinity);
-    Candidate c = candidate(request, finite ? logits[id] : raw[id], id, h.position + 1);
-    if (beats(c, mine)) mine = c;
+  u64* room = reinterpret_cast<u64*>(b.partials);
+  bool drawn = h.drawn && (flags & kEdited) == 0;
+  int left = (flags & kCut) != 0 ? kTrials : 0;
+  Peaks peaks = {0, 0, false};
+  Fate fate = Fate::kOpen;
+  Reach reach;
+#pragma unroll 1
+  for (bool first = true;; first = false) {
+    if (!drawn) keep_best(b, draw(b, field, reach, raw, h.position));
+    drawn = false;
+    u64 number = exchange_number(h.heads, 1 + kTrials - left);
+    if (left > 0) publish_trial(b, field, number, h.control);
+    if (first && (flags & (kCut | kLogprobs)) != 0) {
+      peaks = find_peaks(b, field.rows, raw, field.logits, h.heads, reinterpret_cast<u32*>(room));
+      field.top = peaks.edited;
+      // Nothing is cut where nothing can be chosen. A trial that all had joined must not end without shares: by
+      // them a block knows that all others have read it.
+      if (!peaks.finite || peaks.edited == -float_of(kInfinity)) left = 0;
+    }
+    if (left == 0) break;
+    fate = try_winner(b, field, number, reach, room);
+    if (fate == Fate::kSurvives) break;
+    left = fate == Fate::kFalls ? left - 1 : 0;
+    if (left > 0) continue;
+    Search search = {field, reinterpret_cast<Level*>(room), h.heads};
+    reach.bound = bound_of(field, cut_depth(b, search));
   }
   bool tells = (flags & kLogprobs) != 0 && peaks.finite;
-  if (tells) publish_best(b, rows, raw, peaks.raw, h.heads, reinterpret_cast<u64*>(room));
-  publish_candidate(b, mine, h.heads, h.control);
-  gather_candidates(b, h.heads);
+  if (tells) publish_best(b, field.rows, raw, peaks.raw, h.heads, room);
+  if (fate != Fate::kSurvives) {
+    publish_candidate(b, h.heads, h.control);
+    gather_candidates(b, h.heads);
+  }
   if (tells) {
     int made = tokens_made(b, h.position);
     sync_consumers();
     int token = agreed(b);
-    if (b.thread == 0 && rows.hold(token))
+    if (b.thread == 0 && field.rows.hold(token))
       store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
-    if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, reinterpret_cast<u64*>(room));
+    if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, room);
   }
 }
 

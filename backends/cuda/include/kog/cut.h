@@ -1,5 +1,5 @@
 // Who survives min_p, top_k and top_p (kog_triton/sampling/definition.py, survivors): exact, in a
-// few exchanges of histograms.
+// few exchanges of histograms. Few tokens need it (trial.h).
 //
 // All three rules are cuts on the logit. An id's depth is how many floats lie between its logit and
 // the largest one; a cut is found by bins of depths, then bins within the bin that holds it, until
@@ -13,6 +13,8 @@
 namespace kog {
 
 constexpr int kLevels = 5;
+constexpr int kFirstLevel = 3;  // the number of a token's first exchange of levels: peaks and trials come before
+static_assert(kFirstLevel + 2 * kLevels < kExchanges, "a cut takes the exchange of log-probabilities");
 
 // The depths first .. first + 2^shift - 1.
 struct Bin {
@@ -80,12 +82,17 @@ struct Field {
   KOG_DEVICE u32 depth(float logit) const { return ordered(top) - ordered(logit); }
 };
 
+// What a logit is above that lies no deeper than a cut, as an ordered integer.
+KOG_DEVICE u32 bound_of(const Field& f, u32 cut) {
+  return cut < ordered(f.top) ? ordered(f.top) - cut - 1 : 0;
+}
+
 struct Search {
   Field field;
   Level* levels;
   int heads;
   int known = 0;      // levels that are filled
-  int exchanges = 1;  // of this token so far
+  int exchanges = kFirstLevel;  // of this token so far
 };
 
 // One id of each lane into its bin, kBins for none. Lanes of one bin add together first: most ids

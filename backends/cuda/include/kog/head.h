@@ -37,17 +37,18 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
         if (!owner) return;
         if ((flags & (kAllLogits | kWantsMore)) != 0)
           kept_logits(b, flags, k.heads)[first + row] = sum * scale;
-        if ((flags & kWantsMore) != 0) return;
+        if ((flags & kEdited) != 0) return;
         Candidate c = candidate(b.request, sum * scale, first + row, position + 1);
         if (beats(c, mine)) mine = c;
       });
   stamp(b, Point::kQkvProj);
   k.ending.load(b);
+  keep_best(b, mine);
   if ((flags & kWantsMore) != 0) {
     choose(b.p, b.request, {k.heads, position, control});
     acquire_cache();
   } else {
-    publish_candidate(b, mine, k.heads, control);
+    publish_candidate(b, k.heads, control);
     acquire_cache();  // while the others' candidates are on their way
     gather_candidates(b, k.heads);
   }

@@ -46,7 +46,7 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
                              u64* room) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 sum = 0, number = exchange_number(heads, kExchanges - 1);
-  sync_consumers();  // the room was a histogram's, and every warp has found its bin
+  sync_consumers();  // the room was a cut's or a trial's, and every warp has read it
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
     sum += weight_at(distance_of(top, raw[id], kLog2eScale));
   sum = sum_of_warp(sum);

@@ -47,14 +47,21 @@ KOG_DEVICE u64* winner_words(const Block& b, int heads) {
   return all + (heads & 1) * (WinnerWords::kStride / 2);
 }
 
-// Publish the block's best: key high, key low, id and the host's word, each with its epoch above
-// it.
-KOG_DEVICE void publish_candidate(Block& b, Candidate mine, int heads, u32 control) {
+// A warp's best, for `best_of_block` behind a barrier.
+KOG_DEVICE void keep_best(Block& b, Candidate mine) {
   mine = best_of_warp(mine);
   if (b.in_warp == 0) b.small->local[b.warp] = mine;
+}
+KOG_DEVICE Candidate best_of_block(const Block& b) {
+  return best_of_warp(b.in_warp < kWarps ? b.small->local[b.in_warp] : nobody());
+}
+
+// Publish the best of what the warps have kept: key high, key low, id and the host's word, each
+// with its epoch above it.
+KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   sync_consumers();
   if (b.warp != 0) return;
-  Candidate best = best_of_warp(b.in_warp < kWarps ? b.small->local[b.in_warp] : nobody());
+  Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
   u64 epoch = static_cast<u64>(heads + 1) << 32, bits = bits_of(best.key);
   u64* to = winner_words(b, heads) + 4 * b.block;
@@ -94,7 +101,7 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
 }
 KOG_DEVICE int agreed(const Block& b) {
   Candidate best = b.small->global[0];
-  for (int w = 1; w < (kBlocks + 31) / 32; w++)
+  for (int w = 1; w < kWinners; w++)
     if (beats(b.small->global[w], best)) best = b.small->global[w];
   return best.key == -infinity() ? kNothing : best.id;
 }

@@ -173,7 +173,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     if (is_plain(b, c) || !has_head(b, c, k.steps)) continue;
     sync_consumers();  // the request in hand is the last one's for nobody
     serve_seat(b, b.small->seats[c], position_of(b, c, k.steps));
-    choose(b.p, b.request, {k.heads, b.small->position, control, c});
+    choose(b.p, b.request, {k.heads, b.small->position, control, c, false});
     k.heads++;
     sync_consumers();
     b.small->chosen[c] = agreed(b);  // every thread writes the same
