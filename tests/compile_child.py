@@ -25,6 +25,7 @@ SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
+    "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads
     "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),
 }
 

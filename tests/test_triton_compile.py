@@ -253,7 +253,10 @@ def check_chunks(report: CompileReport) -> None:
         assert report.registers <= 255 and report.shared_bytes <= room * 1024
 
 
-@pytest.mark.parametrize("target, shape", [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes")])
+@pytest.mark.parametrize(
+    "target, shape",
+    [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")],
+)
 def test_sampling_rules_compile(target, shape, reports_of, compiler):
     """The kernel of all rules spills a little, where nothing else waits for it."""
     (report,) = reports_of(target, shape, "rules")

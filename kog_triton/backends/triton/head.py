@@ -189,12 +189,19 @@ def head_rows(block, lane, place, S: tl.constexpr):
 # ---- the choice ----
 
 
+@triton.constexpr_function
+def choice_rows(S):
+    """Length of a block's vectors of ids: its rows of the vocabulary, padded."""
+    rows = triton.next_power_of_2(S.stages[4].block_rows)
+    return 2 * rows if rows == S.sizes.unlowered else rows
+
+
 @triton.jit
 def choose(
     position, epoch, slot, block, lane, place, alive, p, S: tl.constexpr, RULES: tl.constexpr
 ):
     """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
-    ROWS: tl.constexpr = triton.next_power_of_2(S.stages[4].block_rows)
+    ROWS: tl.constexpr = choice_rows(S)
     request = request_of(slot, p, S)
     first, count, vocab_first = head_rows(block, lane, place, S)
     first += vocab_first
