@@ -10,7 +10,8 @@
 
 namespace kog {
 
-constexpr int kTrials = 2;  // then the cut is found: a third would be for one token in 800 at top-p 0.95
+// Then the cut is found: a third would be for one token in 800 at top-p 0.95.
+constexpr int kTrials = 2;
 static_assert(kFirstLevel == 1 + kTrials, "the exchanges of trials come before those of levels");
 
 // One winner of all blocks, and its logit as an ordered integer.
@@ -83,7 +84,8 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
 #pragma unroll
   for (int i = 0; i < 3; i++) {
     u64 sum = sum_of_warp(b.in_warp < kWarps ? room[3 * b.in_warp + i] : 0);
-    if (b.in_warp == 0 && !must_leave(b)) put_pair(to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
+    if (b.in_warp == 0 && !must_leave(b))  // as in publish_candidate
+      put_pair(to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
 }
 
