@@ -138,11 +138,8 @@ def test_tokens_are_the_definitions(name, backend):
         assert [s.token for s in steps] == [s.token for s in want]
 
 
-ONE, TWO, CUT = (
-    1,
-    3,
-    16,
-)  # the last vote of a token: of a first trial, of a second, or one of a search at least
+# The last vote of a token: of a first trial, of a second, or one of a search at least.
+ONE, TWO, CUT = 1, 3, 16
 WAYS = {
     "min_p": ({"min_p": 0.3, "temperature": 3.0}, {ONE, TWO}),
     "top_p": ({"top_p": 0.6, "temperature": 3.0}, {ONE, TWO, CUT}),

@@ -1,8 +1,8 @@
 """Who would win if no rule cut anyone, and whether the rules would have let that id compete.
 
 A winner among all ids that survives min_p, top_k and top_p wins among the survivors, too: where it does, which
-with top_p alone has that probability, two votes take the place of a search for the cut (votes.py). If it does not,
-whoever survives has a larger logit: one more draw is tried among those.
+with top_p alone has that probability at least, two votes take the place of a search for the cut (votes.py). If it
+does not, whoever survives has a larger logit: one more draw is tried among those.
 """
 
 import triton
@@ -24,9 +24,7 @@ from kog_triton.backends.triton.votes import (
 TRIALS: tl.constexpr = tl.constexpr(2)
 SURVIVES: tl.constexpr = tl.constexpr(0)
 FALLS: tl.constexpr = tl.constexpr(1)
-OPEN: tl.constexpr = tl.constexpr(
-    2
-)  # it takes the cut of top_k to know what top_p takes its share of
+OPEN: tl.constexpr = tl.constexpr(2)  # unknown without the cut of top_k, which top_p shares out
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Sums over all blocks, and what is found with them: who survives min_p, top_k and top_p.
 
 Every rule is a cut on the logit, and a cut is found digit by digit: all blocks add what weighs at least a trial cut,
-compare the sum with the target, and keep the digit. Few tokens need that (trials.py). Sums are of integers, so their
-order does not matter, and no block sees another's logits. A vote is four int64, each in two words that carry the
-round above them; two buffers take turns, because a block that publishes round r has read all of round r - 1.
+compare the sum with the target, and keep the digit. Tokens that trials.py settles need none of it. Sums are of
+integers, so their order does not matter, and no block sees another's logits. A vote is four int64, each in two words
+that carry the round above them; two buffers take turns, because a block that publishes round r has read all of
+round r - 1.
 """
 
 import triton

@@ -45,9 +45,9 @@ struct Seat {
   int slot, first, first_head, token;
 };
 
-// The end of shared memory: small things that warps tell each other.
 constexpr int kWinners = (kBlocks + 31) / 32;  // of 32 blocks each
 
+// The end of shared memory: small things that warps tell each other.
 struct Small {
   float squares[kColumns * kWarps];
   Candidate local[kWarps];

@@ -83,8 +83,8 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     if (first && (flags & (kCut | kLogprobs)) != 0) {
       peaks = find_peaks(b, field.rows, raw, field.logits, h.heads, reinterpret_cast<u32*>(room));
       field.top = peaks.edited;
-      // Nothing is cut where nothing can be chosen. A trial that all had joined must not end without shares: by
-      // them a block knows that all others have read it.
+      // Nothing is cut where nothing can be chosen. A trial that is gathered must not end without
+      // shares: by them a block knows that all others have read it.
       if (!peaks.finite || peaks.edited == -float_of(kInfinity)) left = 0;
     }
     if (left == 0) break;

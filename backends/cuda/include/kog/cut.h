@@ -1,5 +1,5 @@
 // Who survives min_p, top_k and top_p (kog_triton/sampling/definition.py, survivors): exact, in a
-// few exchanges of histograms. Few tokens need it (trial.h).
+// few exchanges of histograms, for tokens that trials do not settle (trial.h).
 //
 // All three rules are cuts on the logit. An id's depth is how many floats lie between its logit and
 // the largest one; a cut is found by bins of depths, then bins within the bin that holds it, until
@@ -13,8 +13,9 @@
 namespace kog {
 
 constexpr int kLevels = 5;
-constexpr int kFirstLevel = 3;  // the number of a token's first exchange of levels: peaks and trials come before
-static_assert(kFirstLevel + 2 * kLevels < kExchanges, "a cut takes the exchange of log-probabilities");
+// The number of a token's first exchange of levels: peaks and trials come before.
+constexpr int kFirstLevel = 3;
+static_assert(kFirstLevel + 2 * kLevels < kExchanges, "a cut takes the exchange of logprobs");
 
 // The depths first .. first + 2^shift - 1.
 struct Bin {

@@ -10,7 +10,7 @@
 
 namespace kog {
 
-// Then the cut is found: a third would be for one token in 800 at top-p 0.95.
+// Then the cut is found: a third would be for about one token in 800 at top-p 0.95.
 constexpr int kTrials = 2;
 static_assert(kFirstLevel == 1 + kTrials, "the exchanges of trials come before those of levels");
 
