@@ -119,11 +119,12 @@ def is_local(what):
     return re.search(r"\b(LDL|STL)\b", what)
 
 
-def assert_no_loop_spills(code, in_weights=0):
+def assert_no_loop_spills(code, in_weights=0, in_polls=0):
     """Neither loops that multiply weights, keys or values, nor what is laid out in place of one, nor loops that ask
     for other blocks' words, nor the one that fills the ring.
 
     in_weights  loads and stores that one of the first may have
+    in_polls    that one of those that ask may have
     """
     weights, taken = innermost(code, WEIGHTS), straight(code, WEIGHTS)
     # A loop of batches, which begins with the words of their rows, waits for none.
@@ -134,6 +135,6 @@ def assert_no_loop_spills(code, in_weights=0):
     assert len(weights) + len(taken) >= 6  # five matrix stages and attention
     assert any("MUFU.EX2" in what for body in weights for what in body)
     assert len(polls) >= 8 and len(fills) == 1
-    for loops, most in ((weights, in_weights), (taken + polls + fills, 0)):
+    for loops, most in ((weights, in_weights), (polls, in_polls), (taken + fills, 0)):
         for body in loops:
             assert len([what for what in body if is_local(what)]) <= most

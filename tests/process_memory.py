@@ -15,6 +15,9 @@ def host_bytes() -> int:
 
 def gpu_memory() -> dict[str, int | None]:
     """By torch's allocators: tensors on the GPU, their bytes, bytes of pinned tensors; and the driver's count."""
+    torch.cuda.synchronize()
+    # Only with the next one does torch let go of pinned tensors that copies have read.
+    torch.empty(1, pin_memory=True)
     gpu, pinned = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
     return {
         "tensors": gpu["allocation.all.current"],

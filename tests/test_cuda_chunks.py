@@ -432,7 +432,7 @@ FAULTS = {
         "? span.end - start(span) - 1 : 0",
     ),
     "another column's key": ("is_query ? b.column : at - first", "b.column"),
-    "a key turned to another's position": ("item < kQueries || row > position", "true"),
+    "a key turned to another's position": ("item < queries || row > position", "true"),
     "another head's value": (
         "words + n / kOne * kKvHeads * (kHeadDim / 2)",
         "words + n / kOne * (kHeadDim / 2)",

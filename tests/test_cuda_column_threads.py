@@ -41,8 +41,9 @@ SPECS = {  # spec, blocks, columns
 
 @pytest.fixture(autouse=True)
 def splits(monkeypatch):
-    """Two blocks each take a part of a head's context, so that they read what others have appended."""
+    """From the fourth position on several blocks share a head's context, and read what one has appended."""
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
+    monkeypatch.setattr(header, "MERGED_LENGTH", 3)
 
 
 def said(walk, slot, count):

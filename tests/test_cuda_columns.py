@@ -226,13 +226,13 @@ def test_every_way_to_choose_works_beside_every_other(spec):
 FAULTS = {
     "a column that reads another's stream": (
         "columns/stream.h",
-        "x.words + c * kHiddenStride + e",
+        "x.words + first * kHiddenStride + e",
         "x.words + e",
     ),
-    "lowest bits of other columns": (
+    "both halves of a warp with the same columns": (
         "columns/stream.h",
-        "mark[c / 4] >> 4 * (c % 4)",
-        "mark[c / 4] >> 4 * (3 - c % 4)",
+        "b.in_warp / (32 / kSharing) * kMine",
+        "0 * b.in_warp",
     ),
     "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
     "an operand in another's place": (
@@ -252,14 +252,16 @@ FAULTS = {
     ),
     "the winner of the last step": (
         "columns/head.h",
-        "static_cast<u64>(++k.heads) << 32",
+        "static_cast<u64>(count_up(b, &Kept::heads)) << 32",
         "static_cast<u64>(1) << 32",
     ),
-    "splits of another column's length": (
-        "columns/attention.h",
-        "mine[set] ? images_of(b, column, steps)",
-        "mine[set] ? images_of(b, 0, steps)",
+    "another column's position": (
+        "columns/splits.h",
+        "position = position_of(b, b.column, steps_of(b));",
+        "position = position_of(b, 0, steps_of(b));",
     ),
+    "one split for both halves of the warps": ("columns/splits.h", "split += side(b);", ""),
+    "splits that weigh alike": ("unit.h", "share[s] = exp2_fast(top[s] - best);", "share[s] = 1;"),
 }
 
 
@@ -277,6 +279,12 @@ SHAPE_FAULTS = {
         "          even += v[0][1] + v[1][1];\n",
         "",
     ),
+    "queries of another block": (
+        "joins of many splits",
+        "columns/units.h",
+        "n % kHeadParts * kPartQueries",
+        "0 * n",
+    ),
     "operands of a chunk that was multiplied": (
         "a K beyond shared memory",
         "columns/matvec.h",
@@ -292,13 +300,14 @@ def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
     shape, *edit = SHAPE_FAULTS[name]
     spec, columns, blocks, constants = SHAPES[shape]
     for constant, value in constants.items():
-        monkeypatch.setattr(batches, constant, value)
+        monkeypatch.setattr(batches if constant == "scratch_room" else header, constant, value)
     requests = [request(i, PROMPTS[i], 2) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
     backend = make(ColumnBackend, spec, columns, blocks, -1, counts=(columns,))
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))
+    backend.wait_ticks = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

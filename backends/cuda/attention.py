@@ -38,14 +38,34 @@ def received_bytes(spec: ModelSpec, new_rows: int = 1) -> int:
 
 def found_bytes(spec: ModelSpec, splits: int) -> int:
     """Behind those: the warps' results, later joins."""
-    d, row, group = spec.head_dim, row_dim(spec), spec.group
-    head_groups = -(-group // HEADS_AT_ONCE)
-    slots = head_groups * -(-(WARPS // head_groups) // 2)  # half of the warps find room at once
-    merge = slots * -(-group // head_groups) * (row + 4 + 2)
+    d, group = spec.head_dim, spec.group
     joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    return 4 * max(merge, joins)
+    return max(result_bytes(spec), 4 * joins)
+
+
+def result_bytes(spec: ModelSpec) -> int:
+    """Results of half of the warps, of all query heads."""
+    head_groups = -(-spec.group // HEADS_AT_ONCE)
+    slots = head_groups * -(-(WARPS // head_groups) // 2)
+    return 4 * slots * -(-spec.group // head_groups) * (row_dim(spec) + 4 + 2)
 
 
 def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
     """Behind o_proj's inputs: what was received, and what was found."""
     return received_bytes(spec, new_rows) + found_bytes(spec, splits)
+
+
+def part_queries(spec: ModelSpec, columns: int, blocks: int) -> int:
+    """Query heads that a block takes of a head that one block walks: as few as give no block two units."""
+    head_groups = -(-spec.group // HEADS_AT_ONCE)
+    parts = max(head_groups, min(spec.group, blocks // (columns * spec.lane_kv_heads)))
+    return -(-spec.group // parts)
+
+
+def head_bytes(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> int:
+    """What a block keeps of `queries` heads whose splits, `merged` at most, it walks alone
+    (include/kog/columns/splits.h)."""
+    head_groups = -(-spec.group // HEADS_AT_ONCE)
+    results = merged * -(-(WARPS // head_groups) // 2) * queries * (row_dim(spec) + 4 + 2)
+    found = merged * queries * (spec.head_dim // 2 + 1)
+    return received_bytes(spec, new_rows) + 4 * (results + found)

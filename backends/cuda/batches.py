@@ -20,7 +20,7 @@ THREADS = WARPS * 32  # that consume
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same where some are read from memory instead; and how many chunks ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_CHUNKS = 32, 2
-COLUMN_SMALL_BYTES = 1664  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
+COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
 
 
 def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
@@ -106,18 +106,26 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
 
 def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units of a stage of 16-bit words, for a warp each of their pieces, whose partial sums find room where
-    other stages keep the operands that x becomes."""
+    other stages keep more, or where the ring leaves less than a chunk."""
     if columns == 1 or is_wide(stage):
         return 0
     tiling, steps = lo.tilings[stage.name], lo.steps(stage)
-    wide = [s for s in matrix_stages(lo.schedule) if is_wide(s)]
-    room = max(staged_bytes(lo, s, columns) for s in wide)
-    room -= staged_bytes(lo, stage, columns)
+    scratch = up(max(_least_bytes(lo, s, columns) for s in matrix_stages(lo.schedule)), 128)
+    rest = (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - scratch) % (lo.chunk_bytes + 16)
+    room = scratch + rest // 128 * 128 - staged_bytes(lo, stage, columns)
     sums = sum_bytes(lo, stage, columns)
     period = unit_period(steps, lo.fragments)
     mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
     pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
     return _whole_chunks(lo, steps, min(room // sums, mine, WARPS // pieces))
+
+
+def _least_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Of a stage's operands and partial sums."""
+    staged = staged_bytes(lo, stage, columns)
+    if is_wide(stage):
+        return staged
+    return staged + _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)
 
 
 def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:

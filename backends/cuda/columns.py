@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from kog_triton.backends.cuda import lanes
-from kog_triton.backends.cuda.attention import MERGED, attention_bytes
+from kog_triton.backends.cuda.attention import MERGED, attention_bytes, head_bytes
 from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_items, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
@@ -49,7 +49,6 @@ def lay_out_columns(
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     group = lowering.group_size(stages["qkv_proj"])
     splits = max(1, group // spec.lane_kv_heads)
-    merged = min(MERGED, splits)
     regions: dict[str, Region] = {}
 
     def add(name: str, width: int, rows: int = 1, buffers: int = 1) -> None:
@@ -58,9 +57,8 @@ def lay_out_columns(
 
     add("qkv", -(-schedule.exchange("qkv").width // 2), columns)
     for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
-        images = merged if name == "attention" else 1
-        add(name, lowering.padded_k(stages[stage]) // 2 * columns, 1, images)
-    add("tops", spec.lane_heads * merged * columns)
+        add(name, lowering.padded_k(stages[stage]) // 2 * columns)
+    add("attention_heads", spec.lane_heads * columns)
     heads = spec.lane_kv_heads * columns
     add_split_regions(regions, spec, shards * heads, splits)
     add("attention_flags", heads * splits)
@@ -69,14 +67,14 @@ def lay_out_columns(
         ("mlp_out", spec.reduce_mlp),
     ):
         add(name, spec.hidden_size, columns)
-        add(name + "_flags", marks_of(spec.hidden_size, columns))
+        add(name + "_flags", -(-spec.hidden_size // 4))
         buffers = lanes.num_buffers(reduces, spec.delay) if shards > 1 else 0
         add(name + "_sent", spec.hidden_size if buffers else 0, columns, max(1, buffers))
     add("mlp_flags", -(-group // FLAGS_TOGETHER) * LINE_WORDS)
     mixed = spec.hidden_size if shards > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
     add("part", mixed, columns)
     add_region(regions, "y", mixed, columns)
-    add_region(regions, "y_flags", marks_of(mixed, columns))
+    add_region(regions, "y_flags", -(-mixed // 4))
     add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
     add_region(regions, "column_winner", 2 * 2 * columns)
     add_head_regions(regions, lowering.num_blocks)
@@ -92,8 +90,10 @@ def lay_out_columns(
         partial_bytes=0,
         small_bytes=COLUMN_SMALL_BYTES,
     )
-    behind = layout.stage_bytes(stages["o_proj"]) + attention_bytes(
-        spec, splits, columns if chunk else 1
+    new_rows = columns if chunk else 1
+    behind = layout.stage_bytes(stages["o_proj"]) + max(
+        attention_bytes(spec, splits, new_rows),
+        head_bytes(spec, layout.part_queries, min(MERGED, splits), new_rows),
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
     if lanes.shares(spec):
@@ -112,11 +112,6 @@ def lay_out_columns(
             f"{window} are needed"
         )
     return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
-
-
-def marks_of(rows: int, columns: int) -> int:
-    """Words of the marks of so many rows (include/kog/columns/stream.h)."""
-    return -(-rows // 4) * -(-columns // 4)
 
 
 @dataclass(frozen=True)

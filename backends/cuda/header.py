@@ -113,6 +113,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "query_tops": QUERY_TOPS,
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
+        "part_queries": layout.part_queries,
         "group_heads": head_group,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
@@ -152,6 +153,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
         "mlp_bias": spec.mlp_bias,
         "qk_norm": spec.qk_norm,
         "lane_norms": spec.lane_norms,
+        "same_windows": len(set(spec.windows)) == 1,
         "has_past": layout.region("mlp_out_past").stride > 0,
         "has_now": layout.region("mlp_out_now").stride > 0,
         "sends": layout.joined_at > 0,

@@ -16,6 +16,7 @@ from kog_triton.backends.cuda.attention import (
     HEADS_AT_ONCE,
     QUERY_TOPS,
     attention_bytes,
+    part_queries,
     received_bytes,
     row_dim,
 )
@@ -75,6 +76,13 @@ class Layout:
     small_bytes: int = SMALL_BYTES
     joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
+
+    @property
+    def part_queries(self) -> int:
+        """Query heads of a block where a kernel of several columns deals out a head's."""
+        schedule = self.lowering.schedule
+        group = self.lowering.group_size(schedule.stage("qkv_proj"))
+        return part_queries(schedule.spec, self.columns, group)
 
     @property
     def total_words(self) -> int:

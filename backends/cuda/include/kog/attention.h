@@ -61,7 +61,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
     const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
     for (; at < span.end; at += kRoundRows) {
       int next = at + kRoundRows;
-      fresh.patch(b, span, position, at, scratch, key, value);
+      fresh.patch(b, fresh.from(span), span.end, cached, at, scratch, key, value);
       float p[kTileRows / 8][2];
       softmax.weigh(b, queries, key, span.end - at, p);
       fetch_tile(b, keys, values, next + kRoundRows, cached);
@@ -154,28 +154,16 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     float top[kMerged];
 #pragma unroll
     for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(logarithms[i], s));
-    float best = top[0], total = 0, sum[4] = {};
-#pragma unroll
-    for (int s = 1; s < kMerged; s++)
-      if (s < used) best = top[s] > best ? top[s] : best;
-#pragma unroll
-    for (int s = 0; s < kMerged; s++) {
-      if (s >= used) continue;
-      float share = exp2_fast(top[s] - best);
-      total += share;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        u32 both = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
-        sum[2 * j] += share * low_of(both);
-        sum[2 * j + 1] += share * high_of(both);
-      }
-    }
-    float scale = divide(1.f, total);
+    Join join(top, used);
     bool inside = in.value(i) < Stage::kCols;
     u32 joined[2];
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-      joined[j] = inside ? round_pair<kF16>(sum[2 * j] * scale, sum[2 * j + 1] * scale) : 0;
+    for (int j = 0; j < 2; j++) {
+      u32 both[kMerged];
+#pragma unroll
+      for (int s = 0; s < kMerged; s++) both[s] = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
+      joined[j] = inside ? join.of(both) : 0;
+    }
     in.put(b, i, joined);
   }
   sync_staged<In::kOwnSlice>();

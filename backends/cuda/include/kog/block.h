@@ -45,6 +45,24 @@ struct Seat {
   int slot, first, first_head, token;
 };
 
+// What a block does of a layer's attention in a kernel of columns (columns/attention.h): of which column, how
+// many blocks share the head's context (0: no more units), its first query, and what the block walks.
+struct Unit {
+  u32 column, blocks, head, query, split, used, start, end;
+};
+// What a warp of a kernel of columns keeps from stage to stage. In registers from the first layer to the last
+// it was spilled, and loads of spilled values, for which little more than 28 KB of cache are left, went to
+// the L2.
+struct Kept {
+  u32 layer, half, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
+  u32 slot, parity;  // of the ring, while it does not multiply
+  u32 unit;          // of attention
+};
+constexpr int kHeadParts = (kHeads / kKvHeads + kPartQueries - 1) / kPartQueries;
+constexpr int kMostOfHead = kSplits > kHeadParts ? kSplits : kHeadParts;
+constexpr int kMostUnits = (kColumns * kKvHeads * kMostOfHead + kGroup - 1) / kGroup + 1;
+constexpr int kUnitsKept = kColumns == 1 ? 1 : kMostUnits < 10 ? kMostUnits : 10;
+
 constexpr int kWinners = (kBlocks + 31) / 32;  // of 32 blocks each
 
 // The end of shared memory: small things that warps tell each other.
@@ -54,7 +72,7 @@ struct Small {
   Candidate global[kWinners];
   Seat seats[kMostSeats];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
-  u32 uses[kColumns * kMerged];  // layers that had a split (columns/attention.h)
+  Unit units[kUnitsKept];
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may
@@ -63,7 +81,7 @@ struct Small {
   u32 walks;   // 1 while a long span is walked
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
-  u32 layers[kColumns > 1 ? kWarps : 1];  // where each warp is (columns/layer.h)
+  Kept kept[kColumns > 1 ? kWarps : 1];
 };
 constexpr u32 kExpired = 2;
 static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
@@ -127,7 +145,7 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 want
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
-    u32 layer = kColumns > 1 ? load_volatile(&b.small->layers[b.warp]) : static_cast<u32>(b.layer);
+    u32 layer = kColumns > 1 ? load_volatile(&b.small->kept[b.warp].layer) : static_cast<u32>(b.layer);
     store_relaxed(b.p.error + 3, layer);
     store_relaxed(b.p.error + 4, place);
     store_relaxed(b.p.error + 5, seen);

@@ -128,57 +128,64 @@ KOG_DEVICE u32 infinities_void(u32 both) {
 }
 // Two values of a key or value, rounded as everybody will read them.
 KOG_DEVICE u32 cached_pair(float2 v) { return infinities_void(round_pair<kF16>(v.x, v.y)); }
-// The new key or value.
-KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache) {
+// The new key or value to scratch and, by who `keeps` it, to the cache.
+KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache, bool keeps) {
   head.each(b, [&](int word, float2 v) {
     u32 w = cached_pair(v);
     reinterpret_cast<u32*>(scratch)[word] = w;
-    reinterpret_cast<u32*>(cache)[word] = w;
+    if (keeps) reinterpret_cast<u32*>(cache)[word] = w;
   });
 }
 
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// What is not in the cache yet, where a step computes one position of a request: the newest.
+// What is not in the cache yet, where a step computes one position of a request: the newest. A unit receives
+// so many of its head's queries, from one on.
 struct Newest {
+  int first_query = 0, queries = kQueries;
+
   // The end of what the cache holds of a span.
   KOG_DEVICE static int cached(const Span& span) { return span.newest ? span.end - 1 : span.end; }
 
   // What a warp's first head is rotated with.
-  KOG_DEVICE static Rotation rotation(const Block& b, const Span&, int position) {
-    return load_rotation(b, position, first_received(b) == kQueries);
+  KOG_DEVICE Rotation rotation(const Block& b, const Span&, int position) const {
+    return load_rotation(b, position, first_received(b) == queries);
   }
 
-  // Heads of q by warps, the new k and v by two more where this block takes the newest position.
-  KOG_DEVICE static void receive(Block& b, const Span& span, int position, u32 phase,
-                                 const AttentionScratch& scratch, const Rotation& rotation) {
+  // Heads of q by warps, the new k and v by two more where this block takes the newest position. Who takes
+  // the first query appends them.
+  KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
+                          const AttentionScratch& scratch, const Rotation& rotation) const {
     u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-    for (int h = first_received(b); h < kQueries + 2; h += kWarps) {
-      if (h >= kQueries && !span.newest) continue;
-      bool is_key = h == kQueries;
-      int row =
-          h < kQueries ? span.head * kQueries + h : kHeads + (h - kQueries) * kKvHeads + span.head;
+    for (int h = first_received(b); h < queries + 2; h += kWarps) {
+      if (h >= queries && !span.newest) continue;
+      bool is_key = h == queries;
+      int row = h < queries ? span.head * kQueries + first_query + h
+                            : kHeads + (h - queries) * kKvHeads + span.head;
       Head head;
       head.receive(b, row * kHeadDim, phase);
-      if (h > kQueries) {
-        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim);
+      if (h > queries) {
+        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim,
+               first_query == 0);
         continue;
       }
       // Rotations were asked for before the wait, for each warp's first head.
       Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
       head.rotate(b, r, is_key ? 1.f : query_scale());
       if (is_key)
-        append(b, head, scratch.key, cache);
+        append(b, head, scratch.key, cache, first_query == 0);
       else
         put_query(b, head, h, scratch.queries);
     }
   }
 
-  // The tile at `at` has it as well, if it is there.
-  KOG_DEVICE static void patch(const Block& b, const Span& span, int position, int at,
+  // The tile at `at` has it as well, if it is there: of a span up to `end`, of which the cache holds what is
+  // ahead of `cached`. `from`: the first position that was received.
+  KOG_DEVICE static int from(const Span&) { return 0; }
+  KOG_DEVICE static void patch(const Block& b, int, int end, int cached, int at,
                                const AttentionScratch& scratch, Keys& key, Values& value) {
-    int newest = span.newest ? position - at : kTileRows;
+    int newest = cached < end ? cached - at : kTileRows;
     if (newest >= kTileRows) return;
     key.patch(b, newest, scratch.key);
     value.patch(b, newest, scratch.value);

@@ -5,22 +5,21 @@
 
 namespace kog {
 
-// One warp's place among the results: where its lane keeps the outputs of its head i, piece by piece.
+// One warp's place among the results of kHeadsKept heads: where its lane keeps the outputs of its head i,
+// piece by piece.
+template <int kHeadsKept>
 struct Slot {
   static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
   float* results;
   float2* tops;
 
-  KOG_DEVICE Slot(const Block& b, const AttentionScratch& scratch) {
-    int slot = (b.warp / kWarpsAGroup * kSlots + b.warp % kWarpsAGroup % kSlots) * kGroupHeads;
-    results = scratch.results + slot * kResultStride;
-    tops = scratch.tops + slot;
-  }
+  KOG_DEVICE Slot(float* all_results, float2* all_tops, int slot)
+      : results(all_results + slot * kHeadsKept * kResultStride), tops(all_tops + slot * kHeadsKept) {}
   // each(where, t): the kPiece words from t on of head i, which lie there.
   template <class Each>
   KOG_DEVICE void each_piece(const Block& b, int i, Each each) const {
     int head = b.in_warp % 4 * 2 + i;
-    if (head >= kGroupHeads) return;
+    if (head >= kHeadsKept) return;
 #pragma unroll
     for (int t = 0; t < kDimSteps; t += kPiece)
       each(results + head * kResultStride + Values::dimension(b, t), t);
@@ -41,14 +40,14 @@ struct Slot {
             *reinterpret_cast<float2*>(at + 2 * n) = {s.out[t + n][i], s.out[t + n][i + 2]};
         }
       });
-    if (b.in_warp % 4 == 0 && b.in_warp / 4 < kGroupHeads)
+    if (b.in_warp % 4 == 0 && b.in_warp / 4 < kHeadsKept)
       tops[b.in_warp / 4] = {s.top, total};
   }
 
   // Add what another warp put there to `s`.
   KOG_DEVICE void absorb(const Block& b, Softmax& s) const {
     int head = b.in_warp / 4;
-    float2 theirs = tops[head < kGroupHeads ? head : 0];
+    float2 theirs = tops[head < kHeadsKept ? head : 0];
     float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
     s.rescale(b, exp2_fast(s.top - top));
     s.top = top;
@@ -72,7 +71,8 @@ struct Slot {
 KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
                             const AttentionScratch& scratch) {
   int walker = b.warp % kWarpsAGroup;
-  Slot slot(b, scratch);
+  Slot<kGroupHeads> slot(scratch.results, scratch.tops,
+                         b.warp / kWarpsAGroup * kSlots + walker % kSlots);
   if (walked > kSlots) {
     if (walks && walker >= kSlots) slot.put(b, softmax);
     sync_consumers();
@@ -120,9 +120,9 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
       float2 v = *reinterpret_cast<const float2*>(
           scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
       float share = exp2_fast(t.x - top);
-      sum += share * t.y;
-      out.x += share * v.x;
-      out.y += share * v.y;
+      sum = fused(share, t.y, sum);
+      out.x = fused(share, v.x, out.x);
+      out.y = fused(share, v.y, out.y);
     }
 #pragma unroll
     for (int mask = 1; mask < kSharers; mask <<= 1) {

@@ -61,6 +61,12 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
       if (at[i] + j < kHidden) x[4 * i + j] += unpack_f32(word_of(q[i], j));
 }
 
+// A stream as kernels of columns send it, in words that carry their phase: without its lowest bit.
+KOG_DEVICE void settle(float (&x)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) x[i] = unpack_f32(bits_of(x[i]));
+}
+
 // How many of a module's outputs went to all lanes at once: it says slot and phase of the next one,
 // and with the layers run that of the next one for the lane alone.
 struct Turns {
@@ -141,6 +147,7 @@ struct Module {
     } else {
       gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride, phase_of(turns.own(iteration)), x);
     }
+    settle(x);
   }
 };
 

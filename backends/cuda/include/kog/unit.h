@@ -114,4 +114,37 @@ KOG_DEVICE void publish_split(const Block& b, const Span& span, int query, int p
     store_relaxed(tops_of(b, span.head, query, span.split), pack_f32(top, phase));
 }
 
+// How the outputs of a head's splits, few of them, are joined: by the shares of their sums, in order.
+struct Join {
+  float share[kMerged], scale;
+  int used;
+
+  // Of splits [0, used), whose sums have these logarithms.
+  KOG_DEVICE Join(const float (&top)[kMerged], int splits) : used(splits) {
+    float best = top[0], total = 0;
+#pragma unroll
+    for (int s = 1; s < kMerged; s++)
+      if (s < used) best = top[s] > best ? top[s] : best;
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      share[s] = 0;  // on every path: else that of the last join would be kept
+      if (s >= used) continue;
+      share[s] = exp2_fast(top[s] - best);
+      total += share[s];
+    }
+    scale = divide(1.f, total);
+  }
+  // An operand of each split to that of the head, as its readers take it.
+  KOG_DEVICE u32 of(const u32 (&both)[kMerged]) const {
+    float first = 0, second = 0;
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      if (s >= used) continue;
+      first = fused(share[s], low_of(both[s]), first);
+      second = fused(share[s], high_of(both[s]), second);
+    }
+    return sent_operand(round_pair<kF16>(first * scale, second * scale));
+  }
+};
+
 }  // namespace kog

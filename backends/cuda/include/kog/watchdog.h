@@ -7,6 +7,7 @@ namespace kog {
 // Lane w watches warp w: a wait that has gone on for p.limit ticks ends the block's work, and through
 // p.error that of all blocks. Returns when the consumers have left.
 KOG_DEVICE void watch(Block& b) {
+  b.begin_stage();  // what it watches with is not kept from before
   u32 seen = 0;
   i64 since = 0;
   while (load_volatile(&b.small->stop) == 0) {

@@ -46,6 +46,8 @@ KOG_DEVICE u32 operand_of(u32 w) {
   if constexpr (kF16) return w & ~1u;
   return turn_left(w, kPairTurn) | kExponentTop;
 }
+// An operand as its readers will find it.
+KOG_DEVICE u32 sent_operand(u32 both) { return operand_of(pack_operand(both, 0)); }
 KOG_DEVICE float first_of(u32 w) { return low_of(operand_of(w)) * kPairUnit; }
 KOG_DEVICE float second_of(u32 w) { return high_of(operand_of(w)) * kPairUnit; }
 

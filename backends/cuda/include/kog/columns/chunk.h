@@ -15,6 +15,7 @@ namespace kog::columns {
 // What is not in the cache yet, of a column's view (../attention.h, Newest).
 struct ChunkRows {
   int first;  // the position of the step's first column
+  int first_query = 0, queries = kQueries;
 
   // The first of a span's positions that are in words, and how many there are.
   KOG_DEVICE int start(const Span& span) const { return span.start > first ? span.start : first; }
@@ -25,24 +26,24 @@ struct ChunkRows {
 
   // What a warp receives, by its number: a query, then key and value of a new position.
   KOG_DEVICE int position_of_item(const Span& span, int position, int item) const {
-    int row = start(span) + item - kQueries;
+    int row = start(span) + item - queries;
     // A warp without one loads a rotation that exists, and that nobody takes.
-    return item < kQueries || row > position ? position : row;
+    return item < queries || row > position ? position : row;
   }
   KOG_DEVICE Rotation rotation(const Block& b, const Span& span, int position) const {
     int item = first_received(b);
-    return load_rotation(b, position_of_item(span, position, item), item >= kQueries);
+    return load_rotation(b, position_of_item(span, position, item), item >= queries);
   }
 
   KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
                           const AttentionScratch& scratch, Rotation rotation) const {
-    for (int item = first_received(b); item < kQueries + count(span); item += kWarps) {
-      bool is_query = item < kQueries;
+    for (int item = first_received(b); item < queries + count(span); item += kWarps) {
+      bool is_query = item < queries;
       int at = position_of_item(span, position, item);
       if (item >= kWarps) rotation = load_rotation(b, at, !is_query);
       Head head, value;
       receive_pair(b, is_query ? b.column : at - first,
-                   is_query ? span.head * kQueries + item : kHeads + span.head, !is_query, phase,
+                   is_query ? span.head * kQueries + first_query + item : kHeads + span.head, !is_query, phase,
                    head, value);
       head.rotate(b, rotation, is_query ? query_scale() : 1.f);
       if (is_query) {
@@ -50,11 +51,11 @@ struct ChunkRows {
         continue;
       }
       // Each position is appended once: not by columns behind it, nor by those that repeat it.
-      bool own = at == position && at - first == b.column;
-      int row = (item - kQueries) * kRowDim;
+      bool own = at == position && at - first == b.column && first_query == 0;
+      int row = (item - queries) * kRowDim;
       u16* cache = cache_of(b, span.head) + static_cast<u64>(at) * kRowDim;
-      keep(b, head, scratch.key + row, own, cache);
-      keep(b, value, scratch.value + row, own, cache + static_cast<u64>(kMaxContext) * kRowDim);
+      append(b, head, scratch.key + row, cache, own);
+      append(b, value, scratch.value + row, cache + static_cast<u64>(kMaxContext) * kRowDim, own);
     }
   }
 
@@ -75,46 +76,41 @@ struct ChunkRows {
     first.unpack(w);
     second.unpack(w + kOne);
   }
-  KOG_DEVICE static void keep(const Block& b, const Head& head, u16* scratch, bool own, u16* cache) {
-    head.each(b, [&](int word, float2 v) {
-      u32 w = cached_pair(v);
-      reinterpret_cast<u32*>(scratch)[word] = w;
-      if (own) reinterpret_cast<u32*>(cache)[word] = w;
-    });
+  // Where among the new rows, from position `from` on, that of a span's position begins, in words; below 0
+  // if it is none of them.
+  KOG_DEVICE int from(const Span& all) const { return start(all); }
+  KOG_DEVICE static int place_of_row(int from, int end, int position) {
+    return position < end ? (position - from) * (kRowDim / 2) : -1;
   }
-
-  // Where among the new rows a position's begins, in words; below 0 if it is none of them.
-  KOG_DEVICE int place_of_row(const Span& span, int position) const {
-    return position < span.end ? (position - start(span)) * (kRowDim / 2) : -1;
-  }
-  KOG_DEVICE void patch(const Block& b, const Span& span, int, int at,
-                        const AttentionScratch& scratch, Keys& key, Values& value) const {
-    if (at + kTileRows <= start(span)) return;
+  KOG_DEVICE static void patch(const Block& b, int from, int end, int, int at,
+                               const AttentionScratch& scratch, Keys& key, Values& value) {
+    if (at + kTileRows <= from) return;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
-      int place = place_of_row(span, at + Keys::row(b, j));
+      int place = place_of_row(from, end, at + Keys::row(b, j));
       if (place < 0) continue;
-      const u32* from = reinterpret_cast<const u32*>(scratch.key) + place;
+      const u32* row = reinterpret_cast<const u32*>(scratch.key) + place;
 #pragma unroll
-      for (int i = 0; i < kKeyWords; i++) key.w[j][i] = from[Keys::Quarter::at(b.in_warp % 4, i)];
+      for (int i = 0; i < kKeyWords; i++) key.w[j][i] = row[Keys::Quarter::at(b.in_warp % 4, i)];
     }
 #pragma unroll
     for (int j = 0; j < kTileRows / 4; j++) {
-      int place = place_of_row(span, at + Values::row(b, j));
+      int place = place_of_row(from, end, at + Values::row(b, j));
       if (place < 0) continue;
-      const u32* from = reinterpret_cast<const u32*>(scratch.value) + place;
+      const u32* row = reinterpret_cast<const u32*>(scratch.value) + place;
 #pragma unroll
       for (int i = 0; i < kValueWords; i++)
-        value.w[j][i] = from[Values::Eighth::at(b.in_warp / 4, i)];
+        value.w[j][i] = row[Values::Eighth::at(b.in_warp / 4, i)];
     }
   }
 };
 
-KOG_DEVICE auto fresh_rows(const Block& b, int steps) {
+// Of a unit with so many queries from one on.
+KOG_DEVICE auto fresh_rows(const Block& b, int steps, int first_query, int queries) {
   if constexpr (kChunk)
-    return ChunkRows{position_of(b, 0, steps)};
+    return ChunkRows{position_of(b, 0, steps), first_query, queries};
   else
-    return Newest{};
+    return Newest{first_query, queries};
 }
 
 // The tokens of a chunk's columns: the host's states tell that of the first. By the first warp,

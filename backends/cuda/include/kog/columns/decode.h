@@ -8,23 +8,23 @@
 namespace kog::columns {
 
 // All layers of one token a column, and the head if any column has logits.
-KOG_DEVICE void run_step(Block& b, Walk& k) {
+KOG_DEVICE void run_step(Block& b) {
   enter_layer(b, 0);
   do {
-    run_layer(b, k);
+    run_layer(b);
     enter_layer(b, b.layer + 1);
   } while (b.layer + 1 < kLayers);
   b.layer = kLayers;  // as a number that is known, it takes no register in what follows
-  if (any_head(b, k.steps)) return run_head(b, k);
+  if (any_head(b, steps_of(b))) return run_head(b);
   // What the next step overwrites has been read by those who wait here.
-  await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b, k.steps) - 1);
+  await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b) - 1);
   fence_gpu();  // this step's rows of the cache are there for all that comes
 }
 
 // After a step: a warp a column says what its token means and what comes next.
-KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
+KOG_DEVICE void end_column(Block& b, int column) {
   Seat& seat = b.small->seats[column];
-  int made = made_by(b, column, k.steps);
+  int made = made_by(b, column, steps_of(b));
   int token = made > 0 ? b.small->chosen[column] : 0;
   b.request = request_of(b, column);
   Ending ending;
@@ -33,7 +33,7 @@ KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
   int next = token;
   if (made <= 0)
     next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) +
-                      position_of(b, column, k.steps + 1)];
+                      position_of(b, column, steps_of(b) + 1)];
   if (kChunk && made > 0 && outcome == kRunning) outcome = kYield;  // the prompt is done
   if (b.in_warp != 0) return;
   seat.token = next;
@@ -42,7 +42,7 @@ KOG_DEVICE void end_column(Block& b, const Walk& k, int column) {
   u64 now = nanoseconds();
   if (made > 0) tell_token(b, seat.slot, token, made, now);
   if (column == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(k.steps + 1), now);
+    store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps_of(b) + 1), now);
 }
 
 // Where every request stands, for the next launch, and why it ends if it does; by one block.
@@ -56,37 +56,37 @@ KOG_DEVICE void save_seats(const Block& b, int steps) {
 }
 
 KOG_DEVICE void consume(Block& b) {
-  Walk k;
   int outcome = kRunning, last = 0;
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
-  if (b.thread < kColumns * kMerged) b.small->uses[b.thread] = 0;
+  keep(b, &Kept::steps, 0), keep(b, &Kept::heads, 0), keep(b, &Kept::mixes, 0);
+  put_away(b, Ring());
   if constexpr (kChunk) {
     spread_seats(b);
     sync_consumers();
   }
   while (outcome == kRunning) {
     pair_clocks(b, b.turn % kProfileTokens);
-    run_step(b, k);
+    run_step(b);
     b.turn++;
     // The one place where the warps of a block learn of each other's expired waits.
     if (any_consumer(must_leave(b))) {
       outcome = kFailed;
       break;
     }
-    if (b.warp < b.p.num_seats) end_column(b, k, b.warp);
-    k.steps++;
+    if (b.warp < b.p.num_seats) end_column(b, b.warp);
+    count_up(b, &Kept::steps);
     sync_consumers();
     for (int c = b.p.num_seats - 1; c >= 0; c--)
       if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
-    if (k.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
+    if (steps_of(b) == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
   pair_clocks(b, kProfileTokens);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
   if (b.block != 0) return;
   if constexpr (kChunk) {
-    if (b.thread == 0) save_chunks(b, k.steps);
+    if (b.thread == 0) save_chunks(b, steps_of(b));
   } else {
-    save_seats(b, k.steps);
+    save_seats(b, steps_of(b));
   }
   if (b.thread == 0)
     store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
@@ -102,6 +102,7 @@ KOG_DEVICE void produce(Block& b) {
   for (int steps = 0;; steps++) {
     Stream stream(b, 0, any_head(b, steps) ? all : layers);
     for (int run = 0; stream.left > 0; run++) {
+      b.begin_stage();
       if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }

@@ -37,8 +37,10 @@ KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 place, u32 seen, u32 wa
   if (waits) end_wait(b);
 }
 
-// Until the flags at these places among the words, N a lane, below 0 for none, carry the epoch.
-template <int N>
+// Until the flags at these places among the words, N a lane, below 0 for none, carry the epoch; of hints,
+// until one of the warp's does (kFirst): what it speaks of is asked for then, and again where it is late.
+// That way the last answer costs one round trip, not two (benchmarks/README.md).
+template <bool kFirst, int N>
 KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
   u32 seen[N];
 #pragma unroll
@@ -51,12 +53,16 @@ KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
   u32 before = place >= 0 ? epoch - 1 : epoch;
   ask_until_ready(b, step, static_cast<u32>(place), before, epoch, [&] {
     u32 late = 0;
+    bool there = false;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (seen[i] != epoch) seen[i] = load_relaxed(b.p.words + at[i]);
 #pragma unroll
-    for (int i = 0; i < N; i++) late |= seen[i] ^ epoch;
-    return any_lane(late != 0);
+    for (int i = 0; i < N; i++) {
+      late |= seen[i] ^ epoch;
+      there |= at[i] >= 0 && seen[i] == epoch;
+    }
+    return any_lane(late != 0) && !(kFirst && any_lane(there));
   });
 }
 

@@ -119,11 +119,11 @@ KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
 }
 
 // The tokens of the columns that have logits in this step into small->chosen, for every thread.
-KOG_DEVICE void run_head(Block& b, Walk& k) {
+KOG_DEVICE void run_head(Block& b) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  stage_head(b, k);
+  stage_head(b);
   b.begin_stage();
   constexpr int kItems = Cut<LmHead>::kItems;
   Operands<LmHead> x(b);
@@ -138,43 +138,44 @@ KOG_DEVICE void run_head(Block& b, Walk& k) {
     mine[i] = nobody();
   }
   run_units<LmHead>(
-      b, k.ring, units_of<LmHead>(stage_place<LmHead>(b), 0), x, NothingTaken(),
+      b, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingTaken(),
       [](const Item&) { return 0; },
       [&](int i, const Item& item, float sum, int) {
         float logit = sum * head_scale(b, scales, item.column);
         int id = first + item.row;
-        if (!item.there || !has_head(b, item.column, k.steps)) return;
+        if (!item.there || !has_head(b, item.column, steps_of(b))) return;
         const u32* request = request_of(b, item.column);
         if ((request[Request::kFlags] & kWantsMore) != 0) {
           raw_scores(b.p, item.column)[id] = logit;
           return;
         }
         Candidate c = candidate(request, logit, id,
-                                position_of(b, item.column, k.steps) + 1);
+                                position_of(b, item.column, steps_of(b)) + 1);
         if (beats(c, mine[i])) mine[i] = c;
       },
       [](int) {});
   b.begin_stage();
   stamp(b, Point::kQkvProj);
   bool plain = false;
-  for (int c = 0; c < b.p.num_seats; c++) plain |= is_plain(b, c) && has_head(b, c, k.steps);
+  for (int c = 0; c < b.p.num_seats; c++) plain |= is_plain(b, c) && has_head(b, c, steps_of(b));
   if (plain) {
-    u64 epoch = static_cast<u64>(++k.heads) << 32;
+    u64 epoch = static_cast<u64>(count_up(b, &Kept::heads)) << 32;
     publish_best(b, mine, column, epoch, control);
     if (b.warp == 0) {
       for (int c = 0; c < b.p.num_seats; c++)
-        if (judge_of(c) == b.block && is_plain(b, c) && has_head(b, c, k.steps)) judge(b, c, epoch);
+        if (judge_of(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b))) judge(b, c, epoch);
       bool waits = b.in_warp < b.p.num_seats && is_plain(b, b.in_warp) &&
-                   has_head(b, b.in_warp, k.steps);
+                   has_head(b, b.in_warp, steps_of(b));
       gather_winners(b, waits, epoch);
     }
   }
   for (int c = 0; c < b.p.num_seats; c++) {
-    if (is_plain(b, c) || !has_head(b, c, k.steps)) continue;
+    if (is_plain(b, c) || !has_head(b, c, steps_of(b))) continue;
     sync_consumers();  // the request in hand is the last one's for nobody
-    serve_seat(b, b.small->seats[c], position_of(b, c, k.steps));
-    choose(b.p, b.request, {k.heads, b.small->position, control, c, false});
-    k.heads++;
+    int position = position_of(b, c, steps_of(b));
+    serve_seat(b, b.small->seats[c], position);
+    int heads = static_cast<int>(count_up(b, &Kept::heads)) - 1;
+    choose(b.p, b.request, {heads, position, control, c, false});
     sync_consumers();
     b.small->chosen[c] = agreed(b);  // every thread writes the same
   }

@@ -38,18 +38,17 @@ struct Reduction {
   static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
   static constexpr int kAtOnce = kEach < kRoom ? kEach : kRoom;
   static constexpr int kOfLane = kColumns * Words::kStride;
-  int how, steps;
+  int how;
   int first, last;  // pieces of this block
 
-  KOG_DEVICE Reduction(const Block& b, int steps)
-      : how(Sends::how(b)), steps(steps) {
+  KOG_DEVICE explicit Reduction(const Block& b) : how(Sends::how(b)) {
     Units units = units_of<Stage>(b.place, b.layer);
     first = units.first * kPieces, last = units.last * kPieces;
   }
 
   // Outputs that a lane has sent before this layer's.
-  KOG_DEVICE int turn_of(int layer) const {
-    return steps * Sends::before(kLayers) + Sends::before(layer);
+  KOG_DEVICE static int turn_of(const Block& b, int layer) {
+    return steps_of(b) * Sends::before(kLayers) + Sends::before(layer);
   }
   KOG_DEVICE static u32* words(const Block& b, int turn) {
     return b.p.words + Words::kOffset + turn % Words::kBuffers * (kLanes * kOfLane);
@@ -65,7 +64,7 @@ struct Reduction {
   // An output to whoever needs it.
   KOG_DEVICE void send(const Block& b, const Item& item, float y) const {
     if constexpr (kSends) {
-      int turn = turn_of(b.layer);
+      int turn = turn_of(b, b.layer);
       if (item.there && Sends::before(b.layer + 1) > Sends::before(b.layer))
         store_relaxed(words(b, turn) + b.lane * kOfLane + place(item), pack_f32(y, phase(turn)));
     }
@@ -73,12 +72,12 @@ struct Reduction {
 
   // Sums of what the lanes sent in `layer`: the others' alone or, behind x, all lanes'.
   KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
-    const u32* base = words(b, turn_of(layer));
-    u32 phase_there = phase(turn_of(layer));
+    const u32* base = words(b, turn_of(b, layer));
+    u32 phase_there = phase(turn_of(b, layer));
     int count = (last - first) * kItems;
 #pragma unroll 1
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
-      const u32* from[kAtOnce];
+      int from[kAtOnce];  // in words: pointers take registers that are missing
       bool mine[kAtOnce];
       float sum[kAtOnce];
 #pragma unroll
@@ -86,13 +85,13 @@ struct Reduction {
         int n = next + a * kWarps;
         Item item = item_of<Stage>(b, first + n / kItems, n % kItems);
         mine[a] = n < count && item.there;
-        from[a] = base + place(item);
+        from[a] = place(item);
         sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
       }
       u32 w[kAtOnce * kLanes];
       poll_words(
           b, Step::kPast,
-          [&](int i) { return from[i / kLanes] + i % kLanes * kOfLane; },
+          [&](int i) { return base + (from[i / kLanes] + i % kLanes * kOfLane); },
           [&](int i) { return mine[i / kLanes] && (all || i % kLanes != b.lane); }, phase_there,
           w);
 #pragma unroll
@@ -116,18 +115,20 @@ struct Reduction {
     if (how == kOwn) return y * kRootLanes;
     return y + *joined(b, (item.row / Cut<Stage>::kPieceRows - first) * kItems + i);
   }
-  // Behind the stage: put(i, item, stream) by whole warps, then done(piece).
+  // Behind the stage: put(item, stream) by whole warps, then done(piece).
   template <class Put, class Done>
   KOG_DEVICE void end(Block& b, const Streams& x, Put put, Done done) const {
     if constexpr (kSends) {
       if (how != kNow) return;
       join(b, b.layer, true, x);
       sync_consumers();
+      b.begin_stage();
+      Reduction again(b);  // kept while words are waited for, its pieces would be spilled
 #pragma unroll 1
-      for (int piece = first + b.warp; piece < last; piece += kWarps) {
+      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
 #pragma unroll
         for (int i = 0; i < kItems; i++)
-          put(i, item_of<Stage>(b, piece, i), *joined(b, (piece - first) * kItems + i));
+          put(item_of<Stage>(b, piece, i), *joined(b, (piece - again.first) * kItems + i));
         done(piece);
       }
       sync_consumers();  // the sums have been read

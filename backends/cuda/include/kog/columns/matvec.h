@@ -16,6 +16,7 @@
 //   partial sums [part of K][unit][token][row]; a warp adds and finishes a piece of a unit
 #pragma once
 #include <kog/columns/flags.h>
+#include <kog/columns/place.h>
 #include <kog/matvec.h>
 
 namespace kog::columns {
@@ -105,26 +106,6 @@ KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
   } else {
     to[0] = v.w[0];
   }
-}
-
-// Steps [0, kSteps) of narrow words at `from` as operands, once those of the lanes' own columns
-// carry the phase. mine(step, set, word): whether the lane's word of them is ever written.
-template <class S, int kSteps, class Mine>
-KOG_DEVICE void receive(Block& b, Step step, const u32* from, u32 phase,
-                        Words<S::kRowWords> (&w)[kSteps], Mine mine) {
-  ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
-    u32 bad = 0;
-#pragma unroll
-    for (int i = 0; i < kSteps; i++) load_row(from + i * S::kStepWords, w[i]);
-#pragma unroll
-    for (int i = 0; i < kSteps; i++)
-#pragma unroll
-      for (int j = 0; j < S::kRowWords; j++) {
-        bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
-        w[i].w[j] = operand_of(w[i].w[j]);
-      }
-    return any_lane((bad & 1) != 0);
-  });
 }
 
 // How wide operands lie, whatever the stage.
@@ -426,15 +407,18 @@ KOG_DEVICE Item item_of(const Block& b, int piece, int i) {
 // One batch of units: a warp finishes a piece. before(item) -> what its owner asks for early, then
 // after(i, item, sum, asked) by whole warps, rows side by side in lanes, then done(piece).
 // Batches take turns with `room` where there are two: then only the last one's sums are waited for.
-template <class Stage, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Operands<Stage>& x,
-                          const Ahead& ahead, int room, bool last, Before before, After after,
-                          Done done) {
+// which() says which units: it is asked again behind the barrier, or what is known of them would be kept,
+// and spilled, while the warp multiplies.
+template <class Stage, class Which, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_batch(Block& b, Which which, const Operands<Stage>& x, const Ahead& ahead,
+                          int room, bool last, Before before, After after, Done done) {
   using S = Cut<Stage>;
   float* partials = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
   if constexpr (Stage::kRooms > 1) partials += room * (Stage::kParts * S::kPartStride);
+  Units units = which();
+  int count = units.last - units.first;
   // Of the batch's pieces.
-  int pieces = count * S::kPieces, from_piece = first * S::kPieces;
+  int pieces = count * S::kPieces, from_piece = units.first * S::kPieces;
   int mine = (b.warp + kWarps - from_piece % kWarps) % kWarps;
   // Unless it begins on every path, registers are kept for it throughout the layer.
   decltype(before(Item{})) asked[S::kRounds][S::kItems] = {};
@@ -446,11 +430,17 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
         asked[r][i] = before(item_of<Stage>(b, from_piece + mine + r * kWarps, i));
   float* to = partials + b.warp % Stage::kParts * S::kPartStride +
               b.warp / Stage::kParts * Stage::kFragmentRows;
+  Ring ring = take_back(b);
   ahead.multiply(b, x, to);
 #pragma unroll 1
   for (int n = Ahead::kUnits; n < count; n += Stage::kPeriod)
     multiply_period<Stage>(b, ring, x, count - n, to + n * S::kUnitWords);
+  put_away(b, ring);
   sync_consumers();
+  b.begin_stage();
+  units = which();
+  pieces = (units.last - units.first) * S::kPieces, from_piece = units.first * S::kPieces;
+  mine = (b.warp + kWarps - from_piece % kWarps) % kWarps;
 #pragma unroll
   for (int r = 0; r < S::kRounds; r++) {
     int piece = mine + r * kWarps;
@@ -471,33 +461,34 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int first, int count, const Oper
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
-template <class Stage, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_units(Block& b, Ring& ring, Units units, const Operands<Stage>& x,
-                          const Ahead& ahead, Before before, After after, Done done) {
+template <class Stage, class Which, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_units(Block& b, Which which, const Operands<Stage>& x, const Ahead& ahead,
+                          Before before, After after, Done done) {
   // What a stage staged is never overtaken; where warps share a part, all hold theirs before one
   // of them puts its sums there.
   constexpr bool kShared = Stage::kSumsInPlace && Stage::kParts != kWarps;
+  Units units = which();
   if (kShared || units.first == units.last) sync_consumers();
-  int first = units.first;
-  if constexpr (Ahead::kUnits > 0) {
-    int left = units.last - first;
-    run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x, ahead, 1,
-                     left <= Stage::kBatch, before, after, done);
-    first += Stage::kBatch;
-  }
   constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
   if constexpr (kOneBatch) {
     // No loop: what each turn of one needs would be found ahead of it and kept while it multiplies.
-    if (Ahead::kUnits == 0 && first < units.last)
-      run_batch<Stage>(b, ring, first, units.last - first, x, NothingTaken(), 0, true, before, after,
-                       done);
+    if (Ahead::kUnits > 0 || units.first < units.last)
+      run_batch<Stage>(b, which, x, ahead, Ahead::kUnits > 0, true, before, after, done);
   } else {
-#pragma unroll 1
-    for (int room = 0; first < units.last; first += Stage::kBatch, room ^= 1) {
-      int left = units.last - first;
-      run_batch<Stage>(b, ring, first, left < Stage::kBatch ? left : Stage::kBatch, x,
-                       NothingTaken(), room, left <= Stage::kBatch, before, after, done);
+    int first = units.first;
+    auto left = [&] { return which().last - first; };
+    auto batch = [&] {
+      int count = left();
+      return Units{first, first + (count < Stage::kBatch ? count : Stage::kBatch)};
+    };
+    if constexpr (Ahead::kUnits > 0) {
+      run_batch<Stage>(b, batch, x, ahead, 1, left() <= Stage::kBatch, before, after, done);
+      first += Stage::kBatch;
     }
+#pragma unroll 1
+    for (int room = 0; left() > 0; first += Stage::kBatch, room ^= 1)
+      run_batch<Stage>(b, batch, x, NothingTaken(), room, left() <= Stage::kBatch, before, after,
+                       done);
   }
 }
 

@@ -2,7 +2,7 @@
 // two small hops; or all of them side by side, which every block stages for itself.
 //
 //   part   [lane][column][row]: a lane's own streams, normed but for the sum, by the lane's blocks
-//   y      [column][row]: the mix, by all blocks, with marks, so that it is staged as streams are
+//   y      [column][row]: the mix, by all blocks, with hints, so that it is staged as streams are
 #pragma once
 #include <kog/columns/layer.h>
 
@@ -13,7 +13,7 @@ KOG_DEVICE Streams last_streams(const Block& b) {
   return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
 }
 KOG_DEVICE Streams mixed_streams(const Block& b) {
-  return {b.p.words + YWords::kOffset, b.p.words + YFlagsWords::kOffset};
+  return {b.p.words + YWords::kOffset, YFlagsWords::kOffset};
 }
 
 // This block's rows of its lane's streams, once the lane's are staged.
@@ -54,10 +54,8 @@ KOG_DEVICE void sum_parts(Block& b, int mixes) {
     if (!mine) continue;
     store_relaxed(b.p.words + YWords::kOffset + column * YWords::kStride + row,
                   pack_f32(kMean ? sum / kLanes : sum, phase));
-    // Rounded as words that carry their phase, the sums have no lowest bits.
-    if (row % 4 == 0 && column % 4 == 0)
-      store_relaxed(b.p.words + YFlagsWords::kOffset + quad * kMarks + column / 4,
-                    epoch_of(mixes) << 16);
+    if (row % 4 == 0 && column == 0)
+      store_relaxed(b.p.words + YFlagsWords::kOffset + quad, epoch_of(mixes));
   }
 }
 
@@ -106,21 +104,21 @@ KOG_DEVICE void stage_parts(Block& b, u32 phase) {
 
 // The head's operands, and what Scales finds of them; behind it this step's rows of the cache are
 // there for all that comes.
-KOG_DEVICE void stage_head(Block& b, Walk& k) {
+KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
-  int last = iteration_of(b, k.steps) - 1;
+  int last = iteration_of(b) - 1;
   stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last);
   fence_gpu();
   if constexpr (kMixes) {
-    publish_parts(b, phase_of(k.mixes));
-    if constexpr (!kConcat) sum_parts(b, k.mixes);
+    int mixes = static_cast<int>(count_up(b, &Kept::mixes)) - 1;
+    publish_parts(b, phase_of(mixes));
+    if constexpr (!kConcat) sum_parts(b, mixes);
     sync_consumers();  // the lane's sums of squares, and its operands, have been read
     if constexpr (kConcat)
-      stage_parts(b, phase_of(k.mixes++));
+      stage_parts(b, phase_of(mixes));
     else
-      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers,
-                                           k.mixes++);
+      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers, mixes);
   }
 }
 // What a sum of the head is multiplied with, unless the streams have been normed.

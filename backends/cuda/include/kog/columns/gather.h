@@ -1,0 +1,88 @@
+// A warp's part of a vector of 16-bit words, once the hints say that it is there, as the operands of the stage
+// that multiplies it.
+#pragma once
+#include <kog/columns/matvec.h>
+
+namespace kog::columns {
+
+// Steps of K whose words are on their way at once: in as few turns as registers allow, and no more than the
+// first turn can leave in registers and scratch.
+template <class Stage>
+struct Turn {
+  static constexpr int kMost = 64 / Cut<Stage>::kRowWords;
+  static constexpr int kTurns = (Stage::kSteps + kMost - 1) / kMost;
+  static constexpr int kEvenly = (Stage::kSteps + kTurns - 1) / kTurns;
+  static constexpr int kWanted = kEvenly > Stage::kHeld ? kEvenly : Stage::kHeld;
+  static constexpr int kKept = Operands<Stage>::kLast;
+  static constexpr int kSteps = kWanted < kKept ? kWanted : kKept;
+  static_assert(Stage::kHeld <= kSteps);
+  using Rows = Words<Cut<Stage>::kRowWords>[kSteps];
+};
+
+// Operands of a turn from step `first` on, once the words of the lane's own columns carry the phase.
+template <class Stage, class Region>
+KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn<Stage>::Rows& w) {
+  using S = Cut<Stage>;
+  constexpr int kSteps = Turn<Stage>::kSteps;
+  // The lane's words of a step: every other one of a quarter.
+  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
+  int value = k + S::value(lane);
+  const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
+  // Whether the lane's word of a step is ever written.
+  auto mine = [&](int i, int set, int word) {
+    bool inside = Stage::kPaddedK == Stage::kCols ||
+                  value + i * S::kStepValues + 4 * word < Stage::kCols;
+    return set * S::kTokens + S::token(lane) < b.p.num_seats && inside;
+  };
+  static_assert(kSteps <= 32);
+  u32 late = ~0u;  // bit i: step i is
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) w[i] = {};
+  ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
+#pragma unroll
+    for (int i = 0; i < kSteps; i++)
+      if ((late >> i & 1) != 0) load_row(from + i * S::kStepWords, w[i]);
+    late = 0;
+#pragma unroll
+    for (int i = 0; i < kSteps; i++) {
+      u32 bad = 0;
+#pragma unroll
+      for (int j = 0; j < S::kRowWords; j++)
+        bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
+      late |= (bad & 1) << i;
+    }
+    return any_lane(late != 0);
+  });
+#pragma unroll
+  for (int i = 0; i < kSteps; i++)
+#pragma unroll
+    for (int j = 0; j < S::kRowWords; j++) w[i].w[j] = operand_of(w[i].w[j]);
+}
+
+// This warp's part of Region's words as Stage's operands.
+template <class Stage, class Region>
+KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase) {
+  constexpr int kSteps = Turn<Stage>::kSteps;
+  typename Turn<Stage>::Rows w;
+#pragma unroll 1
+  for (int turn = kSteps; turn < Stage::kSteps; turn += kSteps) {
+    int first = turn + kSteps <= Stage::kSteps ? turn : Stage::kSteps - kSteps;
+    receive<Stage, Region>(b, step, phase, first, w);
+#pragma unroll
+    for (int i = 0; i < kSteps; i++)
+      if (first + i >= Stage::kHeld && (Stage::kRead == 0 || first + i < to.kLast))
+        to.store(first + i, w[i]);
+  }
+  // Those that stay in registers come last.
+  receive<Stage, Region>(b, step, phase, 0, w);
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    if (i < Stage::kHeld)
+      to.held[i] = w[i];
+    else
+      to.store(i, w[i]);
+  }
+  sync_warp();
+}
+
+}  // namespace kog::columns

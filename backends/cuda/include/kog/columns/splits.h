@@ -1,0 +1,239 @@
+// A head of a column, or some of its queries, over a context that one block walks: it joins the splits as each
+// reader of a kernel of one token does for itself, in the order and roundings of those.
+//
+//   round   two splits, a half of the warps each, where all of them have a tile a warp; else one
+//   merge   of all splits' results, a pair of values a lane
+//   join    of the splits, by way of shared memory
+#pragma once
+#include <kog/attention.h>
+#include <kog/columns/units.h>
+
+namespace kog::columns {
+
+constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a unit
+constexpr bool kHalves = kWarpsAGroup % 2 == 0;
+static_assert(kPartQueries <= kGroupHeads);  // they are of one group of warps
+
+KOG_DEVICE int tiles_of(const Span& span) {
+  return (span.end - span.start + kTileRows - 1) / kTileRows;
+}
+
+// Behind what was received.
+struct HeadScratch {
+  float* results;  // [kMerged][slot][query][kResultStride]
+  float2* tops;    // [kMerged][slot][query]
+  u32* words;      // [kMerged][kPartPairs]: what the readers of a split would find
+  float* logs;     // [kMerged][query]
+
+  KOG_DEVICE explicit HeadScratch(const Block& b) : results(AttentionScratch(b).results) {
+    constexpr int kResults = kMerged * kSlots * kPartQueries;
+    tops = reinterpret_cast<float2*>(results + kResults * kResultStride);
+    words = reinterpret_cast<u32*>(tops + kResults);
+    logs = reinterpret_cast<float*>(words + kMerged * kPartPairs);
+  }
+};
+
+// What a warp walks of a split: from its first tile on, up to the split's end; and the end of what the cache
+// holds of it.
+struct Part {
+  int at, end, cached;
+};
+
+// Those of a head lie together: many warps of all blocks wait for the same ones, and what they ask
+// for meanwhile is few sectors.
+KOG_DEVICE int head_flag(const Block& b, int column, int query_head) {
+  return lane_place<AttentionHeadsWords>(b) + query_head * kColumns + column;
+}
+KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
+  return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
+}
+// One pair of a query head's outputs, and with the first one the hint: others come at the same time.
+KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u32 phase, u32 epoch) {
+  int word = query_head * (kHeadDim / 2) + pair;
+  store_relaxed(lane_words<AttentionWords>(b) + narrow_place<OProj>(word, b.column),
+                pack_operand(both, phase));
+  if (pair == 0) store_relaxed(b.p.words + head_flag(b, b.column, query_head), epoch);
+}
+
+// One pair of a split's merged results: the sums, in the order, of the lanes that share it in a kernel of one
+// token (../merge.h).
+struct Merged {
+  float2 v;
+  float top;
+
+  KOG_DEVICE Merged(const HeadScratch& scratch, int split, int walked, int query, int pair) {
+    constexpr int kEach = (kSlots + kSharers - 1) / kSharers;
+    int at = split * kSlots * kPartQueries + query;
+    float2 tops[kSlots];
+    float best = kNoScore;
+#pragma unroll
+    for (int w = 0; w < kSlots; w++) {
+      tops[w] = w < walked ? scratch.tops[at + w * kPartQueries] : float2{kNoScore, 0};
+      best = tops[w].x > best ? tops[w].x : best;
+    }
+    float sum[kSharers] = {}, x[kSharers] = {}, y[kSharers] = {};
+#pragma unroll
+    for (int n = 0; n < kEach; n++)
+#pragma unroll
+      for (int lane = 0; lane < kSharers; lane++) {
+        int w = n * kSharers + lane;
+        if (w >= kSlots || w >= walked) continue;
+        float2 value = *reinterpret_cast<const float2*>(
+            scratch.results + (at + w * kPartQueries) * kResultStride + 2 * pair);
+        float share = exp2_fast(tops[w < kSlots ? w : 0].x - best);
+        sum[lane] = fused(share, tops[w < kSlots ? w : 0].y, sum[lane]);
+        x[lane] = fused(share, value.x, x[lane]);
+        y[lane] = fused(share, value.y, y[lane]);
+      }
+#pragma unroll
+    for (int mask = 1; mask < kSharers; mask <<= 1)
+#pragma unroll
+      for (int lane = 0; lane < kSharers; lane += 2 * mask) {
+        sum[lane] += sum[lane + mask];
+        x[lane] += x[lane + mask];
+        y[lane] += y[lane + mask];
+      }
+    v = {divide(x[0], sum[0]), divide(y[0], sum[0])};
+    top = best + log2_fast(sum[0]);
+  }
+};
+
+// How a unit's splits are walked.
+struct Rounds {
+  Span span;
+  int position;
+  bool halves;
+  int at_once, walkers;  // splits of a round; warps of one of them
+
+  KOG_DEVICE Rounds(Block& b) : span(take_unit(b)) {
+    position = position_of(b, b.column, steps_of(b));
+    // A split is at most a position longer than another.
+    halves = kHalves && span.end - span.start <= span.used * (kSlots * kTileRows);
+    at_once = halves ? 2 : 1, walkers = halves ? kSlots : kWarpsAGroup;
+  }
+  KOG_DEVICE int side(const Block& b) const { return b.warp % kWarpsAGroup / walkers; }
+  KOG_DEVICE int walker(const Block& b) const { return b.warp % kWarpsAGroup % walkers; }
+  // Of the round from split `split` on.
+  template <class Fresh>
+  KOG_DEVICE Part part(const Block& b, int split, Fresh fresh) const {
+    split += side(b);
+    Span own = span_of(span.head, split, position, kWindows[b.layer]);
+    if (b.warp >= kWarpsAGroup || split >= span.used) return {0, 0, 0};
+    return {own.start + walker(b) * kTileRows, own.end, fresh.cached(own)};
+  }
+  KOG_DEVICE int walked(const Block& b, int split) const {
+    int tiles = tiles_of(span_of(span.head, split, position, kWindows[b.layer]));
+    return tiles < walkers ? tiles : walkers;
+  }
+};
+
+// The results of a round from split `first` on (../merge.h).
+KOG_DEVICE void put_round(Block& b, const Rounds& round, bool walks, int first, Softmax& softmax) {
+  HeadScratch scratch(b);
+  int walker = round.walker(b), walked = round.halves ? 1 : round.walked(b, first);
+  Slot<kPartQueries> slot(scratch.results, scratch.tops,
+                          (first + round.side(b)) * kSlots + walker % kSlots);
+  if (walked > kSlots) {
+    if (walks && walker >= kSlots) slot.put(b, softmax);
+    sync_consumers();
+    if (walks && walker + kSlots < walked) slot.absorb(b, softmax);
+  }
+  if (walks && walker < kSlots) slot.put(b, softmax);
+}
+
+// The results of all splits, to o_proj's inputs.
+KOG_DEVICE void merge_head(Block& b) {
+  b.begin_stage();
+  Rounds all(b);
+  int used = all.span.used, query_head = all.span.head * kQueries + first_query(b);
+  u32 phase = phase_of(iteration_of(b)), epoch = epoch_of(iteration_of(b));
+  HeadScratch scratch(b);
+#pragma unroll 1
+  for (int n = b.thread; n < used * kPartPairs; n += 32 * kWarps) {
+    int split = n / kPartPairs, query = n % kPartPairs / (kHeadDim / 2);
+    int pair = n % kPartPairs % (kHeadDim / 2), walked = all.walked(b, split);
+    Merged merged(scratch, split, walked < kSlots ? walked : kSlots, query, pair);
+    u32 both = operand_of(pack_pair(merged.v.x, merged.v.y, 0));
+    if (used == 1 && query_head + query < (all.span.head + 1) * kQueries)
+      put_output(b, query_head + query, pair, both, phase, epoch);
+    scratch.words[n] = both;
+    if (pair == 0) scratch.logs[split * kPartQueries + query] = unpack_f32(pack_f32(merged.top, 0));
+  }
+  if (used == 1) return;
+  sync_consumers();
+#pragma unroll 1
+  for (int n = b.thread; n < kPartPairs; n += 32 * kWarps) {
+    int query = n / (kHeadDim / 2);
+    u32 both[kMerged];
+    float top[kMerged];
+#pragma unroll
+    for (int s = 0; s < kMerged; s++) {
+      both[s] = s < used ? scratch.words[s * kPartPairs + n] : 0;
+      top[s] = s < used ? scratch.logs[s * kPartQueries + query] : 0;
+    }
+    if (query_head + query < (all.span.head + 1) * kQueries)
+      put_output(b, query_head + query, n % (kHeadDim / 2), Join(top, used).of(both), phase, epoch);
+  }
+}
+
+KOG_DEVICE void walk_head(Block& b) {
+  Keys key;
+  Values value;
+  auto load = [&](const Rounds& round, const Part& part) {
+    const u16* keys = cache_of(b, round.span.head);
+    key.load(b, keys, part.at, part.cached);
+    value.load(b, keys + static_cast<u64>(kMaxContext) * kRowDim, part.at, part.cached);
+  };
+  b.begin_stage();
+  Rounds all(b);
+  serve_seat(b, b.small->seats[b.column], all.position);
+  int first = 0, query = first_query(b), left = kQueries - query;
+  auto fresh = fresh_rows(b, steps_of(b), query, left < kPartQueries ? left : kPartQueries);
+  int from = fresh.from(all.span);
+  Part part = all.part(b, first, fresh);
+  // Nothing here depends on other blocks: on its way while we wait for the queries.
+  load(all, part);
+  Rotation rotation = fresh.rotation(b, all.span, all.position);
+  fresh.receive(b, all.span, all.position, phase_of(iteration_of(b)), AttentionScratch(b), rotation);
+  stamp(b, Point::kAttentionQkv);
+  sync_consumers();
+
+#pragma unroll 1
+  while (true) {
+    Softmax softmax;
+    bool walks = part.at < part.end;
+    if (walks) {
+      AttentionScratch scratch(b);
+      int head = static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].head));
+      const u16* keys = cache_of(b, head);
+      const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
+      for (int at = part.at; at < part.end; at += kRoundRows) {
+        int next = at + kRoundRows;  // none of a half
+        bool again = next < part.end;
+        fresh.patch(b, from, part.end, part.cached, at, scratch, key, value);
+        float p[kTileRows / 8][2];
+        softmax.weigh(b, scratch.queries + b.in_warp, key, part.end - at, p);
+        if (again) key.load(b, keys, next, part.cached);  // on its way while the values are added
+        softmax.add(value, p);
+        if (again) value.load(b, values, next, part.cached);
+      }
+    }
+    // What a unit is and where a thread stands is asked anew: kept while tiles are walked, it would be spilled.
+    b.begin_stage();
+    Rounds round(b);
+    int next = first + round.at_once;
+    bool more = next < round.span.used;
+    if (more) {  // the next round's tiles are on their way while this one's results are put
+      part = round.part(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
+      load(round, part);
+    }
+    put_round(b, round, walks, first, softmax);
+    if (!more) break;
+    first = next;
+  }
+  sync_consumers();
+  merge_head(b);
+  stamp(b, Point::kAttentionSplit);
+}
+
+}  // namespace kog::columns

@@ -1,0 +1,109 @@
+// Who attends to what: the units of a layer (column, key/value head and, of a long context, split) are dealt
+// out to a lane's blocks, and each keeps its own in shared memory.
+#pragma once
+#include <kog/columns/chunk.h>
+#include <kog/columns/stream.h>
+
+namespace kog::columns {
+
+// Positions that a column's token sees in this layer.
+KOG_DEVICE int length_of(const Block& b, int column, int steps) {
+  int position = position_of(b, column, steps);
+  return position + 1 - first_position(position, kWindows[b.layer]);
+}
+
+// Blocks that walk a head's splits: a context so short has one, which joins them as well.
+KOG_DEVICE int blocks_of(int length) {
+  return length <= kMergedLength ? 1 : splits_in_use(length);
+}
+// Units of a head whose context so many blocks share: a split each, or some of its queries.
+KOG_DEVICE int units_of_head(int blocks) { return blocks > 1 ? blocks : kHeadParts; }
+// What the block of unit n of a column's walks.
+KOG_DEVICE Span part_of(int n, int blocks, int position, int window) {
+  if (blocks > 1) {
+    int head = static_cast<int>(divided(static_cast<u32>(n), blocks));
+    return span_of(head, n - head * blocks, position, window);
+  }
+  Span span = span_of(n / kHeadParts, 0, position, window);
+  span.end = position + 1;
+  span.newest = true;
+  return span;
+}
+
+// How a layer's units are dealt out: those of column c in lane c.
+struct Deal {
+  int blocks, before, count;  // of a head; units of columns ahead of it; its own
+
+  KOG_DEVICE Deal(const Block& b, int steps) : blocks(0), count(0) {
+    if (b.in_warp < b.p.num_seats) {
+      blocks = blocks_of(length_of(b, b.in_warp, steps));
+      count = units_of_head(blocks) * kKvHeads;
+    }
+    u32 sum = static_cast<u32>(count);
+#pragma unroll
+    for (int by = 1; by < kColumns; by *= 2) {
+      u32 other = shuffle(sum, (b.in_warp - by) & 31);
+      sum += b.in_warp < by ? 0 : other;
+    }
+    before = static_cast<int>(sum) - count;
+  }
+};
+// Unit number i of this block's; none behind the last. By whole warps.
+KOG_DEVICE Unit find_unit(const Block& b, int steps, int i) {
+  Deal deal(b, steps);
+  int n = b.place + i * kGroup;
+  u32 whose = lanes_with(n >= deal.before && n < deal.before + deal.count);
+  if (whose == 0) return {};
+  int column = bit_length(static_cast<u64>(whose)) - 1;
+  n -= static_cast<int>(shuffle(static_cast<u32>(deal.before), column));
+  u32 blocks = shuffle(static_cast<u32>(deal.blocks), column);
+  Span span = part_of(n, static_cast<int>(blocks), position_of(b, column, steps), kWindows[b.layer]);
+  auto word = [](int v) { return static_cast<u32>(v); };
+  int query = blocks > 1 ? 0 : n % kHeadParts * kPartQueries;
+  return {word(column),     blocks,          word(span.head),  word(query),
+          word(span.split), word(span.used), word(span.start), word(span.end)};
+}
+// Lay out this block's units from number `first` on; by its last warp.
+KOG_DEVICE void lay_out_units(const Block& b, int first) {
+  if (b.warp != kWarps - 1) return;
+#pragma unroll 1
+  for (int i = 0; i < kUnitsKept; i++) {
+    Unit unit = find_unit(b, steps_of(b), first + i);
+    if (b.in_warp == 0) b.small->units[i] = unit;
+    if (unit.blocks == 0) break;
+  }
+}
+// Ahead of a layer, while all wait for x: in each layer of a step they are the same ones. They took 1.5 us a
+// layer of Qwen3-0.6B where every warp found them when it came.
+constexpr bool kAllKept = kMostUnits <= kUnitsKept;
+KOG_DEVICE void keep_units(const Block& b) {
+  if (kAllKept && (!kSameWindows || b.layer == 0)) lay_out_units(b, 0);
+}
+// The unit in hand, by its number: in a register it would be spilled.
+KOG_DEVICE int unit_of(const Block& b) { return static_cast<int>(kept(b, &Kept::unit)); }
+// Blocks that share its head, 0 behind the last; behind a barrier. By all warps.
+KOG_DEVICE int blocks_of_unit(const Block& b) {
+  int i = unit_of(b);
+  if (!kAllKept && i % kUnitsKept == 0) {
+    sync_consumers();
+    lay_out_units(b, i);
+    sync_consumers();
+  }
+  return static_cast<int>(load_volatile(&b.small->units[i % kUnitsKept].blocks));
+}
+KOG_DEVICE int first_query(const Block& b) {
+  return static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].query));
+}
+// Its span, and its column as the one in hand. Asked anew where it is needed: kept, it would be spilled.
+KOG_DEVICE Span take_unit(Block& b) {
+  const Unit& unit = b.small->units[unit_of(b) % kUnitsKept];
+  auto number = [](const u32& v) { return static_cast<int>(load_volatile(&v)); };
+  b.column = number(unit.column);
+  KOG_ASSUME(b.column >= 0 && b.column < kColumns);
+  Span span = {number(unit.head),  number(unit.split), number(unit.used),
+               number(unit.start), number(unit.end),   true};
+  span.newest = number(unit.blocks) == 1 || span.split == span.used - 1;
+  return span;
+}
+
+}  // namespace kog::columns
