@@ -30,10 +30,25 @@ def split_least(spec: ModelSpec) -> int:
     return SPLIT_TILES * tile_rows(spec)
 
 
+def head_groups(spec: ModelSpec) -> int:
+    """Groups of warps, of as many query heads each."""
+    return -(-spec.group // HEADS_AT_ONCE)
+
+
+def result_slots(spec: ModelSpec) -> int:
+    """Places for results in a group: those of half of its warps find room at once."""
+    return -(-(WARPS // head_groups(spec)) // 2)
+
+
+def slot_bytes(spec: ModelSpec) -> int:
+    """Of one query head's results of one warp: its outputs, padded, a maximum and a sum."""
+    return 4 * (row_dim(spec) + 4 + 2)
+
+
 def received_bytes(spec: ModelSpec, new_rows: int = 1) -> int:
     """Of a unit's scratch, what it holds of heads that were received: queries, new keys and values."""
-    head_groups, row = -(-spec.group // HEADS_AT_ONCE), row_dim(spec)
-    return 2 * head_groups * 8 * row * 2 + 2 * new_rows * row * 2
+    row = row_dim(spec)
+    return 2 * head_groups(spec) * 8 * row * 2 + 2 * new_rows * row * 2
 
 
 def found_bytes(spec: ModelSpec, splits: int) -> int:
@@ -45,9 +60,8 @@ def found_bytes(spec: ModelSpec, splits: int) -> int:
 
 def result_bytes(spec: ModelSpec) -> int:
     """Results of half of the warps, of all query heads."""
-    head_groups = -(-spec.group // HEADS_AT_ONCE)
-    slots = head_groups * -(-(WARPS // head_groups) // 2)
-    return 4 * slots * -(-spec.group // head_groups) * (row_dim(spec) + 4 + 2)
+    heads = -(-spec.group // head_groups(spec))  # of a group
+    return head_groups(spec) * result_slots(spec) * heads * slot_bytes(spec)
 
 
 def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
@@ -57,15 +71,13 @@ def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
 
 def part_queries(spec: ModelSpec, columns: int, blocks: int) -> int:
     """Query heads that a block takes of a head that one block walks: as few as give no block two units."""
-    head_groups = -(-spec.group // HEADS_AT_ONCE)
-    parts = max(head_groups, min(spec.group, blocks // (columns * spec.lane_kv_heads)))
+    parts = max(head_groups(spec), min(spec.group, blocks // (columns * spec.lane_kv_heads)))
     return -(-spec.group // parts)
 
 
 def head_bytes(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> int:
     """What a block keeps of `queries` heads whose splits, `merged` at most, it walks alone
     (include/kog/columns/splits.h)."""
-    head_groups = -(-spec.group // HEADS_AT_ONCE)
-    results = merged * -(-(WARPS // head_groups) // 2) * queries * (row_dim(spec) + 4 + 2)
-    found = merged * queries * (spec.head_dim // 2 + 1)
-    return received_bytes(spec, new_rows) + 4 * (results + found)
+    results = result_slots(spec) * slot_bytes(spec)
+    found = 4 * (spec.head_dim // 2 + 1)
+    return received_bytes(spec, new_rows) + merged * queries * (results + found)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from kog_triton.backends.cuda import lanes, protocol
 from kog_triton.backends.cuda.attention import (
     BUNDLE,
-    HEADS_AT_ONCE,
     JOINED,
     MERGED,
     MERGED_LENGTH,
     QUERY_TOPS,
+    head_groups,
     split_least,
     tile_rows,
 )
@@ -76,7 +76,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
     """Every size, by the name of its constant."""
     lo = layout.lowering
     schedule, spec = lo.schedule, lo.schedule.spec
-    head_group = -(-spec.group // -(-spec.group // HEADS_AT_ONCE))
+    head_group = -(-spec.group // head_groups(spec))
     one = layout.columns == 1
     return {
         "layers": spec.num_layers,

@@ -38,7 +38,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   const u16* keys = cache_of(b, span.head);
   const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
   int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
-  int tiles = (span.end - span.start + kTileRows - 1) / kTileRows;
+  int tiles = tiles_of(span);
   int walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;
   bool walks = head_group < kHeadGroups && walker < walked;
   int cached = walks ? fresh.cached(span) : 0;

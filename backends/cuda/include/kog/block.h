@@ -45,14 +45,14 @@ struct Seat {
   int slot, first, first_head, token;
 };
 
-// What a block does of a layer's attention in a kernel of columns (columns/attention.h): of which column, how
+// What a block does of a layer's attention in a kernel of columns (columns/units.h): of which column, how
 // many blocks share the head's context (0: no more units), its first query, and what the block walks.
 struct Unit {
   u32 column, blocks, head, query, split, used, start, end;
 };
-// What a warp of a kernel of columns keeps from stage to stage. In registers from the first layer to the last
-// it was spilled, and loads of spilled values, for which little more than 28 KB of cache are left, went to
-// the L2.
+// What a warp of a kernel of columns keeps from stage to stage (columns/kept.h). In registers from the first
+// layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a layer
+// of Qwen3-0.6B.
 struct Kept {
   u32 layer, half, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
   u32 slot, parity;  // of the ring, while it does not multiply

@@ -66,19 +66,25 @@ struct Slot {
   }
 };
 
-// The results of `walked` warps of each group to shared memory, for merge_warps: those that find no room
-// are added to others first.
+// A warp's result to its slot, of `walked` that walk a span: those that find no room are added to others
+// first.
+template <int kHeadsKept>
+KOG_DEVICE void put_result(const Block& b, const Slot<kHeadsKept>& slot, bool walks, int walker,
+                           int walked, Softmax& softmax) {
+  if (walked > kSlots) {
+    if (walks && walker >= kSlots) slot.put(b, softmax);
+    sync_consumers();
+    if (walks && walker + kSlots < walked) slot.absorb(b, softmax);
+  }
+  if (walks && walker < kSlots) slot.put(b, softmax);
+}
+// The results of the warps of each group to shared memory, for merge_warps.
 KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
                             const AttentionScratch& scratch) {
   int walker = b.warp % kWarpsAGroup;
   Slot<kGroupHeads> slot(scratch.results, scratch.tops,
                          b.warp / kWarpsAGroup * kSlots + walker % kSlots);
-  if (walked > kSlots) {
-    if (walks && walker >= kSlots) slot.put(b, softmax);
-    sync_consumers();
-    if (walker + kSlots < walked && walks) slot.absorb(b, softmax);
-  }
-  if (walks && walker < kSlots) slot.put(b, softmax);
+  put_result(b, slot, walks, walker, walked, softmax);
   sync_consumers();
 }
 

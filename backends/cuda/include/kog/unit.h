@@ -82,6 +82,10 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
   s.newest = s.split == s.used - 1;
   return s;
 }
+// Tiles of positions of a span.
+KOG_DEVICE int tiles_of(const Span& span) {
+  return (span.end - span.start + kTileRows - 1) / kTileRows;
+}
 // The words of `attention` change with each step that joins, not with each layer. If layers without
 // one wrote them to keep step, nobody would read that, and two blocks' stores to a word, a layer apart,
 // could land in either order.

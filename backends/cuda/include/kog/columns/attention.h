@@ -1,9 +1,8 @@
-// Attention of one new token a column: the units in use (column, key/value head and, of many splits,
-// split) of a lane are dealt out to its blocks.
+// Attention of one new token a column, by the units that are this block's (units.h).
 //
-//   few splits    all of a head's by one block, which joins them (splits.h)
-//   many splits   words, each walked as in a kernel of one token (../attention.h), then joined by the
-//                 blocks that made them
+//   a short context   all of a head's splits by one block, which joins them (splits.h)
+//   a longer one      words, each split walked as in a kernel of one token (../attention.h), then joined by
+//                     the blocks that made them
 //
 // Either way what o_proj takes are words where its warps find them (matvec.h), and a hint a query head
 // and column.
@@ -25,11 +24,14 @@ KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
     int blocks = blocks_of(position + 1 - first_position(position, window));
 #pragma unroll 1
     for (; n < units_of_head(blocks) * kKvHeads; n += kGroup)
-      fetch_span(b, b.small->seats[c].slot, layer, part_of(n, blocks, position, window));
+      fetch_span(b, b.small->seats[c].slot, layer, span_of_unit(n, blocks, position, window));
     n -= units_of_head(blocks) * kKvHeads;
   }
 }
 
+KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
+  return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
+}
 // By all warps: the words of one of many splits are there. They keep no step.
 KOG_DEVICE void finish_split(Block& b) {
   fence_gpu();

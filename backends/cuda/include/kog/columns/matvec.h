@@ -16,7 +16,7 @@
 //   partial sums [part of K][unit][token][row]; a warp adds and finishes a piece of a unit
 #pragma once
 #include <kog/columns/flags.h>
-#include <kog/columns/place.h>
+#include <kog/columns/kept.h>
 #include <kog/matvec.h>
 
 namespace kog::columns {

@@ -11,12 +11,8 @@
 namespace kog::columns {
 
 constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a unit
-constexpr bool kHalves = kWarpsAGroup % 2 == 0;
+constexpr bool kEvenGroup = kWarpsAGroup % 2 == 0;
 static_assert(kPartQueries <= kGroupHeads);  // they are of one group of warps
-
-KOG_DEVICE int tiles_of(const Span& span) {
-  return (span.end - span.start + kTileRows - 1) / kTileRows;
-}
 
 // Behind what was received.
 struct HeadScratch {
@@ -35,17 +31,14 @@ struct HeadScratch {
 
 // What a warp walks of a split: from its first tile on, up to the split's end; and the end of what the cache
 // holds of it.
-struct Part {
+struct Tiles {
   int at, end, cached;
 };
 
-// Those of a head lie together: many warps of all blocks wait for the same ones, and what they ask
+// Hints of a head lie together: many warps of all blocks wait for the same ones, and what they ask
 // for meanwhile is few sectors.
 KOG_DEVICE int head_flag(const Block& b, int column, int query_head) {
   return lane_place<AttentionHeadsWords>(b) + query_head * kColumns + column;
-}
-KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
-  return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
 }
 // One pair of a query head's outputs, and with the first one the hint: others come at the same time.
 KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u32 phase, u32 epoch) {
@@ -105,17 +98,17 @@ struct Rounds {
   bool halves;
   int at_once, walkers;  // splits of a round; warps of one of them
 
-  KOG_DEVICE Rounds(Block& b) : span(take_unit(b)) {
+  KOG_DEVICE explicit Rounds(Block& b) : span(take_unit(b)) {
     position = position_of(b, b.column, steps_of(b));
     // A split is at most a position longer than another.
-    halves = kHalves && span.end - span.start <= span.used * (kSlots * kTileRows);
+    halves = kEvenGroup && span.end - span.start <= span.used * (kSlots * kTileRows);
     at_once = halves ? 2 : 1, walkers = halves ? kSlots : kWarpsAGroup;
   }
   KOG_DEVICE int side(const Block& b) const { return b.warp % kWarpsAGroup / walkers; }
   KOG_DEVICE int walker(const Block& b) const { return b.warp % kWarpsAGroup % walkers; }
   // Of the round from split `split` on.
   template <class Fresh>
-  KOG_DEVICE Part part(const Block& b, int split, Fresh fresh) const {
+  KOG_DEVICE Tiles tiles(const Block& b, int split, Fresh fresh) const {
     split += side(b);
     Span own = span_of(span.head, split, position, kWindows[b.layer]);
     if (b.warp >= kWarpsAGroup || split >= span.used) return {0, 0, 0};
@@ -133,12 +126,7 @@ KOG_DEVICE void put_round(Block& b, const Rounds& round, bool walks, int first, 
   int walker = round.walker(b), walked = round.halves ? 1 : round.walked(b, first);
   Slot<kPartQueries> slot(scratch.results, scratch.tops,
                           (first + round.side(b)) * kSlots + walker % kSlots);
-  if (walked > kSlots) {
-    if (walks && walker >= kSlots) slot.put(b, softmax);
-    sync_consumers();
-    if (walks && walker + kSlots < walked) slot.absorb(b, softmax);
-  }
-  if (walks && walker < kSlots) slot.put(b, softmax);
+  put_result(b, slot, walks, walker, walked, softmax);
 }
 
 // The results of all splits, to o_proj's inputs.
@@ -179,10 +167,10 @@ KOG_DEVICE void merge_head(Block& b) {
 KOG_DEVICE void walk_head(Block& b) {
   Keys key;
   Values value;
-  auto load = [&](const Rounds& round, const Part& part) {
+  auto load = [&](const Rounds& round, const Tiles& tiles) {
     const u16* keys = cache_of(b, round.span.head);
-    key.load(b, keys, part.at, part.cached);
-    value.load(b, keys + static_cast<u64>(kMaxContext) * kRowDim, part.at, part.cached);
+    key.load(b, keys, tiles.at, tiles.cached);
+    value.load(b, keys + static_cast<u64>(kMaxContext) * kRowDim, tiles.at, tiles.cached);
   };
   b.begin_stage();
   Rounds all(b);
@@ -190,9 +178,9 @@ KOG_DEVICE void walk_head(Block& b) {
   int first = 0, query = first_query(b), left = kQueries - query;
   auto fresh = fresh_rows(b, steps_of(b), query, left < kPartQueries ? left : kPartQueries);
   int from = fresh.from(all.span);
-  Part part = all.part(b, first, fresh);
+  Tiles tiles = all.tiles(b, first, fresh);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
-  load(all, part);
+  load(all, tiles);
   Rotation rotation = fresh.rotation(b, all.span, all.position);
   fresh.receive(b, all.span, all.position, phase_of(iteration_of(b)), AttentionScratch(b), rotation);
   stamp(b, Point::kAttentionQkv);
@@ -201,21 +189,21 @@ KOG_DEVICE void walk_head(Block& b) {
 #pragma unroll 1
   while (true) {
     Softmax softmax;
-    bool walks = part.at < part.end;
+    bool walks = tiles.at < tiles.end;
     if (walks) {
       AttentionScratch scratch(b);
       int head = static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].head));
       const u16* keys = cache_of(b, head);
       const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
-      for (int at = part.at; at < part.end; at += kRoundRows) {
+      for (int at = tiles.at; at < tiles.end; at += kRoundRows) {
         int next = at + kRoundRows;  // none of a half
-        bool again = next < part.end;
-        fresh.patch(b, from, part.end, part.cached, at, scratch, key, value);
+        bool again = next < tiles.end;
+        fresh.patch(b, from, tiles.end, tiles.cached, at, scratch, key, value);
         float p[kTileRows / 8][2];
-        softmax.weigh(b, scratch.queries + b.in_warp, key, part.end - at, p);
-        if (again) key.load(b, keys, next, part.cached);  // on its way while the values are added
+        softmax.weigh(b, scratch.queries + b.in_warp, key, tiles.end - at, p);
+        if (again) key.load(b, keys, next, tiles.cached);  // on its way while the values are added
         softmax.add(value, p);
-        if (again) value.load(b, values, next, part.cached);
+        if (again) value.load(b, values, next, tiles.cached);
       }
     }
     // What a unit is and where a thread stands is asked anew: kept while tiles are walked, it would be spilled.
@@ -224,8 +212,8 @@ KOG_DEVICE void walk_head(Block& b) {
     int next = first + round.at_once;
     bool more = next < round.span.used;
     if (more) {  // the next round's tiles are on their way while this one's results are put
-      part = round.part(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
-      load(round, part);
+      tiles = round.tiles(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
+      load(round, tiles);
     }
     put_round(b, round, walks, first, softmax);
     if (!more) break;

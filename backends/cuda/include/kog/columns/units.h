@@ -1,5 +1,5 @@
-// Who attends to what: the units of a layer (column, key/value head and, of a long context, split) are dealt
-// out to a lane's blocks, and each keeps its own in shared memory.
+// Who attends to what: the units of a layer (column, key/value head and, of a short context, some of its
+// queries, of a longer one a split) are dealt out to a lane's blocks, and each keeps its own in shared memory.
 #pragma once
 #include <kog/columns/chunk.h>
 #include <kog/columns/stream.h>
@@ -19,7 +19,7 @@ KOG_DEVICE int blocks_of(int length) {
 // Units of a head whose context so many blocks share: a split each, or some of its queries.
 KOG_DEVICE int units_of_head(int blocks) { return blocks > 1 ? blocks : kHeadParts; }
 // What the block of unit n of a column's walks.
-KOG_DEVICE Span part_of(int n, int blocks, int position, int window) {
+KOG_DEVICE Span span_of_unit(int n, int blocks, int position, int window) {
   if (blocks > 1) {
     int head = static_cast<int>(divided(static_cast<u32>(n), blocks));
     return span_of(head, n - head * blocks, position, window);
@@ -57,7 +57,8 @@ KOG_DEVICE Unit find_unit(const Block& b, int steps, int i) {
   int column = bit_length(static_cast<u64>(whose)) - 1;
   n -= static_cast<int>(shuffle(static_cast<u32>(deal.before), column));
   u32 blocks = shuffle(static_cast<u32>(deal.blocks), column);
-  Span span = part_of(n, static_cast<int>(blocks), position_of(b, column, steps), kWindows[b.layer]);
+  Span span =
+      span_of_unit(n, static_cast<int>(blocks), position_of(b, column, steps), kWindows[b.layer]);
   auto word = [](int v) { return static_cast<u32>(v); };
   int query = blocks > 1 ? 0 : n % kHeadParts * kPartQueries;
   return {word(column),     blocks,          word(span.head),  word(query),
