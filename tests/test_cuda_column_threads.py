@@ -88,14 +88,14 @@ def test_a_chunk_races_for_nothing():
 
 
 RACES = {
-    "sums of other lanes are read before all are there": (
-        "columns/lanes.h",
-        "      join(b, b.layer, true, x);\n      sync_consumers();",
-        "      join(b, b.layer, true, x);",
+    "operands are taken before all warps have staged theirs": (
+        "columns/stream.h",
+        "  sync_staged<kOwn>();\n",
+        "",
     ),
     "rows of the cache are sent without a fence": ("columns/layer.h", "if (last) fence_gpu();", ""),
     "partial sums are overwritten while they are read": (
-        "columns/matvec.h",
+        "columns/rows.h",
         "  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read\n",
         "",
     ),

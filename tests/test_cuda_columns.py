@@ -132,6 +132,27 @@ SHAPES = {
         6,
         {},
     ),
+    # Units of eight rows: half of a warp's lanes have a sum of two columns. Those of gate_up_proj lie over
+    # other warps' operands.
+    "two columns of eight rows": (
+        f16_spec(hidden_size=500, num_layers=2, intermediate_size=100, **ONE_HEAD),
+        2,
+        2,
+        {},
+    ),
+    # The tensor core's other side; and all units of gate_up_proj in one batch.
+    "tokens as rows": (
+        f16_spec(hidden_size=1500, num_layers=1, intermediate_size=106, **ONE_HEAD),
+        8,
+        2,
+        {},
+    ),
+    "tokens as rows, batch by batch": (
+        spec_of(hidden_size=1500, num_layers=1, intermediate_size=114, **ONE_HEAD),
+        8,
+        2,
+        {},
+    ),
     # The last steps of down_proj, whose operands find no room, are read for each unit.
     "a K beyond shared memory": (
         f16_spec(hidden_size=128, num_layers=1, intermediate_size=2400, **ONE_HEAD),
@@ -226,7 +247,7 @@ def test_every_way_to_choose_works_beside_every_other(spec):
 FAULTS = {
     "a column that reads another's stream": (
         "columns/stream.h",
-        "x.words + first * kHiddenStride + e",
+        "x.words + first_column(b) * kHiddenStride + e",
         "x.words + e",
     ),
     "both halves of a warp with the same columns": (
@@ -236,19 +257,19 @@ FAULTS = {
     ),
     "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
     "an operand in another's place": (
-        "columns/matvec.h",
+        "columns/operands.h",
         "kHalves == 1 ? 2 * token + odd",
         "kHalves == 1 ? 2 * token",
     ),
     "sums that a slower warp still reads": (
-        "columns/matvec.h",
+        "columns/rows.h",
         "  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read\n",
         "",
     ),
     "the streams' rms of another column": (
-        "columns/stream.h",
-        "i * kColumns + b.in_warp % kColumns",
-        "i * kColumns",
+        "matvec.h",
+        "b.small->squares + column * kWarps + i",
+        "b.small->squares + i",
     ),
     "the winner of the last step": (
         "columns/head.h",
@@ -269,7 +290,7 @@ FAULTS = {
 SHAPE_FAULTS = {
     "another token's operand of four rows": (
         "four rows a fragment of x",
-        "columns/matvec.h",
+        "columns/operands.h",
         "token % 2 * (16 * kOperandWords)",
         "0 * token",
     ),
@@ -278,6 +299,30 @@ SHAPE_FAULTS = {
         "columns/matvec.h",
         "          even += v[0][1] + v[1][1];\n",
         "",
+    ),
+    "a lane without a sum that leads": (
+        "two columns of eight rows",
+        "columns/head.h",
+        " && b.in_warp < Cut<LmHead>::kPieceWords",
+        "",
+    ),
+    "sums over operands that another warp still takes": (
+        "tokens as rows",
+        "columns/rows.h",
+        "Stage::kSumsOver || ",
+        "",
+    ),
+    "low parts that rows of tokens leave out": (
+        "tokens as rows",
+        "columns/matvec.h",
+        "part[odd] += v[0][2 + i] + v[1][2 + i];",
+        "",
+    ),
+    "even words for odd ones": (
+        "tokens as rows, batch by batch",
+        "columns/matvec.h",
+        "{w.w[set], w.w[2 + set]}",
+        "{w.w[0], w.w[2]}",
     ),
     "queries of another block": (
         "joins of many splits",
@@ -303,7 +348,7 @@ def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
         monkeypatch.setattr(batches if constant == "scratch_room" else header, constant, value)
     requests = [request(i, PROMPTS[i], 2) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
-    backend = make(ColumnBackend, spec, columns, blocks, -1, counts=(columns,))
+    backend = make(ColumnBackend, spec, columns, blocks, -3, counts=(columns,))
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))

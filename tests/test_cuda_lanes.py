@@ -345,11 +345,15 @@ FAULTS = {
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
     "one buffer": ("columns/lanes.h", "turn % Words::kBuffers", "0 * turn"),
     "a phase of another turn": ("columns/lanes.h", "phase_of(turn / Words::kBuffers)", "1"),
-    "a mean that is not normed": ("columns/mix.h", "gains[row] * scales.of(b, column)", "1"),
+    "a mean that is not normed": (
+        "columns/mix.h",
+        "gains[row] * inverse_rms(b, mine ? column : 0)",
+        "1",
+    ),
     "rows of another lane": ("columns/head.h", "kHeadByLane ? b.lane * LmHead::kRows : 0", "0"),
     "a piece in another's place": (
-        "columns/matvec.h",
-        "piece % kPieces * kPieceRows +",
+        "columns/rows.h",
+        "piece % S::kPieces * S::kPieceWords +",
         "",
     ),
 }

@@ -1,7 +1,7 @@
 """What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
 
 A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
-sums where they leave room; what finds none is read again for each unit (include/kog/columns/matvec.h).
+sums where they leave room; what finds none is read again for each unit (include/kog/columns/operands.h).
 """
 
 from kog_triton.schedule.cuda import (
@@ -101,23 +101,44 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
         _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
         _units_beside(lo, stage, columns),
+        units_over(lo, stage, columns),
     )
 
 
 def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    """Units of a stage of 16-bit words, for a warp each of their pieces, whose partial sums find room where
-    other stages keep more, or where the ring leaves less than a chunk."""
+    """Units of a stage of 16-bit words, two pieces a warp at most, whose partial sums find room where other
+    stages keep more, or where the ring leaves less than a chunk."""
     if columns == 1 or is_wide(stage):
         return 0
     tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
+    most = 2 * WARPS // unit_pieces(tiling.unit_rows, columns)
+    units = min(room // sum_bytes(lo, stage, columns), _most_units(lo, stage), most)
+    return _whole_chunks(lo, steps, units)
+
+
+def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """All units of a block, where their partial sums find room over operands that are in registers by then, and
+    over what other stages keep behind those; 0 where they do not, or as many find it otherwise."""
+    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+        return 0
+    units = _most_units(lo, stage)
+    if units <= max(units_in_place(lo, stage, columns), _fewest_units(lo, stage, columns)):
+        return 0
+    return units if units * sum_bytes(lo, stage, columns) <= _free_room(lo, columns) else 0
+
+
+def _most_units(lo: CudaLowering, stage: Stage) -> int:
+    """Of one block, up to the end of a chunk."""
+    period = unit_period(lo.steps(stage), lo.fragments)
+    return up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
+
+
+def _free_room(lo: CudaLowering, columns: int) -> int:
+    """Bytes of scratch that some stage takes in any case, with what the ring leaves less than a chunk."""
     scratch = up(max(_least_bytes(lo, s, columns) for s in matrix_stages(lo.schedule)), 128)
     rest = (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - scratch) % (lo.chunk_bytes + 16)
-    room = scratch + rest // 128 * 128 - staged_bytes(lo, stage, columns)
-    sums = sum_bytes(lo, stage, columns)
-    period = unit_period(steps, lo.fragments)
-    mine = up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
-    pieces = tiling.unit_rows // piece_rows(tiling.unit_rows, columns)
-    return _whole_chunks(lo, steps, min(room // sums, mine, WARPS // pieces))
+    return scratch + rest // 128 * 128
 
 
 def _least_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -144,8 +165,14 @@ def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
 
 
 def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:
-    """Whether a stage's partial sums lie where its operands did."""
+    """Whether a stage's partial sums lie where its operands did, each part's in that of its own."""
     return batch_units(lo, stage, columns) == units_in_place(lo, stage, columns)
+
+
+def sums_over(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether they lie there and behind it, in that of other parts, too."""
+    over = units_over(lo, stage, columns)
+    return over > 0 and batch_units(lo, stage, columns) == over
 
 
 def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -156,17 +183,15 @@ def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return 1 if narrow or one or sums_in_place(lo, stage, columns) else 2
 
 
-def piece_rows(unit_rows: int, columns: int) -> int:
-    """Rows of a unit that a warp finishes at once (columns/matvec.h)."""
-    return min(unit_rows, max(MMA_ROWS, 64 // columns))
+def unit_pieces(unit_rows: int, columns: int) -> int:
+    """Pieces of a unit, of which a warp finishes one at once, a sum a lane (columns/rows.h)."""
+    return max(1, unit_rows * columns // 32)
 
 
-def finished_items(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    """Sums of a stage that a block finishes in one layer at most, 32 an item (columns/matvec.h)."""
+def finished_pieces(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Pieces of a stage that a block finishes in one layer at most (columns/rows.h)."""
     units = -(-lo.num_units(stage) // lo.group_size(stage))
-    rows = lo.tilings[stage.name].unit_rows
-    piece = piece_rows(rows, columns)
-    return units * rows // piece * -(-piece * columns // 32)
+    return units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
 
 
 def up(n: int, multiple: int) -> int:

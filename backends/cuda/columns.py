@@ -1,7 +1,7 @@
 """The layout of a kernel of several token columns: one step serves as many requests.
 
 It reads the same weight stream as the kernel of one token. Regions of words have a row a lane and column, or
-hold the operands of all columns of a lane as warps read them (include/kog/columns/matvec.h); flags have a word
+hold the operands of all columns of a lane as warps read them (include/kog/columns/operands.h); flags have a word
 a unit. Activations that outgrow shared memory are refused: then fewer requests share a step, and without any
 kernel of columns they take turns, a token each, on the kernel of one token.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from kog_triton.backends.cuda import lanes
 from kog_triton.backends.cuda.attention import MERGED, attention_bytes, head_bytes
-from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_items, up
+from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_pieces, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
     FLAGS_TOGETHER,
@@ -99,7 +99,7 @@ def lay_out_columns(
     if lanes.shares(spec):
         # Beside all that o_proj and down_proj keep, where x is staged for other stages.
         at = up(max(behind, layout.stage_bytes(stages["down_proj"])), 128)
-        joined = max(finished_items(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))
+        joined = max(finished_pieces(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))
         layout = replace(layout, joined_at=at)
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)

@@ -24,6 +24,7 @@ from kog_triton.backends.cuda.batches import (
     read_steps,
     sum_rooms,
     sums_in_place,
+    sums_over,
 )
 from kog_triton.backends.cuda.layout import BINS, FLAGS_TOGETHER, LINE_WORDS, MOST_SEATS, Layout
 from kog_triton.backends.cuda.names import LAYER, POINTS, STEPS
@@ -198,9 +199,10 @@ def _stages(layout: Layout) -> list[str]:
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
         wide = str(is_wide(stage)).lower()
         in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
+        over = str(sums_over(lo, stage, layout.columns)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}; }};"
+            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; }};"
         )
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
 

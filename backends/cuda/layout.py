@@ -27,6 +27,7 @@ from kog_triton.backends.cuda.batches import (
     sum_bytes,
     sum_rooms,
     sums_in_place,
+    sums_over,
     up,
 )
 
@@ -117,7 +118,10 @@ class Layout:
 
     def sums_at(self, stage: Stage) -> int:
         """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
-        return 0 if sums_in_place(self.lowering, stage, self.columns) else self.staged_bytes(stage)
+        lo = self.lowering
+        if sums_in_place(lo, stage, self.columns) or sums_over(lo, stage, self.columns):
+            return 0
+        return self.staged_bytes(stage)
 
     def stage_bytes(self, stage: Stage) -> int:
         """Of its inputs and partial sums, in a kernel of several columns."""

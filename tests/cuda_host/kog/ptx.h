@@ -178,6 +178,9 @@ KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 inline uint4 load_relaxed4(const u32* p) {
   return {host::load(p), host::load(p + 1), host::load(p + 2), host::load(p + 3)};
 }
+inline uint4 load_relaxed4(const u32* p, bool there, u32 other) {
+  return there ? load_relaxed4(p) : uint4{other, other, other, other};
+}
 inline uint2 load_relaxed2(const u32* p) { return {host::load(p), host::load(p + 1)}; }
 inline u32 load_relaxed(const u32* p) { return host::load(p); }
 inline ulonglong2 load_relaxed_pair(const u64* p) { return {host::load(p), host::load(p + 1)}; }
@@ -376,6 +379,7 @@ KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier,
   host::note_release(&block.copies);
   block.copies[block.num_copies++] = {to, from, bytes, barrier, static_cast<int>(host::ticks % 7)};
 }
+inline u32 unknown(u32 v) { return v; }
 KOG_EMULATED u32 load_volatile(const u32* p) {
   host::warp().looked = true;
   return host::load_own(p);

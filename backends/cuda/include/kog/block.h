@@ -54,7 +54,7 @@ struct Unit {
 // layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a layer
 // of Qwen3-0.6B.
 struct Kept {
-  u32 layer, half, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
+  u32 layer, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
   u32 slot, parity;  // of the ring, while it does not multiply
   u32 unit;          // of attention
 };
@@ -67,7 +67,7 @@ constexpr int kWinners = (kBlocks + 31) / 32;  // of 32 blocks each
 
 // The end of shared memory: small things that warps tell each other.
 struct Small {
-  float squares[kColumns * kWarps];
+  alignas(16) float squares[kColumns * kWarps];  // [column][warp]
   Candidate local[kWarps];
   Candidate global[kWinners];
   Seat seats[kMostSeats];
@@ -79,6 +79,7 @@ struct Small {
   u32 leave;   // no wait of this block waits any longer
   u32 joins;   // attentions whose splits were joined in a step of their own
   u32 walks;   // 1 while a long span is walked
+  u32 shares;  // whether other blocks have splits of a unit's head, in a kernel of columns
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
   Kept kept[kColumns > 1 ? kWarps : 1];
@@ -119,8 +120,8 @@ struct Block {
   // would not fit in registers.
   KOG_DEVICE void begin_stage() {
     block = block_index();
-    lane = block / kGroup;
-    place = block % kGroup;
+    lane = kLanes > 1 ? block / kGroup : 0;
+    place = kLanes > 1 ? block % kGroup : block;
     thread = thread_index();
     KOG_ASSUME(block >= 0 && block < kBlocks && thread >= 0 && thread < kThreads);
     warp = thread / 32;

@@ -15,7 +15,7 @@
 // holds, a fragment, one such column after the other: [high even, low even, high odd, low odd] (wide)
 // or [even, odd] (narrow).
 //
-//   partial sums [part of K][row], summed over the parts in order by the thread that owns the row
+//   partial sums [part of K][row], summed over the parts by the thread that owns the row
 #pragma once
 #include <kog/ring.h>
 #include <kog/words.h>
@@ -81,12 +81,33 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
   sync_staged<Stage::kParts == kWarps>();
 }
 
-// 1 / rms(x) of the x staged last; after a barrier that all warps have passed since.
-KOG_DEVICE float inverse_rms(const Block& b) {
-  float sum = 0;
+// v[0] + v[1] + ... in pairs, then pairs of pairs: a sum that waits for log2(N) additions.
+template <int N>
+KOG_DEVICE float sum_of(float (&v)[N]) {
 #pragma unroll
-  for (int i = 0; i < kWarps; i++) sum += b.small->squares[i];
-  return rsqrt_of(sum * (1.f / kHidden) + kNormEps);
+  for (int by = 1; by < N; by *= 2)
+#pragma unroll
+    for (int i = 0; i + by < N; i += 2 * by) v[i] += v[i + by];
+  return v[0];
+}
+// The sums of all parts of K, `stride` apart, as one.
+template <class Stage>
+KOG_DEVICE float sum_of_parts(const float* from, int stride) {
+  float v[Stage::kParts];
+#pragma unroll
+  for (int i = 0; i < Stage::kParts; i++) v[i] = from[i * stride];
+  return sum_of(v);
+}
+
+// 1 / rms(x) of the x staged last, of one column; after a barrier that all warps have passed since.
+KOG_DEVICE float inverse_rms(const Block& b, int column = 0) {
+  float v[kWarps];
+#pragma unroll
+  for (int i = 0; i < kWarps; i += 4) {
+    float4 q = *reinterpret_cast<const float4*>(b.small->squares + column * kWarps + i);
+    v[i] = q.x, v[i + 1] = q.y, v[i + 2] = q.z, v[i + 3] = q.w;
+  }
+  return rsqrt_of(sum_of(v) * (1.f / kHidden) + kNormEps);
 }
 
 // Stage's inputs as they come in 16-bit words, kValues (8 or 4) a vector: which of them a thread stages.
@@ -378,10 +399,7 @@ KOG_DEVICE void run_batch(Block& b, Ring& ring, int& turn, int first, int left, 
   if (b.warp * 32 >= count * Stage::kUnitRows) return;
   // Threads without a row add up another's: without a branch, what `after` reads is asked for at once.
   const float* from = partials + (owner ? b.thread : 0);
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < Stage::kParts; i++) sum += from[i * kBatchRows<Stage>];
-  after(row, owner, sum, asked);
+  after(row, owner, sum_of_parts<Stage>(from, kBatchRows<Stage>), asked);
 }
 
 // All rows of the block, batch by batch; the first begins with what was taken ahead.

@@ -65,6 +65,18 @@ KOG_DEVICE uint4 load_relaxed4(const u32* p) {
                : "memory");
   return v;
 }
+// Four words if they are `there`, else so many of another. One statement, as load_cache.
+KOG_DEVICE uint4 load_relaxed4(const u32* p, bool there, u32 other) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<u32>(there)), "r"(other)
+      : "memory");
+  return v;
+}
 KOG_DEVICE uint2 load_relaxed2(const u32* p) {
   uint2 v;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
@@ -312,6 +324,11 @@ KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u
       "[%1], %2, [%3], %4;" ::"r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+// A number that the compiler does not know: no code is laid out for it alone.
+KOG_DEVICE u32 unknown(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 KOG_DEVICE u32 load_volatile(const u32* p) { return *static_cast<const volatile u32*>(p); }
 KOG_DEVICE void store_volatile(u32* p, u32 v) { *static_cast<volatile u32*>(p) = v; }

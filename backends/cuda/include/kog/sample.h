@@ -28,9 +28,11 @@ KOG_DEVICE Candidate candidate(const u32* r, float logit, int id, int position) 
   return {static_cast<double>(logit) * scale + static_cast<double>(gumbel(word)) * kNoiseScale, id};
 }
 
-KOG_DEVICE Candidate best_of_warp(Candidate c) {
+// The best of kLanes lanes side by side, to all of them.
+template <int kLanes>
+KOG_DEVICE Candidate best_of_lanes(Candidate c) {
 #pragma unroll
-  for (int mask = 16; mask; mask >>= 1) {
+  for (int mask = kLanes / 2; mask; mask >>= 1) {
     u64 bits = bits_of(c.key);
     u32 high = shuffle_xor(static_cast<u32>(bits >> 32), mask),
         low = shuffle_xor(static_cast<u32>(bits), mask);
@@ -40,6 +42,7 @@ KOG_DEVICE Candidate best_of_warp(Candidate c) {
   }
   return c;
 }
+KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_lanes<32>(c); }
 
 // Words of one head: two slots, because lanes that never meet may be a token apart.
 KOG_DEVICE u64* winner_words(const Block& b, int heads) {

@@ -109,29 +109,26 @@ KOG_DEVICE void join_unit(Block& b) {
 }
 
 KOG_DEVICE void attention(Block& b) {
-  // Where all units are kept they are looked at again instead: a register less while they are walked.
-  bool shares = kAllKept;
-  keep(b, &Kept::unit, 0);
+  bool shares = false;  // not known ahead
+  int blocks = enter_unit(b, 0);
 #pragma unroll 1
-  while (true) {
-    int blocks = blocks_of_unit(b);
-    if (blocks == 0) break;
+  while (blocks != 0) {
     if (blocks == 1) {
       walk_head(b);
     } else {
       if (!kAllKept) shares = true;
       walk_shared(b);
     }
-    count_up(b, &Kept::unit);
+    blocks = enter_unit(b, unit_of(b) + 1);
   }
+  // A register less while they are walked where all units are laid out at once.
+  if (kAllKept) shares = load_volatile(&b.small->shares) != 0;
   if (!shares) return;
-  keep(b, &Kept::unit, 0);
+  blocks = enter_unit(b, 0);
 #pragma unroll 1
-  while (true) {
-    int blocks = blocks_of_unit(b);
-    if (blocks == 0) break;
+  while (blocks != 0) {
     if (blocks > 1) join_unit(b);
-    count_up(b, &Kept::unit);
+    blocks = enter_unit(b, unit_of(b) + 1);
   }
 }
 

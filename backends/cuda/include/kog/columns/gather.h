@@ -1,7 +1,7 @@
 // A warp's part of a vector of 16-bit words, once the hints say that it is there, as the operands of the stage
 // that multiplies it.
 #pragma once
-#include <kog/columns/matvec.h>
+#include <kog/columns/operands.h>
 
 namespace kog::columns {
 
@@ -19,9 +19,16 @@ struct Turn {
   using Rows = Words<Cut<Stage>::kRowWords>[kSteps];
 };
 
-// Operands of a turn from step `first` on, once the words of the lane's own columns carry the phase.
-template <class Stage, class Region>
-KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn<Stage>::Rows& w) {
+// Whether all words of a part are few enough to be asked for before a hint says that some are there: in
+// vain, while other blocks still work, they cost the L2 what they would cost in the end.
+template <class Stage>
+constexpr bool kAsksAtOnce = Stage::kSteps * Cut<Stage>::kRowWords <= 32;
+
+// Operands of a turn from step `first` on, once the words of the lane's own columns carry the phase. hint()
+// returns when some of the warp's are there: it is called if none of them are, unless it was.
+template <class Stage, class Region, class Hint>
+KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn<Stage>::Rows& w, Hint hint,
+                        bool& hinted) {
   using S = Cut<Stage>;
   constexpr int kSteps = Turn<Stage>::kSteps;
   // The lane's words of a step: every other one of a quarter.
@@ -35,7 +42,8 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn
     return set * S::kTokens + S::token(lane) < b.p.num_seats && inside;
   };
   static_assert(kSteps <= 32);
-  u32 late = ~0u;  // bit i: step i is
+  constexpr u32 kAll = ~0u >> (32 - kSteps);
+  u32 late = kAll;  // bit i: step i is
 #pragma unroll
   for (int i = 0; i < kSteps; i++) w[i] = {};
   ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
@@ -51,7 +59,10 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn
         bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
       late |= (bad & 1) << i;
     }
-    return any_lane(late != 0);
+    bool again = any_lane(late != 0);
+    if (again && !hinted && !any_lane(S::token(lane) < b.p.num_seats && late != kAll)) hint();
+    hinted = true;
+    return again;
   });
 #pragma unroll
   for (int i = 0; i < kSteps; i++)
@@ -59,22 +70,24 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn
     for (int j = 0; j < S::kRowWords; j++) w[i].w[j] = operand_of(w[i].w[j]);
 }
 
-// This warp's part of Region's words as Stage's operands.
-template <class Stage, class Region>
-KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase) {
+// This warp's part of Region's words as Stage's operands. hint(): see receive.
+template <class Stage, class Region, class Hint>
+KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase, Hint hint) {
   constexpr int kSteps = Turn<Stage>::kSteps;
   typename Turn<Stage>::Rows w;
+  bool hinted = !kAsksAtOnce<Stage>;
+  if (hinted) hint();
 #pragma unroll 1
   for (int turn = kSteps; turn < Stage::kSteps; turn += kSteps) {
     int first = turn + kSteps <= Stage::kSteps ? turn : Stage::kSteps - kSteps;
-    receive<Stage, Region>(b, step, phase, first, w);
+    receive<Stage, Region>(b, step, phase, first, w, hint, hinted);
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
       if (first + i >= Stage::kHeld && (Stage::kRead == 0 || first + i < to.kLast))
         to.store(first + i, w[i]);
   }
   // Those that stay in registers come last.
-  receive<Stage, Region>(b, step, phase, 0, w);
+  receive<Stage, Region>(b, step, phase, 0, w, hint, hinted);
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     if (i < Stage::kHeld)

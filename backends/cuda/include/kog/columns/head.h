@@ -28,21 +28,16 @@ KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
   return reinterpret_cast<u64*>(b.p.words + ColumnWinnerWords::kOffset) + 2 * column;
 }
 
-// This block's best of every column, from its lanes' best of their items.
-template <int kItems>
-KOG_DEVICE void publish_best(Block& b, const Candidate (&mine)[kItems], const int (&column)[kItems],
-                             u64 epoch, u32 control) {
+// This block's best of every column, from its lanes' best of their own. Lanes of a column lie side by side.
+KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
+  constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
   static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
-#pragma unroll 1
-  for (int c = 0; c < b.p.num_seats; c++) {
-    Candidate best = nobody();
-#pragma unroll
-    for (int i = 0; i < kItems; i++)
-      if (column[i] == c && beats(mine[i], best)) best = mine[i];
-    best = best_of_warp(best);
-    if (b.in_warp == 0) local[c * kWarps + b.warp] = best;
-  }
+  if (b.in_warp < kColumns) local[b.in_warp * kWarps + b.warp] = nobody();
+  sync_warp();
+  Candidate own = best_of_lanes<kRows>(mine);
+  bool leads = b.in_warp % kRows == 0 && b.in_warp < Cut<LmHead>::kPieceWords;
+  if (leads) local[column * kWarps + b.warp] = own;
   sync_consumers();
   if (b.warp >= b.p.num_seats) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
@@ -125,23 +120,18 @@ KOG_DEVICE void run_head(Block& b) {
   b.begin_stage();
   stage_head(b);
   b.begin_stage();
-  constexpr int kItems = Cut<LmHead>::kItems;
   Operands<LmHead> x(b);
   x.hold();
-  Scales scales;
   int first = kHeadByLane ? b.lane * LmHead::kRows : 0;  // the id of the block's row 0
-  int column[kItems];
-  Candidate mine[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; i++) {
-    column[i] = item_of<LmHead>(b, 0, i).column;
-    mine[i] = nobody();
-  }
+  int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
+  float scale = 0;
+  Candidate mine = nobody();
   run_units<LmHead>(
       b, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingTaken(),
-      [](const Item&) { return 0; },
-      [&](int i, const Item& item, float sum, int) {
-        float logit = sum * head_scale(b, scales, item.column);
+      [](int, const Item&) { return 0; },
+      [&](const Item& item, float sum, int) {
+        if (scale == 0) scale = head_scale(b, item.column);
+        float logit = sum * scale;
         int id = first + item.row;
         if (!item.there || !has_head(b, item.column, steps_of(b))) return;
         const u32* request = request_of(b, item.column);
@@ -151,7 +141,7 @@ KOG_DEVICE void run_head(Block& b) {
         }
         Candidate c = candidate(request, logit, id,
                                 position_of(b, item.column, steps_of(b)) + 1);
-        if (beats(c, mine[i])) mine[i] = c;
+        if (beats(c, mine)) mine = c;
       },
       [](int) {});
   b.begin_stage();

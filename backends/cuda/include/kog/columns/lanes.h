@@ -32,8 +32,8 @@ struct MlpSends {
 template <class Stage, class Sends>
 struct Reduction {
   using Words = typename Sends::Words;
-  static constexpr int kItems = Cut<Stage>::kItems, kPieces = Cut<Stage>::kPieces;
-  static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces * kItems;
+  static constexpr int kPieces = Cut<Stage>::kPieces;
+  static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces;
   // Items that a warp asks for in one round trip: their words are in registers meanwhile.
   static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
   static constexpr int kAtOnce = kEach < kRoom ? kEach : kRoom;
@@ -56,7 +56,7 @@ struct Reduction {
   KOG_DEVICE static u32 phase(int turn) { return phase_of(turn / Words::kBuffers); }
   KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
 
-  // The sum of item n of this block's.
+  // The sum of a lane of piece n of this block's.
   KOG_DEVICE static float* joined(const Block& b, int n) {
     return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
   }
@@ -74,7 +74,7 @@ struct Reduction {
   KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
     const u32* base = words(b, turn_of(b, layer));
     u32 phase_there = phase(turn_of(b, layer));
-    int count = (last - first) * kItems;
+    int count = last - first;
 #pragma unroll 1
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
       int from[kAtOnce];  // in words: pointers take registers that are missing
@@ -83,7 +83,7 @@ struct Reduction {
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
         int n = next + a * kWarps;
-        Item item = item_of<Stage>(b, first + n / kItems, n % kItems);
+        Item item = item_of<Stage>(b, first + n);
         mine[a] = n < count && item.there;
         from[a] = place(item);
         sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
@@ -111,9 +111,9 @@ struct Reduction {
       if (how == kDelayed) join(b, b.layer - kDelay, false, x);
   }
   // What joins the stream for an output, unless it is reduced NOW.
-  KOG_DEVICE float owed(const Block& b, const Item& item, int i, float y) const {
+  KOG_DEVICE float owed(const Block& b, const Item& item, float y) const {
     if (how == kOwn) return y * kRootLanes;
-    return y + *joined(b, (item.row / Cut<Stage>::kPieceRows - first) * kItems + i);
+    return y + *joined(b, piece_of<Stage>(item) - first);
   }
   // Behind the stage: put(item, stream) by whole warps, then done(piece).
   template <class Put, class Done>
@@ -121,14 +121,11 @@ struct Reduction {
     if constexpr (kSends) {
       if (how != kNow) return;
       join(b, b.layer, true, x);
-      sync_consumers();
       b.begin_stage();
       Reduction again(b);  // kept while words are waited for, its pieces would be spilled
 #pragma unroll 1
-      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
-#pragma unroll
-        for (int i = 0; i < kItems; i++)
-          put(item_of<Stage>(b, piece, i), *joined(b, (piece - again.first) * kItems + i));
+      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {  // this lane's own sums
+        put(item_of<Stage>(b, piece), *joined(b, piece - again.first));
         done(piece);
       }
       sync_consumers();  // the sums have been read

@@ -65,12 +65,13 @@ KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   x.hold();
   u32 phase = phase_of(iteration_of(b));
   const float* bias = bias_of<QkvProj>(b);
-  Scales scales;
+  float scale = 0;
   run_units<QkvProj>(
       b, [&] { return layer_units<QkvProj>(b); }, x, ahead,
-      [&](const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
-      [&](int, const Item& item, float sum, float asked) {
-        float v = sum * scales.of(b, item.column) + asked, next = shuffle_down(v, 1);
+      [&](int, const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
+      [&](const Item& item, float sum, float asked) {
+        if (scale == 0) scale = inverse_rms(b, item.column);
+        float v = sum * scale + asked, next = shuffle_down(v, 1);
         u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
         if (item.there && item.row % 2 == 0)
           store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
@@ -92,12 +93,13 @@ KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   u32* to = lane_words<MlpWords>(b);
   u32 phase = phase_of(iteration);
   const float* bias = bias_of<GateUpProj>(b);
-  Scales scales;
+  float scale = 0;
   run_units<GateUpProj>(
       b, [&] { return layer_units<GateUpProj>(b); }, x, ahead,
-      [&](const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
-      [&](int, const Item& item, float sum, float asked) {
-        float v = sum * scales.of(b, item.column) + asked, up = shuffle_down(v, 1);
+      [&](int, const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
+      [&](const Item& item, float sum, float asked) {
+        if (scale == 0) scale = inverse_rms(b, item.column);
+        float v = sum * scale + asked, up = shuffle_down(v, 1);
         float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
               next = shuffle_down(h, 2);
         if (item.there && item.row % 4 == 0)
@@ -111,11 +113,43 @@ KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
                epoch_of(iteration));
 }
 
+// What an output of o_proj or down_proj joins. Loaded by all lanes, of a value that exists: one that were
+// either loaded or zero would be moved between registers, and so waited for, at once.
+struct Base {
+  float bias;
+  u32 x;
+};
+template <class Stage, bool kBias>
+KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
+  int row = item.there ? item.row : 0, column = item.there ? item.column : 0;
+  return {kBias ? bias_of<Stage>(b)[row] : 0.f, x.ask(b, column, row)};
+}
+// Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs: asked for
+// behind them, they came half a microsecond after the sums that they join. Of several batches each asks for
+// its own.
+template <class Stage, bool kBias>
+struct Bases {
+  static constexpr int kCount = kOneBatch<Stage> ? Cut<Stage>::kRounds : 1;
+  Base of[kCount];
+
+  KOG_DEVICE Bases(Block& b, const Streams& x) {
+    if constexpr (!kOneBatch<Stage>) return;
+    Pieces<Stage> mine(b, layer_units<Stage>(b));
+#pragma unroll
+    for (int r = 0; r < kCount; r++) {
+      int piece = mine.first + r * kWarps;
+      Item item = item_of<Stage>(b, mine.from + piece);
+      item.there &= piece < mine.count;
+      of[r] = ask_base<Stage, kBias>(b, x, item);
+    }
+  }
+};
+
 // o_proj or down_proj: rows to the streams, from `x` on. With those of the last layer this step's rows of
 // the cache become visible.
 template <class Stage, class Words, class Hints, class Sends, bool kBias, bool kEndsLayer>
-KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Streams& x) {
-  const float* bias = bias_of<Stage>(b);
+KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Streams& x,
+                            const Bases<Stage, kBias>& bases) {
   u32* to = lane_words<Words>(b);
   auto put = [&](const Item& item, float stream) {
     bool last = kEndsLayer && kept(b, &Kept::layer) == kLayers - 1;
@@ -126,25 +160,22 @@ KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Str
   auto done = [&](int piece) {
     raise_rows<Stage, Hints>(b, piece, epoch_of(iteration_of(b)));
   };
-  struct Asked {
-    float bias, x;
-  };
   run_units<Stage>(
       b, [&] { return layer_units<Stage>(b); }, operands, NothingTaken(),
-      [&](const Item& item) {
-        return Asked{kBias && item.there ? bias[item.row] : 0.f,
-                     item.there ? x.value(b, item.column, item.row) : 0.f};
+      [&](int r, const Item& item) {
+        if constexpr (kOneBatch<Stage>) return bases.of[r];
+        return ask_base<Stage, kBias>(b, x, item);
       },
-      [&](int i, const Item& item, float sum, const Asked& asked) {
-        float y = sum * kPairUnit + asked.bias;
+      [&](const Item& item, float sum, const Base& base) {
+        float y = sum * kPairUnit + base.bias;
         if constexpr (kLanes > 1) {
           Reduction<Stage, Sends> lanes(b);
           lanes.send(b, item, y);
           if (lanes.how == kNow) return;
-          y = lanes.owed(b, item, i, y);
+          y = lanes.owed(b, item, y);
         }
         // Rounded as a word that carries its readiness: a kernel of one token sends such.
-        put(item, asked.x + unpack_f32(pack_f32(y, 0)));
+        put(item, x.read(base.x) + unpack_f32(pack_f32(y, 0)));
       },
       [&](int piece) {
         if (kLanes == 1 || Sends::how(b) != kNow) done(piece);
@@ -156,14 +187,15 @@ KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Str
 KOG_DEVICE void o_proj(Block& b) {
   begin_stage(b);
   Reduction<OProj, AttentionSends>(b).begin(b, layer_streams(b));
+  Bases<OProj, kOBias> bases(b, layer_streams(b));
   Operands<OProj> operands(b);
   int iteration = iteration_of(b);
-  await_attention<OProj>(b, epoch_of(iteration));
-  stage_words<OProj, AttentionWords>(b, Step::kOProjInput, operands, phase_of(iteration));
+  stage_words<OProj, AttentionWords>(b, Step::kOProjInput, operands, phase_of(iteration),
+                                     [&] { await_attention<OProj>(b, epoch_of(iteration)); });
   stamp(b, Point::kOProjInput);
   begin_stage(b);
   module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, AttentionSends, kOBias, false>(
-      b, operands, layer_streams(b));
+      b, operands, layer_streams(b), bases);
 }
 
 // Until the blocks that compute this warp's part of down_proj's inputs have done so.
@@ -193,19 +225,20 @@ KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
     int first = S::first_value(b) / S::kStepValues;
     to.in_memory = lane_words<MlpWords>(b) + first * S::kStepWords + to.lane;
   }
-  await_mlp(b, epoch_of(iteration));
-  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, to, phase_of(iteration));
+  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, to, phase_of(iteration),
+                                  [&] { await_mlp(b, epoch_of(iteration)); });
 }
 
 KOG_DEVICE void down_proj(Block& b) {
   begin_stage(b);
   Reduction<DownProj, MlpSends>(b).begin(b, inner_streams(b));
+  Bases<DownProj, kMlpBias> bases(b, inner_streams(b));
   Operands<DownProj> operands(b);
   stage_mlp(b, operands, iteration_of(b));
   stamp(b, Point::kDownProjInput);
   begin_stage(b);
   module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, MlpSends, kMlpBias, true>(
-      b, operands, inner_streams(b));
+      b, operands, inner_streams(b), bases);
 }
 
 KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {
@@ -219,11 +252,15 @@ KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {
 }
 
 // x of the half of the layer that the warp is in.
-KOG_DEVICE void stage_half(Block& b) {
-  int half = static_cast<int>(kept(b, &Kept::half));
+KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
+  int half = second != 0 ? 1 : 0;
   stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                     half == 0 ? layer_streams(b) : inner_streams(b),
-                                    2 * b.layer + half, iteration_of(b) - 1 + half);
+                                    2 * b.layer + half, iteration_of(b) - 1 + half, [&] {
+                                      Ring ring = take_back(b);
+                                      ahead.take(b, ring);
+                                      put_away(b, ring);
+                                    });
 }
 
 KOG_DEVICE void run_layer(Block& b) {
@@ -233,19 +270,15 @@ KOG_DEVICE void run_layer(Block& b) {
   // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
   // the instruction cache.
   LayerAhead ahead;
-  keep(b, &Kept::half, 0);
+  u32 second = unknown(0);
 #pragma unroll 1
   while (true) {
     begin_stage(b);
-    Ring ring = take_back(b);
-    ahead.take(b, ring);
-    put_away(b, ring);
-    stage_half(b);
-    bool first = kept(b, &Kept::half) == 0;
-    stamp(b, first ? Point::kMlpOut : Point::kAttentionOut);
-    if (!first) break;  // here: behind attend() the compiler would keep `ahead` throughout it
+    stage_half(b, second, ahead);
+    stamp(b, second == 0 ? Point::kMlpOut : Point::kAttentionOut);
+    if (second != 0) break;  // here: behind attend() the compiler would keep `ahead` throughout it
     attend(b, ahead);
-    keep(b, &Kept::half, 1);
+    second = unknown(1);
   }
   gate_up_proj(b, ahead);
   stamp(b, Point::kGateUpProj);

@@ -19,7 +19,6 @@ KOG_DEVICE Streams mixed_streams(const Block& b) {
 // This block's rows of its lane's streams, once the lane's are staged.
 KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   Streams x = last_streams(b);
-  Scales scales;
   const float* gains = gains_of(b, 2 * kLayers);
   u32* to = lane_words<PartWords>(b);
   int first = b.place * kHidden / kGroup, rows = (b.place + 1) * kHidden / kGroup - first;
@@ -28,7 +27,7 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
     int item = n + b.in_warp, column = item / rows, row = first + item % rows;
     bool mine = column < b.p.num_seats;
     float v = mine ? x.value(b, column, row) : 0;
-    if constexpr (kNormedMix) v = v * gains[row] * scales.of(b, column);
+    if constexpr (kNormedMix) v = v * gains[row] * inverse_rms(b, mine ? column : 0);
     if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
   }
 }
@@ -61,18 +60,11 @@ KOG_DEVICE void sum_parts(Block& b, int mixes) {
 
 // Value e of a column's operands of the head (stream.h): its high and low part.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
-  using S = Cut<Wide>;
-  int pair = e % kFragK / 2, quarter = pair / kLaneWords;
-  int lane = 4 * (column % 2 * 4 + pair % 2 * 2) + quarter;
-  u32* set = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords +
-             column / 2 * S::kSetWords;
+  u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * Cut<Wide>::kStepWords;
+  WidePlace place(e / kFragK, column, e % kFragK / 2);
   u32 high = round_pair<kF16>(v, 0), low = round_pair<kF16>(v - low_of(high), 0);
-  auto put = [&](int of, u32 half) {
-    int at = (of * kOperandWords + pair % kLaneWords / 2) ^ wide_turn(e / kFragK);
-    reinterpret_cast<u16*>(set + at)[e % 2] = static_cast<u16>(half);
-  };
-  put(lane, high);
-  put(lane + 4, low);
+  reinterpret_cast<u16*>(step + place.high)[e % 2] = static_cast<u16>(high);
+  reinterpret_cast<u16*>(step + place.low)[e % 2] = static_cast<u16>(low);
 }
 
 // The lanes' parts side by side as the head's operands, once their words carry the phase.
@@ -102,13 +94,13 @@ KOG_DEVICE void stage_parts(Block& b, u32 phase) {
   sync_consumers();
 }
 
-// The head's operands, and what Scales finds of them; behind it this step's rows of the cache are
+// The head's operands, and their sums of squares; behind it this step's rows of the cache are
 // there for all that comes.
 KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b) - 1;
-  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last);
+  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last, [] {});
   fence_gpu();
   if constexpr (kMixes) {
     int mixes = static_cast<int>(count_up(b, &Kept::mixes)) - 1;
@@ -118,12 +110,12 @@ KOG_DEVICE void stage_head(Block& b) {
     if constexpr (kConcat)
       stage_parts(b, phase_of(mixes));
     else
-      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers, mixes);
+      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers, mixes, [] {});
   }
 }
 // What a sum of the head is multiplied with, unless the streams have been normed.
-KOG_DEVICE float head_scale(const Block& b, Scales& scales, int column) {
-  return kNormedMix ? 1.f : scales.of(b, column);
+KOG_DEVICE float head_scale(const Block& b, int column) {
+  return kNormedMix ? 1.f : inverse_rms(b, column);
 }
 
 }  // namespace kog::columns

@@ -6,7 +6,7 @@
 //           zero (../residual.h)
 //   hints   [lane][4 rows]: the number of the run (flags.h)
 #pragma once
-#include <kog/columns/matvec.h>
+#include <kog/columns/rows.h>
 #include <kog/seat.h>
 
 namespace kog::columns {
@@ -36,12 +36,20 @@ struct Streams {
     int token = b.small->seats[column].token;  // below 0: the request ends, and why
     return b.p.embed + static_cast<u64>(token > 0 ? token : 0) * kHiddenStride;
   }
-  // A value that some warp of this block has received.
-  KOG_DEVICE float value(const Block& b, int column, int e) const {
-    if (words == nullptr) return widen(embedding(b, column)[e]);
-    return unpack_f32(load_relaxed(words + column * kHiddenStride + e));
+  // A value that some warp of this block has received, as it comes, and as a number.
+  KOG_DEVICE u32 ask(const Block& b, int column, int e) const {
+    if (words == nullptr) return embedding(b, column)[e];
+    return load_relaxed(words + column * kHiddenStride + e);
   }
+  KOG_DEVICE float read(u32 w) const { return words == nullptr ? widen(w) : unpack_f32(w); }
+  KOG_DEVICE float value(const Block& b, int column, int e) const { return read(ask(b, column, e)); }
 };
+
+// Until some of the warp's rows, this lane's from element e on, are said to be there.
+KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, int e, int iteration) {
+  const int at[1] = {e < kHidden ? x.hints + e / 4 : -1};
+  await<true>(b, step, at, epoch_of(iteration));
+}
 
 // Four values of each of this lane's columns from element e on, by a whole warp; zeros where there are
 // none.
@@ -49,6 +57,10 @@ struct Quads {
   uint4 w[kMine];
 
   KOG_DEVICE float value(int c, int j) const { return float_of(word_of(w[c], j)); }
+  // Of the lane's first column.
+  KOG_DEVICE static const u32* place(const Block& b, const Streams& x, int e) {
+    return x.words + first_column(b) * kHiddenStride + e;
+  }
 
   KOG_DEVICE void embed(const Block& b, const Streams& x, int e) {
 #pragma unroll
@@ -61,13 +73,24 @@ struct Quads {
               bits_of(high_of(v.y))};
     }
   }
+  // Asked for before a hint: the block that the others wait for finds all rows there.
+  KOG_DEVICE void ask(const Block& b, const Streams& x, int e, int iteration) {
+    const u32 phase = phase_of(iteration);
+    int first = first_column(b);
+    const u32* from = place(b, x, e);
+#pragma unroll
+    for (int c = 0; c < kMine; c++) {
+      bool there = x.words != nullptr && first + c < b.p.num_seats && e < kHidden;
+      w[c] = load_relaxed4(from + c * kHiddenStride, there, phase);
+    }
+  }
+  // What was asked for. Who finds nothing there waits for hints, others ask again for what is late.
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
     const u32 phase = phase_of(iteration);
     int first = first_column(b);
-    const u32* from = x.words + first * kHiddenStride + e;
-    u32 late = 1;
-#pragma unroll
-    for (int c = 0; c < kMine; c++) w[c] = uint4{phase, phase, phase, phase};
+    const u32* from = place(b, x, e);
+    bool hinted = false;
+    u32 late = 0;
     ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
 #pragma unroll
       for (int c = 0; c < kMine; c++)
@@ -76,22 +99,17 @@ struct Quads {
       late = 0;
 #pragma unroll
       for (int c = 0; c < kMine; c++) late |= stale(w[c], e, kHidden, phase);
-      return any_lane(late != 0);
+      bool again = any_lane(late != 0);
+      if (again && !hinted && !any_lane(late == 0 && e < kHidden && first < b.p.num_seats))
+        await_rows(b, step, x, e, iteration);
+      hinted = true;
+      return again;
     });
 #pragma unroll
     for (int c = 0; c < kMine; c++)
       w[c] = {w[c].x & ~1u, w[c].y & ~1u, w[c].z & ~1u, w[c].w & ~1u};
   }
 };
-
-// Until this lane's rows from each of the elements e[] on are said to be there.
-KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, const int (&e)[kGroups],
-                           int iteration) {
-  int at[kGroups];
-#pragma unroll
-  for (int g = 0; g < kGroups; g++) at[g] = e[g] < kHidden ? x.hints + e[g] / 4 : -1;
-  await<true>(b, step, at, epoch_of(iteration));
-}
 
 // A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32.
 // The same pairs are added as if all lanes added all columns, but each lane goes on with half of
@@ -120,39 +138,47 @@ KOG_DEVICE const float* gains_of(const Block& b, int norm) {
 }
 
 // Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
-// multiplies kPaddedK values, and leave its sums of squares for Scales. `iteration`: the run whose
+// multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
-// Without kGains they are 1.
-template <int kPaddedK, bool kOwn, bool kGains = true>
-KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration) {
+// Without kGains they are 1. meanwhile(): what can be done while the first values are on their way.
+template <int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile>
+KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration,
+                              Meanwhile meanwhile) {
   using S = Cut<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
   int from[kGroups];
+  Quads v;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = in_slice(b, i), e = b.warp * kSlice + local;
     bool staged = local < kSlice && e < kPaddedK;
     from[i] = staged ? e : kHiddenStride;
+    if (i == 0) v.ask(b, x, from[0], iteration);
     // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
     const float* gains = gains_of(b, norm) + (staged && e < kHidden ? e : 0);
     gain[i] = kGains ? *reinterpret_cast<const float4*>(gains) : float4{1, 1, 1, 1};
   }
-  if (x.words != nullptr) await_rows(b, wait, x, from, iteration);
+  meanwhile();
   float square[kMine] = {};
   int first = first_column(b);
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = in_slice(b, i), e = b.warp * kSlice + local;
     bool staged = local < kSlice && e < kPaddedK;
-    Quads v;
-    if (x.words == nullptr)
+    if (x.words == nullptr) {
       v.embed(b, x, from[i]);
-    else
+    } else {
+      if (i > 0) v.ask(b, x, from[i], iteration);
       v.receive(b, wait, x, from[i], iteration);
+    }
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
-    int in_step = e % kFragK / 2, quarter = in_step / kLaneWords, at = in_step % kLaneWords / 2;
     u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
+    // Places of the first column, to which known numbers are added: two, as what turns them turns columns.
+    static_assert(!kSwapped || kMine % 2 == 0);
+    int turn = wide_turn(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
+    u32* even = step + place + turn;
+    u32* odd = step + place - turn;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
@@ -164,20 +190,22 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       }
       if (!staged) continue;
 #pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        u32 high = round_pair<kF16>(scaled[2 * odd], scaled[2 * odd + 1]);
-        u32 low = round_pair<kF16>(scaled[2 * odd] - low_of(high),
-                                   scaled[2 * odd + 1] - high_of(high));
-        int lane = (column % 2 * 4 + odd * 2) * 4 + quarter;
-        u32* words = step + column / 2 * S::kSetWords;
-        words[(lane * kOperandWords + at) ^ wide_turn(e / kFragK)] = high;
-        words[((lane + 4) * kOperandWords + at) ^ wide_turn(e / kFragK)] = low;
+      for (int i = 0; i < 2; i++) {
+        u32 high = round_pair<kF16>(scaled[2 * i], scaled[2 * i + 1]);
+        u32 low = round_pair<kF16>(scaled[2 * i] - low_of(high), scaled[2 * i + 1] - high_of(high));
+        if constexpr (kSwapped) {
+          u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
+          *reinterpret_cast<uint2*>(to) = {high, low};
+        } else {
+          WidePlace at(e / kFragK, column, e % kFragK / 2 + i);
+          step[at.high] = high, step[at.low] = low;
+        }
       }
     }
   }
   int lanes = 32 / kColumns;  // that share a column's sum
   float sum = sum_columns(b, square);
-  if (b.in_warp % lanes == 0) b.small->squares[b.warp * kColumns + b.in_warp / lanes] = sum;
+  if (b.in_warp % lanes == 0) b.small->squares[b.in_warp / lanes * kWarps + b.warp] = sum;
   sync_staged<kOwn>();
 }
 
@@ -187,36 +215,21 @@ KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iterati
 #pragma unroll
   for (int i = 0; i < kGroups; i++)
     from[i] = in_slice(b, i) < kSlice ? b.warp * kSlice + in_slice(b, i) : kHiddenStride;
-  await_rows(b, step, x, from, iteration);
   Quads v;
 #pragma unroll
-  for (int i = 0; i < kGroups; i++) v.receive(b, step, x, from[i], iteration);
-}
-
-// 1 / rms of the streams staged last, found at the first question, behind a barrier that all warps
-// have passed since; by whole warps.
-struct Scales {
-  float mine = 0;  // of column lane % kColumns
-
-  KOG_DEVICE float of(const Block& b, int column) {
-    if (any_lane(mine == 0)) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kWarps; i++)
-        sum += b.small->squares[i * kColumns + b.in_warp % kColumns];
-      mine = rsqrt_of(sum * (1.f / kHidden) + kNormEps);
-    }
-    return shuffle(mine, column % kColumns);
+  for (int i = 0; i < kGroups; i++) {
+    v.ask(b, x, from[i], iteration);
+    v.receive(b, step, x, from[i], iteration);
   }
-};
+}
 
 // Publish the hints of a piece of Stage's rows, behind what the warp has stored.
 template <class Stage, class Hints>
 KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
-  constexpr int kRows = Cut<Stage>::kPieceRows;
+  constexpr int kRows = Stage::kUnitRows;
   sync_warp();
   // Asked anew: known ahead of a loop of batches, what is derived from it would be kept while it multiplies.
-  int quad = thread_index() % 32, row = piece * kRows + 4 * quad;
+  int quad = thread_index() % 32, row = piece / Cut<Stage>::kPieces * kRows + 4 * quad;
   if (quad < kRows / 4 && row < kHidden) store_relaxed(lane_words<Hints>(b) + row / 4, epoch);
 }
 

@@ -67,12 +67,15 @@ KOG_DEVICE Unit find_unit(const Block& b, int steps, int i) {
 // Lay out this block's units from number `first` on; by its last warp.
 KOG_DEVICE void lay_out_units(const Block& b, int first) {
   if (b.warp != kWarps - 1) return;
+  u32 shares = 0;
 #pragma unroll 1
   for (int i = 0; i < kUnitsKept; i++) {
     Unit unit = find_unit(b, steps_of(b), first + i);
     if (b.in_warp == 0) b.small->units[i] = unit;
     if (unit.blocks == 0) break;
+    shares |= unit.blocks > 1;
   }
+  if (b.in_warp == 0) b.small->shares = shares;
 }
 // Ahead of a layer, while all wait for x: in each layer of a step they are the same ones. They took 1.5 us a
 // layer of Qwen3-0.6B where every warp found them when it came.
@@ -82,9 +85,9 @@ KOG_DEVICE void keep_units(const Block& b) {
 }
 // The unit in hand, by its number: in a register it would be spilled.
 KOG_DEVICE int unit_of(const Block& b) { return static_cast<int>(kept(b, &Kept::unit)); }
-// Blocks that share its head, 0 behind the last; behind a barrier. By all warps.
-KOG_DEVICE int blocks_of_unit(const Block& b) {
-  int i = unit_of(b);
+// Take unit i in hand: blocks that share its head, 0 behind the last; behind a barrier. By all warps.
+KOG_DEVICE int enter_unit(const Block& b, int i) {
+  keep(b, &Kept::unit, static_cast<u32>(i));
   if (!kAllKept && i % kUnitsKept == 0) {
     sync_consumers();
     lay_out_units(b, i);

@@ -1,0 +1,213 @@
+// What weights meet in a kernel of columns: activations of kColumns tokens, a set of them an instruction, which
+// are columns of its other operand:
+//
+//   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
+//   narrow   up to 4 tokens: [even, odd] of each
+//
+// or, of fragments of four rows, which are two steps of K long, with half as many: even of the first
+// step, of the second, then odd, each of high and low (wide) or of both tokens (narrow).
+//
+// Eight tokens' high and low parts fill the other side of the instruction (kSwapped): they are its 16 rows
+// then, and the weights, first the even words, then the odd ones, its columns.
+//
+// Operands of a step of K, in memory or in scratch, are [set][lane][word] (wide: as fragments of eight rows
+// take them, for those of four pick theirs), [even, odd][lane][word] (swapped) or [lane][set][word] (narrow).
+// A warp holds those of its first steps in registers; those of its last ones (kRead), where scratch has no
+// room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
+#pragma once
+#include <kog/columns/flags.h>
+#include <kog/columns/kept.h>
+#include <kog/matvec.h>
+
+namespace kog::columns {
+
+constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
+constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
+                          GateUpProj::kFragmentRows == 8 && LmHead::kFragmentRows == 8;
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// that stages four steps at once meet banks of their own.
+KOG_DEVICE int wide_turn(int step) { return kSwapped ? step % 2 * 16 : step % 4 * 8; }
+
+template <class Stage>
+struct Cut {
+  static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
+  static constexpr int kStepValues = kHalves * kFragK;  // of K
+  static constexpr bool kSwaps = Stage::kWide && kSwapped;
+  static constexpr int kMostTokens = (Stage::kWide ? 2 : 4) / kHalves;
+  static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
+  // Sets of tokens or, swapped, of words: the even and the odd ones.
+  static constexpr int kSets = kSwaps ? 2 : kColumns / kTokens;
+  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a lane
+  static constexpr int kRowWords = kSets * kSetOperands;  // of one lane and step
+  static constexpr int kStepWords = kColumns * kStepValues / 2 * (Stage::kWide ? 2 : 1);
+  static constexpr int kSetWords = kStepWords / kSets;
+  static constexpr int kLanes = kSetWords / kSetOperands;  // the others repeat them
+  static constexpr int kLaneStride = Stage::kWide ? kSetOperands : kRowWords;
+  static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
+  // A warp finishes a piece of a unit at a time, a sum a lane.
+  static constexpr int kPieces = kUnitWords > 32 ? kUnitWords / 32 : 1;
+  static constexpr int kPieceWords = kUnitWords / kPieces;
+  static_assert(kPieceWords <= 32 && kWarps % kPieces == 0);
+  static constexpr int kRounds = (Stage::kBatch * kPieces + kWarps - 1) / kWarps;  // of a batch
+  // Partial sums lie in scratch behind the operands, or in the place of those that are held: each part's in
+  // that of its own, or (kSumsOver) in that of others and behind them.
+  static constexpr int kPartStride =
+      Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
+  static_assert(Stage::kBatch * kUnitWords <= kPartStride);
+
+  // The first value of K that a warp multiplies, and how many there are.
+  KOG_DEVICE static int first_value(const Block& b) {
+    return b.warp % Stage::kParts * kPartValues;
+  }
+  static constexpr int kPartValues = Stage::kSteps * kStepValues;
+
+  // Which narrow operands a lane has: of which token of a set, and the first value of a step.
+  KOG_DEVICE static int token(int lane) { return kHalves == 1 ? lane / 8 : lane / 4 % 2; }
+  KOG_DEVICE static int value(int lane) {
+    int odd = kHalves == 1 ? lane / 4 % 2 : lane / 16, half = kHalves == 1 ? 0 : lane / 8 % 2;
+    return half * kFragK + lane % 4 * (kFragK / 4) + 2 * odd;
+  }
+  // The lane that has word `word` (two values) of a step, of a token of a set.
+  KOG_DEVICE static int lane_of(int word, int token) {
+    int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
+    int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
+    return 4 * column + in_half / kLaneWords;
+  }
+};
+
+// A lane's words of a step, as another block has stored them; and in shared memory.
+template <int N>
+KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      uint4 w = load_relaxed4(from + i);
+      v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
+    }
+  } else if constexpr (N == 2) {
+    uint2 w = load_relaxed2(from);
+    v.w[0] = w.x, v.w[1] = w.y;
+  } else {
+    v.w[0] = load_relaxed(from);
+  }
+}
+template <int N>
+KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      *reinterpret_cast<uint4*>(to + i) = {v.w[i], v.w[i + 1], v.w[i + 2], v.w[i + 3]};
+  } else if constexpr (N == 2) {
+    *reinterpret_cast<uint2*>(to) = {v.w[0], v.w[1]};
+  } else {
+    to[0] = v.w[0];
+  }
+}
+
+// How wide operands lie, whatever the stage.
+struct Wide {
+  static constexpr bool kWide = true, kSumsInPlace = false, kSumsOver = false;
+  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
+                       kBatch = 1;
+};
+
+// Where word `word` (two values) of a step is for a token, its high and low parts, in words from the step's.
+struct WidePlace {
+  int high, low;
+
+  KOG_DEVICE WidePlace(int step, int token, int word) {
+    int quarter = word / kLaneWords, odd = word % 2, at = word % kLaneWords / 2, turn = wide_turn(step);
+    if constexpr (kSwapped) {
+      high = odd * Cut<Wide>::kSetWords + (((token * 4 + quarter) * 4 + 2 * at) ^ turn);
+      low = high + 1;
+    } else {
+      int set = token / 2 * Cut<Wide>::kSetWords, lane = (token % 2 * 4 + odd * 2) * 4 + quarter;
+      high = set + ((lane * kOperandWords + at) ^ turn);
+      low = set + (((lane + 4) * kOperandWords + at) ^ turn);
+    }
+  }
+};
+
+// What a warp's part of K is multiplied with.
+template <class Stage>
+struct Operands {
+  using S = Cut<Stage>;
+  using Row = Words<S::kRowWords>;                                // a lane's words of a step
+  static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
+  static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
+  // Fragments of four rows pick each token's words from among those of two, and of two steps.
+  static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
+  Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
+  u32* staged;           // words of step kFirst
+  const u32* in_memory;  // this lane's words of step 0, where some steps are read
+  int lane;              // where this lane's begin in a step
+  int first;             // wide: how the first step is turned
+
+  KOG_DEVICE explicit Operands(const Block& b) {
+    int part = b.warp % Stage::kParts;
+    staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
+    lane = b.in_warp % S::kLanes * S::kLaneStride;
+    first = part * Stage::kSteps;
+    if constexpr (kPicks) {
+      int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
+      lane = (4 * (2 * odd + low) + b.in_warp % 4) * kOperandWords;
+      staged += half * Cut<Wide>::kStepWords;
+      first = S::kHalves * first + half;
+    }
+  }
+  KOG_DEVICE u32* place(int step) const {
+    int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
+    return staged + (step - kFirst) * S::kStepWords + at;
+  }
+  // Of one token, among those of two.
+  KOG_DEVICE const u32* place_picked(int step, int token) const {
+    int at = lane ^ wide_turn(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
+    return staged + step * S::kStepWords + token / 2 * Cut<Wide>::kSetWords + at;
+  }
+  KOG_DEVICE Row load(int step) const {
+    // A lane's words of all sets lie side by side, or of one.
+    constexpr int kRun = Stage::kWide ? S::kSetOperands : S::kRowWords < 4 ? S::kRowWords : 4;
+    constexpr int kStride = Stage::kWide ? S::kSetWords : kRun;
+    Row row;
+#pragma unroll
+    for (int i = 0; i < S::kRowWords / kRun; i++) {
+      const u32* from;
+      if constexpr (kPicks)
+        from = place_picked(step, i);
+      else
+        from = place(step) + i * kStride;
+      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(from));
+#pragma unroll
+      for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
+    }
+    return row;
+  }
+  KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
+  KOG_DEVICE void store(int step, const Row& v) const { store_row(place(step), v); }
+  // Wide operands, which all come by the scratch, into registers if that is where they belong.
+  KOG_DEVICE void hold() {
+#pragma unroll
+    for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
+  }
+};
+// A row's words of one set, as the tensor core takes them.
+template <class Stage>
+KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWords>& row, int set) {
+  constexpr int kWords = Cut<Stage>::kSetOperands;
+  Words<kWords> v;
+#pragma unroll
+  for (int j = 0; j < kWords; j++) v.w[j] = row.w[set * kWords + j];
+  return v;
+}
+
+// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
+template <class Stage>
+KOG_DEVICE int narrow_place(int word, int token) {
+  using S = Cut<Stage>;
+  int in_step = word % (S::kStepValues / 2);
+  return word / (S::kStepValues / 2) * S::kStepWords +
+         S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
+         token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
+}
+
+}  // namespace kog::columns
