@@ -12,7 +12,7 @@ import pytest
 import torch
 from column_cases import ALLOWED, EXTRAS, MIXED, ODD, layout_of
 from cuda_planting import plant
-from cuda_requests import GREEDY, PROMPTS, alone, make, request, run, staggered
+from cuda_requests import GREEDY, PROMPTS, alone, make, request, run, serve, staggered
 from cuda_walk import ColumnBackend, compile_walk, header, lower
 from kog_triton.backends.cuda import batches
 from kog_triton.backends.cuda.columns import COUNTS, lay_out_columns
@@ -20,6 +20,7 @@ from kog_triton.backends.cuda.layout import lay_out
 from real_shapes import REAL, real_shape
 from ring_walker import f16_spec, spec_of
 
+from kog_triton.backends.mailbox import Failure
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.sampling import SamplingParams
@@ -112,8 +113,7 @@ SHAPES = {
     ),
     # Operands of down_proj in registers and in shared memory; chunks of two fragments of 32 values.
     "a long K": (spec_of(hidden_size=64, num_layers=1, intermediate_size=4608), 8, 3, {}),
-    # The first unit of the stages that multiply x: its weights wait in registers.
-    "weights taken ahead": (
+    "three steps of K, in units of as many fragments": (
         f16_spec(hidden_size=96, num_layers=2, intermediate_size=100),
         8,
         2,
@@ -140,7 +140,8 @@ SHAPES = {
         2,
         {},
     ),
-    # The tensor core's other side; and all units of gate_up_proj in one batch.
+    # The tensor core's other side; all units of gate_up_proj in one batch; and the weights of the first unit of
+    # the stages that multiply x wait in registers.
     "tokens as rows": (
         f16_spec(hidden_size=1500, num_layers=1, intermediate_size=106, **ONE_HEAD),
         8,
@@ -198,6 +199,29 @@ MORE = {
         {"scratch_room": lambda lowering: 24_000},
     ),
 }
+
+
+def test_shapes_have_what_they_are_there_for():
+    def stages(shape):
+        spec, columns, blocks, _ = SHAPES[shape]
+        text = header.render(layout_of(spec, columns, blocks))
+        numbers = {k: int(v) for k, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
+        bodies = re.findall(r"struct (\w+) \{ static constexpr int (.*); \};", text)
+        return numbers, {name: dict(re.findall(r"(k\w+) = (\w+)", body)) for name, body in bodies}
+
+    for shape in ("tokens as rows", "tokens as rows, batch by batch"):
+        numbers, of = stages(shape)
+        assert numbers["kFragK"] == 32
+        for name in ("QkvProj", "GateUpProj", "LmHead"):
+            assert of[name]["kFragmentRows"] == "8" and of[name]["kHeld"] == of[name]["kSteps"]
+        # A unit's words in registers (columns/layer.h, LayerAhead).
+        chunk = numbers["kFragments"] * numbers["kFragK"] // 8
+        unit = int(of["GateUpProj"]["kSteps"]) // numbers["kFragments"] * chunk
+        assert of["GateUpProj"]["kPeriod"] == of["QkvProj"]["kPeriod"] == "1"
+        assert 0 < unit <= numbers["kTakenWords"]
+        assert of["GateUpProj"]["kSumsOver"] == str(shape == "tokens as rows").lower()
+    _, of = stages("two columns of eight rows")
+    assert of["LmHead"]["kUnitRows"] == "8" and of["GateUpProj"]["kSumsOver"] == "true"
 
 
 @pytest.mark.parametrize(
@@ -356,6 +380,22 @@ def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)
+
+
+@pytest.mark.slow
+def test_a_hint_that_never_comes_is_named(tmp_path):
+    """Who finds none of its words there waits for hints alone: that wait is bounded as others are."""
+    edit = ("columns/stream.h", "store_relaxed(lane_words<Hints>(b) + row / 4, epoch)", "epoch = 0")
+    requests = [request(i, PROMPTS[i], 3) for i in range(4)]
+    backend = make(ColumnBackend, f16_spec(), 4, 6, -3, counts=(4,))
+    run(backend, *requests)  # loads the kernel
+    (kernel,) = (k.kernel for k in backend.columns.kernels)
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, edit))
+    backend.wait_ticks = 5000
+    said = [step for steps in serve(backend, *requests).values() for step in steps]
+    errors = [str(step.error) for step in said if isinstance(step, Failure)]
+    place = r"expired: .*word \d+ of (attention|mlp)_out_flags, seen"
+    assert errors and all(re.search(place, error) for error in errors)
 
 
 @pytest.mark.slow

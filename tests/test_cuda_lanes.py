@@ -192,6 +192,22 @@ SHAPES = {
     ),
 }
 MORE = {
+    # Eight tokens are rows of the tensor core's instruction; the head takes all lanes' streams.
+    "tokens as rows, side by side": (
+        f16_spec(
+            hidden_size=300,
+            intermediate_size=400,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=8,
+            num_layers=2,
+            num_lanes=2,
+            head=Head.CONCAT,
+        ),
+        8,
+        2,
+        {},
+    ),
     # Units of 64 rows, more of whose pieces than a block has warps.
     "pieces in several rounds": (
         f16_spec(

@@ -20,6 +20,7 @@ THREADS = WARPS * 32  # that consume
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same where some are read from memory instead; and how many chunks ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_CHUNKS = 32, 2
+MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
 COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
 
 
@@ -123,7 +124,12 @@ def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
     if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
         return 0
     units = _most_units(lo, stage)
-    if units <= max(units_in_place(lo, stage, columns), _fewest_units(lo, stage, columns)):
+    pieces = units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
+    most = MOST_ROUNDS * WARPS
+    if (
+        units <= max(units_in_place(lo, stage, columns), _fewest_units(lo, stage, columns))
+        or pieces > most
+    ):
         return 0
     return units if units * sum_bytes(lo, stage, columns) <= _free_room(lo, columns) else 0
 
@@ -156,7 +162,9 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     words = steps * columns * lo.fragment(stage)[1]  # of one part's operands
     rows = lo.tilings[stage.name].unit_rows * columns
-    return _whole_chunks(lo, steps, min(WARPS, words // rows))  # a warp finishes a unit
+    return _whole_chunks(
+        lo, steps, min(WARPS, words // rows)
+    )  # as many as warps that finish pieces
 
 
 def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:

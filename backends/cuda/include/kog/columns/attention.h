@@ -4,7 +4,7 @@
 //   a longer one      words, each split walked as in a kernel of one token (../attention.h), then joined by
 //                     the blocks that made them
 //
-// Either way what o_proj takes are words where its warps find them (matvec.h), and a hint a query head
+// Either way what o_proj takes are words where its warps find them (operands.h), and a hint a query head
 // and column.
 #pragma once
 #include <kog/columns/splits.h>

@@ -1,6 +1,6 @@
 // Hints that a vector which many blocks read is there: a word a unit, which carries the number of
-// the layer's run. Words of several columns would be polled by the megabyte; a reader polls the
-// hints of what it needs, then reads once. Readiness is still in the words themselves (../words.h):
+// the layer's run. Words of several columns would be polled by the megabyte; a reader that finds none of
+// what it needs polls the hints of it, then reads. Readiness is still in the words themselves (../words.h):
 // what they are read as is never older than their phase says, whatever the hint says, and no store
 // waits for another.
 #pragma once

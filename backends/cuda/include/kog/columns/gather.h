@@ -1,5 +1,5 @@
-// A warp's part of a vector of 16-bit words, once the hints say that it is there, as the operands of the stage
-// that multiplies it.
+// A warp's part of a vector of 16-bit words as the operands of the stage that multiplies it: asked for once
+// hints say that it is there or, if it is little, at once.
 #pragma once
 #include <kog/columns/operands.h>
 

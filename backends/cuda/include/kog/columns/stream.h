@@ -223,7 +223,7 @@ KOG_DEVICE void await_streams(Block& b, Step step, const Streams& x, int iterati
   }
 }
 
-// Publish the hints of a piece of Stage's rows, behind what the warp has stored.
+// Publish the hints of the rows of a piece's unit, behind what the warp has stored of them.
 template <class Stage, class Hints>
 KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
   constexpr int kRows = Stage::kUnitRows;
