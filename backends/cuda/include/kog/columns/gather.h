@@ -20,7 +20,8 @@ struct Turn {
 };
 
 // Whether all words of a part are few enough to be asked for before a hint says that some are there: in
-// vain, while other blocks still work, they cost the L2 what they would cost in the end.
+// vain, while other blocks still work, they cost the L2 what they would cost in the end. So few was chosen, not
+// tuned.
 template <class Stage>
 constexpr bool kAsksAtOnce = Stage::kSteps * Cut<Stage>::kRowWords <= 32;
 

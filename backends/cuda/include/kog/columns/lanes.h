@@ -121,10 +121,11 @@ struct Reduction {
     if constexpr (kSends) {
       if (how != kNow) return;
       join(b, b.layer, true, x);
+      sync_consumers();  // pieces may be joined by other warps than put them
       b.begin_stage();
       Reduction again(b);  // kept while words are waited for, its pieces would be spilled
 #pragma unroll 1
-      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {  // this lane's own sums
+      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
         put(item_of<Stage>(b, piece), *joined(b, piece - again.first));
         done(piece);
       }

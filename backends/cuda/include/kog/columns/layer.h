@@ -124,9 +124,9 @@ KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
   int row = item.there ? item.row : 0, column = item.there ? item.column : 0;
   return {kBias ? bias_of<Stage>(b)[row] : 0.f, x.ask(b, column, row)};
 }
-// Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs: asked for
-// behind them, they came half a microsecond after the sums that they join. Of several batches each asks for
-// its own.
+// Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs. Asked for
+// behind those, they were waited for before the first weight (benchmarks/README.md). Of several batches each
+// asks for its own.
 template <class Stage, bool kBias>
 struct Bases {
   static constexpr int kCount = kOneBatch<Stage> ? Cut<Stage>::kRounds : 1;
