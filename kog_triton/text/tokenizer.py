@@ -17,7 +17,6 @@ import tokenizers
 
 from kog_triton.errors import KogError, ModelError, RequestError
 from kog_triton.text import chat
-from kog_triton.text.detokenize import Detokenizer
 from kog_triton.text.injection import Guard
 from kog_triton.text.tokenizer_growth import check_growth
 
@@ -104,10 +103,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         with library_errors("tokenizer.json cannot decode"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one sequence."""
-        return Detokenizer(self, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes that an id stands for inside a text, None for an id that is not in use.
