@@ -52,18 +52,6 @@ FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take th
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`.
-
-    Of a stage's last chunk less may be read (`CudaLowering.stage_bytes`)."""
-
-    address: int
-    bytes: int
-    stride: int
-    count: int
-
-
-@dataclass(frozen=True)
 class CudaLowering(Partition):
     """A partition with the stream's layout. Tilings: unit_rows = fragment_rows * warps_rows, k_parts = warps_k."""
 
@@ -168,12 +156,6 @@ class CudaLowering(Partition):
     def stream_chunks(self, rank: int = 0) -> int:
         """Chunks of the longest stream; the others are as long in memory and stop earlier."""
         return max(self.block_chunks(block, rank) for block in range(self.num_blocks))
-
-    def extents(self, block: int, rank: int = 0) -> tuple[Extent, ...]:
-        """A block's stream in the rank's weight arena. A dense model has one extent."""
-        side_by_side = self.num_blocks * self.chunk_bytes
-        count = self.block_chunks(block, rank)
-        return (Extent(block * self.chunk_bytes, self.chunk_bytes, side_by_side, count),)
 
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
