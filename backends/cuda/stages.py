@@ -1,4 +1,4 @@
-"""run_stage: one stage of the kernel on logical tensors, as ReferenceBackend.run_stage names them.
+"""run_stage: one stage of the kernel on logical tensors (STAGE_READS, STAGE_WRITES).
 
 A token at a time: what the stage reads is laid out as the kernel's own words, cache and vectors, the kernel
 `kog_stage` (include/kog/stage.h) runs it, and what it wrote is read back. Inputs that travel in words are

@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
 
-from kog_triton.errors import ModelError, RequestError, shown
+from kog_triton.errors import ModelError, RequestError, first_line, shown
 from kog_triton.text.growth import bound, size
 from kog_triton.text.sandbox import BoundedEnvironment, Limits
 
@@ -152,13 +152,6 @@ def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) 
     except Exception as error:  # a foreign program may fail in any way that Python has
         kind = type(error).__name__
         raise RequestError(f"the chat template failed: {kind}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, as part of a message of one line."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    line = lines[0][:300] if lines else type(error).__name__
-    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 @lru_cache(maxsize=16)

@@ -112,7 +112,13 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
         "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,
         "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logprobs": 2,
     }  # fmt: skip
-    machine = {"device": "cpu", "gpus": 2, "dtype": "fp16", "max_model_len": 64, "prefill": "kernel"}
+    machine = {
+        "device": "cpu",
+        "gpus": 2,
+        "dtype": "fp16",
+        "max_model_len": 64,
+        "prefill": "kernel",
+    }
     machine |= {"walk": "block"}
     said = [f"--{name.replace('_', '-')}={value}" for name, value in (sampling | machine).items()]
     file = tmp_path / "run.json"

@@ -16,9 +16,10 @@ PACKAGE = ROOT / "kog_triton"
 MAX_LINES = 600
 
 # room -> the rooms it may import from; the others (engine, LLM, doors) may import any of these
-BASE = {"errors"}
+BASE = {"errors", "json_file"}
 ARROWS = {
     "errors": set(),
+    "json_file": {"errors"},
     "model": BASE,
     "schedule": BASE | {"model"},
     "sampling": BASE,
@@ -30,6 +31,7 @@ ARROWS = {
 # modules and packages below kog_triton
 NO_TORCH = (
     "errors",
+    "json_file",
     "model",
     "schedule",
     "sampling",

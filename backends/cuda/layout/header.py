@@ -243,7 +243,7 @@ def _sampling() -> list[str]:
     return [
         f"struct Request {{ static constexpr int {places}; }};",
         f"enum Flag : unsigned {{ {flags} }};",
-        f"{KNOWN} double kNoiseScale = {definition.NOISE_SCALE!r};",
+        f"{KNOWN} double kNoiseScale = {fixed.NOISE_SCALE!r};",
         f"{KNOWN} double kLog2eScale = {definition.LOG2E_SCALE!r};",
         f"{KNOWN} long long kLog2Log2E = {fixed.LOG2_LOG2E}, kMaxDistance = {fixed.MAX_DISTANCE};",
         f"KOG_CONSTANT unsigned kExp2[] = {{{', '.join(f'{c}u' for c in fixed.EXP2)}}};",

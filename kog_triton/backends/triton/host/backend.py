@@ -124,7 +124,7 @@ class TritonBackend:
         return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """One stage alone, a token at a time, on the logical tensors that ReferenceBackend.run_stage names.
+        """One stage alone, a token at a time, on logical tensors (STAGE_READS, STAGE_WRITES).
 
         RequestError if the model has no such stage; RunError if a wait expires.
         """
