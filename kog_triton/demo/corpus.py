@@ -221,7 +221,13 @@ def training_documents(documents: dict[str, Document]) -> Iterator[tuple[str, st
                 yield key, function.text
 
 
-def build(out: Path, sources: list[Source], left_out: list[dict[str, str]]) -> dict[str, object]:
+def build(
+    out: Path,
+    sources: list[Source],
+    left_out: list[dict[str, str]],
+    vocab_size: int = VOCAB_SIZE,
+    max_positions: int = MAX_POSITIONS,
+) -> dict[str, object]:
     """Write the corpus folder and return its manifest; RunError if there is too little text."""
     documents, packages, skipped = collect(sources)
     # Sorting by hash is the shuffle: files, functions and packages mix, the same way every time.
@@ -230,9 +236,9 @@ def build(out: Path, sources: list[Source], left_out: list[dict[str, str]]) -> d
     heldout = [d.text for digest, d in sorted(documents.items()) if is_heldout(digest)]
     if not train or not heldout:
         raise RunError("corpus: no usable Python source found; install some packages first")
-    tokenizer = train_tokenizer(train, VOCAB_SIZE)
+    tokenizer = train_tokenizer(train, vocab_size)
     out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(tokenizer, out, MAX_POSITIONS)
+    save_tokenizer(tokenizer, out, max_positions)
     counts: dict[str, object] = {}
     for name, texts in (("train", train), ("heldout", heldout)):
         ids = encode(tokenizer, texts)
