@@ -52,7 +52,7 @@ def main() -> None:
     work = parser.parse_args().work
     torch.set_num_threads(1)
     data, run = work / "data", work / "run"
-    corpus.build(data, [corpus.standard_library()], [], SHAPE.vocab_size, SHAPE.max_positions)
+    corpus.build(data, SHAPE, [corpus.standard_library()], [])
     training = train.Training(SHAPE, SETTINGS, data, "cpu")
     train.run(training, run, log_every=50, save_every=500, stop=None)
     export.export(run, data, HERE, SHARD_BYTES)
