@@ -45,7 +45,7 @@ def shown(value: object) -> str:
         return "a deeply nested value"
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """What an error says, as part of a message of one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     line = lines[0][:300] if lines else type(error).__name__
