@@ -190,6 +190,13 @@ def test_nothing_imports_the_tests():
     assert not offenders(lambda m: True, lambda m, name: name.split(".")[0] in own)
 
 
+def test_test_files_import_no_test_file():
+    """But for the one that asks whether the faults of other tests can still be planted."""
+    files = [path for path in sources(ROOT / "tests") if path.parent.name != "fuzz"]
+    found = {path.name for path in files if any(".test_" in name for name in imports(path))}
+    assert found == {"test_cuda_planting.py"}
+
+
 def dangerous(node):
     """Why a syntax node may not be in this package, "" if it may."""
     if not isinstance(node, ast.Call):
