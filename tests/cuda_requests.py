@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from cuda_walk import FiberBackend, serving
+from cuda_walk import FiberBackend
+from kog_triton.backends.cuda import launcher
 from ring_walker import f16_spec
 
 from kog_triton.backends import BackendOptions
@@ -159,7 +160,7 @@ def join(backend, first, second):
 
 def interrupt(backend, monkeypatch, word, *requests):
     """Serves requests, of which the third token of slot 0 says a word to the mailbox; launches of 4 steps."""
-    monkeypatch.setattr(serving, "_most_steps", lambda live, slots: 4)
+    monkeypatch.setattr(launcher, "_most_steps", lambda running, slots: 4)
     server = idle(backend)
     at_token(server, 0, 3, lambda: word(server.mailbox))
     server.post(*requests)
@@ -227,7 +228,7 @@ def assert_nan_ends_one_request(backend, expected):
     for slot in (0, 2):
         assert_alone(backend, slot, prompts[slot], steps[slot], expected, COUNT)
     error = error_of(steps[1])
-    assert isinstance(error, RunError) and "NaN or +inf after 0 tokens" in str(error)
+    assert isinstance(error, RunError) and "hold NaN or +inf: the run is void" in str(error)
 
 
 def assert_expired(error, *places):

@@ -24,7 +24,7 @@ from cuda_walk import (
     write_request,
 )
 from kog_triton.backends.cuda.columns import lay_out_columns
-from kog_triton.backends.cuda.serving import UNLIMITED
+from kog_triton.backends.cuda.launcher import UNLIMITED
 
 from kog_triton.backends.request_words import encode
 from kog_triton.schedule.schedule import build

@@ -23,15 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
-from kog_triton.backends.cuda import header, layout, memory, serving  # noqa: E402
+from kog_triton.backends.cuda import header, layout, memory  # noqa: E402
 from kog_triton.backends.cuda.backend import CudaBackend  # noqa: E402
 from kog_triton.backends.cuda.chunks import POSITIONS  # noqa: E402
 from kog_triton.backends.cuda.columns import COUNTS  # noqa: E402
-from kog_triton.backends.cuda.serving import UNLIMITED  # noqa: E402
+from kog_triton.backends.cuda.launcher import UNLIMITED  # noqa: E402
 
 from kog_triton.backends import Availability  # noqa: E402
 from kog_triton.backends.mailbox import Request  # noqa: E402
+from kog_triton.backends.pace import Pace  # noqa: E402
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits  # noqa: E402
+from kog_triton.backends.token_words import NUMBER_MASK  # noqa: E402
 from kog_triton.sampling import SamplingParams  # noqa: E402
 
 HERE = Path(__file__).parent / "cuda_host"
@@ -169,7 +171,7 @@ class Walk:
         """What slot 0 said; -1 for logits that are not finite."""
         words = self.memory.outbox[0, :, 0].tolist()
         made = words.index(0)
-        assert [w >> 32 for w in words[:made]] == list(range(1, made + 1))
+        assert [w >> 32 & NUMBER_MASK for w in words[:made]] == list(range(1, made + 1))
         return [int(np.int32(np.uint32(w & 0xFFFFFFFF))) for w in words[:made]]
 
 
@@ -244,7 +246,7 @@ class FiberBackend(CudaBackend):
 
     def generate(self, mailbox):
         """Looks for tokens less often than beside a real GPU: the emulated one needs the CPU itself."""
-        with mock.patch.object(serving, "POLL_S", POLL_S):
+        with mock.patch.object(Pace, "wait", lambda *_: time.sleep(POLL_S)):
             super().generate(mailbox)
 
     def _open_device(self):

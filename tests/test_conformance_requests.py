@@ -35,11 +35,11 @@ from conformance_requests import (
     served,
     sizes_of,
 )
-from kog_triton.backends.cuda import serving as cuda_serving
+from kog_triton.backends.cuda import launcher as cuda_launcher
 from test_conformance import BACKENDS
 
+from kog_triton.backends import serving
 from kog_triton.backends.mailbox import Failure
-from kog_triton.backends.triton import serving as triton_serving
 from kog_triton.errors import RequestError, RunError
 
 NAMES = [*BACKENDS, TOGETHER]
@@ -93,11 +93,12 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
     while not places or mailbox.resumed:
         mailbox.resume()
         at_look(mailbox, 2 + len(places) % 3, mailbox.yield_now)
-        with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+        with mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
             backend.generate(mailbox)
         if not places:
             backend.forward_logits((7, 8))  # leaves all slots alone
-        places.append(mailbox.prefilled[0])
+        going_on = mailbox.resumed.get(0)
+        places.append(going_on.position if going_on else len(prompt) + sizes.count - 1)
         assert len(places) <= 2 * (sizes.long + sizes.count), "it yields and never goes on"
     assert [said(mailbox, slot) for slot in range(2)] == expected
     assert any(0 < place < len(prompt) for place in places)
@@ -129,7 +130,7 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
     mailbox.post(beside)
     if in_prompt:
         at_look(mailbox, 2, lambda: mailbox.cancel(0))
-    with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+    with mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
         backend.generate(mailbox)
     *tokens, last = steps
     assert last.finish == "cancel"
@@ -148,8 +149,7 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
     beside = request(1, (9,), GREEDY, sizes.count)
     whole, answer = scored(backend, asked)
     assert [one.token for one in whole] == [*asked.prompt[1:]]
-    monkeypatch.setattr(cuda_serving, "SCORED", 2)
-    monkeypatch.setattr(triton_serving, "SCORED", 2)
+    monkeypatch.setattr(serving, "SCORED", 2)
     mailbox, places = backend.new_mailbox(), []
     push = mailbox.push_prompt
 
@@ -163,9 +163,9 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
     mailbox.post(asked)
     mailbox.post(beside)
     backend.generate(mailbox)
-    assert places == [2, 2] and mailbox.prefilled[0] == 4
+    assert places == [2, 2]
     if word == "cancel":
-        assert [step.finish for step in said(mailbox, 0)] == ["cancel"]
+        assert [(step.finish, step.held) for step in said(mailbox, 0)] == [("cancel", 4)]
         after = request(0, (31, 2, 8), GREEDY, sizes.count)
         assert served(backend, after) == [alone(backend, after)]
     else:

@@ -28,7 +28,8 @@ from cuda_requests import (
     timeless,
     without_a_block,
 )
-from cuda_walk import ColumnBackend, FiberBackend, serving
+from cuda_walk import ColumnBackend, FiberBackend
+from kog_triton.backends.cuda import launcher
 from ring_walker import f16_spec
 
 from kog_triton.errors import DeviceError
@@ -69,7 +70,8 @@ def test_requests_run_together_until_one_is_left(backend, expected):
         assert_alone(backend, slot, PROMPTS[slot], steps[slot], expected, count)
         assert steps[slot][-1].finish == "length"
     assert launches(backend) == (1, {4: 1, 2: 1})
-    assert mailbox.prefilled == {i: len(PROMPTS[i]) + c - 1 for i, c in enumerate(counts)}
+    held = [len(PROMPTS[i]) + c - 1 for i, c in enumerate(counts)]
+    assert [steps[slot][-1].held for slot in range(3)] == held
 
 
 def test_a_request_joins_one_that_runs(backend, expected):
@@ -211,7 +213,7 @@ def test_a_nan_is_an_error_of_its_request_alone(backend, expected):
 
 
 def test_more_requests_than_columns_all_progress(spec, expected, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 4)
     backend = make(ColumnBackend, spec, 5, counts=(2,))
     steps = run(backend, *(request(i, PROMPTS[i], 8) for i in range(5)))
     for i in range(5):

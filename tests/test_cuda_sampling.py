@@ -14,12 +14,11 @@ import pytest
 import torch
 from cuda_planting import plant
 from cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
-from kog_triton.backends.cuda import serving
-from kog_triton.backends.cuda.protocol import Outcome
 from ring_walker import spec_of
 
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import BackendOptions, serving
 from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.token_words import Outcome
 from kog_triton.errors import RequestError, RunError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.random_weights import RandomWeights

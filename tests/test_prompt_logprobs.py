@@ -10,8 +10,8 @@ from fake_backend import FakeBackend, next_logits
 from fake_checkpoint import VOCAB_SIZE, make_checkpoint
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.backends.serve import serve
 
 TWIN = Path(__file__).parent / "data" / "twin"
 ASKED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
@@ -103,7 +103,6 @@ def test_a_request_that_is_cancelled_on_the_way_has_none(llm):
     with llm.engine.paused():
         stream = llm.stream("slow " + "x" * 400, ASKED)
         stream.cancel()
-        stream._mailbox.cancel(stream._slot.index)
     stream.close()
     assert stream.output().prompt_logprobs is None
     assert llm.engine.num_free_slots == 2
@@ -119,7 +118,7 @@ def test_logits_that_are_not_numbers_void_the_run():
     mailbox = Mailbox(1)
     params = replace(ASKED, seed=1)
     mailbox.post(Request(0, (1, 2, 3, 4), params, 1, 3, prompt_logprobs=2))
-    serve(Broken(), mailbox, 8)
+    HostServing(Broken(), mailbox, 8).run()
     (failure,) = mailbox.read(0)
     assert isinstance(failure, Failure)
     assert str(failure.error) == "the logits of position 2 hold NaN or +inf: the run is void"

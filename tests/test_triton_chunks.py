@@ -25,7 +25,7 @@ from triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton import chunk, chunk_attention, cut, serving
+from kog_triton.backends.triton import chunk, chunk_attention, cut, launcher
 from kog_triton.backends.triton.backend import IN_CHUNKS
 from kog_triton.backends.triton.seats import seat
 from kog_triton.backends.triton.slots import HOST, YIELD
@@ -61,7 +61,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Chunks and steps so short that a prompt of eight tokens has several."""
-    for module in (chunk, serving):
+    for module in (chunk, launcher):
         monkeypatch.setattr(module, "CHUNKS_FROM", tl.constexpr(2))
     monkeypatch.setattr(chunk_attention, "KEYS", tl.constexpr(2))
 
@@ -85,13 +85,14 @@ def run_chunks(backend, seed: int, memory: str) -> torch.Tensor:
     """Keys and values of AHEAD tokens, as `expected`: chunk after chunk, each in a launch that has to yield."""
     pointers = backend.memory.pointers
     pointers.kv.fill_(torch.nan)
-    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1))
+    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1), 0)
     pointers.mailbox[0, HOST] = YIELD.value
+    pointers.turns[:2] = torch.tensor([1, 0])
     while pointers.states[0, 0, 0] < AHEAD:
         before = pointers.states[:, :, 0].clone()
         with concurrent(seed, memory):
-            backend.start([0], False, True)
-        assert not backend.expired() and (pointers.states[:, :, 0] > before).all()
+            backend._run(False, True)
+        assert backend.launcher._expired() is None and (pointers.states[:, :, 0] > before).all()
     held = pointers.kv[0]
     assert held[..., AHEAD:, :].isnan().all()
     return held[..., :AHEAD, :].clone()
@@ -223,9 +224,13 @@ def test_a_block_that_never_comes_is_named(stalled, cancelled):
     backend = chunked(CASES["qwen3"], limit=5)
     mailbox = backend.new_mailbox()
     mailbox.post(Request(0, TOKENS[:8], GREEDY, 0, 1))
-    if cancelled:
-        mailbox.cancel(0)
-    with concurrent(0, "sc", backend.poll, stalled=stalled):
+
+    def host():
+        if cancelled:
+            mailbox.cancel(0)
+        backend.poll()
+
+    with concurrent(0, "sc", host, stalled=stalled):
         backend.generate(mailbox)
     error = mailbox.read(0, 0)[0].error
     assert isinstance(error, RunError)
@@ -244,7 +249,7 @@ def test_auto_takes_the_library_from_its_own_crossover_on():
     for cached, least in ((0, IN_CHUNKS.fresh), (5, IN_CHUNKS.behind)):
         for count in (least - 1, least):
             request = Request(0, (3,) * (cached + count + 1), GREEDY, 0, 1, cached=cached)
-            assert backend.prefill(request) == (cached + count if count == least else cached)
+            assert backend._prefill(request) == (cached + count if count == least else cached)
     assert taken == [(IN_CHUNKS.fresh, 0), (IN_CHUNKS.behind, 5)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
 from cuda_walk import ROOT
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.cuda.backend import CudaBackend
 from lowering_cases import mixed_lanes
 from ring_walker import spec_of
@@ -156,7 +156,7 @@ def alone(demo):
 def test_slots_take_turns_and_launches_resume_bit_for_bit(demo, alone, monkeypatch, most_steps):
     ours, _ = demo
     if most_steps:
-        monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
+        monkeypatch.setattr(launcher, "_most_steps", lambda running, slots: most_steps)
     got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(THREE)))
     for slot, prompt in enumerate(THREE):
         assert_alone(ours, slot, prompt, got[slot], alone)
@@ -185,9 +185,9 @@ def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
 
 def test_a_prompt_longer_than_a_launch_is_computed_alike(demo, monkeypatch):
     ours, _ = demo
-    prompt = ids_of(ours.spec, 3 * serving.MOST_SILENT + 5)
+    prompt = ids_of(ours.spec, 3 * launcher.MOST_SILENT + 5)
     got = run(ours, request(1, prompt, 20))[1]
-    monkeypatch.setattr(serving, "MOST_SILENT", 10**6)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 10**6)
     assert got == run(ours, request(0, prompt, 20))[0]
     cached = run(ours, request(1, prompt, 20, cached=300))[1]  # the slot holds them
     assert cached == got
