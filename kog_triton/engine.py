@@ -218,7 +218,7 @@ class Engine:
         slot, cached = self._choose_slot(claim)
         slot.claim, slot.tokens, slot.salt = claim, [], claim.salt
         claim.admit(slot.index, cached)
-        self._mailbox = self._mailbox or self.backend.new_mailbox()
+        self._mailbox = self._mailbox or Mailbox()
         self._mailbox.post(claim.request, claim)
         self._num_posted += 1
         self._lock.notify_all()

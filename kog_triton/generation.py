@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from kog_triton.backends.mailbox import Failure, PromptLogprob, Request, Step
 from kog_triton.claim import Claim
-from kog_triton.errors import KogError, RunError
+from kog_triton.errors import run_error
 from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import FINISH_REASONS, CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.sampling.params import SamplingParams
@@ -258,10 +258,3 @@ class TextStream:
         text = self._matcher.feed(text)
         self.stop = self._matcher.matched
         return text
-
-
-def run_error(error: Exception) -> KogError:
-    """What a request raises for an error of its backend."""
-    if isinstance(error, KogError):
-        return error
-    return RunError(f"the backend failed: {type(error).__name__}: {error}")

@@ -105,9 +105,8 @@ class Inbox:
 
 @dataclass
 class Mailbox:
-    """`num_slots` requests may be in flight, one a slot."""
+    """One request a slot may be in flight."""
 
-    num_slots: int
     _posted: deque[Request] = field(default_factory=deque)
     _inboxes: dict[int, Inbox] = field(default_factory=dict)
     yielding: bool = False

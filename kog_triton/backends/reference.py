@@ -131,9 +131,6 @@ class ReferenceBackend:
 
     # ---- doors ----
 
-    def new_mailbox(self) -> Mailbox:
-        return Mailbox(self.options.num_slots)
-
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until idle: prompts in chunks, then one token a step, slot by slot."""
         threads = torch.get_num_threads()

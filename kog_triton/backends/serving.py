@@ -184,34 +184,27 @@ class Launcher(Protocol):
     @property
     def stamps(self) -> bool:
         """Whether every token brings its time."""
-        ...
 
     def admit(self, request: Request) -> int:
         """Lay a request into its slot, its prompt run by other means where that pays, to be run from a position on:
         the last of a prompt that was scored."""
-        ...
 
     def words(self, slot: int) -> SlotWords: ...
 
     def score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]."""
-        ...
 
     def launch(self, running: Mapping[int, InSlot]) -> Launch:
         """Start a kernel for some of those that run, in their order."""
-        ...
 
     def leave(self) -> None:
         """Have the launch end at the next token boundary."""
-        ...
 
     def steps(self) -> int:
         """The heartbeat of the launch: another number after every step."""
-        ...
 
     def take_back(self, one: InSlot) -> None:
         """Undo what a step that waited for a mask in vain has done to its request."""
-        ...
 
 
 class LaunchServing(Serving[InSlot]):
