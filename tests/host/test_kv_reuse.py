@@ -86,7 +86,9 @@ def test_salts_do_not_share_keys_and_values(narrow):
 
 def test_a_crash_beside_a_free_slot_makes_it_forget(folder, llm):
     """Its keys and values are still there, but who says that they are right?"""
-    llm.generate("Hello", GREEDY)
+    one = replace(GREEDY, max_tokens=1)  # the slot then holds the prompt alone
+    llm.generate("Hello", one)
+    assert llm.generate("Hello", one)[0].metrics.cached_tokens == 4
     with pytest.raises(RunError, match="the device is gone"):
         llm.generate("crash of the other slot", GREEDY)
     again = llm.generate("Hello", GREEDY)[0]
