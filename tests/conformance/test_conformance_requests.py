@@ -191,11 +191,12 @@ def test_a_stop_id_or_the_limit_ends_a_request(name, model):
     tokens = [step.token for step in whole]
     for n in (1, count - 1):
         limited = alone(backend, request(0, SHORT, GREEDY, n))
-        assert limited == [*whole[: n - 1], replace(whole[n - 1], finish="length")]
+        last = replace(whole[n - 1], finish="length", held=len(SHORT) + n - 1)
+        assert limited == [*whole[: n - 1], last]
     for at in {tokens.index(token) for token in (tokens[0], tokens[1], tokens[-1])}:
         ids = {tokens[at], *range(VOID)} - set(tokens[:at])
         stopped = alone(backend, request(0, SHORT, GREEDY, count, stop_token_ids=frozenset(ids)))
-        assert stopped == [*whole[:at], replace(whole[at], finish="stop")]
+        assert stopped == [*whole[:at], replace(whole[at], finish="stop", held=len(SHORT) + at)]
 
 
 @every_backend
