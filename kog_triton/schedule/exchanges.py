@@ -14,7 +14,7 @@ Blocks are followed through the walk, PLACES a lane in two lanes: more of either
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -160,7 +160,7 @@ def lay_out_regions(exchanges: Sequence[Exchange], align: int) -> dict[str, Regi
     return regions
 
 
-def layer_steps(schedule: Schedule, parts: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def layer_steps(schedule: Schedule, parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The schedule's stages of a layer in their order, each as the steps that a kernel makes of it."""
     (layers,) = (s for s in schedule.segments if s.name == "layers")
     return tuple(step for stage in layers.stages for step in parts.get(stage.name, (stage.name,)))
