@@ -166,6 +166,12 @@ def layer_steps(schedule: Schedule, parts: Mapping[str, tuple[str, ...]]) -> tup
     return tuple(step for stage in layers.stages for step in parts.get(stage.name, (stage.name,)))
 
 
+def cache_of(step: str) -> Exchange:
+    """Keys and values of the tokens before: plain memory, in which a launch writes each row once."""
+    before = (Reader(step, tokens=1),)
+    return Exchange("cache", step, before, None, buffers=0, mark=Mark.GUARDED)
+
+
 def distinct_layers(spec: ModelSpec) -> int:
     """Layers to follow: with lanes each may exchange something else."""
     return spec.num_layers if spec.num_lanes > 1 else min(2, spec.num_layers)

@@ -24,6 +24,7 @@ from kog_triton.schedule.exchanges import (
     Of,
     Reader,
     Who,
+    cache_of,
     check_kernel,
     distinct_layers,
     lay_out_regions,
@@ -194,10 +195,10 @@ def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
     ends = (AGREE, VOTE + AGREE, VOTE + VOTE + AGREE, mix + AGREE)
     fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
-    cache = Exchange(
-        "cache", "attention", (Reader("attention", tokens=1),), None, buffers=0, mark=Mark.GUARDED
+    exchanges = (
+        *_decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp),
+        cache_of("attention"),
     )
-    exchanges = (*_decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp), cache)
     steps = layer_steps(schedule, DECODE_STEPS)
     return Kernel("decode", t.lanes, layers, exchanges, steps, ends, fences)
 
@@ -296,7 +297,7 @@ def prompt_kernel(t: Tiles, schedule: Schedule) -> Kernel:
         vectors("mlp", "gate_up_proj", [Reader("down_proj")]),
         out("attention_out", "o_proj", "feed_attention", 0, spec.reduce_attention),
         out("mlp_out", "down_proj", "feed_mlp", 1, spec.reduce_mlp),
-        vectors("cache", "attention", [Reader("attention", tokens=1)], 0),
+        cache_of("attention"),
     )
     steps = layer_steps(schedule, PROMPT_STEPS)
     fences = tuple(map(Fence, MEET))
