@@ -27,10 +27,10 @@ from kog_triton.schedule.schedule import Schedule, Scope
 
 Array = np.ndarray
 Token = tuple[range, tuple[str, ...]]  # its layers and its end
-PLACES = (
-    7  # blocks of a lane in the proof: no delay divides it, so rows change owners between two uses
-)
-TOKENS = 4  # that the proof follows
+PLACES, TOKENS = (
+    7,
+    4,
+)  # that the proof follows: blocks of a lane, among which owners of rows rotate, and tokens
 
 
 class Mark(IntEnum):
@@ -162,8 +162,8 @@ def lay_out_regions(exchanges: Sequence[Exchange], align: int) -> dict[str, Regi
 
 def layer_steps(schedule: Schedule, parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The schedule's stages of a layer in their order, each as the steps that a kernel makes of it."""
-    (layers,) = (s for s in schedule.segments if s.name == "layers")
-    return tuple(step for stage in layers.stages for step in parts.get(stage.name, (stage.name,)))
+    stages = schedule.layer_stages
+    return tuple(step for stage in stages for step in parts.get(stage.name, (stage.name,)))
 
 
 def cache_of(step: str) -> Exchange:
@@ -193,6 +193,8 @@ def check_kernel(kernel: Kernel, ends: bool = False) -> None:
             raise ModelError(f"{exchange.name}: nothing{lost[0]} reads it")
     apart = distances(kernel, ends)
     for exchange in used:
+        if exchange.mark is Mark.GUARDED and 0 in apart[exchange.name]:
+            raise ModelError(f"{exchange.name}: {exchange.producer} and its readers lack a fence")
         if not _fit(apart[exchange.name], exchange.buffers):
             raise ModelError(
                 f"{exchange.name}: {exchange.buffers} buffers rotate, and {exchange.producer} could "

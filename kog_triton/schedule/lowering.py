@@ -100,8 +100,7 @@ def matrix_stages(schedule: Schedule) -> list[Stage]:
 
 def layer_matrices(schedule: Schedule) -> list[Stage]:
     """Those that every layer walks, in order."""
-    (stages,) = (segment.stages for segment in schedule.segments if segment.name == "layers")
-    return [stage for stage in stages if stage.op is Op.MATVEC]
+    return [stage for stage in schedule.layer_stages if stage.op is Op.MATVEC]
 
 
 def default_partition(schedule: Schedule) -> Partition:

@@ -117,6 +117,11 @@ class Schedule:
             for stage in segment.stages:
                 yield segment, stage
 
+    @property
+    def layer_stages(self) -> tuple[Stage, ...]:
+        """Those that every layer runs, in order."""
+        return next(s.stages for s in self.segments if s.name == "layers")
+
     def rank_of(self, shard: int) -> int:
         return shard // self.shards_per_rank
 

@@ -154,7 +154,7 @@ def test_an_exchange_without_a_writer_or_a_reader_is_refused(which):
     ],
 )
 def test_plain_memory_without_a_fence_is_refused(which, step, name):
-    with pytest.raises(ModelError, match=f"^{name}: "):
+    with pytest.raises(ModelError, match=f"^{name}: .* and its readers lack a fence"):
         check_kernel(without_fence(kernel_of(MODELS["plain"], which), step))
 
 
