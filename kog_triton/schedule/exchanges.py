@@ -112,7 +112,6 @@ class Fence:
 class Kernel:
     """The walk of a kernel's blocks: the steps of a layer, then one of the ends of a token."""
 
-    name: str
     lanes: int
     layers: int
     exchanges: tuple[Exchange, ...]
@@ -164,6 +163,14 @@ def layer_steps(schedule: Schedule, parts: Mapping[str, tuple[str, ...]]) -> tup
     """The schedule's stages of a layer in their order, each as the steps that a kernel makes of it."""
     stages = schedule.layer_stages
     return tuple(step for stage in stages for step in parts.get(stage.name, (stage.name,)))
+
+
+def some(
+    name: str, producer: str, readers: Sequence[str], words: int, rows: int, mark: Mark = Mark.PHASE
+) -> Exchange:
+    """Of a lane, by some of its blocks for some of them."""
+    to = tuple(Reader(step, Of.SOME) for step in readers)
+    return Exchange(name, producer, to, words, rows, mark=mark, who=Who.SOME)
 
 
 def cache_of(step: str) -> Exchange:
@@ -218,7 +225,7 @@ def distances(kernel: Kernel, ends: bool = False) -> dict[str, frozenset[int]]:
     """Of each exchange by name: how many uses apart two may be that must not share a buffer."""
     used = (replace(e, words=1, rows=1, buffers=1) for e in kernel.exchanges if e.is_used)
     lanes = min(2, kernel.lanes)
-    return _distances(replace(kernel, name="", lanes=lanes, exchanges=tuple(used)), ends)
+    return _distances(replace(kernel, lanes=lanes, exchanges=tuple(used)), ends)
 
 
 @lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ from kog_triton.schedule.exchanges import (
     distinct_layers,
     lay_out_regions,
     layer_steps,
+    some,
 )
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
@@ -190,26 +191,19 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet behin
 
 def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     """The walk of a token at a time."""
-    spec = schedule.spec
-    layers = distinct_layers(spec)
+    spec, layers = schedule.spec, distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
     ends = (AGREE, VOTE + AGREE, VOTE + VOTE + AGREE, mix + AGREE)
     fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
-    exchanges = (
-        *_decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp),
-        cache_of("attention"),
-    )
+    words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
     steps = layer_steps(schedule, DECODE_STEPS)
-    return Kernel("decode", t.lanes, layers, exchanges, steps, ends, fences)
+    return Kernel(t.lanes, layers, (*words, cache_of("attention")), steps, ends, fences)
 
 
 def _decode_exchanges(
     t: Tiles, attention: Sequence[Reduce] = (), mlp: Sequence[Reduce] = ()
 ) -> tuple[Exchange, ...]:
     """Of layers whose modules are reduced so."""
-
-    def some(name: str, producer: str, reader: str, words: int, rows: int = t.lanes) -> Exchange:
-        return Exchange(name, producer, (Reader(reader, Of.SOME),), words, rows, who=Who.SOME)
 
     def every(name: str, steps: tuple[str, str], values: int, restarts: bool = False) -> Exchange:
         """int64 values of every block."""
@@ -240,11 +234,11 @@ def _decode_exchanges(
     whole = (Reader("lm_head"),)
     heads = t.lanes * t.kv_heads * t.splits
     return (
-        some("qkv", "qkv_proj", "attention", t.qkv_words),
-        some("attention", "attention_join", "o_proj", t.attention_words),
-        some("mlp", "gate_up_proj", "down_proj", t.ffn // 2),
+        some("qkv", "qkv_proj", ("attention",), t.qkv_words, t.lanes),
+        some("attention", "attention_join", ("o_proj",), t.attention_words, t.lanes),
+        some("mlp", "gate_up_proj", ("down_proj",), t.ffn // 2, t.lanes),
         *out,
-        some("splits", "attention", "attention_join", t.split_words, heads),
+        some("splits", "attention", ("attention_join",), t.split_words, heads),
         *late,
         Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
         Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
@@ -254,54 +248,35 @@ def _decode_exchanges(
 
 
 def _arrivals(t: Tiles) -> Exchange:
-    return Exchange(
-        "arrivals", MEET[0], (Reader(MEET[1]),), t.num_blocks, buffers=2, scope=Scope.ALL
-    )
+    to = (Reader(MEET[1]),)
+    return Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
 
 
 def prompt_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     """The walk of a prompt's chunk, whose vectors lie in plain memory (backends/triton/cut.py)."""
-    spec = schedule.spec
+    spec, count = schedule.spec, distinct_layers(schedule.spec)
 
-    def vectors(
-        name: str,
-        producer: str,
-        readers: Sequence[Reader],
-        buffers: int = 1,
-        scope: Scope = Scope.SHARD,
-    ) -> Exchange:
-        return Exchange(
-            name,
-            producer,
-            tuple(readers),
-            None,
-            buffers=buffers,
-            mark=Mark.GUARDED,
-            scope=scope,
-            restarts=buffers > 1,
-        )
+    def vectors(name: str, producer: str, *readers: Reader) -> Exchange:
+        return Exchange(name, producer, readers, None, mark=Mark.GUARDED)
 
     def out(name: str, stage: str, reader: str, before: int, hows: Sequence[Reduce]) -> Exchange:
         late = tuple(n + before for n, h in enumerate(hows) if h is Reduce.DELAYED)
-        first = tuple(range(before, distinct_layers(spec)))
-        readers = [Reader(reader, layers=first)]
-        if t.delay:
-            readers.append(Reader(reader, layers=late, delay=t.delay + before))
-        return vectors(name, stage, readers, t.delay + 1, Scope.ALL)
+        now = Reader(reader, layers=tuple(range(before, count)))
+        e = vectors(name, stage, now, Reader(reader, layers=late, delay=t.delay + before))
+        return replace(e, buffers=t.delay + 1, scope=Scope.ALL, restarts=True)
 
     exchanges = (
         _arrivals(t),
-        vectors("x", "feed", [Reader("qkv_proj"), Reader("gate_up_proj")]),
-        vectors("qkv", "qkv_proj", [Reader("attention")]),
-        vectors("attention_vectors", "attention", [Reader("o_proj")]),
-        vectors("mlp", "gate_up_proj", [Reader("down_proj")]),
+        vectors("x", "feed", Reader("qkv_proj"), Reader("gate_up_proj")),
+        vectors("qkv", "qkv_proj", Reader("attention")),
+        vectors("attention_vectors", "attention", Reader("o_proj")),
+        vectors("mlp", "gate_up_proj", Reader("down_proj")),
         out("attention_out", "o_proj", "feed_attention", 0, spec.reduce_attention),
         out("mlp_out", "down_proj", "feed_mlp", 1, spec.reduce_mlp),
         cache_of("attention"),
     )
     steps = layer_steps(schedule, PROMPT_STEPS)
-    fences = tuple(map(Fence, MEET))
-    return Kernel("prompt", t.lanes, distinct_layers(spec), exchanges, steps, ((),), fences)
+    return Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(Fence, MEET)))
 
 
 def lower_tiles(

@@ -206,7 +206,7 @@ def test_one_order_of_a_layer_passes(which):
 
 
 def walk(*exchanges, layer=("a", "b"), fences=(), lanes=1):
-    return Kernel("small", lanes, 2, exchanges, layer, ((),), fences)
+    return Kernel(lanes, 2, exchanges, layer, ((),), fences)
 
 
 def test_a_word_that_all_read_at_once_needs_two_buffers():

@@ -127,7 +127,7 @@ def test_a_word_that_nobody_reads_must_land_before_its_successor_is_waited_for()
         Exchange("first", "b", (Reader("c"),), 1, buffers=2),
         Exchange("second", "c", (Reader("d"),), 1, buffers=2),
     )
-    kernel = Kernel("small", 1, 3, (seldom, *more), ("a", "b", "c", "d"), ((),))
+    kernel = Kernel(1, 3, (seldom, *more), ("a", "b", "c", "d"), ((),))
     check_kernel(kernel)
     programs = programs_of(kernel, ("seldom", "first", "second"), tokens=2)
     assert Machine(programs).explore() == "seldom: use 0 taken for 2"

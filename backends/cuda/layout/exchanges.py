@@ -5,7 +5,6 @@ step or several, a step that only waits has the wait's name (names.py). SOME blo
 gate_up_proj, and of attention; check_partition sees to it that EACH owns rows of o_proj and down_proj.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kog_triton.backends.cuda.layout.attention import BUNDLE, QUERY_TOPS
@@ -25,6 +24,7 @@ from kog_triton.schedule.exchanges import (
     distinct_layers,
     fewest_buffers,
     layer_steps,
+    some,
 )
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Scope
@@ -73,9 +73,9 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> Kernel:
     at_once = hidden if lanes > 1 and Reduce.NOW in _hows(spec) else 0
     # fmt: off
     out = [
-        _some("qkv", "qkv_proj", ("attention",), pairs["qkv_proj"], lanes),
-        _some("attention", "attention_join", ("o_proj",), pairs["attention"], lanes),
-        _some("mlp", "gate_up_proj", ("down_proj",), pairs["gate_up_proj"], lanes),
+        some("qkv", "qkv_proj", ("attention",), pairs["qkv_proj"], lanes),
+        some("attention", "attention_join", ("o_proj",), pairs["attention"], lanes),
+        some("mlp", "gate_up_proj", ("down_proj",), pairs["gate_up_proj"], lanes),
     ]
     for name, stage, step, _ in MODULES:
         now, own, delayed = _reduces(spec, stage)
@@ -90,14 +90,12 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> Kernel:
     # fmt: on
     out += pasts
     for name, words, rows in _splits(spec, lanes * spec.lane_kv_heads, splits):
-        out.append(_some(name, "attention", ("attention_join", "o_proj"), words, rows))
+        out.append(some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
     out += [*mixes, *_choice(lowering.num_blocks), CACHE]
     fences = (Fence("down_proj", (last,)), Fence("layer_end", (last,)))
     steps = layer_steps(schedule, DECODE_STEPS)
-    return _with_buffers(
-        Kernel("decode", lanes, last + 1, tuple(out), steps, ends, fences), "_past"
-    )
+    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_past")
 
 
 def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
@@ -110,12 +108,12 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
     heads, rows, blocks = spec.lane_kv_heads * columns, lanes * columns, lowering.num_blocks
     # fmt: off
     out = [
-        _some("qkv", "qkv_proj", ("attention",), -(-stages["qkv_proj"].outputs // 2), rows),
-        _some("attention", "attention_join", ("o_proj",), padded["o_proj"], lanes),
-        _some("mlp", "gate_up_proj", ("down_proj",), padded["down_proj"], lanes),
+        some("qkv", "qkv_proj", ("attention",), -(-stages["qkv_proj"].outputs // 2), rows),
+        some("attention", "attention_join", ("o_proj",), padded["o_proj"], lanes),
+        some("mlp", "gate_up_proj", ("down_proj",), padded["down_proj"], lanes),
         _hints("attention_heads", "attention_join", "o_proj", spec.lane_heads * columns, lanes),
         # Not written in every layer: their flags alone tell of splits.
-        *(_some(name, "attention", ("attention_join",), words, count, Mark.GUARDED)
+        *(some(name, "attention", ("attention_join",), words, count, Mark.GUARDED)
           for name, words, count in _splits(spec, lanes * heads, splits)),
         _hints("attention_flags", "attention_flag", "attention_join", heads * splits, lanes),
     ]
@@ -146,9 +144,7 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
         *(Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
     )
     steps = layer_steps(schedule, COLUMN_STEPS)
-    return _with_buffers(
-        Kernel("columns", lanes, last + 1, tuple(out), steps, ends, fences), "_sent"
-    )
+    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_sent")
 
 
 def _hows(spec: ModelSpec) -> set[Reduce]:
@@ -166,17 +162,9 @@ def _reduces(spec: ModelSpec, stage: str) -> tuple[Layers, Layers | None, Layers
     return now, own if spec.num_lanes > 1 else None, late
 
 
-def _some(
-    name: str, producer: str, readers: Sequence[str], words: int, rows: int, mark: Mark = Mark.PHASE
-) -> Exchange:
-    """Of a lane, by some of its blocks for some of them."""
-    to = tuple(Reader(step, Of.SOME) for step in readers)
-    return Exchange(name, producer, to, words, rows, mark=mark, who=Who.SOME)
-
-
 def _hints(name: str, producer: str, reader: str, words: int, rows: int) -> Exchange:
     """Numbers of layer runs beside words of the same step."""
-    return _some(name, producer, (reader,), words, rows, Mark.NUMBER)
+    return some(name, producer, (reader,), words, rows, Mark.NUMBER)
 
 
 def _numbered(
