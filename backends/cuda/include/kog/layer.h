@@ -11,7 +11,8 @@
 
 namespace kog {
 
-static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>, "run_layer's order");
+static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
+              "run_layer's order");
 
 // Of one consumer thread, from the first token to the last.
 struct Walk {
