@@ -101,7 +101,7 @@ KOG_DEVICE void produce(Block& b) {
     Stream stream(b, 0, any_head(b, steps) ? all : layers);
     for (int run = 0; stream.left > 0; run++) {
       b.begin_stage();
-      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
+      if (begins_layer(run)) fetch_units(b, layer_of_run(run), steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
