@@ -50,3 +50,10 @@ def first_line(error: BaseException | str) -> str:
     lines = (str(error).strip() or type(error).__name__).splitlines()
     line = lines[0][:300] if lines else type(error).__name__
     return "".join(c if c.isprintable() else "\ufffd" for c in line)
+
+
+def run_error(error: BaseException) -> KogError:
+    """What a request raises for an error of its backend."""
+    if isinstance(error, KogError):
+        return error
+    return RunError(f"the backend failed: {type(error).__name__}: {error}")

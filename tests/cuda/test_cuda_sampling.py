@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from kog_triton.backends.cuda import serving
-from kog_triton.backends.cuda.layout.protocol import Outcome
 
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import BackendOptions, serving
+from kog_triton.backends.mailbox import Mailbox
+from kog_triton.backends.token_words import Outcome
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RequestError, RunError
 from kog_triton.model.spec import DType
@@ -249,7 +249,7 @@ def test_a_mask_hook_that_fails_ends_its_request_alone():
             time.sleep(0.3)  # the kernel waits, and asks for more before it hears of the error
             raise RequestError("the grammar allows nothing")
 
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, PROMPT, 6, params, mask=hook)
     post(mailbox, PROMPT, 6, params, slot=1)
     backend.generate(mailbox)
@@ -287,7 +287,7 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
     monkeypatch.setattr(serving, "SCORED", at_once)
     backend, params = backends("odd"), resolved(VOCAB, temperature=0)
     prompt = [4, 9, 300, 2, 9, 17, 5]
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, 3, params, prompt_logprobs=2)
     backend.generate(mailbox)
     logits = backend.forward_logits(prompt)

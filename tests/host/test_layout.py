@@ -42,8 +42,6 @@ NO_TORCH = (
     "checkpoint.hub",
     "cli.command",
 )
-# files that still import each other; none may be added
-CIRCLES = {"kog_triton.engine", "kog_triton.generation"}  # until a claim on a slot lies between
 DOORS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
@@ -136,7 +134,7 @@ def test_no_files_import_each_other_in_a_circle():
             todo += new
         return seen
 
-    assert {module for module in MODULES if module in reached_from(module)} == CIRCLES
+    assert not {module for module in MODULES if module in reached_from(module)}
 
 
 def test_what_needs_no_torch_imports_none():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import History, SamplingParams, sample
@@ -52,7 +52,7 @@ def post(mailbox, prompt, count, params, slot=0, **fields):
 
 
 def steps_of(backend, prompt, count, params, **fields):
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, count, params, **fields)
     backend.generate(mailbox)
     steps = mailbox.read(0, 0)
@@ -135,7 +135,7 @@ def assert_histories_are_apart(backend, prompt, count):
     vocab = backend.spec.vocab_size
     first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
     second = resolved(vocab, **EVERY)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, count, first)
     post(mailbox, [9, 1], count, second, slot=1)
     backend.generate(mailbox)
