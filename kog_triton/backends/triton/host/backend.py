@@ -13,7 +13,7 @@ from kog_triton.backends.prefill.library import Crossover, open_library, run_pro
 from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
-from kog_triton.backends.silence import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
