@@ -24,6 +24,7 @@ from cuda_walk import (
     write_request,
 )
 from kog_triton.backends.cuda.columns import lay_out_columns
+from kog_triton.backends.cuda.protocol import TENSORS
 from kog_triton.backends.cuda.serving import UNLIMITED
 
 from kog_triton.backends.request_words import encode
@@ -75,7 +76,7 @@ class ThreadWalk(Walk):
 
     def _launch(self, slots, seed, limit, **others):
         m = self.memory
-        tensors = {name: getattr(m, name) for name in memory.TENSORS} | others
+        tensors = {name: getattr(m, name) for name in TENSORS} | others
         pointers = m.pointers(slots, limit, UNLIMITED)
         at = -(-ctypes.sizeof(pointers) // ALIGNMENT) * ALIGNMENT
         places = {}

@@ -18,7 +18,8 @@ from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.header import render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
 from kog_triton.backends.cuda.layout import Layout, lay_out
-from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
     MASK_S,
@@ -30,7 +31,7 @@ from kog_triton.backends.cuda.serving import (
     check_waits,
     serve,
 )
-from kog_triton.backends.cuda.stages import StageCall, StageRunner
+from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.library_prefill import open_library, run_prompt

@@ -26,7 +26,7 @@ from kog_triton.backends.cuda.batches import (
     sums_in_place,
     sums_over,
 )
-from kog_triton.backends.cuda.layout import BINS, FLAGS_TOGETHER, LINE_WORDS, MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout import BINS, FLAGS_TOGETHER, LINE_WORDS, Layout
 from kog_triton.backends.cuda.names import LAYER, POINTS, STEPS
 
 from kog_triton.backends import request_words
@@ -131,7 +131,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "record_words": RECORD_WORDS,
         "most_logprobs": request_words.MOST_LOGPROBS,
         "distance_bits": fixed.DISTANCE_BITS,
-        "most_seats": MOST_SEATS,
+        "most_seats": protocol.MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
         "pair_turn": wire.TURN,

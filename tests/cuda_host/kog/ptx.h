@@ -12,6 +12,7 @@
 #include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
+#define KOG_OFFSET(T, member) __builtin_offsetof(T, member)
 #define KOG_DEVICE inline
 #define KOG_DEVICE_NOINLINE inline
 #define KOG_CONSTANT static const

@@ -1,38 +1,9 @@
 // What one block knows: where it stands in its lane, its shared memory, its patience. The generated
-// header declares what host and kernel tell each other: Request, Mailbox, Outcome.
+// header declares what host and kernel tell each other: Pointers, Request, Mailbox, Outcome.
 #pragma once
 #include <kog/ptx.h>
 
 namespace kog {
-
-// Filled by the host (memory.py); passed by value.
-struct Pointers {
-  const u8* weights;      // chunks, those of all blocks side by side
-  const u16* embed;       // [vocab][hidden, up to 4]
-  const float* gains;     // [2 * layers + 1][lanes or 1][hidden, up to 4]
-  const float* biases;    // [layers][kBiasRows]: stage by stage, lane by lane; gate and up woven
-  const float* qk_gains;  // [layers][2][head_dim]
-  const float* rope;      // [positions][2][head_dim / 2]
-  u16* cache;             // [slots][layers][lanes][kv_heads][2][positions][head_dim]
-  u32* words;             // zero at launch
-  float* logits;          // [rows][vocab], if asked for
-  int* tokens;            // [slots][positions + 1]: the prompts, and what bad words look back on
-  const u32* request;     // [slots][kRequestWords]: see Request
-  u32* counts;            // [slots][vocab]: of a penalized request's ids (edit.h)
-  float* scores;          // [1 + columns][vocab]: logits of one token edited, raw ones of each column
-  u64* masks;             // mapped: [slots][kMaskWords], the ids allowed next, under their epoch
-  u64* logprobs;          // mapped: [slots][positions + 1][kRecordWords]
-  int* states;            // [slots][2]: the next position and its token
-  u64* mailbox;           // mapped, see Mailbox
-  u64* outbox;            // mapped: [slots][positions + 1][2], number and token, and the time
-  u32* error;             // [0] set by the first wait that expires, [1 ..] what it waited for
-  u64* profile;           // stamps, if kProfile
-  u64* clocks;            // [tokens + 1][blocks][2]: see pair_clocks, if kProfile
-  i64 limit;              // clock ticks that a wait may take
-  i64 most_steps;         // tokens of any request after which the launch yields
-  int num_seats;          // requests that this launch serves
-  int order[kMostSeats];  // their slots, the one that is due first
-};
 
 struct Candidate {
   double key;

@@ -3,6 +3,7 @@
 #pragma once
 
 #define KOG_ASSUME(x) __builtin_assume(x)
+#define KOG_OFFSET(T, member) __INTADDR__(&((T*)0)->member)  // NVRTC has no offsetof
 #define KOG_DEVICE __device__ __forceinline__
 #define KOG_DEVICE_NOINLINE __device__ __noinline__
 #define KOG_KERNEL extern "C" __global__
