@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from kog_triton.backends.cuda import lanes
-from kog_triton.backends.cuda.attention import MERGED, attention_bytes, head_bytes
+from kog_triton.backends.cuda.attention import attention_bytes
 from kog_triton.backends.cuda.batches import COLUMN_SMALL_BYTES, finished_pieces, up
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout import (
@@ -90,10 +90,9 @@ def lay_out_columns(
         partial_bytes=0,
         small_bytes=COLUMN_SMALL_BYTES,
     )
-    new_rows = columns if chunk else 1
     behind = layout.stage_bytes(stages["o_proj"]) + max(
-        attention_bytes(spec, splits, new_rows),
-        head_bytes(spec, layout.part_queries, min(MERGED, splits), new_rows),
+        attention_bytes(spec, splits, layout.new_rows),
+        layout.head_places["end"],
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
     if lanes.shares(spec):

@@ -4,7 +4,8 @@ Numbers come from the spec, the schedule, the lowering and the layout; nothing i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from kog_triton.backends.cuda import lanes, protocol
 from kog_triton.backends.cuda.attention import (
@@ -13,7 +14,12 @@ from kog_triton.backends.cuda.attention import (
     MERGED,
     MERGED_LENGTH,
     QUERY_TOPS,
+    group_heads,
     head_groups,
+    result_slots,
+    result_stride,
+    row_dim,
+    scratch_places,
     split_least,
     tile_rows,
 )
@@ -64,10 +70,10 @@ def render(layout: Layout) -> str:
     lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
     for name, region in layout.regions.items():
-        lines.append(
-            f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
-            f"kStride = {region.stride}, kRows = {region.rows}, kBuffers = {region.buffers}; }};"
-        )
+        lines.append(_constants(_camel(name, True) + "Words", asdict(region)))
+    lines.append(_constants("ScratchPlaces", scratch_places(spec, layout.new_rows)))
+    if layout.columns > 1:
+        lines.append(_constants("HeadPlaces", layout.head_places))
     lines += _stages(layout)
     lines += _tables(layout)
     return "\n".join([*lines, "}  // namespace kog", ""])
@@ -77,7 +83,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
     """Every size, by the name of its constant."""
     lo = layout.lowering
     schedule, spec = lo.schedule, lo.schedule.spec
-    head_group = -(-spec.group // head_groups(spec))
     one = layout.columns == 1
     return {
         "layers": spec.num_layers,
@@ -115,7 +120,12 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
-        "group_heads": head_group,
+        "row_dim": row_dim(spec),
+        "head_groups": head_groups(spec),
+        "group_heads": group_heads(spec),
+        "slots": result_slots(spec),
+        "result_stride": result_stride(spec),
+        "new_rows": layout.new_rows,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
@@ -230,18 +240,23 @@ def _tables(layout: Layout) -> list[str]:
 
 def _sampling() -> list[str]:
     """Places of a request's words, and the definition's numbers."""
-    places = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in request_words.OFFSETS.items())
     flags = ", ".join(
         f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag
     )
     return [
-        f"struct Request {{ static constexpr int {places}; }};",
+        _constants("Request", request_words.OFFSETS),
         f"enum Flag : unsigned {{ {flags} }};",
         f"{KNOWN} double kNoiseScale = {definition.NOISE_SCALE!r};",
         f"{KNOWN} double kLog2eScale = {definition.LOG2E_SCALE!r};",
         f"{KNOWN} long long kLog2Log2E = {fixed.LOG2_LOG2E}, kMaxDistance = {fixed.MAX_DISTANCE};",
         f"KOG_CONSTANT unsigned kExp2[] = {{{', '.join(f'{c}u' for c in fixed.EXP2)}}};",
     ]
+
+
+def _constants(name: str, values: Mapping[str, int]) -> str:
+    """A struct of nothing but numbers."""
+    body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in values.items())
+    return f"struct {name} {{ static constexpr int {body}; }};"
 
 
 def _camel(name: str, upper: bool = False) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from kog_triton.backends.cuda.attention import (
     BUNDLE,
     HEADS_AT_ONCE,
+    MERGED,
     QUERY_TOPS,
     attention_bytes,
+    head_places,
     part_queries,
     received_bytes,
     row_dim,
@@ -83,6 +85,17 @@ class Layout:
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
         return part_queries(schedule.spec, self.columns, group)
+
+    @property
+    def new_rows(self) -> int:
+        """Positions of one step that a unit of attention receives as words."""
+        return self.columns if self.chunk else 1
+
+    @property
+    def head_places(self) -> dict[str, int]:
+        """Scratch of a head that one block walks, in a kernel of several columns."""
+        spec, merged = self.lowering.schedule.spec, min(MERGED, self.splits)
+        return head_places(spec, self.part_queries, merged, self.new_rows)
 
     @property
     def total_words(self) -> int:

@@ -10,7 +10,6 @@
 
 namespace kog {
 
-constexpr int kRowDim = (kHeadDim + 15) / 16 * 16;
 constexpr int kDimSteps = kRowDim / 16;
 constexpr int kKeyWords = kRowDim / 8;     // of one key in one lane
 constexpr int kValueWords = kRowDim / 16;  // of one value in one lane

@@ -21,12 +21,11 @@ struct HeadScratch {
   u32* words;      // [kMerged][kPartPairs]: what the readers of a split would find
   float* logs;     // [kMerged][query]
 
-  KOG_DEVICE explicit HeadScratch(const Block& b) : results(AttentionScratch(b).results) {
-    constexpr int kResults = kMerged * kSlots * kPartQueries;
-    tops = reinterpret_cast<float2*>(results + kResults * kResultStride);
-    words = reinterpret_cast<u32*>(tops + kResults);
-    logs = reinterpret_cast<float*>(words + kMerged * kPartPairs);
-  }
+  KOG_DEVICE explicit HeadScratch(const Block& b)
+      : results(scratch_at<float>(b, HeadPlaces::kResults)),
+        tops(scratch_at<float2>(b, HeadPlaces::kTops)),
+        words(scratch_at<u32>(b, HeadPlaces::kWords)),
+        logs(scratch_at<float>(b, HeadPlaces::kLogs)) {}
 };
 
 // What a warp walks of a split: from its first tile on, up to the split's end; and the end of what the cache
