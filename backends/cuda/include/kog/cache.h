@@ -107,4 +107,12 @@ KOG_DEVICE u16* cache_of(const Block& b, int head) {
   return cache_at(b, b.small->slot, b.layer, head);
 }
 
+// What a layer's cache holds of a head.
+struct Cached {
+  const u16 *keys, *values;
+
+  KOG_DEVICE Cached(const Block& b, int head)
+      : keys(cache_of(b, head)), values(keys + static_cast<u64>(kMaxContext) * kRowDim) {}
+};
+
 }  // namespace kog
