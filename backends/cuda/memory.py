@@ -11,15 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import LAYER, POINTS
-from kog_triton.backends.cuda.layout.protocol import (
-    MAILBOX_WORDS,
-    MOST_SEATS,
-    TENSORS,
-    Pointers,
-    item_bytes,
-)
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -71,18 +65,18 @@ class Memory:
 
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
-    ) -> Pointers:
+    ) -> protocol.Pointers:
         """The kernel's argument for a launch that serves `slots` in turn, for `most_steps` at most.
 
         `others` stand in for tensors of the same name.
         """
-        tensors = {name: getattr(self, name) for name in TENSORS} | others
+        tensors = {name: getattr(self, name) for name in protocol.TENSORS} | others
         for name, tensor in tensors.items():
-            held, seen = tensor.element_size(), item_bytes(name)
+            held, seen = tensor.element_size(), protocol.item_bytes(name)
             assert held == seen, f"{name}: {held} bytes an element, the kernel sees {seen}"
-        order = (ctypes.c_int32 * MOST_SEATS)(*slots)
+        order = (ctypes.c_int32 * protocol.MOST_SEATS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
-        return Pointers(*addresses, limit, most_steps, len(slots), order)
+        return protocol.Pointers(*addresses, limit, most_steps, len(slots), order)
 
     def write_request(
         self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
@@ -167,7 +161,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         masks=mapped(num_slots, -(-spec.vocab_size // 32)),
         logprobs=mapped(num_slots, positions, RECORD_WORDS),
         states=ints(num_slots, 2),
-        mailbox=mapped(MAILBOX_WORDS),
+        mailbox=mapped(protocol.MAILBOX_WORDS),
         outbox=mapped(num_slots, positions, 2),
         error=ints(ERROR_WORDS),
         **stamp_tensors(layout, device),

@@ -52,6 +52,21 @@ def result_stride(spec: ModelSpec) -> int:
     return row_dim(spec) + 4
 
 
+def numbers(spec: ModelSpec) -> dict[str, int]:
+    """What kernels know of the above, by the names of their constants."""
+    return {
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
+        "joined": JOINED,
+        "row_dim": row_dim(spec),
+        "tile_rows": tile_rows(spec),
+        "head_groups": head_groups(spec),
+        "group_heads": group_heads(spec),
+        "slots": result_slots(spec),
+        "result_stride": result_stride(spec),
+    }
+
+
 def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
     """What a unit keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/unit.h)."""
     row = row_dim(spec)

@@ -7,37 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from kog_triton.backends.cuda.layout import lanes, protocol
-from kog_triton.backends.cuda.layout.attention import (
-    BUNDLE,
-    JOINED,
-    MERGED,
-    MERGED_LENGTH,
-    QUERY_TOPS,
-    group_heads,
-    head_groups,
-    result_slots,
-    result_stride,
-    row_dim,
-    scratch_places,
-    split_least,
-    tile_rows,
-)
-from kog_triton.backends.cuda.layout.batches import (
-    READ_CHUNKS,
-    batch_units,
-    held_steps,
-    read_steps,
-    sum_rooms,
-    sums_in_place,
-    sums_over,
-)
-from kog_triton.backends.cuda.layout.layout import (
-    BINS,
-    FLAGS_TOGETHER,
-    LINE_WORDS,
-    Layout,
-)
+from kog_triton.backends.cuda.layout import attention, batches, lanes, protocol
+from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
+from kog_triton.backends.cuda.layout.batches import READ_CHUNKS
+from kog_triton.backends.cuda.layout.layout import BINS, FLAGS_TOGETHER, LINE_WORDS, Layout
 from kog_triton.backends.cuda.layout.names import LAYER, POINTS, STEPS
 
 from kog_triton.backends import request_words
@@ -76,7 +49,7 @@ def render(layout: Layout) -> str:
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
     for name, region in layout.regions.items():
         lines.append(_constants(_camel(name, True) + "Words", asdict(region)))
-    lines.append(_constants("ScratchPlaces", scratch_places(spec, layout.new_rows)))
+    lines.append(_constants("ScratchPlaces", attention.scratch_places(spec, layout.new_rows)))
     if layout.columns > 1:
         lines.append(_constants("HeadPlaces", layout.head_places))
     lines += _stages(layout)
@@ -118,24 +91,16 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "small_bytes": layout.small_bytes,
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
-        "tile_rows": tile_rows(spec),
         "split_least": split_least(spec),
-        "bundle": BUNDLE,
-        "query_tops": QUERY_TOPS,
+        **attention.numbers(spec),
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
-        "row_dim": row_dim(spec),
-        "head_groups": head_groups(spec),
-        "group_heads": group_heads(spec),
-        "slots": result_slots(spec),
-        "result_stride": result_stride(spec),
         "new_rows": layout.new_rows,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
         "joined_at": layout.joined_at,
-        "joined": JOINED,
         "taken_words": TAKEN_WORDS,
         "read_chunks": READ_CHUNKS,
         "flags_together": FLAGS_TOGETHER,
@@ -202,23 +167,19 @@ def _stages(layout: Layout) -> list[str]:
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
             "shift": tiling.shift,
-            "batch": batch_units(lo, stage, layout.columns),
-            "held": held_steps(lo, stage, layout.columns),
-            "read": read_steps(lo, stage, layout.columns),
+            "batch": batches.batch_units(lo, stage, layout.columns),
+            "held": batches.held_steps(lo, stage, layout.columns),
+            "read": batches.read_steps(lo, stage, layout.columns),
             "sums_at": layout.sums_at(stage),
-            "rooms": sum_rooms(lo, stage, layout.columns),
+            "rooms": batches.sum_rooms(lo, stage, layout.columns),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
+            "wide": is_wide(stage),
+            "sums_in_place": batches.sums_in_place(lo, stage, layout.columns),
+            "sums_over": batches.sums_over(lo, stage, layout.columns),
         }
         bias_at += stage.rows * schedule.num_shards if name in LAYER else 0
-        body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
-        wide = str(is_wide(stage)).lower()
-        in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
-        over = str(sums_over(lo, stage, layout.columns)).lower()
-        lines.append(
-            f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; }};"
-        )
+        lines.append(_constants(_camel(name, True), fields))
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
 
 
@@ -260,7 +221,7 @@ def _sampling() -> list[str]:
 
 def _constants(name: str, values: Mapping[str, int]) -> str:
     """A struct of nothing but numbers."""
-    body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in values.items())
+    body = ", ".join(f"{_camel('k_' + k)} = {str(v).lower()}" for k, v in values.items())
     return f"struct {name} {{ static constexpr int {body}; }};"
 
 
