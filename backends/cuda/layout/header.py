@@ -18,7 +18,15 @@ from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
-from kog_triton.schedule.cuda import CALM_BYTES, WARPS, WINDOW_BYTES, is_wide, unit_period
+from kog_triton.schedule.cuda import (
+    CALM_BYTES,
+    WARPS,
+    WINDOW_BYTES,
+    CudaLowering,
+    is_wide,
+    unit_period,
+)
+from kog_triton.schedule.schedule import Stage
 from kog_triton.schedule.topology import KB
 
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
@@ -33,7 +41,8 @@ def render(layout: Layout) -> str:
     """The header's text."""
     schedule, spec = layout.lowering.schedule, layout.lowering.schedule.spec
     reduces = {how.name: int(how) for how in Reduce}
-    lines = ["#include <kog/ptx.h>", "", "namespace kog {"]
+    consumers = f"constexpr int kConsumers = {batches.THREADS};"
+    lines = [f"namespace kog {{ {consumers} }}", "#include <kog/ptx.h>", "", "namespace kog {"]
     lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in _numbers(layout).items()]
     lines += [
         f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
@@ -172,6 +181,7 @@ def _stages(layout: Layout) -> list[str]:
             "read": batches.read_steps(lo, stage, layout.columns),
             "sums_at": layout.sums_at(stage),
             "rooms": batches.sum_rooms(lo, stage, layout.columns),
+            "checked_units": _checked_units(lo, stage),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
             "wide": is_wide(stage),
@@ -181,6 +191,15 @@ def _stages(layout: Layout) -> list[str]:
         bias_at += stage.rows * schedule.num_shards if name in LAYER else 0
         lines.append(_constants(_camel(name, True), fields))
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
+
+
+def _checked_units(lo: CudaLowering, stage: Stage) -> int:
+    """Of the first and the last layer: block.h makes the same number of the units that it deals out."""
+    n = 1
+    for layer in (0, lo.schedule.spec.num_layers - 1):
+        for place in range(lo.group_size(stage)):
+            n = (31 * n + lo.block_units(stage, layer, place).start) % 0x7FFFFFFF
+    return n
 
 
 def _tables(layout: Layout) -> list[str]:

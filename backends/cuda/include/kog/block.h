@@ -168,13 +168,18 @@ struct Units {
   int first, last;
 };
 template <class Stage>
-KOG_DEVICE int turned_place(int place, int layer) {
+KOG_DEVICE constexpr int turned_place(int place, int layer) {
   return (place + 2 * Stage::kGroup - Stage::kShift - layer % Stage::kGroup) % Stage::kGroup;
 }
 template <class Stage>
-KOG_DEVICE Units units_of(int place, int layer) {
+KOG_DEVICE constexpr Units units_of(int place, int layer) {
   int turned = turned_place<Stage>(place, layer);
   return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
+}
+// The turned place of the block that has a unit.
+template <class Stage>
+KOG_DEVICE constexpr int turned_owner(int unit) {
+  return ((unit + 1) * Stage::kGroup - 1) / Stage::kUnits;
 }
 // Fragments that a warp multiplies in one run of a stage.
 template <class Stage>
@@ -182,5 +187,25 @@ KOG_DEVICE int fragments_of(int place, int layer) {
   Units u = units_of<Stage>(place, layer);
   return (u.last - u.first) * Stage::kSteps;
 }
+
+// A number that the host makes of all places' units in the same way; 0 if turned_owner says another of them.
+template <class Stage>
+KOG_DEVICE constexpr int checked_units() {
+  u64 n = 1;
+  for (int layer = 0; layer < 2; layer++)
+    for (int place = 0; place < Stage::kGroup; place++) {
+      Units units = units_of<Stage>(place, layer * (kLayers - 1));
+      n = (31 * n + static_cast<u64>(units.first)) % 0x7fffffff;
+      int turned = turned_place<Stage>(place, layer * (kLayers - 1));
+      if (units.first < units.last && (turned_owner<Stage>(units.first) != turned ||
+                                       turned_owner<Stage>(units.last - 1) != turned))
+        return 0;
+    }
+  return static_cast<int>(n);
+}
+template <class... Stages>
+constexpr bool kUnitsAgree = ((checked_units<Stages>() == Stages::kCheckedUnits) && ...);
+static_assert(kUnitsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
+              "block.h deals out other units than schedule/lowering.py");
 
 }  // namespace kog

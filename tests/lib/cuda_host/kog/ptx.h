@@ -236,7 +236,7 @@ KOG_EMULATED bool any_consumer(bool p) {
   u64 mine = b.turn;
   host::note_arrival(mine);
   b.pending |= p;
-  if (++b.arrived == 512) {
+  if (++b.arrived == kConsumers) {
     b.arrived = 0;
     b.result = b.pending;
     b.pending = false;
