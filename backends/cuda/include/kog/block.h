@@ -158,6 +158,15 @@ KOG_DEVICE int words_row(const Block& b) {
   return kColumns > 1 ? lane_of(b) * kColumns + b.column : b.lane;
 }
 
+// 64-bit words of one of a region's buffers, in which every block has kCount.
+template <class Words, int kCount>
+KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
+  static_assert(Words::kStride == (2 * kCount * kBlocks + 3) / 4 * 4,
+                "a block has another number of words than the layout gives it");
+  return reinterpret_cast<u64*>(b.p.words + Words::kOffset) + buffer * (Words::kStride / 2) +
+         kCount * block;
+}
+
 template <class Stage>
 KOG_DEVICE int stage_place(const Block& b) {
   return b.block % Stage::kGroup;
