@@ -24,6 +24,7 @@ from kog_triton.schedule.cuda import (
     WINDOW_BYTES,
     CudaLowering,
     is_wide,
+    slice_values,
     unit_period,
 )
 from kog_triton.schedule.schedule import Stage
@@ -88,6 +89,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "threads": layout.threads,
         "frag_k": lo.frag_k,
         "fragments": lo.fragments,
+        "slice": slice_values(schedule, lo.frag_k),
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
@@ -179,6 +181,9 @@ def _stages(layout: Layout) -> list[str]:
             "batch": batches.batch_units(lo, stage, layout.columns),
             "held": batches.held_steps(lo, stage, layout.columns),
             "read": batches.read_steps(lo, stage, layout.columns),
+            "step_bytes": batches.step_bytes(lo, stage, layout.columns),
+            "row_words": batches.row_words(lo, stage, layout.columns),
+            "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
             "rooms": batches.sum_rooms(lo, stage, layout.columns),
             "checked_units": _checked_units(lo, stage),
