@@ -129,7 +129,7 @@ def declarations() -> list[str]:
 
 
 def _structure(kind: type[ctypes.Structure]) -> list[str]:
-    """An argument as C++, and that the compiler puts its members where ctypes does."""
+    """An argument as C++, and that its members lie where ctypes has them."""
     pointers = TENSORS | {"x": "const float*", "out": "float*"}
     numbers = {ctypes.c_int64: "i64", ctypes.c_int32: "int", Pointers: "Pointers"}
     name, members, checks = kind.__name__, "", {f"sizeof({kind.__name__})": ctypes.sizeof(kind)}
@@ -138,6 +138,7 @@ def _structure(kind: type[ctypes.Structure]) -> list[str]:
         text = pointers.get(member) or numbers[held._type_ if length else held]
         members += f"{text} {member}{f'[{length}]' if length else ''}; "
         checks[f"KOG_OFFSET({name}, {member})"] = getattr(kind, member).offset
+        checks[f"sizeof({name}::{member})"] = getattr(kind, member).size
     asserts = [
         f'static_assert({x} == {n}, "{n} for the host (protocol.py)");' for x, n in checks.items()
     ]
