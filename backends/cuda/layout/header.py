@@ -107,7 +107,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
-        "new_rows": layout.new_rows,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),

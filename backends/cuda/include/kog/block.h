@@ -201,15 +201,13 @@ KOG_DEVICE int fragments_of(int place, int layer) {
 template <class Stage>
 KOG_DEVICE constexpr int checked_units() {
   u64 n = 1;
-  for (int layer = 0; layer < 2; layer++)
-    for (int place = 0; place < Stage::kGroup; place++) {
-      Units units = units_of<Stage>(place, layer * (kLayers - 1));
-      n = (31 * n + static_cast<u64>(units.first)) % 0x7fffffff;
-      int turned = turned_place<Stage>(place, layer * (kLayers - 1));
-      if (units.first < units.last && (turned_owner<Stage>(units.first) != turned ||
-                                       turned_owner<Stage>(units.last - 1) != turned))
-        return 0;
-    }
+  for (int i = 0; i < 2 * Stage::kGroup; i++) {
+    int place = i % Stage::kGroup, layer = i / Stage::kGroup * (kLayers - 1);
+    Units units = units_of<Stage>(place, layer);
+    bool owns = turned_owner<Stage>(units.last - 1) == turned_place<Stage>(place, layer);
+    if (units.first < units.last && !owns) return 0;
+    n = (31 * n + static_cast<u64>(units.first)) % 0x7fffffff;
+  }
   return static_cast<int>(n);
 }
 template <class... Stages>

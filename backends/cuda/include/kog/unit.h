@@ -21,7 +21,7 @@ KOG_DEVICE T* scratch_at(const Block& b, int place) {
 }
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
-  u16 *key, *value;  // [kNewRows][kRowDim]
+  u16 *key, *value;  // [new rows][kRowDim]: those of one step, several in a chunk of a prompt
   float* results;  // [head group][slot][head][kResultStride]
   float2* tops;    // [head group][slot][head]: maximum and sum
 
