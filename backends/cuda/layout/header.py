@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from kog_triton.backends.cuda.layout import attention, batches, lanes, protocol
+from kog_triton.backends.cuda.layout import attention, batches, protocol
 from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
 from kog_triton.backends.cuda.layout.batches import READ_CHUNKS
-from kog_triton.backends.cuda.layout.layout import BINS, FLAGS_TOGETHER, LINE_WORDS, Layout
-from kog_triton.backends.cuda.layout.names import LAYER, POINTS, STEPS
+from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
+from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 
 from kog_triton.backends import request_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -27,6 +28,7 @@ from kog_triton.schedule.cuda import (
     slice_values,
     unit_period,
 )
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 from kog_triton.schedule.topology import KB
 
@@ -158,14 +160,14 @@ def _flags(layout: Layout) -> dict[str, bool]:
 
 
 def _stages(layout: Layout) -> list[str]:
-    """A struct a matrix stage, and how many rows their biases have together."""
+    """A struct a matrix stage, a layer's in their order, and how many rows their biases have together."""
     lo = layout.lowering
     schedule = lo.schedule
     lines = []
     bias_at = 0
-    for name in (*LAYER, "lm_head"):
-        stage = schedule.stage(name)
-        tiling = lo.tilings[name]
+    layer = layer_matrices(schedule)
+    for stage in matrix_stages(schedule):
+        name, tiling = stage.name, lo.tilings[stage.name]
         fields = {
             "rows": stage.rows,
             "cols": stage.cols,
@@ -192,8 +194,14 @@ def _stages(layout: Layout) -> list[str]:
             "sums_in_place": batches.sums_in_place(lo, stage, layout.columns),
             "sums_over": batches.sums_over(lo, stage, layout.columns),
         }
-        bias_at += stage.rows * schedule.num_shards if name in LAYER else 0
-        lines.append(_constants(_camel(name, True), fields))
+        bias_at += stage.rows * schedule.num_shards if stage in layer else 0
+        identity = f"static constexpr StageId kId = StageId::{_camel('k_' + name)};"
+        lines.append(_constants(_camel(name, True), fields, identity))
+    order = ", ".join(_camel(stage.name, True) for stage in layer)
+    lines += [
+        "template <class... Stages> struct Matrices;",
+        f"using LayerMatrices = Matrices<{order}>;",
+    ]
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
 
 
@@ -216,11 +224,13 @@ def _tables(layout: Layout) -> list[str]:
         "reduce_mlp": spec.reduce_mlp,
     }
     if layout.columns > 1:
-        for name, reduces in (
-            ("attention_sends", spec.reduce_attention),
-            ("mlp_sends", spec.reduce_mlp),
+        # Outputs that a step sends to other lanes before each layer, then those of all layers.
+        for name, sent in (
+            ("attention_sends", "attention_out_sent"),
+            ("mlp_sends", "mlp_out_sent"),
         ):
-            tables[name] = lanes.sends_before(reduces, spec.delay)
+            layers = layout.kernel.exchange(sent).layers or ()
+            tables[name] = [sum(n < i for n in layers) for i in range(spec.num_layers + 1)]
     for name, values in tables.items():
         text = ", ".join(str(int(v)) for v in values)
         lines.append(f"KOG_CONSTANT int {_camel('k_' + name)}[] = {{{text}}};")
@@ -242,10 +252,10 @@ def _sampling() -> list[str]:
     ]
 
 
-def _constants(name: str, values: Mapping[str, int]) -> str:
-    """A struct of nothing but numbers."""
+def _constants(name: str, values: Mapping[str, int], more: str = "") -> str:
+    """A struct of nothing but numbers, and `more`."""
     body = ", ".join(f"{_camel('k_' + k)} = {str(v).lower()}" for k, v in values.items())
-    return f"struct {name} {{ static constexpr int {body}; }};"
+    return f"struct {name} {{ static constexpr int {body}; {more}}};"
 
 
 def _camel(name: str, upper: bool = False) -> str:
