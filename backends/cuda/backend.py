@@ -26,9 +26,10 @@ from kog_triton.backends.cuda.launcher import (
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
-from kog_triton.backends.cuda.stages import StageCall, StageRunner
+from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request

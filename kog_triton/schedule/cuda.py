@@ -244,12 +244,17 @@ def unit_period(steps: int, fragments: int) -> int:
     return math.lcm(steps, fragments) // steps
 
 
+def slice_values(schedule: Schedule, frag_k: int) -> int:
+    """Of x, that a warp stages: of the residual stream, in whole fragments."""
+    return -(-schedule.spec.hidden_size // (WARPS * frag_k)) * frag_k
+
+
 def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) -> bool:
-    """Whether what the warps stage of x covers what they multiply. Each stages a slice of its own
-    (kSlice of include/kog/matvec.h), which must be its part of K where it waits for no other warp."""
+    """Whether what the warps stage of x, a slice each, covers what they multiply: it must be a warp's own part of
+    K where it waits for no other."""
     if stage.source not in ("x", "y") or stage.cols != schedule.spec.hidden_size:
         return True
-    staged = -(-stage.cols // (WARPS * frag_k)) * WARPS * frag_k
+    staged = WARPS * slice_values(schedule, frag_k)
     multiplied = tiling.padded_k(stage.cols)
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
 
