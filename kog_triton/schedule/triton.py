@@ -1,11 +1,9 @@
 """The Triton megakernel's lowering: tiles of 32-bit words, read in one static order.
 
 A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Each block reads its tiles
-in the order of the layer, through a ring of `depth` tiles that are always on their way, also while the block
-waits for its inputs. The ring is registers, so its places must be known at compile time: the layer's tiles,
-with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
+in the order of the layer; one tile is always on its way, also while the block waits for its inputs.
 
-    layer:  qkv_proj | o_proj | gate_up_proj | down_proj | phantoms
+    layer:  qkv_proj | o_proj | gate_up_proj | down_proj
     memory: tile i of all blocks lie side by side
 
 Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
@@ -23,10 +21,10 @@ WIDE = 4096
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
-# Tiles of one stage that are laid out behind each other; with more of them there is a loop.
+# Tiles of one stage whose code is written out; for more of them there is a loop.
 UNROLLED = 32
 # What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
-# for 235); in those read by chunks it is not measured, and has to save more than that.
+# for 235); in those whose input is gathered it is not measured, and has to save more than that.
 LOOPED = 1.5
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
@@ -35,7 +33,7 @@ LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class StageTiles:
-    """How one matrix stage is cut: `units` row tiles a block, `chunks` tiles along K each."""
+    """How one matrix stage is cut into tiles: `units` row tiles a block, of `k_tiles` tiles along K each."""
 
     name: str
     index: int
@@ -43,14 +41,14 @@ class StageTiles:
     cols: int
     tile_rows: int
     tile_words: int  # along K: two weights a word
-    chunks: int
+    k_tiles: int
     units: int
     offset: int  # words from the start of the layer (or of the arena, for the head)
-    turn: int = 0  # of the units of a chunk, those in one turn of a loop; 0: no loop
+    loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
 
     @property
     def tiles(self) -> int:
-        return self.units * self.chunks
+        return self.units * self.k_tiles
 
     @property
     def block_rows(self) -> int:
@@ -91,33 +89,16 @@ class Tiles:
     group: int  # blocks of one lane
     splits: int  # of the context, for each key/value head
     max_context: int
-    depth: int
     stages: tuple[StageTiles, ...]  # qkv_proj, o_proj, gate_up_proj, down_proj, lm_head
     layer_words: int
     columns: int = COLUMNS  # tokens of a prompt's chunk
     profile: int = 0  # layer runs whose times are written down
 
-    # ---- the ring ----
-
-    @property
-    def phantoms(self) -> int:
-        return -sum(s.tiles for s in self.stages[:4]) % self.depth
-
-    def position(self, stage: int, tile: int) -> int:
-        """Where a tile stands in the layer's sequence."""
-        return sum(s.tiles for s in self.stages[:stage]) + tile
-
-    def at(self, position: int) -> tuple[int, int, int]:
-        """(stage, tile, layers on) at a place of the endless sequence; stage -1 is a phantom."""
-        tiles = sum(s.tiles for s in self.stages[:4])
-        ahead, position = divmod(position, tiles + self.phantoms)
-        if position >= tiles:
-            return -1, 0, ahead
-        for s in self.stages[:4]:
-            if position < s.tiles:
-                return s.index, position, ahead
-            position -= s.tiles
-        raise AssertionError(position)
+    def after(self, stage: int, tile: int) -> tuple[int, int, bool]:
+        """Stage and tile that a block reads after this one, and whether they are of the next layer (or token)."""
+        if tile + 1 < self.stages[stage].tiles:
+            return stage, tile + 1, False
+        return (stage + 1, 0, False) if stage < 3 else (0, 0, True)
 
     @property
     def head_words(self) -> int:
@@ -176,7 +157,6 @@ def lower_tiles(
     num_blocks: int,
     max_context: int,
     vendor: str = "nvidia",
-    depth: int = 1,
     tile_bytes: int = 0,
 ) -> Tiles:
     """The tiles of a model on one GPU, at most `tile_bytes` each (0: the vendor's best).
@@ -232,7 +212,6 @@ def lower_tiles(
         group=group,
         splits=max(1, group // spec.lane_kv_heads),
         max_context=max_context,
-        depth=min(depth, stages[0].tiles),  # the ring at a layer's start is qkv_proj's
         stages=stages,
         layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
     )
@@ -259,7 +238,7 @@ def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[Sta
             f"the triton backend has no tiles for hidden_size {spec.hidden_size} over {most} blocks a "
             "lane: choose a GPU with more multiprocessors, or --backend reference"
         )
-    looped = [cut for cut in options if any(stage.turn for stage in cut[3])]
+    looped = [cut for cut in options if any(stage.loop_units for stage in cut[3])]
     straight = [cut for cut in options if cut not in looped]
     straight = sorted(straight, key=lambda cut: (cut[1], cut[0], cut[2]))[:1]
     _, fewer, _, stages = min(looped + straight, key=lambda cut: cut[:3])
@@ -291,7 +270,7 @@ def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
             widths = (words,) if shared else [w for w in WIDTHS if w >= least]
             size = blocks if stage.scope is Scope.ALL else group
             cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
-            if name == "lm_head":  # takes over the ring where qkv_proj would
+            if name == "lm_head":  # the tile before it asks for its first as for qkv_proj's
                 cuts = [c for c in cuts if c.tile_rows == stages[0].tile_rows]
             cut = min(cuts, key=_cost, default=None)
             if cut is None:
@@ -301,26 +280,26 @@ def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
             offset += cut.tiles * cut.words * blocks
             cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
             stages.append(cut)
-        if len(stages) == 5 and _chunks_fit(stages):
+        if len(stages) == 5 and _stream_fits(stages):
             options.append((cost, -group, -words, tuple(stages)))
     return options
 
 
-def _chunks_fit(stages: list[StageTiles]) -> bool:
-    """The residual stream is held in registers, at most eight chunks a plane."""
-    return stages[0].chunks <= 8
+def _stream_fits(stages: list[StageTiles]) -> bool:
+    """The residual stream is held in registers, at most eight tensors a plane."""
+    return stages[0].k_tiles <= 8
 
 
 def _cost(s: StageTiles) -> float:
     """Bytes that a block reads, and what tiles and a loop cost beside them."""
-    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.turn else 1.0)
+    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.loop_units else 1.0)
 
 
-def _turn(units: int, chunks: int) -> int | None:
-    """Units of a chunk in one turn of a loop, so that the code has few tiles; 0: no loop; None: too many chunks."""
-    if units * chunks <= UNROLLED:
+def _loop_units(units: int, k_tiles: int) -> int | None:
+    """Row tiles in one iteration of a loop, so that the code has few tiles; 0: no loop; None: too many K tiles."""
+    if units * k_tiles <= UNROLLED:
         return 0
-    fitting = (n for n in range(1, units) if chunks * (n + units % n) <= UNROLLED)
+    fitting = (n for n in range(1, units) if k_tiles * (n + units % n) <= UNROLLED)
     return max(fitting, default=None)
 
 
@@ -334,18 +313,20 @@ def _stage_cuts(
     step = 4 if woven else 2  # a block publishes whole words
     share = -(-rows // size)
     share = -(-share // step) * step
-    chunks = -(-stage.cols // (2 * words))
+    k_tiles = -(-stage.cols // (2 * words))
     wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
         fits = 4 * tile_rows * words <= tile_bytes
-        turn = _turn(units, chunks) if wired else 0
+        loop_units = _loop_units(units, k_tiles) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)
-            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
-        if fits and turn is not None:
-            shape = (rows, stage.cols, tile_rows, words, chunks, units)
-            out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))
+            fits = (
+                fits and units * tile_rows * (size - 1) < rows and (not loop_units or sums <= SUMS)
+            )
+        if fits and loop_units is not None:
+            shape = (rows, stage.cols, tile_rows, words, k_tiles, units)
+            out.append(StageTiles(stage.name, index, *shape, offset=0, loop_units=loop_units))
         tile_rows *= 2
     return out

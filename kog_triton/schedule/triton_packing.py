@@ -17,10 +17,10 @@ def pack_tiles(stage: Stage, cut: StageTiles, group: int, shards: Any) -> Any:
     order = row_order(stage, rows)
     if stage.epilogue is Epilogue.SILU_MUL:
         shards = shards[:, order.tolist()]
-    padded = _zeros(shards, (shards_on, group * cut.block_rows, cut.chunks * 2 * cut.tile_words))
+    padded = _zeros(shards, (shards_on, group * cut.block_rows, cut.k_tiles * 2 * cut.tile_words))
     padded[:, :rows, :cols] = shards
-    shape = (shards_on, group, cut.units, cut.tile_rows, cut.chunks, 2 * cut.tile_words)
-    # stages that gather their input go chunk by chunk, the others row tile by row tile
+    shape = (shards_on, group, cut.units, cut.tile_rows, cut.k_tiles, 2 * cut.tile_words)
+    # stages that gather their input go K tile by K tile, the others row tile by row tile
     wired = stage.epilogue is Epilogue.RESIDUAL
     axes = (4, 2, 0, 1, 3, 5) if wired else (2, 4, 0, 1, 3, 5)
     tiles = padded.reshape(shape)

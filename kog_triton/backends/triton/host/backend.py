@@ -48,7 +48,6 @@ class TritonBackend:
         weights: WeightSource,
         options: BackendOptions,
         num_blocks: int = 0,
-        depth: int = 1,
         device: torch.device | None = None,
     ) -> None:
         from kog_triton.backends.triton.host.memory import allocate
@@ -76,7 +75,7 @@ class TritonBackend:
         if device.type == "cuda":
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
-        self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
+        self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
         half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
         with read_once(weights, self.spec, options, device) as once:
             self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)

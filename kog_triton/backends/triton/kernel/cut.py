@@ -20,7 +20,7 @@ WIRED = (1, 3)  # o_proj and down_proj
 @triton.constexpr_function
 def width(S: Any, stage: int) -> int:
     """Of a vector that the stage reads, padded."""
-    return S.stages[stage].chunks * 2 * S.stages[stage].tile_words
+    return S.stages[stage].k_tiles * 2 * S.stages[stage].tile_words
 
 
 @triton.constexpr_function
@@ -69,7 +69,7 @@ def pipelined(S: Any) -> int:
 def tile_strides(S: Any, stage: int) -> tuple[int, int]:
     """Tiles from one row tile to the next, and from one tile along K to the next."""
     cut = S.stages[stage]
-    return (1, cut.units) if stage in WIRED else (cut.chunks, 1)
+    return (1, cut.units) if stage in WIRED else (cut.k_tiles, 1)
 
 
 # ---- where vectors stand ----

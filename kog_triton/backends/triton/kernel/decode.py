@@ -11,7 +11,7 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.chunk import run_prompts, run_prompts_apart
 from kog_triton.backends.triton.kernel.head import choose, keep, logits_row, no_candidate, score
 from kog_triton.backends.triton.kernel.layer import run_layer
-from kog_triton.backends.triton.kernel.matvec import fill
+from kog_triton.backends.triton.kernel.matvec import load_tile
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains
 from kog_triton.backends.triton.kernel.sample import publish_candidate, winner
 from kog_triton.backends.triton.kernel.slots import (
@@ -35,18 +35,18 @@ from kog_triton.backends.triton.kernel.words import investigate
 
 @triton.jit
 def run_layers(
-    pos, token, slot, it, block, lane, place, next_base, ring, alive, p, S: tl.constexpr
+    pos, token, slot, it, block, lane, place, next_base, fetched, alive, p, S: tl.constexpr
 ):
-    """A token through all layers: x and the gains of the last norm, the ring full of what is at `next_base`, alive."""
+    """A token through all layers: x and the gains of the last norm, the tile fetched at `next_base`, alive."""
     Q: tl.constexpr = S.stages[0]
     gains = load_gains(0, lane, p, S)
-    x = load_embedding(token, p, S, Q.chunks, Q.tile_words)
+    x = load_embedding(token, p, S, Q.k_tiles, Q.tile_words)
     base = p.weights + tl.zeros((), tl.int64)
     for layer in tl.range(S.num_layers, disable_licm=True):
         following = (base + S.layer_words).to(tl.int64)
         last = layer == S.num_layers - 1
         after = tl.where(last, next_base.to(tl.int64), following).to(base.dtype)
-        x, gains, ring, alive = run_layer(
+        x, gains, fetched, alive = run_layer(
             layer,
             it + layer,
             pos,
@@ -58,13 +58,13 @@ def run_layers(
             after,
             x,
             gains,
-            ring,
+            fetched,
             alive,
             p,
             S,
         )
         base = base + S.layer_words
-    return x, gains, ring, alive
+    return x, gains, fetched, alive
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         else:
             alive, stays = run_prompts(alive, block, lane, place, p, S)
         turn = tl.where(stays != 0, next_turn(slots - 1, slots, block, p, S), -1)
-    ring = fill(layers, block, S, 0)
+    fetched = load_tile(layers, 0, block, S, 0)
     while turn >= 0:
         # Pairs with the fence before the last publication of a token: its cache rows are there.
         fence(p.fences + block * 32, S)
@@ -96,8 +96,8 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         chooses = pos + 1 >= tl.load(request + field("prompt"))
         scores = chooses | ((tl.load(request + field("flags")) & ALL_LOGITS) != 0)
         after = tl.where(scores, head.to(tl.int64), layers.to(tl.int64)).to(layers.dtype)
-        x, gains, ring, alive = run_layers(
-            pos, token, slot, passes * S.num_layers, block, lane, place, after, ring, alive, p, S
+        x, gains, fetched, alive = run_layers(
+            pos, token, slot, passes * S.num_layers, block, lane, place, after, fetched, alive, p, S
         )
         passes += 1
         control = ask_host(slot, block, p, S)
@@ -105,8 +105,8 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         if scores:
             heads += 1
             row = logits_row(slot, pos, p, S)
-            ring, alive = score(
-                x, gains, row, heads, block, lane, place, head, layers, ring, alive, p, S
+            fetched, alive = score(
+                x, gains, row, heads, block, lane, place, head, layers, fetched, alive, p, S
             )
             if (tl.load(request + field("flags")) & ALL_LOGITS) == 0:
                 best, best_id, alive = choose(

@@ -66,14 +66,14 @@ def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def send_part(
-    x, gains, lane, place, phase, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+    x, gains, lane, place, phase, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr
 ):
     """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
     HALF: tl.constexpr = S.hidden_size // 2
     if S.head_mode != SUM_THEN_NORM:
-        x = rms_norm(x, gains, S, CHUNKS)
+        x = rms_norm(x, gains, S, K_TILES)
     part = p.words + S.region("part") + lane * S.hidden_size
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         mine = (j < HALF) & (j * S.group // HALF == place)
         for plane in tl.static_range(2):
@@ -99,7 +99,7 @@ def mix_lanes(
     alive,
     p,
     S: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """The head's input from all lanes, and alive."""
@@ -107,7 +107,7 @@ def mix_lanes(
     SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
     ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    send_part(x, gains, lane, place, phase, p, S, CHUNKS, WORDS)
+    send_part(x, gains, lane, place, phase, p, S, K_TILES, WORDS)
     # Every block adds its rows over the lanes, in one wait for all of them.
     part = p.words + S.region("part")
     first = block * SHARE
@@ -127,60 +127,62 @@ def mix_lanes(
         total = total / S.lanes
     store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
     w, alive = wait_planes(
-        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, CHUNKS
+        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, K_TILES
     )
-    y = add_planes(zeros_like(x, 2 * CHUNKS), w, HALF, CHUNKS, WORDS)
+    y = add_planes(zeros_like(x, 2 * K_TILES), w, HALF, K_TILES, WORDS)
     if S.head_mode == SUM_THEN_NORM:
-        y = rms_norm(y, gains, S, CHUNKS)
+        y = rms_norm(y, gains, S, K_TILES)
     return y, alive
 
 
 @triton.jit
-def score_lanes(x, logits, first, block, head, next_base, ring, phase, alive, p, S: tl.constexpr):
-    """Logits of the block's rows of a head as wide as all lanes, whose streams are in words: the ring and alive."""
+def score_lanes(
+    x, logits, first, block, head, next_base, fetched, phase, alive, p, S: tl.constexpr
+):
+    """Logits of the block's rows of a head as wide as all lanes, whose x are in words: the tile fetched, alive."""
     Q: tl.constexpr = S.stages[0]
     HALF: tl.constexpr = S.hidden_size // 2
     for j in range(S.lanes):
         part = p.words + S.region("part") + j * S.hidden_size
         w, alive = wait_planes(
-            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.chunks
+            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.k_tiles
         )
-        y = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
-        xs = rounded(y, S, Q.chunks)
+        y = add_planes(zeros_like(x, 2 * Q.k_tiles), w, HALF, Q.k_tiles, Q.tile_words)
+        xs = rounded(y, S, Q.k_tiles)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
         out = (logits, first, 0, j)
-        out, ring = rowwise(base, after, block, ring, xs, out, S, 4, store_logits)
+        out, fetched = rowwise(base, after, block, fetched, xs, out, S, 4, store_logits)
         meet(S)  # the next lane's share is added to what other threads stored
-    return ring, alive
+    return fetched, alive
 
 
 @triton.jit
 def score(
-    x, gains, row, epoch, block, lane, place, head, next_base, ring, alive, p, S: tl.constexpr
+    x, gains, row, epoch, block, lane, place, head, next_base, fetched, alive, p, S: tl.constexpr
 ):
-    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The ring and alive."""
+    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The tile fetched and alive."""
     Q: tl.constexpr = S.stages[0]
     phase = epoch & 1
     first, _, vocab_first = head_rows(block, lane, place, S)
     logits = p.logits + row.to(tl.int64) * S.vocab_size
     if S.lanes > 1 and S.head_mode == CONCAT:
-        send_part(x, gains, lane, place, phase, p, S, Q.chunks, Q.tile_words)
-        ring, alive = score_lanes(
-            x, logits, first, block, head, next_base, ring, phase, alive, p, S
+        send_part(x, gains, lane, place, phase, p, S, Q.k_tiles, Q.tile_words)
+        fetched, alive = score_lanes(
+            x, logits, first, block, head, next_base, fetched, phase, alive, p, S
         )
     else:
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
             y, alive = mix_lanes(
-                x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
+                x, gains, lane, place, block, phase, alive, p, S, Q.k_tiles, Q.tile_words
             )
         else:
-            y = rms_norm(x, gains, S, Q.chunks)
-        xs = rounded(y, S, Q.chunks)
+            y = rms_norm(x, gains, S, Q.k_tiles)
+        xs = rounded(y, S, Q.k_tiles)
         out = (logits, first, vocab_first, 0)
-        out, ring = rowwise(head, next_base, block, ring, xs, out, S, 4, store_logits)
-    return ring, alive
+        out, fetched = rowwise(head, next_base, block, fetched, xs, out, S, 4, store_logits)
+    return fetched, alive
 
 
 @triton.jit

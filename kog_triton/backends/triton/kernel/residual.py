@@ -1,4 +1,4 @@
-"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `chunks` tensors each.
+"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `k_tiles` tensors each.
 
 A module's output leaves a block in words, row by row, and joins x in all blocks of the lane; `Reduce` says what
 the lanes owe each other (model/spec.py). A lane that needs nobody's output may run ahead, so where outputs are
@@ -31,10 +31,10 @@ DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
 
 
 @triton.jit
-def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+def load_embedding(token, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr):
     HALF: tl.constexpr = S.hidden_size // 2
     x = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
         x = x + (low(w, S), high(w, S))
@@ -45,7 +45,7 @@ def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.co
 def load_gains(which, lane, p, S: tl.constexpr):
     """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
     Q: tl.constexpr = S.stages[0]
-    CHUNKS: tl.constexpr = Q.chunks
+    K_TILES: tl.constexpr = Q.k_tiles
     WORDS: tl.constexpr = Q.tile_words
     HALF: tl.constexpr = S.hidden_size // 2
     if S.lane_norms:
@@ -53,7 +53,7 @@ def load_gains(which, lane, p, S: tl.constexpr):
     else:
         ptr = p.gains + which * S.hidden_size
     gains = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         even = tl.load(ptr + j, mask=j < HALF, other=0.0)
         odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
@@ -62,31 +62,31 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, gains, S: tl.constexpr, CHUNKS: tl.constexpr):
+def rms_norm(x, gains, S: tl.constexpr, K_TILES: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
     square = x[0] * 0.0
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
     scale = tl.rsqrt(tl.sum(square) / S.hidden_size + S.norm_eps)
     out = ()
-    for i in tl.static_range(2 * CHUNKS):
+    for i in tl.static_range(2 * K_TILES):
         out = out + (x[i] * scale * gains[i],)
     return out
 
 
 @triton.jit
-def rounded(x, S: tl.constexpr, CHUNKS: tl.constexpr):
+def rounded(x, S: tl.constexpr, K_TILES: tl.constexpr):
     """Planes as a matrix reads them: words of two values in the model's 16-bit type."""
     out = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         out = out + ((half_bits(x[2 * c + 1], S) << 16) | half_bits(x[2 * c], S),)
     return out
 
 
 @triton.jit
-def add_planes(x, w, half, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+def add_planes(x, w, half, K_TILES: tl.constexpr, WORDS: tl.constexpr):
     out = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         valid = c * WORDS + index(WORDS) < half
         even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
@@ -299,7 +299,7 @@ def join(
     alive,
     p,
     S: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """x plus the module's output, gathered from all blocks of the lane (of all lanes if reduced NOW)."""
@@ -315,10 +315,10 @@ def join(
             phase = tl.where(how == NOW, turn, phase)
         for j in range(first, last):
             w, alive = wait_planes(
-                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS
+                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES
             )
-            x = add_planes(x, w, HALF, CHUNKS, WORDS)
+            x = add_planes(x, w, HALF, K_TILES, WORDS)
     else:
-        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS)
-        x = add_planes(x, w, HALF, CHUNKS, WORDS)
+        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES)
+        x = add_planes(x, w, HALF, K_TILES, WORDS)
     return x, alive

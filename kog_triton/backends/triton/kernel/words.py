@@ -259,19 +259,19 @@ def wait_planes(
     p,
     S: tl.constexpr,
     WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
 ):
-    """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
+    """A vector's even and odd planes once all carry `phase`: 2 * K_TILES tensors of WORDS words."""
     ptrs, masks = (), ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         ptrs = ptrs + (base + j, base + half + j)
         masks = masks + (j < half, j < half)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * CHUNKS)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * K_TILES)
     if (bad != 0) & (alive != 0):
         complain(base, 2 * half, phase, reason, layer, p)
     out = ()
-    for i in tl.static_range(2 * CHUNKS):
+    for i in tl.static_range(2 * K_TILES):
         out = out + (settle(ws[i]),)
     return out, tl.where(bad != 0, 0, alive)
 
@@ -287,18 +287,18 @@ def wait_pairs(
     p,
     S: tl.constexpr,
     WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
 ):
-    """`count` pair words once all carry `phase`, as operands: CHUNKS tensors of WORDS words, zeros behind the last."""
+    """`count` pair words once all carry `phase`, as operands: K_TILES tensors of WORDS words, zeros behind the last."""
     ptrs, masks = (), ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, CHUNKS)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, K_TILES)
     if (bad != 0) & (alive != 0):
         complain(base, count, phase, reason, layer, p)
     xs = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
     return xs, tl.where(bad != 0, 0, alive)
 
