@@ -240,7 +240,7 @@ def _place(
     """Pack one stage for all blocks and write it where each block's stream has got to."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.place(stage, block)))
+        units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
         by_kind.setdefault((lo.shard(stage, block, 0), units), []).append(block)
     for (shard, units), blocks in by_kind.items():
         if not units:

@@ -34,9 +34,9 @@ STAGE_READS: dict[str, tuple[str, ...]] = {
     "embed": ("token_ids",),
     "qkv_proj": ("x",),
     "attention": ("q", "k", "v", "keys", "values"),
-    "o_proj": ("attention", "x", "past"),
+    "o_proj": ("attention", "x", "delayed"),
     "gate_up_proj": ("x",),
-    "down_proj": ("mlp", "x", "past"),
+    "down_proj": ("mlp", "x", "delayed"),
     "mix": ("x",),
     "lm_head": ("x", "y"),
 }

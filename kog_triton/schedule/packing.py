@@ -22,7 +22,7 @@ def pack_stage(
     """
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
-    rows = lowering.block_rows(stage, layer, lowering.place(stage, block), rank)
+    rows = lowering.block_rows(stage, layer, lowering.group_index(stage, block), rank)
     units = len(rows) // tiling.unit_rows
     flat = _new(w, (len(rows), lowering.padded_k(stage)))
     real = np.flatnonzero(rows != PADDING)
@@ -44,7 +44,7 @@ def pack_blocks(
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = np.stack(
-        [lowering.block_rows(stage, layer, lowering.place(stage, b), rank) for b in blocks]
+        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     flat = _new(w, (rows.size, lowering.padded_k(stage)))

@@ -185,7 +185,7 @@ def lower_tiles(
     sizes = SIZES[vendor]
     if not tile_bytes:
         tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
-    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
+    group, stages = _tile_stages(schedule, num_blocks // lanes, tile_bytes)
     return Tiles(
         vendor=vendor,
         sizes=sizes,
@@ -217,11 +217,13 @@ def lower_tiles(
     )
 
 
-Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
+Option = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
 
 
-def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
-    """Blocks of a lane, at most `most`, and every stage's cut.
+def _tile_stages(
+    schedule: Schedule, most: int, tile_bytes: int
+) -> tuple[int, tuple[StageTiles, ...]]:
+    """Blocks of a lane, at most `most`, and every stage's tiling.
 
     As many blocks as share rows in tiles that need no loop, or those with loops if a block then reads less.
     """
@@ -232,16 +234,16 @@ def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[Sta
             "choose a GPU with more multiprocessors, or --backend reference"
         )
     groups = {_owners(spec.hidden_size, n) for n in range(-(-most // 2), most + 1)}
-    options = [cut for group in groups for cut in _cuts_over(schedule, group, tile_bytes)]
+    options = [o for group in groups for o in _options_over(schedule, group, tile_bytes)]
     if not options:
         raise ModelError(
             f"the triton backend has no tiles for hidden_size {spec.hidden_size} over {most} blocks a "
             "lane: choose a GPU with more multiprocessors, or --backend reference"
         )
-    looped = [cut for cut in options if any(stage.loop_units for stage in cut[3])]
-    straight = [cut for cut in options if cut not in looped]
-    straight = sorted(straight, key=lambda cut: (cut[1], cut[0], cut[2]))[:1]
-    _, fewer, _, stages = min(looped + straight, key=lambda cut: cut[:3])
+    looped = [o for o in options if any(stage.loop_units for stage in o[3])]
+    straight = [o for o in options if o not in looped]
+    straight = sorted(straight, key=lambda o: (o[1], o[0], o[2]))[:1]
+    _, fewer, _, stages = min(looped + straight, key=lambda o: o[:3])
     return -fewer, stages
 
 
@@ -251,12 +253,12 @@ def _owners(rows: int, most: int) -> int:
     return -(-rows // share)
 
 
-def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
-    """The cuts of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
+def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Option]:
+    """Tilings of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
     spec = schedule.spec
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
-    options: list[Cut] = []
+    options: list[Option] = []
     for words in WIDTHS:
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
@@ -269,17 +271,17 @@ def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
             least = 256 if stage.cols > 256 else 32
             widths = (words,) if shared else [w for w in WIDTHS if w >= least]
             size = blocks if stage.scope is Scope.ALL else group
-            cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
+            tilings = [t for w in widths for t in _stage_tilings(stage, index, size, w, tile_bytes)]
             if name == "lm_head":  # the tile before it asks for its first as for qkv_proj's
-                cuts = [c for c in cuts if c.tile_rows == stages[0].tile_rows]
-            cut = min(cuts, key=_cost, default=None)
-            if cut is None:
+                tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
+            tiling = min(tilings, key=_cost, default=None)
+            if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            cut = StageTiles(**(cut.__dict__ | {"offset": base}))
-            offset += cut.tiles * cut.words * blocks
-            cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
-            stages.append(cut)
+            tiling = StageTiles(**(tiling.__dict__ | {"offset": base}))
+            offset += tiling.tiles * tiling.words * blocks
+            cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
+            stages.append(tiling)
         if len(stages) == 5 and _stream_fits(stages):
             options.append((cost, -group, -words, tuple(stages)))
     return options
@@ -303,7 +305,7 @@ def _loop_units(units: int, k_tiles: int) -> int | None:
     return max(fitting, default=None)
 
 
-def _stage_cuts(
+def _stage_tilings(
     stage: Stage, index: int, size: int, words: int, tile_bytes: int
 ) -> list[StageTiles]:
     """Cuts of a stage with tiles `words` wide over `size` blocks."""

@@ -146,7 +146,7 @@ class RingWalker:
     def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, past) -> None:
         rank, block = key
         shard = self.lo.shard(stage, block, rank)
-        place = self.lo.place(stage, block)
+        place = self.lo.group_index(stage, block)
         rows = self.lo.block_rows(stage, layer, place, rank)
         scale = 1.0
         if source == "x":
@@ -262,7 +262,7 @@ class RingWalker:
         logits = np.full(spec.vocab_size, np.nan)
         for rank, block in self.streams:
             shard = self.lo.shard(stage, block, rank)
-            rows = self.lo.block_rows(stage, 0, self.lo.place(stage, block), rank)
+            rows = self.lo.block_rows(stage, 0, self.lo.group_index(stage, block), rank)
             if spec.head is Head.VOCAB_PARALLEL:
                 inputs, first = self._normed(streams[shard], shard), shard * stage.rows
             else:

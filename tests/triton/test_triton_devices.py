@@ -53,11 +53,14 @@ def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, 
     for shape in ("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b"):
         tiles = lower_tiles(build(named_shape(shape)), multiprocessors, 4096, "nvidia")
         assert 0.75 * multiprocessors <= tiles.num_blocks <= multiprocessors
-        for cut in tiles.stages:
-            blocks = tiles.num_blocks if cut.name == "lm_head" else tiles.group
-            assert cut.block_rows * blocks >= cut.rows  # every row has a block
-            if cut.name in ("o_proj", "down_proj"):  # and every block rows of the residual stream
-                assert cut.block_rows * (blocks - 1) < cut.rows
+        for tiling in tiles.stages:
+            blocks = tiles.num_blocks if tiling.name == "lm_head" else tiles.group
+            assert tiling.block_rows * blocks >= tiling.rows  # every row has a block
+            if tiling.name in (
+                "o_proj",
+                "down_proj",
+            ):  # and every block rows of the residual stream
+                assert tiling.block_rows * (blocks - 1) < tiling.rows
 
 
 @pytest.mark.parametrize(
@@ -70,14 +73,20 @@ def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
     tiles = lower_tiles(build(spec), blocks, 4096, "nvidia")
     assert 0.75 * blocks <= tiles.num_blocks <= blocks
     read = 0
-    for cut in tiles.stages:
-        assert cut.block_rows * tiles.num_blocks >= cut.rows
-        assert 2 * cut.k_tiles * cut.tile_words >= cut.cols
-        read += 4 * cut.tiles * cut.words * (1 if cut.name == "lm_head" else spec.num_layers)
-        if cut.name in ("o_proj", "down_proj"):
-            assert cut.block_rows * (tiles.num_blocks - 1) < cut.rows
-            written = cut.loop_units + cut.units % cut.loop_units if cut.loop_units else cut.units
-            assert written * cut.k_tiles <= 32
+    for tiling in tiles.stages:
+        assert tiling.block_rows * tiles.num_blocks >= tiling.rows
+        assert 2 * tiling.k_tiles * tiling.tile_words >= tiling.cols
+        read += (
+            4 * tiling.tiles * tiling.words * (1 if tiling.name == "lm_head" else spec.num_layers)
+        )
+        if tiling.name in ("o_proj", "down_proj"):
+            assert tiling.block_rows * (tiles.num_blocks - 1) < tiling.rows
+            written = (
+                tiling.loop_units + tiling.units % tiling.loop_units
+                if tiling.loop_units
+                else tiling.units
+            )
+            assert written * tiling.k_tiles <= 32
     rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size
     layer = rows * spec.hidden_size + spec.num_heads * spec.head_dim * spec.hidden_size
     whole = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)

@@ -177,7 +177,7 @@ FAULTS = {
         "residual", "if S.delay > 0:\n            # Lanes", "if S.delay < 0:\n            # Lanes",
         "lanes, at once then late",
     ),
-    "rope turns backwards": Fault(
+    "rope rotates backwards": Fault(
         "attention", "a0 * cos0 - b0 * sin0", "a0 * cos0 + b0 * sin0", "llama",
     ),
     "gate and up are swapped": Fault(
@@ -194,14 +194,14 @@ FAULTS = {
     "splits are added as if their maxima were equal": Fault(
         "attention", "tl.exp2(top - tl.max(top, axis=0)[None, :])", "top * 0 + 1", "long",
     ),
-    "the value is turned like a key": Fault(
+    "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, S), S)",
         "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
     ),
     "a poll tests its first words alone": Fault(
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",
     ),
-    "rows of units stand in turns": Fault(
+    "rows of units are interleaved": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",
         "lanes, own then late",
     ),

@@ -23,7 +23,7 @@ OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copi
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
-# Behind 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
+# After 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
@@ -93,7 +93,7 @@ class TritonBackend:
                 "enable_fp_fusion": True,  # not every release has it on by default
             }
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def new_mailbox(self) -> Mailbox:
         return Mailbox(self.options.num_slots)
@@ -132,7 +132,7 @@ class TritonBackend:
     def time_stage(
         self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
     ) -> list[float]:
-        """As run_stage; seconds of every token's launch by the GPU's clock, behind what `before` queues."""
+        """As run_stage; seconds of every token's launch by the GPU's clock, after what `before` queues."""
         return self._run_stage(stage, layer, state, before)[1]
 
     def _run_stage(
@@ -192,8 +192,8 @@ class TritonBackend:
 
         The result tells whether it has left.
         """
-        turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
-        self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
+        slot_order = torch.tensor([len(slots), *slots], dtype=torch.int32)
+        self.memory.pointers.slot_order[: len(slot_order)] = slot_order.to(self.device)
         return self._launch(self.memory.pointers, rules, chunks)
 
     def expired(self) -> str:
@@ -207,7 +207,7 @@ class TritonBackend:
         return mask_was_late(self.memory.pointers.error.tolist())
 
     def _expired(self, pointers: Any) -> str:
-        """The same of a launch with these pointers."""
+        """What a launch with these pointers waited for in vain; "" if nothing."""
         from kog_triton.backends.triton.host.waits import describe_wait
         from kog_triton.backends.triton.kernel.slots import BEAT
 
@@ -219,13 +219,13 @@ class TritonBackend:
         return self._logits(self.memory.pointers.kv[slot : slot + 1], tokens, first, last)
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
-        """The same with any cache [1, ...]. RunError if a wait expires."""
+        """As `score`, with any cache [1, ...] of one slot. RunError if a wait expires."""
         from kog_triton.backends.triton.host.seats import seat_logits
 
         p = self.memory.pointers
         alone = p._replace(
             kv=kv,
-            turns=torch.tensor([1, 0], dtype=torch.int32, device=self.device),
+            slot_order=torch.tensor([1, 0], dtype=torch.int32, device=self.device),
             requests=torch.zeros_like(p.requests[:1]),
             states=torch.zeros_like(p.states[:1]),
             tokens=torch.zeros_like(p.tokens[:1]),
@@ -306,7 +306,7 @@ def _known_gpu(device: torch.device) -> Gpu | None:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts behind all that is queued; what it gives waits for what was queued since and tells the seconds."""
+    """Starts after all that is queued; calling the result waits for what was queued since: the seconds it took."""
     if device.type != "cuda":
         started = time.perf_counter()
         return lambda: time.perf_counter() - started

@@ -5,7 +5,7 @@ is few (o_proj, down_proj), `parts` of them take their rows together and a part 
 the vectors, which for many tokens are more bytes than its weights.
 
     chunk       float32: `stream` x, `qkv` as it left the matrix, `out` the parts of the modules' outputs
-    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero behind the end
+    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero after the end
 """
 
 from typing import Any
@@ -90,11 +90,7 @@ def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
         "qkv": rows * S.stages[0].rows,
         "out": outs * rows * S.hidden_size,
     }
-    halves = {
-        "x": rows * width(S, 0),
-        "attention": rows * width(S, 1),
-        "mlp": rows * width(S, 3),
-    }
+    halves = {"x": rows * width(S, 0), "attention": rows * width(S, 1), "mlp": rows * width(S, 3)}
     return floats, halves
 
 
