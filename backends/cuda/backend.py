@@ -153,7 +153,7 @@ class CudaBackend:
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
         return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def new_mailbox(self) -> Mailbox:
         return Mailbox(self.options.num_slots)
@@ -165,7 +165,7 @@ class CudaBackend:
             self.memory,
             self.columns,
             self.chunks,
-            self._seat,
+            self._place_cursor,
             self._score,
             self._launch_slots,
             whole,
@@ -173,7 +173,7 @@ class CudaBackend:
         with self._gpu_answers.serving(self._free):
             serve(launcher, mailbox)
 
-    def _seat(self, request: Request) -> int:
+    def _place_cursor(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None
         start = len(request.prompt) - 1 if scored else self._prefill(request)
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
@@ -290,12 +290,12 @@ class CudaBackend:
     # ---- a launch ----
 
     def _launch_slots(self, slots: list[int], most_steps: int, step: ColumnKernel | None) -> Launch:
-        """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
+        """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
             return Launch(slots, self.layout, self._launch(self.memory, slots, most_steps))
         memory = replace(self.memory, words=step.words, scores=step.scores)
-        seats = slots * step.layout.columns if step.layout.chunk else slots
-        return Launch(slots, step.layout, self._launch(memory, seats, most_steps, step.kernel))
+        cursors = slots * step.layout.columns if step.layout.chunk else slots
+        return Launch(slots, step.layout, self._launch(memory, cursors, most_steps, step.kernel))
 
     def _launch(
         self,

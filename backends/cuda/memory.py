@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.layout import MOST_CURSORS, Layout
 from kog_triton.backends.cuda.layout.names import LAYER, POINTS
 from kog_triton.backends.cuda.layout.protocol import MAILBOX_WORDS
 
@@ -66,7 +66,7 @@ class Pointers(ctypes.Structure):
         ("limit", ctypes.c_int64),
         ("most_steps", ctypes.c_int64),
         ("num_seats", ctypes.c_int32),
-        ("order", ctypes.c_int32 * MOST_SEATS),
+        ("order", ctypes.c_int32 * MOST_CURSORS),
     )
 
 
@@ -99,12 +99,12 @@ class Memory:
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
     ) -> Pointers:
-        """The kernel's argument for a launch that serves `slots` in turn, for `most_steps` at most.
+        """The kernel's argument for a launch that serves `slots` round robin, for `most_steps` at most.
 
         `others` stand in for tensors of the same name.
         """
         tensors = {name: getattr(self, name) for name in TENSORS} | others
-        order = (ctypes.c_int32 * MOST_SEATS)(*slots)
+        order = (ctypes.c_int32 * MOST_CURSORS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
         return Pointers(*addresses, limit, most_steps, len(slots), order)
 
@@ -136,7 +136,7 @@ class Memory:
         upload(torch.from_numpy(counts), self.counts[slot])
 
     def apart(self) -> "Memory":
-        """The same model with one slot of its own, a mailbox and words: it leaves all slots alone."""
+        """This model with one slot of its own, a mailbox and words: it leaves all slots alone."""
         rows = {name: _zeros_like(getattr(self, name)[:1]) for name in BY_SLOT}
         return replace(self, **rows, mailbox=_zeros_like(self.mailbox))
 

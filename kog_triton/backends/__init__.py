@@ -1,6 +1,6 @@
 """The protocol of a backend, and where backends are found.
 
-A backend runs one model on one machine. It has two doors, which share every function that computes:
+A backend runs one model on one machine. It has two entry points, which share every function that computes:
 `generate` serves the mailbox, `run_stage` runs one stage alone, for tests, timing and bisection.
 Backends are found by entry point, group `kog_triton.backends`; a third party adds its own the same way.
 """

@@ -1,6 +1,6 @@
 """A backend whose GPU fell silent (heart.py): it serves no more, and its memory stays until its kernel has ended.
 
-    Stalled > every door refuses > the kernel ends, if ever > the next backend of the process frees the memory
+    Stalled > every entry point refuses > the kernel ends, if ever > the next backend of the process frees the memory
 
 What is queued may still run, and write where it was told to: into the host's memory too, which torch would hand
 to whoever pins some next. So neither close() nor the collector frees it.
@@ -19,7 +19,7 @@ _kept: list[tuple[Callable[[], bool], Callable[[], None]]] = []
 
 
 class Answers:
-    """Whether the GPU answers one backend: `check()` at every door."""
+    """Whether the GPU answers one backend: `check()` at every entry point."""
 
     def __init__(self) -> None:
         self._silent = False

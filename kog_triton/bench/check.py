@@ -1,7 +1,7 @@
-"""Is it the right model at all? Asked of every subject before it is timed, against the fp32 reference.
+"""Is it the right model at all? Asked of every engine before it is timed, against the fp32 reference.
 
 Two questions, on the prompt that is timed:
-    logits  top-1 agreement and KL(reference || subject) at its first CHECK_POSITIONS, by a forward pass
+    logits  top-1 agreement and KL(reference || engine) at its first CHECK_POSITIONS, by a forward pass
     text    each greedy token that the timed path makes behind its first CHECK_DEPTH positions: how far
             its logit lies below the largest one of the reference, which reads the same tokens; in
             standard deviations of the logits
@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kog_triton.backends import BackendOptions, WeightSource, find_backend
-from kog_triton.bench.subjects import Subject
+from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.errors import RunError
 
 CHECK_POSITIONS = 128
@@ -34,7 +34,7 @@ MAX_GAP = 0.5
 
 @dataclass(frozen=True)
 class Check:
-    """How a subject compares with the reference; `passed` is both limits kept."""
+    """How an engine compares with the reference; `passed` is both limits kept."""
 
     positions: int
     depth: int  # positions before the first token judged
@@ -74,17 +74,17 @@ class Judge:
         self._prompt = list(prompt[:CHECK_DEPTH])
         self._count = min(count, CHECK_TOKENS)
         self._logits = reference.forward_logits(self._prompt[:CHECK_POSITIONS])
-        # The prompt's keys and values stay in the slot; each subject's tokens are read behind them.
+        # The prompt's keys and values stay in the slot; each engine's tokens are read after them.
         for i in range(0, len(self._prompt), PASS):
             self._last = reference.forward(0, self._prompt[i : i + PASS], i, last_only=True)
 
-    def examine(self, subject: Subject, kind: str = "backend") -> Check:
-        """`kind`: a key of MAX_KL. RunError if the subject computes NaN or infinity."""
-        logits = subject.logits(self._prompt[:CHECK_POSITIONS])
+    def examine(self, engine: EngineUnderTest, kind: str = "backend") -> Check:
+        """`kind`: a key of MAX_KL. RunError if the engine computes NaN or infinity."""
+        logits = engine.logits(self._prompt[:CHECK_POSITIONS])
         if not np.isfinite(logits).all():
             raise RunError("its logits hold NaN or infinity")
         same, kl = compare(self._logits, logits)
-        tokens = subject.generate(self._prompt, self._count).tokens
+        tokens = engine.generate(self._prompt, self._count).tokens
         gaps = token_gaps(self._seen_by(tokens), tokens)
         return Check(
             positions=len(logits),

@@ -121,9 +121,9 @@ class RingWalker:
                 if name == "o_proj":
                     self._attention(layer, it, position)
                 stage = s.stage(name)
-                past = self._past(stage, layer, it)
+                delayed = self._delayed(stage, layer, it)
                 for key in self.streams:
-                    self._matvec_block(stage, layer, it, key, x[key], source, target, past)
+                    self._matvec_block(stage, layer, it, key, x[key], source, target, delayed)
                 if target.endswith("_out"):
                     for key in self.streams:
                         self._join(stage, layer, it, key, x)
@@ -143,7 +143,7 @@ class RingWalker:
 
     # ---- stages ----
 
-    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, past) -> None:
+    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, delayed) -> None:
         rank, block = key
         shard = self.lo.shard(stage, block, rank)
         place = self.lo.group_index(stage, block)
@@ -173,12 +173,12 @@ class RingWalker:
             if target + "_past" in self.buffers:
                 self.buffers[target + "_past"].publish(it, shard, ids[0], values)
             if how is Reduce.DELAYED:
-                values = values + past[shard][ids]
+                values = values + delayed[shard][ids]
             elif how is Reduce.OWN:
                 values = values * np.sqrt(self.spec.num_lanes)
         self.buffers[target].publish(it, shard, ids[0], values)
 
-    def _past(self, stage, layer, it):
+    def _delayed(self, stage, layer, it):
         """What the other lanes sent `delay` layers ago, for every shard."""
         if (
             not stage.target.endswith("_out")
@@ -376,5 +376,5 @@ def spec_of(**changes) -> ModelSpec:
 
 
 def f16_spec(**changes) -> ModelSpec:
-    """The same in float16."""
+    """As `spec_of`, in float16."""
     return spec_of(dtype=DType.F16, **changes)

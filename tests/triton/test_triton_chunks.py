@@ -22,8 +22,8 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.host import serving
+from kog_triton.backends.triton.host.admission import admit
 from kog_triton.backends.triton.host.backend import IN_CHUNKS
-from kog_triton.backends.triton.host.seats import seat
 from kog_triton.backends.triton.kernel import chunk, chunk_attention, partition
 from kog_triton.backends.triton.kernel.slots import HOST, YIELD
 from kog_triton.errors import RunError
@@ -86,7 +86,7 @@ def run_chunks(backend, seed: int, memory: str) -> torch.Tensor:
     """Keys and values of AHEAD tokens, as `expected`: chunk after chunk, each in a launch that has to yield."""
     pointers = backend.memory.pointers
     pointers.kv.fill_(torch.nan)
-    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1))
+    admit(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1))
     pointers.mailbox[0, HOST] = YIELD.value
     while pointers.states[0, 0, 0] < AHEAD:
         before = pointers.states[:, :, 0].clone()

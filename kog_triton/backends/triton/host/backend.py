@@ -220,7 +220,7 @@ class TritonBackend:
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """As `score`, with any cache [1, ...] of one slot. RunError if a wait expires."""
-        from kog_triton.backends.triton.host.seats import seat_logits
+        from kog_triton.backends.triton.host.admission import admit_logits
 
         p = self.memory.pointers
         alone = p._replace(
@@ -232,7 +232,7 @@ class TritonBackend:
             mailbox=torch.zeros(8, dtype=torch.int64, device=self.device),
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
-        seat_logits(alone, list(tokens), first, last)
+        admit_logits(alone, list(tokens), first, last)
         self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -19,8 +19,8 @@ from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import RECORD_WORDS, Logprobs, read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.request_words import Flag, mask_words, slow_mask
+from kog_triton.backends.triton.host.admission import admit, start
 from kog_triton.backends.triton.host.pointers import Pointers
-from kog_triton.backends.triton.host.seats import seat, start
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.kernel.slots import (
     CANCEL,
@@ -136,7 +136,7 @@ class Serving:
         arrived, self._arrived = [*self._arrived, *mailbox.take()], []
         for request in arrived:
             try:
-                flags = seat(self._pointers, self._tiles, request)
+                flags = admit(self._pointers, self._tiles, request)
                 position = request.cached
                 if request.prompt_logprobs is None:
                     position = self._launcher.prefill(request)

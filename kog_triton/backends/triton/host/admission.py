@@ -12,7 +12,7 @@ from kog_triton.backends.triton.kernel.slots import MADE, POSITION, TOKEN, mailb
 from kog_triton.schedule.triton import Tiles
 
 
-def seat(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
+def admit(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
     """Make the request the slot's; what it asks for. RequestError if no kernel does that."""
     words, slot = encode(request, tiles.vocab_size), request.slot
     fields, lists = decode(words)
@@ -44,7 +44,7 @@ def seat(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
     return flags
 
 
-def seat_logits(pointers: Pointers, tokens: list[int], first: int, last: int) -> None:
+def admit_logits(pointers: Pointers, tokens: list[int], first: int, last: int) -> None:
     """In slot 0, the request whose logits of positions [first, last) fill rows 0 .. of `pointers.logits`."""
     words = encode_logits(last).copy()
     words[OFFSETS["first"]], words[OFFSETS["most"]] = first, last - first
