@@ -43,12 +43,12 @@ def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def along(column, S: tl.constexpr, STAGE: tl.constexpr):
-    """From a row's begin to a column of it at which a step begins: a row goes on in the next tile along K."""
+def along(k, S: tl.constexpr, STAGE: tl.constexpr):
+    """From a row's begin to its value k, at which a step begins: a row goes on in the next tile along K."""
     T: tl.constexpr = S.stages[STAGE]
     TILE: tl.constexpr = 2 * T.tile_words
     STRIDES: tl.constexpr = tile_strides(S, STAGE)
-    at = column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+    at = k // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + k % TILE
     # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
     return tl.multiple_of(at, step(S, STAGE))
 

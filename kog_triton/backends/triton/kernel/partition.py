@@ -1,4 +1,4 @@
-"""How a chunk of a prompt is cut: what a block multiplies at once, and where the chunk's vectors stand.
+"""How the work of a prompt's chunk is divided: what a block multiplies at once, and where the chunk's vectors are.
 
 All blocks of a lane share its chunk, a row a token. Blocks own rows of a matrix as they do for one token; where that
 is few (o_proj, down_proj), `parts` of them take their rows together and a part of K each: a block then reads fewer of
@@ -52,11 +52,11 @@ def row_tiles(S: Any, stage: int) -> int:
 
 @triton.constexpr_function
 def step(S: Any, stage: int) -> int:
-    """Columns of a matrix multiplied at once; a tile holds a whole number of steps."""
-    columns = 2 * S.stages[stage].tile_words
-    while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
-        columns //= 2
-    return columns
+    """Values along K multiplied at once; a tile holds a whole number of steps."""
+    values = 2 * S.stages[stage].tile_words
+    while values > 64 and 2 * values * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
+        values //= 2
+    return values
 
 
 @triton.constexpr_function
