@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.layout.layout import MOST_CURSORS, Layout
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
 from kog_triton.backends.cuda.layout.names import LAYER, POINTS
 from kog_triton.backends.cuda.layout.protocol import MAILBOX_WORDS
 
@@ -66,7 +66,7 @@ class Pointers(ctypes.Structure):
         ("limit", ctypes.c_int64),
         ("most_steps", ctypes.c_int64),
         ("num_seats", ctypes.c_int32),
-        ("order", ctypes.c_int32 * MOST_CURSORS),
+        ("order", ctypes.c_int32 * MOST_SEATS),
     )
 
 
@@ -104,7 +104,7 @@ class Memory:
         `others` stand in for tensors of the same name.
         """
         tensors = {name: getattr(self, name) for name in TENSORS} | others
-        order = (ctypes.c_int32 * MOST_CURSORS)(*slots)
+        order = (ctypes.c_int32 * MOST_SEATS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
         return Pointers(*addresses, limit, most_steps, len(slots), order)
 

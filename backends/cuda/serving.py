@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
-from kog_triton.backends.cuda.layout.layout import MOST_CURSORS, Layout
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.cuda.layout.protocol import Outcome, Word
 from kog_triton.backends.cuda.memory import Memory
@@ -209,7 +209,7 @@ def _begin(launcher: Launcher, live: dict[int, Live]) -> Launch:
         if step := launcher.chunks.for_prompt(len(one.request.prompt) - one.position, device):
             return launcher.launch([slot], MOST_CHUNKS, step)
     step = columns.take(len(live), device) if columns.ready(len(live)) else None
-    slots = list(live)[: columns.most if step else MOST_CURSORS]
+    slots = list(live)[: columns.most if step else MOST_SEATS]
     alone = launcher.whole and len(live) == 1
     return launcher.launch(slots, UNLIMITED if alone else _most_steps(live, slots), step)
 

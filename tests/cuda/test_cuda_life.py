@@ -163,7 +163,7 @@ def test_a_cancel_is_heard_in_a_prompt(backend, monkeypatch):
 
 
 def test_more_requests_than_seats_all_progress(expected, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_CURSORS", 2)
+    monkeypatch.setattr(serving, "MOST_SEATS", 2)
     monkeypatch.setattr(serving, "MOST_SILENT", 4)
     prompts = [*THREE, PROMPTS[0], PROMPTS[1]]
     backend, order = make(FiberBackend, num_slots=5), []

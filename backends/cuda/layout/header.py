@@ -30,7 +30,7 @@ from kog_triton.backends.cuda.layout.layout import (
     BINS,
     FLAGS_TOGETHER,
     LINE_WORDS,
-    MOST_CURSORS,
+    MOST_SEATS,
     Layout,
 )
 from kog_triton.backends.cuda.layout.names import LAYER, POINTS, STEPS
@@ -137,7 +137,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "record_words": RECORD_WORDS,
         "most_logprobs": request_words.MOST_LOGPROBS,
         "distance_bits": fixed.DISTANCE_BITS,
-        "most_seats": MOST_CURSORS,
+        "most_seats": MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
         "pair_turn": wire.PAIR_ROTATION,

@@ -40,7 +40,7 @@ from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
 BINS = 256  # of a histogram of logits
-MOST_CURSORS = 16  # requests that one launch serves
+MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
