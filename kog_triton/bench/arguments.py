@@ -16,7 +16,7 @@ REQUESTS = (1, 2, 4, 8)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments. RequestError for files and names that would fail only behind the measurement."""
+    """The arguments. RequestError for files and names that would fail only after the measurement."""
     args = build_parser().parse_args(argv)
     if args.kind == "table":
         return args

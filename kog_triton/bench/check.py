@@ -2,7 +2,7 @@
 
 Two questions, on the prompt that is timed:
     logits  top-1 agreement and KL(reference || engine) at its first CHECK_POSITIONS, by a forward pass
-    text    each greedy token that the timed path makes behind its first CHECK_DEPTH positions: how far
+    text    each greedy token that the timed path makes after its first CHECK_DEPTH positions: how far
             its logit lies below the largest one of the reference, which reads the same tokens; in
             standard deviations of the logits
 Rounding moves a choice only between near-equal logits, a wrong kernel anywhere.
@@ -24,11 +24,11 @@ CHECK_DEPTH = 32768
 CHECK_TOKENS = 32
 PASS = 256  # of them that the reference takes at once: bounds its scores at PASS x depth a head
 # Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs by
-# up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
+# up to 0.100 after 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
 # shape, a development run).
 MAX_KL = {"backend": 0.08, "peer": 0.25}
 # Standard deviations. Two kernels that share no code chose the same token 0.23 and 0.25 below the largest (H200,
-# llama-3.2-1b behind 256 ids): rounding. A token drawn at random lies about four below, by calculation.
+# llama-3.2-1b after 256 ids): rounding. A token drawn at random lies about four below, by calculation.
 MAX_GAP = 0.5
 
 

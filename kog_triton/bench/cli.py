@@ -1,6 +1,6 @@
 """`kog bench` and `python -m kog_triton.bench`: tokens/s of one request beside roofline and peers.
 
-    decode    tg128 @ d32: tokens behind a prompt of --depth ids; several depths, a record each
+    decode    tg128 @ d32: tokens after a prompt of --depth ids; several depths, a record each
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
     concurrency  several requests at a time, over one
@@ -279,7 +279,7 @@ def _body(argv: Sequence[str] | None) -> int:
 
 
 def _failures(record: dict[str, Any]) -> list[str]:
-    """What makes the command fail, behind the name of the test; a missed target is one of them."""
+    """What makes the command fail, after the name of the test; a missed target is one of them."""
     failures, target = list(record["failures"]), record["target"]
     if target and not target["met"]:
         failures.append(

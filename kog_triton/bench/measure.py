@@ -39,7 +39,7 @@ class Task(Common):
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
     one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
-    profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
+    profile_tokens: int = 0  # of each backend that takes stamps, after the timed rounds
     sampling: Sampling = GREEDY  # of what is timed, of our backends
 
     @property
@@ -66,7 +66,7 @@ class _Entry:
 
 def measure(task: Task, say: Say) -> dict[str, Any]:
     """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures; and `rounds`, and
-    whether it was `interrupted`: what Ctrl-C leaves behind the first round is kept.
+    whether it was `interrupted`: what Ctrl-C leaves after the first round is kept.
     """
     bandwidth = task.read_bandwidth(say)
     entries = [_open_backend(task, choice, say) for choice in task.backends]

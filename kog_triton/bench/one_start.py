@@ -1,4 +1,4 @@
-"""The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch behind it.
+"""The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch after it.
 
 Prints its phases (startup.PHASES) as JSON, in seconds.
 """

@@ -1,4 +1,4 @@
-"""Rounds of requests to figures. The first token is TTFT's; tokens/s and gaps start behind it.
+"""Rounds of requests to figures. The first token is TTFT's; tokens/s and gaps start after it.
 
 tokens/s of a round = (tokens - 1) / (t_last - t_first)
 figure              = median over rounds; p50 and p99 of the gaps between tokens pool all rounds

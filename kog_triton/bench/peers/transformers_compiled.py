@@ -101,7 +101,7 @@ class TransformersCompiled:
             layer.cumulative_length.zero_()
 
     def _choose(self, ids: torch.Tensor) -> None:
-        """Run ids [1, T] behind what the cache holds; the greedy next token goes to `_token`."""
+        """Run ids [1, T] after what the cache holds; the greedy next token goes to `_token`."""
         out = self._model(
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
