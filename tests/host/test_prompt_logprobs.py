@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.backends.serve import serve
 from tests.lib.demo_cases import LLAMA
 from tests.lib.fake_backend import FakeBackend, next_logits
 from tests.lib.fake_checkpoint import VOCAB_SIZE, make_checkpoint
@@ -104,7 +104,6 @@ def test_a_request_that_is_cancelled_on_the_way_has_none(llm):
     with llm.engine.paused():
         stream = llm.stream("slow " + "x" * 400, ASKED)
         stream.cancel()
-        stream._mailbox.cancel(stream._slot.index)
     stream.close()
     assert stream.output().prompt_logprobs is None
     assert llm.engine.num_free_slots == 2
@@ -117,10 +116,10 @@ def test_logits_that_are_not_numbers_void_the_run():
             rows[1, 5] = np.nan
             return rows[-1:] if last_only else rows
 
-    mailbox = Mailbox(1)
+    mailbox = Mailbox()
     params = replace(ASKED, seed=1)
     mailbox.post(Request(0, (1, 2, 3, 4), params, 1, 3, prompt_logprobs=2))
-    serve(Broken(), mailbox, 8)
+    HostServing(Broken(), mailbox, 8).run()
     (failure,) = mailbox.read(0)
     assert isinstance(failure, Failure)
     assert str(failure.error) == "the logits of position 2 hold NaN or +inf: the run is void"

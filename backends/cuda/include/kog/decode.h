@@ -11,10 +11,10 @@ namespace kog {
 KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
 
 // The token that a step has made, if it has, and that a step has ended.
-KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps) {
+KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int made, int steps) {
   if (!is_speaker(b)) return;
   u64 now = nanoseconds();
-  if (made > 0) tell_token(b, slot, token, made, now);
+  if (made > 0) tell_token(b, slot, token, outcome, made, now);
   store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
 }
 
@@ -60,8 +60,9 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   // step ahead has met the others since they read.
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
-  tell_host(b, seat.slot, token, made, turn.steps + 1);
-  return made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
+  int outcome = made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
+  tell_host(b, seat.slot, token, outcome, made, turn.steps + 1);
+  return outcome;
 }
 
 KOG_DEVICE void consume(Block& b) {

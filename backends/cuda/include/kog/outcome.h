@@ -13,10 +13,11 @@ KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int m
   return static_cast<int>(b.small->control);
 }
 
-// A token and its number in the request's outbox.
-KOG_DEVICE void tell_token(const Block& b, int slot, int token, int made, u64 now) {
+// A token, its number and what it means for its request in the request's outbox (token_words.py).
+KOG_DEVICE void tell_token(const Block& b, int slot, int token, int outcome, int made, u64 now) {
   u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
-  store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token), now);
+  u64 high = static_cast<u64>(outcome << kOutcomeShift | made);
+  store_system_pair(b.p.outbox + 2 * at, high << 32 | static_cast<u32>(token), now);
 }
 
 }  // namespace kog

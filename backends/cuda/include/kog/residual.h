@@ -104,12 +104,14 @@ struct Module {
     return old;
   }
 
-  // Send one row's output as the layer's reduction asks; by whole warps.
+  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received: with
+  // that the proof of layout/exchanges.py gets by on three times kDelay buffers.
   KOG_DEVICE static void publish(Block& b, int how, int iteration, const Turns& turns, int row,
                                  bool owner, float y, Old& old) {
     if constexpr (kHasPast) {
-      if (owner) store_relaxed(past(b, iteration, b.lane, row), pack_f32(y, past_phase(iteration)));
+      float own = y;
       if (how == kDelayed) y += others(b, how, iteration, row, owner, old);
+      if (owner) store_relaxed(past(b, iteration, b.lane, row), pack_f32(own, past_phase(iteration)));
     }
     if (kLanes > 1 && how == kOwn) y *= kRootLanes;
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;

@@ -59,11 +59,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
     Without RULES no request among them asks for any but a temperature, without CHUNKS every prompt runs token by token.
     """
     block = tl.program_id(0)
-    coords = (
-        block,
-        block // S.group,
-        block % S.group,
-    )  # block, lane, group_index: for all that runs in it
+    coords = (block, block // S.group, block % S.group)  # block, lane, group_index
     zero = block * 0  # a tensor also in the interpreter
     alive, heads, passes, entry = zero + 1, zero, zero, zero
     slots = tl.load(p.slot_order)
@@ -89,7 +85,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
             pos, token, slot, passes * S.num_layers, coords, after, fetched, alive, p, S
         )
         passes += 1
-        control = ask_host(slot, block, p, S)
+        control = ask_host(block, p, S)
         best, best_id = no_candidate(block)
         if scores:
             heads += 1
@@ -102,12 +98,12 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         if RULES:
             if scores:
                 keep(token, slot, coords, p, S)
-        outcome = advance(token, control, alive, slot, block, p, S)
+        outcome = advance(token, alive, slot, block, p, S)
         beat(tl.where(outcome == EXPIRED, passes - 1, passes), block, p, S)
         if (slots > 1) | (outcome != 0):
             meet(S)  # the block's own outcomes, which other threads wrote
             entry = next_slot(entry, slots, block, p, S)
-        left = ((control & YIELD) != 0) | (alive == 0) | (token == EXPIRED_ID)
+        left = (control == YIELD) | (alive == 0) | (token == EXPIRED_ID)
         entry = tl.where(left, -1, entry)
     if alive == 0:
         diagnose_timeout(p, S)

@@ -40,19 +40,17 @@ KOG_DEVICE void end_column(Block& b, int column) {
   b.small->outcomes[column] = outcome;
   if (b.block != 0) return;
   u64 now = nanoseconds();
-  if (made > 0) tell_token(b, seat.slot, token, made, now);
+  if (made > 0) tell_token(b, seat.slot, token, outcome, made, now);
   if (column == 0)
     store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps_of(b) + 1), now);
 }
 
-// Where every request stands, for the next launch, and why it ends if it does; by one block.
+// Where every request stands, for the next launch; by one block.
 KOG_DEVICE void save_seats(const Block& b, int steps) {
   if (b.thread >= b.p.num_seats) return;
   const Seat& seat = b.small->seats[b.thread];
   b.p.states[2 * seat.slot] = seat.first + steps;
   b.p.states[2 * seat.slot + 1] = seat.token;
-  store_system(b.p.mailbox + Mailbox::kColumns + b.thread,
-               static_cast<u64>(b.small->outcomes[b.thread]));
 }
 
 KOG_DEVICE void consume(Block& b) {
@@ -103,7 +101,7 @@ KOG_DEVICE void produce(Block& b) {
     Stream stream(b, 0, any_head(b, steps) ? all : layers);
     for (int run = 0; stream.left > 0; run++) {
       b.begin_stage();
-      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
+      if (begins_layer(run)) fetch_units(b, layer_of_run(run), steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);

@@ -12,6 +12,9 @@
 
 namespace kog::columns {
 
+static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
+              "run_layer's order");
+
 KOG_DEVICE void enter_layer(const Block& b, int layer) {
   keep(b, &Kept::layer, static_cast<u32>(layer));
 }
