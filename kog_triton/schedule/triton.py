@@ -98,7 +98,7 @@ class Tiles:
     lane_norms: bool
     lanes: int
     delay: int
-    past_buffers: int
+    delayed_buffers: int
     mixed_reduce: bool  # layers differ in how they reduce
     head_mode: int
     num_blocks: int
@@ -153,15 +153,15 @@ class Tiles:
 
 # ---- what blocks exchange ----
 #
-# SOME blocks own rows of qkv_proj and gate_up_proj, and units of attention; EACH owns rows of the others (_owners).
+# SOME blocks own rows of qkv_proj and gate_up_proj, and KV tasks of attention; EACH owns rows of the others (_owners).
 
 MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
-AGREE, VOTE, MEET = ("candidate", "winner"), ("vote", "votes"), ("arrive", "arrivals")
+AGREE, ALL_REDUCE, MEET = ("candidate", "winner"), ("partial", "all_reduce"), ("arrive", "arrivals")
 DECODE_STEPS = {
     "attention": ("attention", "attention_join"),
     "down_proj": ("down_proj", "layer_end"),
 }
-PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet behind each
+PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after each
     "qkv_proj": ("feed_mlp", "feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET),
     "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
@@ -174,7 +174,7 @@ def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     """The walk of a token at a time."""
     spec, layers = schedule.spec, distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
-    ends = (AGREE, VOTE + AGREE, VOTE + VOTE + AGREE, mix + AGREE)
+    ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE, mix + AGREE)
     fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
     words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
     steps = layer_steps(schedule, DECODE_STEPS)
@@ -201,13 +201,13 @@ def _decode_exchanges(
         alone = tuple(n for n in range(len(hows)) if n not in now) if now else None
         own, all_lanes = Reader(reader, Of.LANE, layers=alone), Reader(reader, layers=now)
         # Where outputs are late, those that all lanes read at once are read from the ring as well.
-        near = (own,) if t.past_buffers else (own, all_lanes)
+        near = (own,) if t.delayed_buffers else (own, all_lanes)
         scope = Scope.ALL if len(near) > 1 else Scope.SHARD
         out.append(Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
         far = (Reader(stage, Of.OWN, layers=delayed, delay=t.delay), all_lanes)
-        words, buffers = (t.hidden_size, t.past_buffers) if t.past_buffers else (0, 1)
+        words, buffers = (t.hidden_size, t.delayed_buffers) if t.delayed_buffers else (0, 1)
         ring = Exchange(f"{name}_past", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
-        late.append(replace(ring, region="past"))
+        late.append(replace(ring, region="delayed"))
     mixes = t.lanes > 1 and t.head_mode != Head.VOCAB_PARALLEL
     adds = mixes and t.head_mode != Head.CONCAT
     sent, added = "part" if mixes else "", "mix" if adds else ""
@@ -223,7 +223,7 @@ def _decode_exchanges(
         *late,
         Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
         Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
-        every("votes", VOTE, 8, restarts=True),  # four values in halves
+        every("all_reduce", ALL_REDUCE, 8, restarts=True),  # four values in halves
         every("winner", AGREE, 4),
     )
 
@@ -306,7 +306,7 @@ def lower_tiles(
         lane_norms=spec.lane_norms,
         lanes=lanes,
         delay=spec.delay if delayed else 0,
-        past_buffers=3 * spec.delay if delayed else 0,
+        delayed_buffers=3 * spec.delay if delayed else 0,
         mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,

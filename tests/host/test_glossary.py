@@ -19,11 +19,7 @@ RENAMED_LATER = (
     "backends/cuda/launcher.py",
     "backends/cuda/layout/",
     "backends/cuda/memory.py",
-    "kog_triton/backends/triton/host/stages.py",
-    "kog_triton/backends/triton/kernel/residual.py",
-    "kog_triton/schedule/triton.py",
     "tests/lib/cuda_host/",
-    "tests/triton/test_triton_interpreter.py",
 )
 FOREIGN = r"\b(math|np|torch|tl|std)(\.|::)floor\b|\bpast_key_values\b"  # other libraries' names
 CPLUSPLUS = {".h", ".cu", ".cpp"}

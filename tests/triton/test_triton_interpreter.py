@@ -220,7 +220,7 @@ def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
 
 def test_a_ring_of_late_outputs_that_is_too_short_is_seen(monkeypatch):
     case = CASES["lanes, own then late"]
-    assert is_red(case, "sc", monkeypatch, past_buffers=case.spec.delay)
+    assert is_red(case, "sc", monkeypatch, delayed_buffers=case.spec.delay)
 
 
 def is_red(case: Case, memory: str, patch: pytest.MonkeyPatch, **change) -> bool:

@@ -157,7 +157,7 @@ def test_a_cut_is_searched_where_checks_do_not_settle_it(name, backend):
         logits = logits_of(seed % 3, 0.5)
         (step,) = draw(backend, logits, Request(0, PROMPT, params, seed, 1))
         assert step.token == expected(logits, params, PROMPT, 1)[0].token
-        rounds = backend.memory.pointers.wide[backend.tiles.region("votes") // 2 :][:48] >> 32
+        rounds = backend.memory.pointers.wide[backend.tiles.region("all_reduce") // 2 :][:48] >> 32
         last = int(rounds.max()) % 64
         seen.add(min(last, CUT))
     assert seen == ways

@@ -152,7 +152,7 @@ class StageRun:
         t, words = self._tiles, self._pointers.words
         words.fill_(1 - self._phase)
         _, phase = self._buffer(self._layer)
-        for name, stale in (("past", 1 - phase), ("part", 0), ("y", 0)):
+        for name, stale in (("delayed", 1 - phase), ("part", 0), ("y", 0)):
             first, size = t.regions[name]
             words[first : first + size] = stale
         if x is not None:
@@ -187,11 +187,11 @@ class StageRun:
     def _buffer(self, run: int) -> tuple[int, int]:
         """Where the ring of late outputs holds this stage's of a layer run, and their phase."""
         t = self._tiles
-        if not t.past_buffers:
-            return t.region("past"), 0
+        if not t.delayed_buffers:
+            return t.region("delayed"), 0
         which = 1 if self._stage == "down_proj" else 0
-        at = (which * t.past_buffers + run % t.past_buffers) * t.lanes * t.hidden_size
-        return t.region("past") + at, (run // t.past_buffers + 1) & 1
+        at = (which * t.delayed_buffers + run % t.delayed_buffers) * t.lanes * t.hidden_size
+        return t.region("delayed") + at, (run // t.delayed_buffers + 1) & 1
 
     def _read(self, first: int, count: int) -> Array:
         return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)

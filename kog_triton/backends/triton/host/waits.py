@@ -32,7 +32,7 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
     if stage == "sample":
         what = {
             "mask": "the host's mask of token",
-            "votes": "votes of round",
+            "all_reduce": "sums of round",
             "winner": "candidates of pass",
         }
         return f"{head}, for {what[exchange]} {wanted}{after}"

@@ -40,13 +40,13 @@ def all_gather(values, round, block, alive, p, S: tl.constexpr):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
-    base = p.wide + S.region("votes") // 2 + (round & 1) * (8 * S.num_blocks)
+    base = p.wide + S.region("all_reduce") // 2 + (round & 1) * (8 * S.num_blocks)
     i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
     bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
     store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
     j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
     ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)
-    w, alive = wait_tagged(ptr, mask, round, alive, "sample votes", p, S)
+    w, alive = wait_tagged(ptr, mask, round, alive, "sample all_reduce", p, S)
     w = w << (32 * (j & 1)).to(tl.int64)
     return tl.sum(tl.reshape(w, (4, 2, NB)), axis=1), alive
 

@@ -166,9 +166,9 @@ def in_planes(ys, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def delayed_buffer(which, it, p, S: tl.constexpr):
     """The buffer of layer run `it` in the ring of late outputs, every lane's planes, and its phase."""
-    buffer, delayed_phase = it % S.past_buffers, ((it // S.past_buffers) + 1) & 1
-    at = (which * S.past_buffers + buffer) * S.lanes * S.hidden_size
-    return p.words + S.region("past") + at, delayed_phase
+    buffer, delayed_phase = it % S.delayed_buffers, ((it // S.delayed_buffers) + 1) & 1
+    at = (which * S.delayed_buffers + buffer) * S.lanes * S.hidden_size
+    return p.words + S.region("delayed") + at, delayed_phase
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def add_delayed(
     ptr, mask, delayed_phase = delayed_words(which, it - S.delay, at, valid, p, S)
     words, bad = poll_on(words, ptr, mask, delayed_phase, alive, p, S)
     if (bad != 0) & (alive != 0):
-        REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
+        REASON: tl.constexpr = "o_proj delayed" if which == 0 else "down_proj delayed"
         base, delayed_phase = delayed_buffer(which, it - S.delay, p, S)
         first = group_index * (T.block_rows // 2)  # the block's rows in every lane's two planes
         count = tl.minimum(T.block_rows // 2, HALF - first)

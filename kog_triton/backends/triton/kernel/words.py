@@ -27,8 +27,8 @@ PAIR_ROTATION: tl.constexpr = tl.constexpr(wire.PAIR_ROTATION)
 EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 # The stage that waits and the exchange it waits for; an error names a wait by its number here.
 WAITS = (
-    "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
-    "down_proj mlp", "down_proj past", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample votes",
+    "attention qkv", "attention splits", "o_proj attention", "o_proj delayed", "o_proj attention_out",
+    "down_proj mlp", "down_proj delayed", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample all_reduce",
     "sample mask", "sample winner", "chunk arrivals",
 )  # fmt: skip
 WAIT_NUMBERS = {reason: i for i, reason in enumerate(WAITS)}
