@@ -240,7 +240,7 @@ def _body(argv: Sequence[str] | None) -> int:
 def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", text: str) -> int:
     """One prompt: stream its text, then show and record the figures."""
     from kog_triton.cli.interactive import show
-    from kog_triton.cli.report import record, stats
+    from kog_triton.cli.stats import record, stats
 
     prompt: Any = text
     if args.chat:

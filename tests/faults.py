@@ -148,8 +148,8 @@ FAULTS = (
     # ---- lowering, packing, wire ----
     Fault(
         "schedule/lowering.py",
-        "return range(place * units // size, (place + 1) * units // size)",
-        "return range(place * (units // size), (place + 1) * (units // size))",
+        "return range(group_index * units // size, (group_index + 1) * units // size)",
+        "return range(group_index * (units // size), (group_index + 1) * (units // size))",
         "host/test_walks.py",
         "a partition drops the units that do not divide",
         quick=True,

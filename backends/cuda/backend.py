@@ -152,7 +152,7 @@ class CudaBackend:
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
         return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields."""
@@ -289,12 +289,12 @@ class CudaBackend:
     def _launch_slots(
         self, slots: Sequence[int], most_steps: int, step: ColumnKernel | None
     ) -> tuple[Layout, Finished]:
-        """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
+        """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
             return self.layout, self._launch(self.memory, slots, most_steps)
         memory = replace(self.memory, words=step.words, scores=step.scores)
-        seats = [*slots] * step.layout.columns if step.layout.chunk else slots
-        return step.layout, self._launch(memory, seats, most_steps, step.kernel)
+        cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
+        return step.layout, self._launch(memory, cursors, most_steps, step.kernel)
 
     def _launch(
         self,

@@ -67,7 +67,7 @@ class Memory:
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
     ) -> protocol.Pointers:
-        """The kernel's argument for a launch that serves `slots` in turn, for `most_steps` at most.
+        """The kernel's argument for a launch that serves `slots` round robin, for `most_steps` at most.
 
         `others` stand in for tensors of the same name.
         """
@@ -107,7 +107,7 @@ class Memory:
         upload(torch.from_numpy(counts), self.counts[slot])
 
     def apart(self) -> "Memory":
-        """The same model with one slot of its own, a mailbox and words: it leaves all slots alone."""
+        """This model with one slot of its own, a mailbox and words: it leaves all slots alone."""
         rows = {name: _zeros_like(getattr(self, name)[:1]) for name in BY_SLOT}
         return replace(self, **rows, mailbox=_zeros_like(self.mailbox))
 
@@ -211,7 +211,7 @@ def _place(
     """Pack one stage for all blocks and write it where each block's stream has got to."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.place(stage, block)))
+        units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
         by_kind.setdefault((lo.shard(stage, block, 0), units), []).append(block)
     for (shard, units), blocks in by_kind.items():
         if not units:

@@ -75,9 +75,9 @@ class StageRunner:
             self._put_pairs(words, "attention", v["attention"])
         if "mlp" in v:
             self._put_pairs(words, "mlp", v["mlp"])
-        if "past" in v:
-            slot, phase = self._past(self.spec.delay)
-            self._put_floats(words, self._module(stage) + "_past", slot, v["past"], phase)
+        if "delayed" in v:
+            slot, phase = self._delayed_slot(self.spec.delay)
+            self._put_floats(words, self._module(stage) + "_past", slot, v["delayed"], phase)
         if "x" in v:
             self._put_x(v["x"])
         scale = 1.0
@@ -192,7 +192,7 @@ class StageRunner:
     def _module(self, stage: str) -> str:
         return "attention_out" if stage == "o_proj" else "mlp_out"
 
-    def _past(self, iteration: int) -> tuple[int, int]:
+    def _delayed_slot(self, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
         buffers = self.layout.regions["mlp_out_past"].buffers
         return iteration % buffers, (iteration // buffers + 1) & 1
@@ -201,7 +201,9 @@ class StageRunner:
         """A module's output as its rows made it, before it joins the streams."""
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
         if self.layout.regions[name + "_past"].stride:
-            return self._get_floats(words, name + "_past", self._past(2 * self.spec.delay)[0])
+            return self._get_floats(
+                words, name + "_past", self._delayed_slot(2 * self.spec.delay)[0]
+            )
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")
         scale = self.lanes**0.5 if how is Reduce.OWN else 1.0

@@ -1,6 +1,6 @@
 """The protocol of a backend, and where backends are found.
 
-A backend runs one model on one machine. It has two doors, which share every function that computes:
+A backend runs one model on one machine. It has two entry points, which share every function that computes:
 `generate` serves the mailbox, `run_stage` runs one stage alone, for tests, timing and bisection.
 Backends are found by entry point, group `kog_triton.backends`; a third party adds its own the same way.
 """
@@ -35,17 +35,17 @@ PREFILLS = (
     "library",
 )  # who runs a prompt, as a caller may choose: BackendOptions.prefill
 # Logical tensors that `run_stage` takes and gives, by stage, of T tokens at positions n ... and S shards:
-#     token_ids [T]    x, past, attention_out, mlp_out [S, T, hidden]    q, k, v [S, T, H or K, d]
+#     token_ids [T]    x, delayed, attention_out, mlp_out [S, T, hidden]    q, k, v [S, T, H or K, d]
 #     keys, values [S, K, n, d], given back with T positions more        attention [S, T, H * d]
 #     mlp [S, T, F]    y [1, T, cols]    logits [T, vocab]
-# `past` is read where a module's outputs are delayed; the head reads y if there is a mix, else x.
+# `delayed` is read where a module's outputs are delayed; the head reads y if there is a mix, else x.
 STAGE_READS: dict[str, tuple[str, ...]] = {
     "embed": ("token_ids",),
     "qkv_proj": ("x",),
     "attention": ("q", "k", "v", "keys", "values"),
-    "o_proj": ("attention", "x", "past"),
+    "o_proj": ("attention", "x", "delayed"),
     "gate_up_proj": ("x",),
-    "down_proj": ("mlp", "x", "past"),
+    "down_proj": ("mlp", "x", "delayed"),
     "mix": ("x",),
     "lm_head": ("x", "y"),
 }

@@ -4,7 +4,7 @@ A kernel counts its steps in a word that the host reads; `Heart.listen` is told 
 once it has not changed for SILENCE_S: waits on the GPU are bounded, so that it no longer runs. Before it begins the
 GPU may have prompts to run that take longer.
 
-    Stalled > every door refuses > the kernel ends, if ever > the next backend of the process frees the memory
+    Stalled > every entry point refuses > the kernel ends, if ever > the next backend of the process frees the memory
 
 What is queued may still run, and write where it was told to: into the host's memory too, which torch would hand
 to whoever pins some next. So neither close() nor the collector frees it.
@@ -67,7 +67,7 @@ _kept: list[tuple[Callable[[], bool], Callable[[], None]]] = []
 
 
 class Answers:
-    """Whether the GPU answers one backend: `check()` at every door."""
+    """Whether the GPU answers one backend: `check()` at every entry point."""
 
     def __init__(self) -> None:
         self._silent = False

@@ -23,7 +23,7 @@ def pack_blocks(
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = np.stack(
-        [lowering.block_rows(stage, layer, lowering.place(stage, b), rank) for b in blocks]
+        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     flat = _new(w, (rows.size, lowering.padded_k(stage)))

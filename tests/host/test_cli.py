@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
+from kog_triton.cli.report import stats
 
 import kog_triton
 from kog_triton import LLM, doctor, generate
@@ -22,7 +23,6 @@ from kog_triton import __main__ as kog
 from kog_triton.backends.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.cli import interactive
 from kog_triton.cli.command import run
-from kog_triton.cli.report import stats
 from kog_triton.cli.stderr_log import STDERR_LOG, StderrLog
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
 from tests import ROOT

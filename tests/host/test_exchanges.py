@@ -53,7 +53,7 @@ def test_every_exchange_of_every_kernel_is_proved(model, which):
         ("decode", "winner"),
         ("columns", "attention_out_sent"),
         ("columns", "winner"),
-        ("triton", "votes"),
+        ("triton", "all_reduce"),
         ("triton", "winner"),
         ("prompt", "arrivals"),
         ("prompt", "attention_out"),
@@ -63,7 +63,7 @@ def test_one_buffer_fewer_is_refused(which, name):
     kernel = kernel_of(named_shape("laneformer-2b"), which)
     fewer = change(kernel, name, buffers=kernel.exchange(name).buffers - 1)
     with pytest.raises(ModelError, match=f"{name}: [0-9] buffers rotate, and .* could rewrite one"):
-        check_kernel(fewer, ends=name in ("winner", "votes"))
+        check_kernel(fewer, ends=name in ("winner", "all_reduce"))
 
 
 def test_outputs_for_all_lanes_need_two_buffers_beside_layers_that_need_none():

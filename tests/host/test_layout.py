@@ -15,7 +15,7 @@ from tests import ROOT
 PACKAGE = ROOT / "kog_triton"
 MAX_LINES = 600
 
-# room -> the rooms it may import from; the others (engine, LLM, doors) may import any of these
+# room -> the rooms it may import from; the others (engine, LLM, entry points) may import any of these
 BASE = {"errors", "json_file"}
 ARROWS = {
     "errors": set(),
@@ -42,7 +42,7 @@ NO_TORCH = (
     "checkpoint.hub",
     "cli.command",
 )
-DOORS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
+ENTRY_POINTS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -169,18 +169,20 @@ def test_only_entry_points_name_a_backend():
     assert not offenders(lambda m: room(m) != "backends", lambda m, name: backend(name))
 
 
-def test_doors_are_at_the_end_of_the_arrows():
-    """Only doors and what they share open doors, and `kog` finds its commands by name."""
+def test_entry_points_are_at_the_end_of_the_arrows():
+    """Only entry points and what they share import entry points, and `kog` finds its commands by name."""
 
-    def door(module, name):
-        return name in MODULES and room(name) in DOORS - {room(module)}
+    def entry_point(module, name):
+        return name in MODULES and room(name) in ENTRY_POINTS - {room(module)}
 
-    def shared_by_doors(module, name):
+    def shared_by_entry_points(module, name):
         return room(name) == "cli"
 
-    assert not offenders(lambda m: room(m) not in DOORS | {"cli"}, door)
-    assert not offenders(lambda m: room(m) not in DOORS | {"cli", "profiling"}, shared_by_doors)
-    assert not offenders(lambda m: room(m) == "__main__", door)
+    assert not offenders(lambda m: room(m) not in ENTRY_POINTS | {"cli"}, entry_point)
+    assert not offenders(
+        lambda m: room(m) not in ENTRY_POINTS | {"cli", "profiling"}, shared_by_entry_points
+    )
+    assert not offenders(lambda m: room(m) == "__main__", entry_point)
 
 
 def test_nothing_imports_the_tests():

@@ -71,7 +71,7 @@ def test_the_block_that_reads_most_says_whether_the_stream_sets_the_pace():
     lowering = lower(build(spec), H200)
     head = lowering.schedule.stage("lm_head")
     layer = [
-        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.place(head, b))
+        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.group_index(head, b))
         for b in range(lowering.num_blocks)
     ]
     assert layer[0] < 2 * lowering.ring_chunks < max(layer)

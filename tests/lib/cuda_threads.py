@@ -107,7 +107,7 @@ class ThreadWalk(Walk):
 
 
 class ColumnThreadWalk(ThreadWalk):
-    """The same of a kernel of several columns: requests, or positions of one prompt if it is a `chunk`."""
+    """ThreadWalk of a kernel of several columns: requests, or positions of one prompt if it is a `chunk`."""
 
     source = "columns.cu"
 

@@ -223,7 +223,7 @@ class FiberLaunch(threading.Thread):
 
 
 class FiberBackend(CudaBackend):
-    """The CUDA backend with the emulated GPU in the place of a real one; requests take turns."""
+    """The CUDA backend with the emulated GPU in place of a real one; requests go round robin."""
 
     column_counts = ()
     chunk_positions = 0
@@ -234,7 +234,7 @@ class FiberBackend(CudaBackend):
 
     def __init__(self, weights, options, num_blocks=2, seed=0):
         self._seed = seed
-        # The kernel's own prefill is what is on trial, unless another is asked for.
+        # The kernel's own prefill is what is tested, unless another is asked for.
         prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
         self.wait_ticks = 1 << 20  # rounds
@@ -255,7 +255,7 @@ class FiberBackend(CudaBackend):
 
 
 class ColumnBackend(FiberBackend):
-    """The same with kernels of columns, compiled before anybody asks."""
+    """FiberBackend with kernels of columns, compiled before a request comes."""
 
     def __init__(self, weights, options, num_blocks=2, seed=0, counts=COUNTS):
         self.column_counts = counts
@@ -268,7 +268,7 @@ class ColumnBackend(FiberBackend):
 
 
 class ChunkBackend(FiberBackend):
-    """The same with prompts in chunks of so many positions; requests take turns."""
+    """FiberBackend with prompts in chunks of so many positions; requests go round robin."""
 
     def __init__(self, weights, options, num_blocks=2, seed=0, positions=POSITIONS):
         self.chunk_positions = positions

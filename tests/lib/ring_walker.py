@@ -130,9 +130,9 @@ class RingWalker:
                 if name == "o_proj":
                     self._attention(layer, it, position)
                 stage = s.stage(name)
-                past = self._past(stage, layer, it)
+                delayed = self._delayed(stage, layer, it)
                 for key in self.streams:
-                    self._matvec_block(stage, layer, it, key, x[key], source, target, past)
+                    self._matvec_block(stage, layer, it, key, x[key], source, target, delayed)
                 if target.endswith("_out"):
                     for key in self.streams:
                         self._join(stage, layer, it, key, x)
@@ -152,10 +152,10 @@ class RingWalker:
 
     # ---- stages ----
 
-    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, past) -> None:
+    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, delayed) -> None:
         rank, block = key
         shard = self.lo.shard(stage, block, rank)
-        place = self.lo.place(stage, block)
+        place = self.lo.group_index(stage, block)
         rows = self.lo.block_rows(stage, layer, place, rank)
         scale = 1.0
         if source == "x":
@@ -182,12 +182,12 @@ class RingWalker:
             if target + "_past" in self.buffers:
                 self.buffers[target + "_past"].publish(it, shard, ids[0], values)
             if how is Reduce.DELAYED:
-                values = values + past[shard][ids]
+                values = values + delayed[shard][ids]
             elif how is Reduce.OWN:
                 values = values * np.sqrt(self.spec.num_lanes)
         self.buffers[target].publish(it, shard, ids[0], values)
 
-    def _past(self, stage, layer, it):
+    def _delayed(self, stage, layer, it):
         """What the other lanes sent `delay` layers ago, for every shard."""
         if (
             not stage.target.endswith("_out")
@@ -271,7 +271,7 @@ class RingWalker:
         logits = np.full(spec.vocab_size, np.nan)
         for rank, block in self.streams:
             shard = self.lo.shard(stage, block, rank)
-            rows = self.lo.block_rows(stage, 0, self.lo.place(stage, block), rank)
+            rows = self.lo.block_rows(stage, 0, self.lo.group_index(stage, block), rank)
             if spec.head is Head.VOCAB_PARALLEL:
                 inputs, first = self._normed(streams[shard], shard), shard * stage.rows
             else:
@@ -385,5 +385,5 @@ def spec_of(**changes) -> ModelSpec:
 
 
 def f16_spec(**changes) -> ModelSpec:
-    """The same in float16."""
+    """As `spec_of`, in float16."""
     return spec_of(dtype=DType.F16, **changes)

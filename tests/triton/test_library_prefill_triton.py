@@ -46,14 +46,14 @@ def test_fused_kernels_compute_the_same(name, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["normed", "turned", "gated"])
+@pytest.mark.parametrize("kernel", ["normed", "rotated", "gated"])
 def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
     from kog_triton.backends.prefill import fused as kernels
 
     right = getattr(kernels, kernel)
     wrong = {
         "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
-        "turned": lambda qkv, norms, rope, spec, first, cache: right(
+        "rotated": lambda qkv, norms, rope, spec, first, cache: right(
             qkv, None, rope, spec, first, cache
         ),
         "gated": lambda h: right(h.flip(-1)),

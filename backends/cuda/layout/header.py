@@ -126,7 +126,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "most_seats": protocol.MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
-        "pair_turn": wire.TURN,
+        "pair_turn": wire.PAIR_ROTATION,
         "exponent_top": wire.EXPONENT_TOP,
     }
 
