@@ -21,7 +21,7 @@ from kog_triton.backends.triton.kernel.columns import (
     vectors,
 )
 from kog_triton.backends.triton.kernel.partition import begins, parts, width
-from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, bias_at
+from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
     OUTCOME,
@@ -62,30 +62,27 @@ def gather(number, say, layer, alive, block, p, S: tl.constexpr):
 
 
 @triton.jit
-def sent(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+def sent(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
     """A lane's output of a module for token t: float32 [n]."""
     PARTS: tl.constexpr = parts(S, STAGE)
     y = tl.zeros((i.numel,), tl.float32)
     for part in tl.static_range(PARTS):
-        rows = out_rows(which, layer, part, lane, p, S) + t * S.hidden_size
+        rows = out_rows(layer, part, lane, p, S, STAGE) + t * S.hidden_size
         y += tl.load(rows + i, mask=inside, other=0.0)
-    if S.o_bias if STAGE == 1 else S.mlp_bias:
-        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.hidden_size
-        y += tl.load(bias + i, mask=inside, other=0.0)
-    return y
+    return biased(y, i, inside, lane, layer, p, S, STAGE)
 
 
 @triton.jit
-def received(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+def received(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
     """What joins a lane's stream, as the layer reduces the module's outputs."""
-    y = sent(which, layer, lane, t, i, inside, p, S, STAGE)
+    y = sent(layer, lane, t, i, inside, p, S, STAGE)
     if S.mixed_reduce:
-        how = tl.load(p.reduces + which * S.num_layers + layer)
+        how = ask_reduce(layer, p, S, STAGE)
         y = tl.where(how == OWN, y * tl.sqrt(S.lanes * 1.0), y)
         source = tl.where(how == DELAYED, layer - S.delay, layer)
         for other in range(tl.where(how == OWN, S.lanes, 0), S.lanes):
             if other != lane:
-                y += sent(which, source, other, t, i, inside, p, S, STAGE)
+                y += sent(source, other, t, i, inside, p, S, STAGE)
     return y
 
 
@@ -103,14 +100,14 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
         stream = p.chunk + AT + (lane * S.columns + t) * S.hidden_size + i
         if STAGE == 2:
             x = tl.load(stream, mask=inside, other=0.0)
-            x += received(0, layer, lane, t, i, inside, p, S, 1)
+            x += received(layer, lane, t, i, inside, p, S, 1)
         elif layer == 0:
             token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + t)
             row = p.half_embed + token.to(tl.int64) * S.hidden_size
             x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
         else:
             x = tl.load(stream, mask=inside, other=0.0)
-            x += received(1, layer - 1, lane, t, i, inside, p, S, 3)
+            x += received(layer - 1, lane, t, i, inside, p, S, 3)
         tl.store(stream, x, mask=inside)
         norm = 2 * layer + STAGE // 2
         if S.lane_norms:
