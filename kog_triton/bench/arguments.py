@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.backends.choose import known_names
-from kog_triton.bench.peers import MODULES
+from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
 from kog_triton.errors import RequestError
@@ -177,7 +177,7 @@ def _repeated() -> Parser:
 def _timed() -> Parser:
     out = Parser(add_help=False, parents=[_repeated()])
     out.add_argument(
-        "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
+        "--peer", action="append", metavar="NAME", choices=PEERS, help=f"{', '.join(PEERS)}"
     )
     out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
     out.add_argument(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_triton.backends.choose import Choice, choose, known_names, look_at
 from kog_triton.bench.arguments import each_depth, parse
-from kog_triton.bench.peers import MODULES, find_peer
+from kog_triton.bench.peers import PEERS, find_peer
 from kog_triton.bench.record import kept_file, make_record, target_of, write
 from kog_triton.cli.command import run
 from kog_triton.errors import RequestError, RunError
@@ -106,7 +106,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         if find_device(args.device)[0].type == "cpu":  # known before a model is opened
             raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
     common, absent = _common(args, deepest + tokens)
-    peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
+    peers = args.peer or (list(PEERS) if args.kind == "compare" else [])
     task = Task(
         **common,
         test=test,
