@@ -123,12 +123,9 @@ def stage_table(record: dict[str, Any]) -> Table:
                 f"{s['us'] * s['runs']:,.1f}",
             )
         if row["status"] == "timed":
-            table.add_row(row["name"], "all", *[""] * 6, f"{_all_runs(stages):,.1f}")
+            whole = sum(s["us"] * s["runs"] for s in stages)
+            table.add_row(row["name"], "all", *[""] * 6, f"{whole:,.1f}")
     return table
-
-
-def _all_runs(stages: list[dict[str, Any]]) -> float:
-    return sum(s["us"] * s["runs"] for s in stages)
 
 
 def startup_table(record: dict[str, Any]) -> Table:
@@ -144,7 +141,11 @@ def startup_table(record: dict[str, Any]) -> Table:
 def notes(record: dict[str, Any]) -> list[str]:
     """What has to be known to read the table."""
     test, machine = record["test"], record["machine"]
-    lines = [f"{row['name']}: {row['status']}: {row['note']}" for row in _untimed(record)]
+    lines = [
+        f"{row['name']}: {row['status']}: {row['note']}"
+        for row in record["rows"]
+        if row["status"] != "timed"
+    ]
     lines += [
         f"{row['name']}: {row['note']}"
         for row in record["rows"]
@@ -196,10 +197,6 @@ def notes(record: dict[str, Any]) -> list[str]:
         f"commit {commit}, source {machine['source'][:12]}"
     )
     return lines
-
-
-def _untimed(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in record["rows"] if row["status"] != "timed"]
 
 
 def _bandwidth(bandwidth: dict[str, Any]) -> str:

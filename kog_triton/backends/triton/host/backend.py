@@ -1,6 +1,5 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends.clock import clock
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
 from kog_triton.backends.prefill.read_once import read_once
@@ -259,15 +259,15 @@ class TritonBackend:
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         before()
-        clock = _clock(self.device)
+        seconds = clock(self.device)
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
-        seconds = clock()
+        took = seconds()
         # Without the heartbeat in `pointers`, which is that of the last launch that served.
         if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
-        return seconds
+        return took
 
 
 def _too_old(device: torch.device) -> str:
@@ -288,22 +288,6 @@ def _known_gpu(device: torch.device) -> Gpu | None:
         return find_gpu(torch.cuda.get_device_name(device))
     except DeviceError:
         return None
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts after all that is queued; calling the result waits for what was queued since: the seconds it took."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        return lambda: time.perf_counter() - started
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
-
-    def stop() -> float:
-        ended.record()
-        ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3
-
-    return stop
 
 
 def _blocks(gpu: Gpu | None, device: torch.device) -> int:
