@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.clock import clock
+from kog_triton.backends.device import clock
 from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 

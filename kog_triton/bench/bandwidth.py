@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.clock import clock
+from kog_triton.backends.device import clock
 from kog_triton.schedule.topology import Gpu
 
 # What the H200 reached on which the project's absolute targets were set, by bulk copies.

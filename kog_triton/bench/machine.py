@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import kog_triton
+from kog_triton.backends.device import gpu_of
 from kog_triton.doctor import driver, installed_version, system
-from kog_triton.errors import DeviceError
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import Gpu
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
 SOURCES = (".py", ".cu", ".h")
@@ -77,12 +77,7 @@ def describe() -> dict[str, Any]:
 
 def gpu_row() -> Gpu | None:
     """The row of topology for the GPU that torch sees; None without a GPU or a row."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return find_gpu(torch.cuda.get_device_name())
-    except DeviceError:
-        return None
+    return gpu_of(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def source_files() -> dict[str, Path]:

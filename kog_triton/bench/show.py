@@ -45,7 +45,7 @@ def speed_table(record: dict[str, Any]) -> Table:
     if decoding:
         names += ["tokens/s", "device t/s", "p50 us", "p99 us", "p99/p50", "roofline us", "MBU"]
     names += ["TTFT ms"] if decoding else ["tokens/s", "roofline ms", "TTFT ms"]
-    table = _table(names)
+    table = plain_table(names)
     for row in record["rows"]:
         if row["status"] == "absent":
             continue
@@ -83,7 +83,7 @@ def _device_rate(row: dict[str, Any]) -> str:
 def concurrency_table(record: dict[str, Any]) -> Table:
     """A row a backend and number of requests at a time; tokens/s are those of all of them."""
     names = ["", "requests", "text", "as alone", "tokens/s", "device t/s", "over one", "p50 us"]
-    table = _table([*names, "p99 us", "roofline us", "MBU", "TTFT ms"])
+    table = plain_table([*names, "p99 us", "roofline us", "MBU", "TTFT ms"])
     for row in record["rows"]:
         if not row["host"]:
             continue
@@ -107,7 +107,9 @@ def concurrency_table(record: dict[str, Any]) -> Table:
 
 def stage_table(record: dict[str, Any]) -> Table:
     """A row a stage and backend; below them what a token's runs add up to."""
-    table = _table(["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"])
+    table = plain_table(
+        ["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"]
+    )
     for row in record["rows"]:
         stages = row.get("stages") or []
         for s in stages:
@@ -130,7 +132,7 @@ def stage_table(record: dict[str, Any]) -> Table:
 
 def startup_table(record: dict[str, Any]) -> Table:
     """A row a round: seconds of each phase."""
-    table = _table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
+    table = plain_table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
     for row in record["rows"]:
         for index in range(record["test"]["rounds"]):
             seconds = (f"{row['startup'][phase][index]:.2f}" for phase in PHASES)
@@ -220,13 +222,6 @@ def _conditions(conditions: dict[str, Any]) -> str:
         for s in samples
     )
     return f"{ends}; throttling: {', '.join(conditions['throttled']) or 'none seen'}"
-
-
-def _table(names: list[str]) -> Table:
-    table = plain_table()
-    for name in names:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    return table
 
 
 def _n(value: float | None, how: str) -> str:

@@ -27,7 +27,7 @@ from kog_triton.backends import (
     find_backend,
 )
 from kog_triton.backends.choose import Choice
-from kog_triton.backends.clock import clock
+from kog_triton.backends.device import clock
 from kog_triton.bench.engines import check_devices
 from kog_triton.bench.model import SEED
 from kog_triton.bench.task import Common, Say

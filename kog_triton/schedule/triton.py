@@ -99,7 +99,6 @@ class Tiles:
     lanes: int
     delay: int
     delayed_buffers: int
-    mixed_reduce: bool  # layers differ in how they reduce
     head_mode: int
     num_blocks: int
     group: int  # blocks of one lane
@@ -307,7 +306,6 @@ def lower_tiles(
         lanes=lanes,
         delay=spec.delay if delayed else 0,
         delayed_buffers=3 * spec.delay if delayed else 0,
-        mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,
         group=group,
@@ -385,18 +383,14 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            tiling = StageTiles(**(tiling.__dict__ | {"offset": base}))
+            tiling = replace(tiling, offset=base)
             offset += tiling.tiles * tiling.words * blocks
             cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
             stages.append(tiling)
-        if len(stages) == 5 and _stream_fits(stages):
+        # The residual stream is held in registers, at most eight tensors a plane.
+        if len(stages) == 5 and stages[0].k_tiles <= 8:
             options.append((cost, -group, -words, tuple(stages)))
     return options
-
-
-def _stream_fits(stages: list[StageTiles]) -> bool:
-    """The residual stream is held in registers, at most eight tensors a plane."""
-    return stages[0].k_tiles <= 8
 
 
 def _cost(s: StageTiles) -> float:

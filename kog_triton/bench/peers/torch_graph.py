@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
-from kog_triton.bench.peers.transformers_model import DTYPES
 from kog_triton.schedule.rope import rope_table
 
 CHUNK = 512  # prompt tokens of one pass: bounds the score matrix
@@ -30,7 +30,7 @@ class PlainDecoder:
 
     def __init__(self, weights: WeightSource, device: torch.device, context: int) -> None:
         spec = self.spec = weights.spec
-        dtype = DTYPES[spec.dtype]
+        dtype = TORCH_DTYPES[spec.dtype]
 
         def get(name: str) -> Tensor:
             tensor = weights.load(name).to(device, dtype)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.peers import Setting
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
-from kog_triton.model.spec import DType, ModelSpec, RopeScaling
+from kog_triton.model.spec import ModelSpec, RopeScaling
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
 class TransformersPeer:
@@ -113,7 +113,7 @@ def load_model(weights: WeightSource, device: torch.device) -> Any:
 
     spec = weights.spec
     with device:
-        model = AutoModelForCausalLM.from_config(config_of(spec), dtype=DTYPES[spec.dtype])
+        model = AutoModelForCausalLM.from_config(config_of(spec), dtype=TORCH_DTYPES[spec.dtype])
     model.eval()
     own = model.state_dict()
     missing = set(own)

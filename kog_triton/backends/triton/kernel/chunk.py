@@ -20,7 +20,7 @@ from kog_triton.backends.triton.kernel.columns import (
     store_qkv,
     vectors,
 )
-from kog_triton.backends.triton.kernel.partition import begins, parts, width
+from kog_triton.backends.triton.kernel.partition import begins, parts
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
@@ -76,7 +76,7 @@ def sent(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
 def received(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
     """What joins a lane's stream, as the layer reduces the module's outputs."""
     y = sent(layer, lane, t, i, inside, p, S, STAGE)
-    if S.mixed_reduce:
+    if S.lanes > 1:
         how = ask_reduce(layer, p, S, STAGE)
         y = tl.where(how == OWN, y * tl.sqrt(S.lanes * 1.0), y)
         source = tl.where(how == DELAYED, layer - S.delay, layer)
@@ -90,7 +90,6 @@ def received(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr)
 def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The vectors that qkv_proj (STAGE 0) or gate_up_proj (2) reads: the stream, joined by what came before, normed."""
     HIDDEN: tl.constexpr = triton.next_power_of_2(S.hidden_size)
-    WIDTH: tl.constexpr = width(S, STAGE)
     AT: tl.constexpr = begins(S, "stream")
     HALF: tl.constexpr = S.hidden_size // 2
     i = tl.arange(0, HIDDEN)
@@ -115,7 +114,7 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
         gains = p.gains + norm * S.hidden_size + (i & 1) * HALF + (i >> 1)
         scale = tl.rsqrt(tl.sum(x * x) / S.hidden_size + S.norm_eps)
         x = in_range(x * scale * tl.load(gains, mask=inside, other=0.0), S)
-        to = vectors("x", lane, p, S, WIDTH) + t * WIDTH + i
+        to = vectors("x", lane, t, p, S) + i
         tl.store(to, x.to(p.half_chunk.dtype.element_ty), mask=inside)
 
 
@@ -126,26 +125,23 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
 def run_step(step, layer, base, pos, count, slot, coords, p, S: tl.constexpr):
     """One step of a layer whose first weight is at `base`."""
     block, lane, _ = coords
-    X: tl.constexpr = width(S, 0)
-    A: tl.constexpr = width(S, 1)
-    H: tl.constexpr = width(S, 3)
     if step == 0:
         feed(pos, count, slot, layer, block, p, S, 0)
     elif step == 1:
-        x = vectors("x", lane, p, S, X)
+        x = vectors("x", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 0, store_qkv)
     elif step == 2:
         attend(layer, pos, count, slot, coords, p, S)
     elif step == 3:
-        x = vectors("attention", lane, p, S, A)
+        x = vectors("attention", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 1, store_out)
     elif step == 4:
         feed(pos, count, slot, layer, block, p, S, 2)
     elif step == 5:
-        x = vectors("x", lane, p, S, X)
+        x = vectors("x", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 2, store_gated)
     else:
-        x = vectors("mlp", lane, p, S, H)
+        x = vectors("mlp", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 3, store_out)
 
 

@@ -16,6 +16,7 @@ from kog_triton.backends.triton.kernel.partition import (
     span,
     step,
     tile_strides,
+    vector_width,
     width,
 )
 from kog_triton.backends.triton.kernel.residual import biased
@@ -24,10 +25,11 @@ from kog_triton.backends.triton.kernel.words import in_range
 
 
 @triton.jit
-def vectors(name: tl.constexpr, lane, p, S: tl.constexpr, WIDTH: tl.constexpr):
-    """The lane's rows of a region of `half_chunk`, WIDTH values each."""
+def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
+    """Where vector `t` of a lane begins in a region of `half_chunk`."""
     AT: tl.constexpr = begins(S, name)
-    return p.half_chunk + AT + lane * (S.columns * WIDTH)
+    WIDTH: tl.constexpr = vector_width(S, name)
+    return p.half_chunk + AT + lane * (S.columns * WIDTH) + t * WIDTH
 
 
 @triton.jit
@@ -126,14 +128,13 @@ def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE
 def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
     """silu(gate) * up of woven rows: gate, up, gate, up."""
     M: tl.constexpr = row_tile(S, STAGE)
-    WIDTH: tl.constexpr = width(S, 3)
     COLUMNS: tl.constexpr = S.columns
     y = biased(y, row, owned, lane, layer, p, S, STAGE)
     gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
     h = in_range(gate / (1.0 + tl.exp(-gate)) * up, S)
     gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
     t, valid = here(count, S)
-    to = vectors("mlp", lane, p, S, WIDTH) + t * WIDTH + (gate_row // 2)[None, :]
+    to = vectors("mlp", lane, t, p, S) + (gate_row // 2)[None, :]
     own, _ = tl.split(tl.reshape(owned.to(tl.int32), (M // 2, 2)))
     tl.store(to, h.to(p.half_chunk.dtype.element_ty), mask=valid & (own != 0)[None, :])
 

@@ -211,7 +211,7 @@ def delayed_words(it, at, valid, p, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def ask_reduce(layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """How the layer reduces a module's outputs; asked for before a wait, used after it."""
-    if S.mixed_reduce:
+    if S.lanes > 1:
         return tl.load(p.reduces + STAGE // 2 * S.num_layers + layer)
     else:
         return 0
@@ -258,7 +258,7 @@ def publish_module(
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
     _, lane, group_index = coords
     to = p.words + S.region(module_output(STAGE))
-    if S.mixed_reduce:
+    if S.lanes > 1:
         row, at, valid = module_rows(group_index, S, STAGE)
         y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
         raw = y
@@ -290,7 +290,7 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
     OUTPUT: tl.constexpr = module_output(STAGE)
     REASON: tl.constexpr = module_wait(STAGE, OUTPUT)
     base = p.words + S.region(OUTPUT)
-    if S.mixed_reduce:
+    if S.lanes > 1:
         first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
         if S.delay > 0:
             # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
