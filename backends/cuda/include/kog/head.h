@@ -30,17 +30,19 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(stage_place<LmHead>(b), 0), NothingAhead<LmHead>(),
-      [](int, bool) { return 0; },
-      [&](int row, bool owner, float sum, int) {
+      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, InScratch(), NothingAhead(),
+      [](int, const Item&) { return 0; },
+      [&](const Item& item, float sum, int) {
+        int row = item.row;
         if (scale == 0) scale = inverse_rms(b);
-        if (!owner) return;
+        if (!item.there) return;
         if ((flags & (kAllLogits | kWantsMore)) != 0)
           kept_logits(b, flags, k.heads)[first + row] = sum * scale;
         if ((flags & kEdited) != 0) return;
         Candidate c = candidate(b.request, sum * scale, first + row, position + 1);
         if (beats(c, mine)) mine = c;
-      });
+      },
+      [](int) {});
   stamp(b, Point::kQkvProj);
   k.ending.load(b);
   keep_best(b, mine);

@@ -1,6 +1,7 @@
 // The residual stream: embedded, sent as module outputs, gathered by every block into its own copy.
 #pragma once
-#include <kog/matvec.h>
+#include <kog/inputs.h>
+#include <kog/outputs.h>
 
 namespace kog {
 
@@ -109,9 +110,8 @@ struct Module {
                                  bool owner, float y, Old& old) {
     if constexpr (kHasPast) {
       if (owner) store_relaxed(past(b, iteration, b.lane, row), pack_f32(y, past_phase(iteration)));
-      if (how == kDelayed) y += others(b, how, iteration, row, owner, old);
     }
-    if (kLanes > 1 && how == kOwn) y *= kRootLanes;
+    y = reduced(how, y, [&] { return kHasPast ? others(b, how, iteration, row, owner, old) : 0.f; });
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
     u32 phase = phase_of(turns.own(iteration));
     if (kHasNow && how == kNow) {
@@ -129,11 +129,7 @@ struct Module {
     for (int j = 0; j < kLanes; j++)
       if (need(j)) bad |= (old.word[j] ^ phase) & 1;
     if (any_lane(bad != 0)) poll_words(b, Step::kPast, at, need, phase, old.word);
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kLanes; j++)
-      if (need(j)) sum += unpack_f32(old.word[j]);
-    return sum;
+    return add_lanes(0, need, [&](int j) { return old.word[j]; });
   }
 
   // x joined with the module's outputs of the lane, or of all lanes.

@@ -13,6 +13,8 @@ KOG_DEVICE u32 pack_f32(float v, u32 phase) {
   return ((v != v ? kNanF32 : bits_of(v)) & ~1u) | phase;
 }
 KOG_DEVICE float unpack_f32(u32 w) { return float_of(w & ~1u); }
+// A value as its readers will find it.
+KOG_DEVICE float sent_f32(float v) { return unpack_f32(pack_f32(v, 0)); }
 
 // 16 bits of the model's type.
 KOG_DEVICE float widen(u32 bits) {
@@ -66,6 +68,16 @@ KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
 
 KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
+}
+
+// Where the lane's part of a region begins, of its first buffer.
+template <class Words>
+KOG_DEVICE int lane_place(const Block& b) {
+  return Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride);
+}
+template <class Words>
+KOG_DEVICE u32* lane_words(const Block& b) {
+  return b.p.words + lane_place<Words>(b);
 }
 
 // Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,

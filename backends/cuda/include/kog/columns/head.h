@@ -126,8 +126,9 @@ KOG_DEVICE void run_head(Block& b) {
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;
   Candidate mine = nobody();
-  run_units<LmHead>(
-      b, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingTaken(),
+  Walk k;
+  run_rows<LmHead>(
+      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = head_scale(b, item.column);

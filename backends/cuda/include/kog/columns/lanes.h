@@ -96,9 +96,9 @@ struct Reduction {
           w);
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
-#pragma unroll
-        for (int lane = 0; lane < kLanes; lane++)
-          if (all || lane != b.lane) sum[a] += unpack_f32(w[a * kLanes + lane]);
+        sum[a] = add_lanes(
+            sum[a], [&](int lane) { return all || lane != b.lane; },
+            [&](int lane) { return w[a * kLanes + lane]; });
         int n = next + a * kWarps;
         if (n < count) *joined(b, n) = sum[a];
       }
@@ -112,12 +112,11 @@ struct Reduction {
   }
   // What joins the stream for an output, unless it is reduced NOW.
   KOG_DEVICE float owed(const Block& b, const Item& item, float y) const {
-    if (how == kOwn) return y * kRootLanes;
-    return y + *joined(b, piece_of<Stage>(item) - first);
+    return reduced(how, y, [&] { return *joined(b, piece_of<Stage>(item) - first); });
   }
-  // Behind the stage: put(item, stream) by whole warps, then done(piece).
-  template <class Put, class Done>
-  KOG_DEVICE void end(Block& b, const Streams& x, Put put, Done done) const {
+  // Behind the stage, whose rows go where `sink` sends them.
+  template <class Sink>
+  KOG_DEVICE void end(Block& b, const Streams& x, const Sink& sink) const {
     if constexpr (kSends) {
       if (how != kNow) return;
       join(b, b.layer, true, x);
@@ -126,8 +125,8 @@ struct Reduction {
       Reduction again(b);  // kept while words are waited for, its pieces would be spilled
 #pragma unroll 1
       for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
-        put(item_of<Stage>(b, piece), *joined(b, piece - again.first));
-        done(piece);
+        sink.put_stream(item_of<Stage>(b, piece), *joined(b, piece - again.first));
+        sink.raise(piece);
       }
       sync_consumers();  // the sums have been read
     }

@@ -12,15 +12,6 @@
 
 namespace kog::columns {
 
-KOG_DEVICE void enter_layer(const Block& b, int layer) {
-  keep(b, &Kept::layer, static_cast<u32>(layer));
-}
-KOG_DEVICE void begin_stage(Block& b) {
-  b.begin_stage();
-  b.layer = static_cast<int>(kept(b, &Kept::layer));
-  KOG_ASSUME(b.layer >= 0 && b.layer < kLayers);
-}
-
 // The streams at a layer's start, and behind its attention.
 KOG_DEVICE Streams layer_streams(const Block& b) {
   if (b.layer == 0) return {nullptr, 0};
@@ -28,17 +19,6 @@ KOG_DEVICE Streams layer_streams(const Block& b) {
 }
 KOG_DEVICE Streams inner_streams(const Block& b) {
   return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
-}
-
-template <class Stage>
-KOG_DEVICE const float* bias_of(const Block& b) {
-  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt +
-         lane_of(b) * Stage::kRows;
-}
-template <class Stage>
-KOG_DEVICE Units layer_units(Block& b) {
-  begin_stage(b);
-  return units_of<Stage>(b.place, b.layer);
 }
 
 // The stages that multiply x: what is staged serves either.
@@ -59,24 +39,13 @@ constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits /
 constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
 using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
+
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
   Operands<QkvProj> x(b);
   x.hold();
-  u32 phase = phase_of(iteration_of(b));
-  const float* bias = bias_of<QkvProj>(b);
-  float scale = 0;
-  run_units<QkvProj>(
-      b, [&] { return layer_units<QkvProj>(b); }, x, ahead,
-      [&](int, const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
-      [&](const Item& item, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b, item.column);
-        float v = sum * scale + asked, next = shuffle_down(v, 1);
-        u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
-        if (item.there && item.row % 2 == 0)
-          store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
-      },
-      [](int) {});
+  Walk k;
+  qkv_rows(b, k, x, ahead, phase_of(iteration_of(b)));
 }
 
 // The hint of the block at this place, as units_of turns it: those that one warp waits for lie
@@ -90,31 +59,15 @@ KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   Operands<GateUpProj> x(b);
   x.hold();
   int iteration = iteration_of(b);
-  u32* to = lane_words<MlpWords>(b);
-  u32 phase = phase_of(iteration);
-  const float* bias = bias_of<GateUpProj>(b);
-  float scale = 0;
-  run_units<GateUpProj>(
-      b, [&] { return layer_units<GateUpProj>(b); }, x, ahead,
-      [&](int, const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
-      [&](const Item& item, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b, item.column);
-        float v = sum * scale + asked, up = shuffle_down(v, 1);
-        float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
-              next = shuffle_down(h, 2);
-        if (item.there && item.row % 4 == 0)
-          store_relaxed(to + narrow_place<DownProj>(item.row / 4, item.column),
-                        pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
-      },
-      [](int) {});
+  Walk k;
+  gate_up_rows(b, k, x, ahead, phase_of(iteration));
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(b, turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
 }
 
-// What an output of o_proj or down_proj joins. Loaded by all lanes, of a value that exists: one that were
-// either loaded or zero would be moved between registers, and so waited for, at once.
+// What an output of o_proj or down_proj joins; loaded as biases are (../outputs.h).
 struct Base {
   float bias;
   u32 x;
@@ -122,7 +75,7 @@ struct Base {
 template <class Stage, bool kBias>
 KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
   int row = item.there ? item.row : 0, column = item.there ? item.column : 0;
-  return {kBias ? bias_of<Stage>(b)[row] : 0.f, x.ask(b, column, row)};
+  return {bias_of<Stage, kBias>(b, item), x.ask(b, column, row)};
 }
 // Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs. Asked for
 // behind those, they were waited for before the first weight (benchmarks/README.md). Of several batches each
@@ -134,7 +87,7 @@ struct Bases {
 
   KOG_DEVICE Bases(Block& b, const Streams& x) {
     if constexpr (!kOneBatch<Stage>) return;
-    Pieces<Stage> mine(b, layer_units<Stage>(b));
+    Pieces<Stage> mine(b, Walk().units<Stage>(b));
 #pragma unroll
     for (int r = 0; r < kCount; r++) {
       int piece = mine.first + r * kWarps;
@@ -145,43 +98,51 @@ struct Bases {
   }
 };
 
-// o_proj or down_proj: rows to the streams, from `x` on. With those of the last layer this step's rows of
+// Rows of o_proj or down_proj to the streams, from `x` on. With those of the last layer this step's rows of
 // the cache become visible.
 template <class Stage, class Words, class Hints, class Sends, bool kBias, bool kEndsLayer>
-KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Streams& x,
-                            const Bases<Stage, kBias>& bases) {
-  u32* to = lane_words<Words>(b);
-  auto put = [&](const Item& item, float stream) {
+struct Sink {
+  using Asked = Base;
+  Block& b;
+  const Streams& x;
+  const Bases<Stage, kBias>& bases;
+
+  KOG_DEVICE Base ask(int r, const Item& item) const {
+    if constexpr (kOneBatch<Stage>) return bases.of[r];
+    return ask_base<Stage, kBias>(b, x, item);
+  }
+  KOG_DEVICE void put(const Item& item, float y, const Base& base) const {
+    if constexpr (kLanes > 1) {
+      Reduction<Stage, Sends> lanes(b);
+      lanes.send(b, item, y);
+      if (lanes.how == kNow) return;
+      y = lanes.owed(b, item, y);
+    }
+    // Rounded as a word that carries its readiness: a kernel of one token sends such.
+    put_stream(item, x.read(base.x) + sent_f32(y));
+  }
+  KOG_DEVICE void put_stream(const Item& item, float stream) const {
     bool last = kEndsLayer && kept(b, &Kept::layer) == kLayers - 1;
     if (last) fence_gpu();  // pairs with the one behind the last layer
     u32 word = pack_f32(stream, phase_of(iteration_of(b)));
-    if (item.there) store_relaxed(to + item.column * kHiddenStride + item.row, word);
-  };
-  auto done = [&](int piece) {
+    u32* to = lane_words<Words>(b) + item.column * kHiddenStride + item.row;
+    if (item.there) store_relaxed(to, word);
+  }
+  KOG_DEVICE void raise(int piece) const {
     raise_rows<Stage, Hints>(b, piece, epoch_of(iteration_of(b)));
-  };
-  run_units<Stage>(
-      b, [&] { return layer_units<Stage>(b); }, operands, NothingTaken(),
-      [&](int r, const Item& item) {
-        if constexpr (kOneBatch<Stage>) return bases.of[r];
-        return ask_base<Stage, kBias>(b, x, item);
-      },
-      [&](const Item& item, float sum, const Base& base) {
-        float y = sum * kPairUnit + base.bias;
-        if constexpr (kLanes > 1) {
-          Reduction<Stage, Sends> lanes(b);
-          lanes.send(b, item, y);
-          if (lanes.how == kNow) return;
-          y = lanes.owed(b, item, y);
-        }
-        // Rounded as a word that carries its readiness: a kernel of one token sends such.
-        put(item, x.read(base.x) + unpack_f32(pack_f32(y, 0)));
-      },
-      [&](int piece) {
-        if (kLanes == 1 || Sends::how(b) != kNow) done(piece);
-      });
+  }
+  KOG_DEVICE void done(int piece) const {
+    if (kLanes == 1 || Sends::how(b) != kNow) raise(piece);
+  }
+};
+template <class Stage, class Words, class Hints, class Sends, bool kBias, bool kEndsLayer>
+KOG_DEVICE void send_rows(Block& b, const Operands<Stage>& operands, const Streams& x,
+                          const Bases<Stage, kBias>& bases) {
+  Walk k;
+  Sink<Stage, Words, Hints, Sends, kBias, kEndsLayer> sink{b, x, bases};
+  module_rows<Stage>(b, k, operands, NothingAhead(), sink);
   begin_stage(b);
-  Reduction<Stage, Sends>(b).end(b, x, put, done);
+  Reduction<Stage, Sends>(b).end(b, x, sink);
 }
 
 KOG_DEVICE void o_proj(Block& b) {
@@ -194,7 +155,7 @@ KOG_DEVICE void o_proj(Block& b) {
                                      [&] { await_attention<OProj>(b, epoch_of(iteration)); });
   stamp(b, Point::kOProjInput);
   begin_stage(b);
-  module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, AttentionSends, kOBias, false>(
+  send_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, AttentionSends, kOBias, false>(
       b, operands, layer_streams(b), bases);
 }
 
@@ -237,7 +198,7 @@ KOG_DEVICE void down_proj(Block& b) {
   stage_mlp(b, operands, iteration_of(b));
   stamp(b, Point::kDownProjInput);
   begin_stage(b);
-  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, MlpSends, kMlpBias, true>(
+  send_rows<DownProj, MlpOutWords, MlpOutFlagsWords, MlpSends, kMlpBias, true>(
       b, operands, inner_streams(b), bases);
 }
 

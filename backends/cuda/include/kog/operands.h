@@ -1,5 +1,5 @@
-// What weights meet in a kernel of columns: activations of kColumns tokens, a set of them an instruction, which
-// are columns of its other operand:
+// What weights meet: activations of kColumns tokens, a set of them an instruction, which are columns of its
+// other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
 //   narrow   up to 4 tokens: [even, odd] of each
@@ -12,21 +12,42 @@
 //
 // Operands of a step of K, in memory or in scratch, are [set][lane][word] (wide: as fragments of eight rows
 // take them, for those of four pick theirs), [even, odd][lane][word] (swapped) or [lane][set][word] (narrow).
-// A warp holds those of its first steps in registers; those of its last ones (kRead), where scratch has no
-// room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
+// A warp holds those of its first steps in registers, or, of one token, all if they are few; those of its last
+// ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
 #pragma once
-#include <kog/columns/flags.h>
-#include <kog/columns/kept.h>
-#include <kog/matvec.h>
+#include <kog/words.h>
 
-namespace kog::columns {
+namespace kog {
+
+// N words that one lane reads side by side.
+template <int N>
+struct Words {
+  u32 w[N];
+  KOG_DEVICE static Words load(const u8* p) {
+    if constexpr (N == 4) {
+      uint4 v = *reinterpret_cast<const uint4*>(p);
+      return {{v.x, v.y, v.z, v.w}};
+    } else if constexpr (N == 2) {
+      uint2 v = *reinterpret_cast<const uint2*>(p);
+      return {{v.x, v.y}};
+    } else {
+      return {{*reinterpret_cast<const u32*>(p)}};
+    }
+  }
+};
+constexpr int kLaneWords = kFragK / 8;
+constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
+using Fragment = Words<kLaneWords>;
+using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane's column
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
 constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
                           GateUpProj::kFragmentRows == 8 && LmHead::kFragmentRows == 8;
 // A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
 // that stages four steps at once meet banks of their own.
-KOG_DEVICE int wide_turn(int step) { return kSwapped ? step % 2 * 16 : step % 4 * 8; }
+KOG_DEVICE int wide_turn(int step) {
+  return kColumns == 1 ? 0 : kSwapped ? step % 2 * 16 : step % 4 * 8;
+}
 
 template <class Stage>
 struct Cut {
@@ -55,6 +76,11 @@ struct Cut {
       Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
+  // Of a fragment, row by row, this lane's bytes.
+  KOG_DEVICE static int place_in_fragment(const Block& b) {
+    int row = kHalves == 1 ? b.in_warp / 4 : b.in_warp / 4 % 4 * 2 + b.in_warp / 16;
+    return (4 * row + b.in_warp % 4) * (kLaneWords * 4);
+  }
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
     return b.warp % Stage::kParts * kPartValues;
@@ -133,7 +159,8 @@ template <class Stage>
 struct Operands {
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;                                // a lane's words of a step
-  static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
+  // The first step in scratch; those of one token all come by it.
+  static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
@@ -148,10 +175,10 @@ struct Operands {
     staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
     lane = b.in_warp % S::kLanes * S::kLaneStride;
     first = part * Stage::kSteps;
-    if constexpr (kPicks) {
+    if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
-      lane = (4 * (2 * odd + low) + b.in_warp % 4) * kOperandWords;
-      staged += half * Cut<Wide>::kStepWords;
+      lane = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
+      staged += half * (S::kStepWords / S::kHalves);
       first = S::kHalves * first + half;
     }
   }
@@ -184,7 +211,7 @@ struct Operands {
   }
   KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
   KOG_DEVICE void store(int step, const Row& v) const { store_row(place(step), v); }
-  // Wide operands, which all come by the scratch, into registers if that is where they belong.
+  // Operands that all come by the scratch, into registers if that is where they belong.
   KOG_DEVICE void hold() {
 #pragma unroll
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
@@ -200,14 +227,16 @@ KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWo
   return v;
 }
 
-// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
+// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step. Of one token
+// they lie in order: its readers share them out.
 template <class Stage>
 KOG_DEVICE int narrow_place(int word, int token) {
   using S = Cut<Stage>;
+  if constexpr (kColumns == 1) return word;
   int in_step = word % (S::kStepValues / 2);
   return word / (S::kStepValues / 2) * S::kStepWords +
          S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
          token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
 }
 
-}  // namespace kog::columns
+}  // namespace kog
