@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton import __version__
-from kog_triton.arguments import Parser
-from kog_triton.choose import survey
-from kog_triton.command import run
+from kog_triton.backends.choose import survey
+from kog_triton.cli.arguments import Parser
+from kog_triton.cli.command import run
 from kog_triton.demo import checkpoint_path
 
 PACKAGES = (

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_triton.arguments import Parser, check_output, positive
-from kog_triton.command import INTERRUPTED, run
+from kog_triton.cli.arguments import Parser, check_output, positive
+from kog_triton.cli.command import INTERRUPTED, run
+from kog_triton.cli.stderr_log import STDERR_LOG, say
 from kog_triton.errors import RequestError
-from kog_triton.stderr_log import STDERR_LOG, say
 
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
@@ -40,7 +40,9 @@ SAMPLING_FLAGS = (
 
 
 def build_parser() -> Parser:
-    from kog_triton.choose import known_names  # imported inside `run`, where Ctrl-C is one line
+    from kog_triton.backends.choose import (
+        known_names,  # imported inside `run`, where Ctrl-C is one line
+    )
 
     parser = Parser(
         prog="kog generate",
@@ -223,7 +225,7 @@ def _body(argv: Sequence[str] | None) -> int:
     flags = sampling_flags(args)
     if args.interactive:
         with open_llm(args) as llm:
-            from kog_triton.interactive import converse  # behind what imports torch
+            from kog_triton.cli.interactive import converse  # behind what imports torch
 
             chat = llm.tokenizer.has_chat_template and not args.raw
             if args.system is not None and not chat:
@@ -238,8 +240,8 @@ def _body(argv: Sequence[str] | None) -> int:
 
 def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", text: str) -> int:
     """One prompt: stream its text, then show and record the figures."""
-    from kog_triton.interactive import show
-    from kog_triton.report import record, stats
+    from kog_triton.cli.interactive import show
+    from kog_triton.cli.report import record, stats
 
     prompt: Any = text
     if args.chat:

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kog_triton.backends import DTYPE_NAMES, Backend, BackendOptions
-from kog_triton.checkpoint import Checkpoint
-from kog_triton.choose import Choice, choose
+from kog_triton.backends.choose import Choice, choose
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.demo import checkpoint_path
 from kog_triton.engine import Engine, Job, draw_seed
 from kog_triton.errors import DeviceError, RequestError, shown, wrong

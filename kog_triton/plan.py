@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kog_triton.arguments import Parser, positive
-from kog_triton.command import run
-from kog_triton.console import Output, plain_table
+from kog_triton.cli.arguments import Parser, positive
+from kog_triton.cli.command import run
+from kog_triton.cli.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import CudaLowering, lower
@@ -117,7 +117,7 @@ def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
         from kog_triton.model.shapes import named_shape
 
         return shape, named_shape(shape)
-    from kog_triton.checkpoint import Checkpoint
+    from kog_triton.checkpoint.folder import Checkpoint
     from kog_triton.demo import checkpoint_path
 
     name = Path(model).name if model else "demo"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kog_triton.arguments import Parser, check_output, positive
 from kog_triton.backends import BackendOptions, WeightSource
+from kog_triton.backends.choose import choose, known_names
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter
-from kog_triton.choose import choose, known_names
-from kog_triton.command import run
+from kog_triton.cli.arguments import Parser, check_output, positive
+from kog_triton.cli.command import run
 from kog_triton.errors import DeviceError
 
 TOKENS, DEPTH, SEED = 4, 32, 0
@@ -56,12 +56,12 @@ def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[st
     if shape:
         import torch
 
+        from kog_triton.checkpoint.random_weights import RandomWeights
         from kog_triton.model.shapes import named_shape
-        from kog_triton.random_weights import RandomWeights
 
         on_gpu = torch.cuda.is_available() and device != "cpu"
         return shape, RandomWeights(named_shape(shape), SEED, "cuda" if on_gpu else "cpu")
-    from kog_triton.checkpoint import Checkpoint
+    from kog_triton.checkpoint.folder import Checkpoint
     from kog_triton.demo import checkpoint_path
 
     return Path(model).name if model else "demo", Checkpoint.open(model or checkpoint_path())

@@ -1,4 +1,4 @@
-"""Markers, skips, the path to the tests' own modules, and how Triton runs where there is no GPU.
+"""Markers, skips, and how Triton runs where there is no GPU.
 
 Triton decides when it is imported whether its kernels are compiled or interpreted, and every test of a
 process shares that import. Without a GPU they are interpreted; tests of the compiler compile in a process
@@ -6,13 +6,11 @@ of their own (test_triton_compile.py).
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+HOST = Path(__file__).parent / "host"
 NO_SKIPS = os.environ.get("KOG_TESTS_NO_SKIPS") == "1"
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 if not any(Path(driver).exists() for driver in GPU_DRIVERS):
@@ -33,7 +31,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint for the backend without a model; a module can have another of the same name."""
-    from fake_checkpoint import make_checkpoint
+    from tests.lib.fake_checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("fake"))
 
@@ -41,7 +39,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory):
     """A folder that, on the path, offers that backend by its entry point."""
-    from fake_backend import install
+    from tests.lib.fake_backend import install
 
     return install(tmp_path_factory.mktemp("site"))
 
@@ -49,7 +47,7 @@ def plugins(tmp_path_factory):
 @pytest.fixture
 def llm(folder):
     """That backend's engine, with two slots."""
-    from fake_backend import open_llm
+    from tests.lib.fake_backend import open_llm
 
     with open_llm(folder, num_slots=2) as llm:
         yield llm
@@ -58,14 +56,17 @@ def llm(folder):
 @pytest.fixture
 def narrow(folder):
     """The same with one slot only."""
-    from fake_backend import open_llm
+    from tests.lib.fake_backend import open_llm
 
     with open_llm(folder) as llm:
         yield llm
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests are skipped with a reason where there is none."""
+    """Tests of tests/host are marked so, but for slow ones; GPU tests are skipped with a reason where there is none."""
+    for item in items:
+        if HOST in item.path.parents and "slow" not in item.keywords:
+            item.add_marker("host")
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

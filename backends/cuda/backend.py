@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
-from kog_triton.backends.cuda.columns import COUNTS, ColumnKernel, Columns
+from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.header import render
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
-from kog_triton.backends.cuda.layout import Layout, lay_out
+from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.serving import (
@@ -33,9 +34,9 @@ from kog_triton.backends.cuda.serving import (
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
-from kog_triton.backends.library_prefill import open_library, run_prompt
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.read_once import read_once
+from kog_triton.backends.prefill.library import open_library, run_prompt
+from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources

@@ -1,4 +1,4 @@
-// The entry point. The generated header (header.py) stands before this text.
+// The entry point. The generated header (layout/header.py) stands before this text.
 #include <kog/decode.h>
 #include <kog/roles.h>
 

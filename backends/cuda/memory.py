@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.layout import MOST_SEATS, Layout
-from kog_triton.backends.cuda.names import LAYER, POINTS
-from kog_triton.backends.cuda.protocol import MAILBOX_WORDS
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.names import LAYER, POINTS
+from kog_triton.backends.cuda.layout.protocol import MAILBOX_WORDS
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode
-from kog_triton.backends.upload import upload
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.packing import pack_blocks

@@ -7,9 +7,9 @@ does not pass keeps what an older token left there: those are told by their time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from kog_triton.backends.cuda.layout import Layout
+from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.layout.names import LAYER, POINTS
 from kog_triton.backends.cuda.memory import Memory
-from kog_triton.backends.cuda.names import LAYER, POINTS
 
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Recording, Span

@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
-from kog_triton.backends.cuda.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.names import STEPS
+from kog_triton.backends.cuda.layout.protocol import Outcome, Word
 from kog_triton.backends.cuda.memory import Memory
-from kog_triton.backends.cuda.names import STEPS
-from kog_triton.backends.cuda.protocol import Outcome, Word
 
 from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import read_record

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.layout import Layout
+from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.layout.protocol import StageId
 from kog_triton.backends.cuda.memory import Memory, Pointers
-from kog_triton.backends.cuda.protocol import StageId
 
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.errors import RequestError

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.arguments import Parser, check_output, not_negative, positive, share
+from kog_triton.backends.choose import known_names
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.record import RESULTS, check_name
-from kog_triton.choose import known_names
+from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
 from kog_triton.errors import RequestError
 
 DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512

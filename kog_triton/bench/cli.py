@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kog_triton.backends.choose import Choice, choose, known_names, look_at
 from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import MODULES, find_peer
 from kog_triton.bench.record import kept_file, make_record, target_of, write
-from kog_triton.choose import Choice, choose, known_names, look_at
-from kog_triton.command import run
+from kog_triton.cli.command import run
 from kog_triton.errors import RequestError, RunError
 
 if TYPE_CHECKING:  # they import torch, which a command line that is refused does not wait for

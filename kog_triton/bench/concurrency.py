@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.subjects import BackendSubject, Run, Sampling
 from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
-from kog_triton.choose import Choice
 from kog_triton.model.spec import ModelSpec
 
 

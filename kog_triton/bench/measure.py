@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.peers import Peer, Setting
@@ -23,7 +24,6 @@ from kog_triton.bench.subjects import GREEDY, BackendSubject, Run, Sampling, Sub
 from kog_triton.bench.task import Common, Say
 from kog_triton.bench.timing import decode_bytes, floor, summarize
 from kog_triton.bench.trace import trace_kernels
-from kog_triton.choose import Choice
 
 MOST_NAMES = 160  # characters of kernels' names in an error
 

@@ -9,12 +9,12 @@ import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.bench.machine import gpu_row
-from kog_triton.checkpoint import Checkpoint
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DTYPES, DType
-from kog_triton.random_weights import RandomWeights
 from kog_triton.schedule.topology import VENDORS, find_gpu
 
 SEED = 0  # of weights and of prompts

@@ -24,9 +24,9 @@ def one_start(args: argparse.Namespace) -> dict[str, float]:
         dtype=args.dtype,
         max_model_len=MAX_CONTEXT,
     )
+    from kog_triton.backends.choose import choose
     from kog_triton.bench.model import find_device, open_model
     from kog_triton.bench.subjects import BackendSubject
-    from kog_triton.choose import choose
 
     imported = time.time()
     device, word = find_device(args.device)

@@ -9,7 +9,7 @@ from kog_triton.bench.bandwidth import TARGET_READ
 from kog_triton.bench.machine import gpu_row
 from kog_triton.bench.spans import read
 from kog_triton.bench.startup import PHASES
-from kog_triton.console import Output, plain_table
+from kog_triton.cli.console import Output, plain_table
 from kog_triton.profiling.show import span_table
 
 WIDTH = 132  # where stdout is no terminal

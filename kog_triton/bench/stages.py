@@ -26,18 +26,18 @@ from kog_triton.backends import (
     StageTimer,
     find_backend,
 )
+from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.model import SEED
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.subjects import check_devices
 from kog_triton.bench.task import Common, Say
-from kog_triton.choose import Choice
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 
 # Many times any L2, and 0.2 ms or more of writing: by its end the host has queued the launch that is timed.
 FLUSH_BYTES = 1 << 30
-# Relative root mean square error: words of 16 bits leave 0.008 (tests/test_conformance.py).
+# Relative root mean square error: words of 16 bits leave 0.008 (tests/conformance/test_conformance.py).
 MAX_ERROR = 0.03
 State = dict[str, torch.Tensor]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.model import Model
-from kog_triton.choose import Choice
 
 Say = Callable[[str], None]  # told of each step, in a line
 

@@ -10,7 +10,7 @@ A stage whose weights came while its block waited elsewhere can be faster than i
 from rich.table import Table
 
 from kog_triton.backends.recording import Recording
-from kog_triton.console import Output, plain_table
+from kog_triton.cli.console import Output, plain_table
 from kog_triton.profiling.analysis import Figure, Timeline
 from kog_triton.schedule.topology import Gpu
 

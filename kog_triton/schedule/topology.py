@@ -1,6 +1,6 @@
 """A GPU as data. A new GPU is one row; figures are the vendor's datasheet unless the comment says otherwise.
 
-What the portable kernel (tiles.py) takes at once depends on the vendor: SIZES, of GPUs without a row too.
+What the portable kernel (triton.py) takes at once depends on the vendor: SIZES, of GPUs without a row too.
 """
 
 from dataclasses import dataclass

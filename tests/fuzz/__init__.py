@@ -5,8 +5,3 @@
 
 The property: a typed error of one line or a correct load, within time and memory. See RECORD.md.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules, as conftest does

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from random import Random
 
+from tests import ROOT
+
 from .record import MEMORY_LIMIT, Record
 
 LIMIT_S = 10  # of one case; libFuzzer counts in whole seconds
@@ -35,7 +37,7 @@ def fuzz(name: str, cases: int, seed: int) -> Record:
         options += [f"-artifact_prefix={folder}/", "-max_len=65536", "-verbosity=1"]
         done = subprocess.run(
             [*command, *options, str(corpus)],
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             env=os.environ | {"TMPDIR": folder},
             capture_output=True,
             text=True,

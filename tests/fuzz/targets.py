@@ -15,17 +15,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import fake_checkpoint
 import numpy as np
-import text_samples
-import tiny
 import torch
 
-from kog_triton.checkpoint import Checkpoint
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import KogError, ModelError
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.generation import read_generation
 from kog_triton.text import Tokenizer
+from tests.lib import fake_checkpoint, text_samples, tiny
 
 from . import templates
 from .mutate import damage_bytes, damage_json, damage_text, dump

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from cuda_requests import held, prompt_of, request, run
 from kog_triton.backends.cuda.backend import CudaBackend
-from lowering_cases import mixed_lanes
-from real_shapes import real_shape
-from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
+from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head
-from kog_triton.random_weights import RandomWeights
+from tests.lib.cuda_requests import held, prompt_of, request, run
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.real_shapes import real_shape
+from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
 SPECS = {

@@ -4,22 +4,22 @@ import threading
 
 import numpy as np
 import pytest
-from cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
-from cuda_walk import ROOT
 from kog_triton.backends.cuda import serving
 from kog_triton.backends.cuda.backend import CudaBackend
-from lowering_cases import mixed_lanes
-from ring_walker import spec_of
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.checkpoint import Checkpoint
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
-from kog_triton.random_weights import RandomWeights
 from kog_triton.sampling import History, SamplingParams, sample
+from tests.lib.cuda_requests import PROMPTS, Server, assert_alone, held, request, run, tokens_of
+from tests.lib.cuda_walk import ROOT
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED

@@ -7,12 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from cuda_planting import plant
-from cuda_walk import ROOT
 from kog_triton.backends.cuda import jit
 from kog_triton.backends.cuda.backend import CudaBackend
-from process_memory import gpu_memory, host_bytes
-from test_cuda_injection import (
+
+from kog_triton import LLM, SamplingParams
+from kog_triton.backends import BackendOptions
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.random_weights import RandomWeights
+from tests.cuda.test_cuda_injection import (
     EDITS,
     MODELS,
     SPECS,
@@ -24,11 +26,9 @@ from test_cuda_injection import (
     assert_silence_is_named,
     selecting,
 )
-
-from kog_triton import LLM, SamplingParams
-from kog_triton.backends import BackendOptions
-from kog_triton.checkpoint import Checkpoint
-from kog_triton.random_weights import RandomWeights
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_walk import ROOT
+from tests.lib.process_memory import gpu_memory, host_bytes
 
 pytestmark = pytest.mark.gpu
 DEMO = ROOT / "kog_triton/demo/checkpoint"

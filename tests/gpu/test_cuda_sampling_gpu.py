@@ -6,8 +6,11 @@ of memory are real ones.
 
 import pytest
 from kog_triton.backends.cuda.backend import CudaBackend
-from ring_walker import spec_of
-from test_cuda_sampling import (
+
+from kog_triton.backends import BackendOptions
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.spec import DType
+from tests.cuda.test_cuda_sampling import (
     LANES,
     SETTINGS,
     Triplets,
@@ -17,10 +20,7 @@ from test_cuda_sampling import (
     resolved,
     steps_of,
 )
-
-from kog_triton.backends import BackendOptions
-from kog_triton.model.spec import DType
-from kog_triton.random_weights import RandomWeights
+from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
 PROMPT = [1, 2, 3, 2]

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from racecheck import races_in, unexplained
-from sanitized_child import CASES
+
+from tests import ROOT
+from tests.lib.racecheck import races_in, unexplained
+from tests.lib.sanitized_child import CASES
 
 pytestmark = pytest.mark.gpu
-TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 200
 OURS = ("--kernel-name", "kernel_substring=kog_")
 # initcheck watches every kernel: torch's are what fills memory
@@ -45,9 +46,9 @@ def find_sanitizer() -> str:
 def run(prefix, case, fault, folder, cache) -> subprocess.CompletedProcess[str]:
     # each tensor an allocation of its own: what lies behind one is nobody's
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XDG_CACHE_HOME": str(cache)}
-    program = [sys.executable, str(TESTS / "sanitized_child.py"), case, fault, str(folder)]
+    program = [sys.executable, "-m", "tests.lib.sanitized_child", case, fault, str(folder)]
     return subprocess.run(
-        [*prefix, *program], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        [*prefix, *program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 

@@ -6,10 +6,12 @@ The oracle is the kernel of one token on the same GPU, a request at a time.
 import time
 
 import pytest
-from cuda_planting import plant
 from kog_triton.backends.cuda import jit
 from kog_triton.backends.cuda.backend import CudaBackend
-from test_cuda_shared_injection import (
+
+from kog_triton.backends import BackendOptions
+from kog_triton.checkpoint.random_weights import RandomWeights
+from tests.cuda.test_cuda_shared_injection import (
     SHARED_EDITS,
     SHARED_MODELS,
     SLOTS,
@@ -22,9 +24,7 @@ from test_cuda_shared_injection import (
     assert_nan_is_nobodys_answer,
     assert_silence_is_named,
 )
-
-from kog_triton.backends import BackendOptions
-from kog_triton.random_weights import RandomWeights
+from tests.lib.cuda_planting import plant
 
 pytestmark = pytest.mark.gpu
 BLOCKS, SEEDS = 12, 20

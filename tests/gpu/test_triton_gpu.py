@@ -6,21 +6,21 @@ import time
 import numpy as np
 import pytest
 import torch
-from lowering_cases import ArrayWeights, lanes
-from process_memory import gpu_memory, host_bytes
-from ring_walker import spec_of
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
-from kog_triton.backends.triton.kernel import decode_kernel
+from kog_triton.backends.triton.kernel.decode import decode_kernel
 from kog_triton.bench.trace import trace_kernels
+from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
-from kog_triton.random_weights import RandomWeights
+from tests.lib.lowering_cases import ArrayWeights, lanes
+from tests.lib.process_memory import gpu_memory, host_bytes
+from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
 

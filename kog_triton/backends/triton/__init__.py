@@ -1,5 +1,5 @@
-"""The Triton backend: the portable megakernel, its memory, its launches and its mailbox."""
+"""The Triton backend: the portable megakernel (kernel/), and its memory, launches and mailbox (host/)."""
 
-from kog_triton.backends.triton.backend import TritonBackend
+from kog_triton.backends.triton.host.backend import TritonBackend
 
 __all__ = ["TritonBackend"]

@@ -1,0 +1,106 @@
+"""The layout of a kernel of several token columns: one step serves as many requests.
+
+The kernel of columns reads the weight stream of the kernel of one token. Regions of words have a row a lane and
+column, or hold the operands of all columns of a lane as warps read them (include/kog/columns/operands.h); flags have
+a word a unit. Activations that outgrow shared memory are refused.
+"""
+
+from dataclasses import replace
+
+from kog_triton.backends.cuda.layout import lanes
+from kog_triton.backends.cuda.layout.attention import MERGED, attention_bytes, head_bytes
+from kog_triton.backends.cuda.layout.batches import COLUMN_SMALL_BYTES, finished_pieces, up
+from kog_triton.backends.cuda.layout.layout import (
+    FLAGS_TOGETHER,
+    LINE_WORDS,
+    PARTIAL_BYTES,
+    Layout,
+    Region,
+    add_head_regions,
+    add_region,
+    add_split_regions,
+    check_model,
+)
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import Head
+from kog_triton.schedule.cuda import WINDOW_BYTES, CudaLowering
+from kog_triton.schedule.lowering import matrix_stages
+
+COUNTS = (2, 4, 8)  # columns that kernels are made for
+
+
+def lay_out_columns(
+    lowering: CudaLowering, max_context: int, columns: int, chunk: bool = False
+) -> Layout:
+    """Regions and shared memory for `columns` (COUNTS) requests a step, or positions of one prompt if it is a
+    `chunk`; ModelError if they do not fit."""
+    check_model(lowering)
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    shards = schedule.num_shards
+    stages = {stage.name: stage for stage in matrix_stages(schedule)}
+    group = lowering.group_size(stages["qkv_proj"])
+    splits = max(1, group // spec.lane_kv_heads)
+    regions: dict[str, Region] = {}
+
+    def add(name: str, width: int, rows: int = 1, buffers: int = 1) -> None:
+        """`rows` a lane."""
+        add_region(regions, name, width, shards * rows, buffers)
+
+    add("qkv", -(-schedule.exchange("qkv").width // 2), columns)
+    for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
+        add(name, lowering.padded_k(stages[stage]) // 2 * columns)
+    add("attention_heads", spec.lane_heads * columns)
+    heads = spec.lane_kv_heads * columns
+    add_split_regions(regions, spec, shards * heads, splits)
+    add("attention_flags", heads * splits)
+    for name, reduces in (
+        ("attention_out", spec.reduce_attention),
+        ("mlp_out", spec.reduce_mlp),
+    ):
+        add(name, spec.hidden_size, columns)
+        add(name + "_flags", -(-spec.hidden_size // 4))
+        buffers = lanes.num_buffers(reduces, spec.delay) if shards > 1 else 0
+        add(name + "_sent", spec.hidden_size if buffers else 0, columns, max(1, buffers))
+    add("mlp_flags", -(-group // FLAGS_TOGETHER) * LINE_WORDS)
+    mixed = spec.hidden_size if shards > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
+    add("part", mixed, columns)
+    add_region(regions, "y", mixed, columns)
+    add_region(regions, "y_flags", -(-mixed // 4))
+    add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
+    add_region(regions, "column_winner", 2 * 2 * columns)
+    add_head_regions(regions, lowering.num_blocks)
+    layout = Layout(
+        lowering,
+        max_context,
+        regions,
+        splits,
+        scratch_bytes=0,
+        ring_chunks=0,
+        columns=columns,
+        chunk=chunk,
+        partial_bytes=0,
+        small_bytes=COLUMN_SMALL_BYTES,
+    )
+    new_rows = columns if chunk else 1
+    behind = layout.stage_bytes(stages["o_proj"]) + max(
+        attention_bytes(spec, splits, new_rows),
+        head_bytes(spec, layout.part_queries, min(MERGED, splits), new_rows),
+    )
+    rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
+    if lanes.shares(spec):
+        # Beside all that o_proj and down_proj keep, where x is staged for other stages.
+        at = up(max(behind, layout.stage_bytes(stages["down_proj"])), 128)
+        joined = max(finished_pieces(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))
+        layout = replace(layout, joined_at=at)
+        rooms.append(at + joined * 32 * 4)
+    scratch = up(max(rooms), 128)
+    free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
+    ring = free // (lowering.chunk_bytes + 16)
+    window = lowering.chunks_of(WINDOW_BYTES)
+    if ring < window:
+        raise ModelError(
+            f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
+            f"{window} are needed"
+        )
+    return replace(layout, scratch_bytes=scratch, ring_chunks=ring)

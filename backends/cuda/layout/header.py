@@ -1,0 +1,255 @@
+"""The layout as a C++ header: every size, offset and table that the kernel is specialised for.
+
+Numbers come from the spec, the schedule, the lowering and the layout; nothing is typed twice.
+"""
+
+import math
+from collections.abc import Sequence
+
+from kog_triton.backends.cuda.layout import lanes, protocol
+from kog_triton.backends.cuda.layout.attention import (
+    BUNDLE,
+    JOINED,
+    MERGED,
+    MERGED_LENGTH,
+    QUERY_TOPS,
+    head_groups,
+    split_least,
+    tile_rows,
+)
+from kog_triton.backends.cuda.layout.batches import (
+    READ_CHUNKS,
+    batch_units,
+    held_steps,
+    read_steps,
+    sum_rooms,
+    sums_in_place,
+    sums_over,
+)
+from kog_triton.backends.cuda.layout.layout import (
+    BINS,
+    FLAGS_TOGETHER,
+    LINE_WORDS,
+    MOST_SEATS,
+    Layout,
+)
+from kog_triton.backends.cuda.layout.names import LAYER, POINTS, STEPS
+
+from kog_triton.backends import request_words
+from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.sampling import definition, fixed
+from kog_triton.schedule import wire
+from kog_triton.schedule.cuda import CALM_BYTES, WARPS, WINDOW_BYTES, is_wide, unit_period
+from kog_triton.schedule.topology import KB
+
+# Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
+AHEAD_BYTES = 128 * 1024
+# Between two times 16 KB on their way there; the same in kernels of columns.
+AHEAD_TICKS, COLUMN_AHEAD_TICKS = 800, 1600
+TAKEN_WORDS = 16  # registers for weights that wait for operands (columns/layer.h)
+KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
+
+
+def render(layout: Layout) -> str:
+    """The header's text."""
+    schedule, spec = layout.lowering.schedule, layout.lowering.schedule.spec
+    reduces = {how.name: int(how) for how in Reduce}
+    lines = ["#include <kog/ptx.h>", "", "namespace kog {"]
+    lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in _numbers(layout).items()]
+    lines += [
+        f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
+    ]
+    lines.append(f"{KNOWN} long long kCacheStride = {math.prod(layout.cache_shape)};")
+    lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
+    lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
+    lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
+    lines += [f"{KNOWN} int {_camel('k_' + k.lower())} = {v};" for k, v in reduces.items()]
+    lines += protocol.declarations()
+    lines += _sampling()
+    lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
+    lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
+    for name, region in layout.regions.items():
+        lines.append(
+            f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
+            f"kStride = {region.stride}, kRows = {region.rows}, kBuffers = {region.buffers}; }};"
+        )
+    lines += _stages(layout)
+    lines += _tables(layout)
+    return "\n".join([*lines, "}  // namespace kog", ""])
+
+
+def _numbers(layout: Layout) -> dict[str, int]:
+    """Every size, by the name of its constant."""
+    lo = layout.lowering
+    schedule, spec = lo.schedule, lo.schedule.spec
+    head_group = -(-spec.group // head_groups(spec))
+    one = layout.columns == 1
+    return {
+        "layers": spec.num_layers,
+        "hidden": spec.hidden_size,
+        "lanes": schedule.num_shards,
+        "heads": spec.num_heads // schedule.num_shards,
+        "kv_heads": spec.num_kv_heads // schedule.num_shards,
+        "head_dim": spec.head_dim,
+        "vocab": spec.vocab_size,
+        "max_context": layout.max_context,
+        "delay": spec.delay,
+        "past_buffers": layout.region("mlp_out_past").buffers,
+        "blocks": lo.num_blocks,
+        "group": lo.group_size(schedule.stage("qkv_proj")),
+        "warps": WARPS,
+        "threads": layout.threads,
+        "frag_k": lo.frag_k,
+        "fragments": lo.fragments,
+        "chunk_bytes": lo.chunk_bytes,
+        "ring_chunks": layout.ring_chunks,
+        "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
+        "calm_chunks": lo.calm_chunks if one else lo.chunks_of(CALM_BYTES),
+        "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
+        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.chunk_bytes // (16 * KB),
+        "columns": layout.columns,
+        "partial_bytes": layout.partial_bytes,
+        "room_bytes": layout.partial_bytes or layout.scratch_bytes,
+        "small_bytes": layout.small_bytes,
+        "scratch_bytes": layout.scratch_bytes,
+        "splits": layout.splits,
+        "tile_rows": tile_rows(spec),
+        "split_least": split_least(spec),
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
+        "merged": min(MERGED, layout.splits),
+        "merged_length": MERGED_LENGTH,
+        "part_queries": layout.part_queries,
+        "group_heads": head_group,
+        "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
+        if layout.columns > 1
+        else layout.staged_bytes(schedule.stage("o_proj")),
+        "joined_at": layout.joined_at,
+        "joined": JOINED,
+        "taken_words": TAKEN_WORDS,
+        "read_chunks": READ_CHUNKS,
+        "flags_together": FLAGS_TOGETHER,
+        "line_words": LINE_WORDS,
+        "request_words": request_words.capacity(spec.vocab_size),
+        "mask_words": -(-spec.vocab_size // 32),
+        "bins": BINS,
+        "record_words": RECORD_WORDS,
+        "most_logprobs": request_words.MOST_LOGPROBS,
+        "distance_bits": fixed.DISTANCE_BITS,
+        "most_seats": MOST_SEATS,
+        "profile_tokens": max(1, layout.profile_tokens),
+        "points": len(POINTS),
+        "pair_turn": wire.TURN,
+        "exponent_top": wire.EXPONENT_TOP,
+    }
+
+
+def _flags(layout: Layout) -> dict[str, bool]:
+    """What the model has."""
+    schedule, spec = layout.lowering.schedule, layout.lowering.schedule.spec
+    mixes = layout.region("part").stride > 0
+    return {
+        "profile": layout.profile_tokens > 0,
+        "chunk": layout.chunk,
+        "streams": layout.lowering.streams,
+        "results_over_sums": layout.results_over_sums,
+        "f16": spec.dtype is DType.F16,
+        "qkv_bias": spec.qkv_bias,
+        "o_bias": spec.o_bias,
+        "mlp_bias": spec.mlp_bias,
+        "qk_norm": spec.qk_norm,
+        "lane_norms": spec.lane_norms,
+        "same_windows": len(set(spec.windows)) == 1,
+        "has_past": layout.region("mlp_out_past").stride > 0,
+        "has_now": layout.region("mlp_out_now").stride > 0,
+        "sends": layout.joined_at > 0,
+        "mixes": mixes,
+        "mean": mixes and spec.head is Head.MEAN,
+        "concat": mixes and spec.head is Head.CONCAT,
+        # Each lane's stream is normed before it is sent.
+        "normed_mix": mixes and spec.head in (Head.MEAN, Head.CONCAT),
+        "head_by_lane": schedule.num_shards > 1 and spec.head is Head.VOCAB_PARALLEL,
+    }
+
+
+def _stages(layout: Layout) -> list[str]:
+    """A struct a matrix stage, and how many rows their biases have together."""
+    lo = layout.lowering
+    schedule = lo.schedule
+    lines = []
+    bias_at = 0
+    for name in (*LAYER, "lm_head"):
+        stage = schedule.stage(name)
+        tiling = lo.tilings[name]
+        fields = {
+            "rows": stage.rows,
+            "cols": stage.cols,
+            "parts": tiling.k_parts,
+            "unit_rows": tiling.unit_rows,
+            "fragment_rows": tiling.fragment_rows,
+            "padded_k": lo.padded_k(stage),
+            "steps": lo.steps(stage),
+            "units": lo.num_units(stage),
+            "group": lo.group_size(stage),
+            "shift": tiling.shift,
+            "batch": batch_units(lo, stage, layout.columns),
+            "held": held_steps(lo, stage, layout.columns),
+            "read": read_steps(lo, stage, layout.columns),
+            "sums_at": layout.sums_at(stage),
+            "rooms": sum_rooms(lo, stage, layout.columns),
+            "period": unit_period(lo.steps(stage), lo.fragments),
+            "bias_at": bias_at,
+        }
+        bias_at += stage.rows * schedule.num_shards if name in LAYER else 0
+        body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
+        wide = str(is_wide(stage)).lower()
+        in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
+        over = str(sums_over(lo, stage, layout.columns)).lower()
+        lines.append(
+            f"struct {_camel(name, True)} {{ static constexpr int {body}; "
+            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; }};"
+        )
+    return [*lines, f"constexpr int kBiasRows = {bias_at};"]
+
+
+def _tables(layout: Layout) -> list[str]:
+    """What differs from layer to layer."""
+    spec = layout.lowering.schedule.spec
+    lines = []
+    tables: dict[str, Sequence[int]] = {
+        "windows": spec.windows,
+        "reduce_attention": spec.reduce_attention,
+        "reduce_mlp": spec.reduce_mlp,
+    }
+    if layout.columns > 1:
+        for name, reduces in (
+            ("attention_sends", spec.reduce_attention),
+            ("mlp_sends", spec.reduce_mlp),
+        ):
+            tables[name] = lanes.sends_before(reduces, spec.delay)
+    for name, values in tables.items():
+        text = ", ".join(str(int(v)) for v in values)
+        lines.append(f"KOG_CONSTANT int {_camel('k_' + name)}[] = {{{text}}};")
+    return lines
+
+
+def _sampling() -> list[str]:
+    """Places of a request's words, and the definition's numbers."""
+    places = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in request_words.OFFSETS.items())
+    flags = ", ".join(
+        f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag
+    )
+    return [
+        f"struct Request {{ static constexpr int {places}; }};",
+        f"enum Flag : unsigned {{ {flags} }};",
+        f"{KNOWN} double kNoiseScale = {definition.NOISE_SCALE!r};",
+        f"{KNOWN} double kLog2eScale = {definition.LOG2E_SCALE!r};",
+        f"{KNOWN} long long kLog2Log2E = {fixed.LOG2_LOG2E}, kMaxDistance = {fixed.MAX_DISTANCE};",
+        f"KOG_CONSTANT unsigned kExp2[] = {{{', '.join(f'{c}u' for c in fixed.EXP2)}}};",
+    ]
+
+
+def _camel(name: str, upper: bool = False) -> str:
+    first, *rest = name.split("_")
+    return (first.capitalize() if upper else first) + "".join(w.capitalize() for w in rest)

@@ -1,0 +1,239 @@
+"""Where things lie: regions of words that blocks exchange, and how a block's shared memory is cut.
+
+    words    regions of 32-bit words, one row a shard (and slot); rows start on 16 bytes, regions on 128
+    shared   ring | mbarriers | scratch (activations, or attention) | partial sums, twice | small things
+
+What attention finds may run on over the partial sums, which nobody needs by then, if that makes room for a
+chunk.
+
+A kernel of several token columns (include/kog/columns) has regions and scratch of its own: columns.py.
+"""
+
+from dataclasses import dataclass
+
+from kog_triton.backends.cuda.layout.attention import (
+    BUNDLE,
+    HEADS_AT_ONCE,
+    QUERY_TOPS,
+    attention_bytes,
+    part_queries,
+    received_bytes,
+    row_dim,
+)
+from kog_triton.backends.cuda.layout.batches import (
+    THREADS,
+    batch_units,
+    staged_bytes,
+    sum_bytes,
+    sum_rooms,
+    sums_in_place,
+    sums_over,
+    up,
+)
+
+from kog_triton.backends import request_words
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import Head, ModelSpec, Reduce
+from kog_triton.schedule.cuda import PARTIAL_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.schedule import Stage
+
+HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
+BINS = 256  # of a histogram of logits
+MOST_SEATS = 16  # requests that one launch serves
+SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
+PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
+FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Words of one exchange: `buffers` x `rows` of `stride` words, the first at `offset`."""
+
+    offset: int
+    stride: int
+    rows: int = 1
+    buffers: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.stride * self.rows * self.buffers
+
+
+@dataclass(frozen=True)
+class Layout:
+    lowering: CudaLowering
+    max_context: int
+    regions: dict[str, Region]
+    splits: int  # parts of the context, each with a block of its own
+    scratch_bytes: int
+    ring_chunks: int
+    threads: int = THREADS + HELPERS
+    columns: int = 1  # tokens that one step computes
+    chunk: bool = (
+        False  # they are positions in a row of one prompt, not one each of several requests
+    )
+    partial_bytes: int = PARTIAL_BYTES
+    small_bytes: int = SMALL_BYTES
+    joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
+    profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
+
+    @property
+    def part_queries(self) -> int:
+        """Query heads of a block where a kernel of several columns deals out a head's."""
+        schedule = self.lowering.schedule
+        group = self.lowering.group_size(schedule.stage("qkv_proj"))
+        return part_queries(schedule.spec, self.columns, group)
+
+    @property
+    def total_words(self) -> int:
+        return up(max(r.end for r in self.regions.values()), 32)
+
+    def region(self, name: str) -> Region:
+        """Empty if this kernel has no such exchange."""
+        return self.regions.get(name, Region(0, 0))
+
+    def place_of(self, step: str, word: int) -> str:
+        """Where a wait stood: what its error record says, in names."""
+        if step == "ring":
+            return f"ring, chunk {word}"
+        if step == "mask":
+            return f"mask, word {word} of the host's"
+        for name, region in self.regions.items():
+            if region.offset <= word < region.end:
+                return f"{step}, word {word - region.offset} of {name}"
+        return step
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """A slot's keys and values: [layers, lanes, kv_heads, 2, positions, row_dim]."""
+        schedule, spec = self.lowering.schedule, self.lowering.schedule.spec
+        lanes = schedule.num_shards
+        heads = spec.num_kv_heads // lanes
+        return (spec.num_layers, lanes, heads, 2, self.max_context, row_dim(spec))
+
+    def staged_bytes(self, stage: Stage) -> int:
+        """Of a matrix stage's inputs in scratch."""
+        return staged_bytes(self.lowering, stage, self.columns)
+
+    def sums_at(self, stage: Stage) -> int:
+        """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
+        lo = self.lowering
+        if sums_in_place(lo, stage, self.columns) or sums_over(lo, stage, self.columns):
+            return 0
+        return self.staged_bytes(stage)
+
+    def stage_bytes(self, stage: Stage) -> int:
+        """Of its inputs and partial sums, in a kernel of several columns."""
+        lo, staged = self.lowering, self.staged_bytes(stage)
+        sums = batch_units(lo, stage, self.columns) * sum_bytes(lo, stage, self.columns)
+        sums *= sum_rooms(lo, stage, self.columns)
+        return max(staged, self.sums_at(stage) + sums)
+
+    @property
+    def results_over_sums(self) -> bool:
+        """Whether what attention finds runs on over the partial sums."""
+        if self.columns > 1:
+            return False
+        schedule = self.lowering.schedule
+        room = self.staged_bytes(schedule.stage("o_proj"))
+        return room + attention_bytes(schedule.spec, self.splits) > self.scratch_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.ring_chunks * (self.lowering.chunk_bytes + 16)
+        return ring + self.partial_bytes + self.scratch_bytes + self.small_bytes
+
+
+def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
+    """Regions and shared memory. ModelError names what this kernel cannot do."""
+    check_model(lowering)
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    lanes, group = schedule.num_shards, lowering.group_size(schedule.stage("qkv_proj"))
+    splits = max(1, group // spec.lane_kv_heads)
+    regions: dict[str, Region] = {}
+
+    def add(name: str, width: int, rows: int = lanes, buffers: int = 1) -> None:
+        add_region(regions, name, width, rows, buffers)
+
+    for name in ("qkv", "attention", "mlp"):
+        add(name, -(-schedule.exchange(name).width // 2))
+    for name in ("attention_out", "mlp_out"):
+        add(name, spec.hidden_size)
+    for name in ("attention_out", "mlp_out"):
+        # Written only in layers reduced NOW over lanes: a lane may write its next one before another
+        # has read the last, but not the one after.
+        add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
+        past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
+        add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
+    add_split_regions(regions, spec, lanes * spec.lane_kv_heads, splits)
+    mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
+    add("part", spec.hidden_size if mixes else 0)
+    add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
+    add_head_regions(regions, lowering.num_blocks)
+    rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
+    attention = rooms["o_proj"] + attention_bytes(spec, splits)
+    least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
+    scratch = up(max(*rooms.values(), attention), 128)
+    ring = _ring_beside(lowering, scratch)
+    over_sums = up(max(*rooms.values(), least), 128)
+    if _ring_beside(lowering, over_sums) > ring:
+        scratch, ring = over_sums, _ring_beside(lowering, over_sums)
+    if ring < 2 * lowering.window_chunks:
+        raise ModelError(
+            f"{scratch} bytes of activations leave {ring} chunks of shared memory: "
+            f"the cuda backend needs {2 * lowering.window_chunks}"
+        )
+    return Layout(lowering, max_context, regions, splits, scratch, ring)
+
+
+def _ring_beside(lowering: CudaLowering, scratch: int) -> int:
+    """Chunks of shared memory that so many bytes of scratch leave."""
+    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
+    return free // (lowering.chunk_bytes + 16)
+
+
+def check_model(lowering: CudaLowering) -> None:
+    """ModelError naming what no kernel of this folder can do."""
+    schedule, spec = lowering.schedule, lowering.schedule.spec
+    if schedule.num_ranks != 1:
+        raise ModelError("the cuda backend runs on one GPU: choose --gpus 1")
+    if spec.head_dim > 256 or spec.head_dim % 8:
+        raise ModelError(
+            f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
+        )
+    if spec.group > HEADS_AT_ONCE * WARPS:
+        raise ModelError(
+            f"{spec.group} query heads a key/value head: the cuda backend takes "
+            f"{HEADS_AT_ONCE * WARPS}"
+        )
+    if spec.num_experts:
+        raise ModelError("the cuda backend has no experts")
+
+
+def add_region(
+    regions: dict[str, Region], name: str, width: int, rows: int = 1, buffers: int = 1
+) -> None:
+    at = up(max((r.end for r in regions.values()), default=0), 32)
+    regions[name] = Region(at, up(width, 4), rows, buffers)
+
+
+def add_split_regions(regions: dict[str, Region], spec: ModelSpec, heads: int, splits: int) -> None:
+    """Outputs of every split of `heads` key/value heads, and the logarithms of their sums."""
+    add_region(regions, "splits", spec.group * (spec.head_dim // 2), heads * splits)
+    add_region(regions, "split_tops", spec.group * QUERY_TOPS, heads * -(-splits // BUNDLE))
+
+
+def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
+    """What all blocks tell each other about one token's logits."""
+    add_region(regions, "winner", 4 * 2 * blocks, 1, 2)
+    add_region(regions, "peak", 2 * 2 * blocks)
+    add_region(regions, "trial", 3 * 2 * 2 * blocks)
+    add_region(regions, "shares", 3 * 2 * 2 * blocks)
+    add_region(regions, "bin_part", BINS * 4 * 2 * blocks)
+    add_region(regions, "bin", BINS * 4 * 2)
+    add_region(regions, "best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)
+
+
+def _uses(spec: ModelSpec, how: Reduce) -> bool:
+    return spec.num_lanes > 1 and how in spec.reduce_attention + spec.reduce_mlp

@@ -1,0 +1,197 @@
+"""One pass of torch's matrix products over many tokens: it leaves their keys and values in a cache.
+
+The formulas are backends/reference.py's. The residual streams are float32; what enters a matrix
+product is in the model's dtype, as in the kernels. Nothing here waits for the device or asks it for
+a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
+"""
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from kog_triton.backends.prefill.weights import LayerWeights
+from kog_triton.model.spec import ModelSpec, Reduce
+
+Tensor = torch.Tensor
+FUSED = "kog_triton.backends.prefill.fused"
+MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
+
+
+class PrefillPass:
+    """The layers of one model. `rope` is complex64 [positions, d / 2]: cos + i sin, by position.
+
+    fused  what lies between matrix products runs in Triton's kernels (fused.py)
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embed: Tensor,
+        layers: Sequence[LayerWeights],
+        rope: Tensor,
+        fused: bool = False,
+    ) -> None:
+        self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
+        self.dtype = layers[0].qkv.dtype
+        self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
+        self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
+
+    def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
+        """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
+
+        cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
+        The last layer stops at its keys and values: nobody reads what it would add to the streams.
+        """
+        spec = self.spec
+        x = self.embed[ids].float().expand(spec.num_lanes, -1, -1).contiguous()
+        end = first + len(ids)
+        bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
+        past: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
+        y = self._norm(x, self.layers[0].attention_norm)
+        for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
+            q = self._queries(w, y, first, cache[index])
+            if index == spec.num_layers - 1:
+                return
+            start, mask = bounds[window]
+            a = attend(q, cache[index, :, :, :, start:end], mask)
+            o = product(a, w.o, w.o_bias)
+            how = spec.reduce_attention[index]
+            h = product(
+                self._joined(x, o, how, past["attention"], w.mlp_norm), w.gate_up, w.gate_up_bias
+            )
+            o = product(self._gated(h), w.down, w.down_bias)
+            gain = self.layers[index + 1].attention_norm
+            y = self._joined(x, o, spec.reduce_mlp[index], past["mlp"], gain)
+
+    def _joined(
+        self, x: Tensor, o: Tensor, how: Reduce, past: list[Tensor], gain: Tensor
+    ) -> Tensor:
+        """Add module outputs o to x in place, and what the next module reads of it."""
+        if self._fused is not None and self.spec.num_lanes == 1:
+            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, o)
+        self._join(x, o, how, past)
+        return self._norm(x, gain)
+
+    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        """x / rms(x) * gain in the products' dtype; [S, T, hidden]."""
+        if self._fused is not None:
+            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, None)
+        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
+        normed = rms_norm(x, x.shape[-1:], None, self.spec.norm_eps)
+        return torch.mul(normed, gain, out=out)
+
+    def _gated(self, h: Tensor) -> Tensor:
+        if self._fused is not None:
+            return self._fused.gated(h)
+        gate, up = h.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    def _queries(self, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
+        """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
+        spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
+        turning = heads + spec.lane_kv_heads
+        qkv = product(y, w.qkv, w.qkv_bias)
+        if self._fused is not None:
+            return self._fused.turned(qkv, w.qk_norm, self.rope, spec, first, cache)
+        qkv = qkv.unflatten(-1, (-1, spec.head_dim))
+        turned = qkv[:, :, :turning].float()
+        if w.qk_norm is not None:
+            turned = rms_norm(turned, turned.shape[-1:], None, spec.norm_eps).mul_(w.qk_norm)
+        pairs = turned.unflatten(-1, (-1, 2))  # [S, T, H + K, d / 2, 2]
+        torch.view_as_complex(pairs).mul_(self.rope[first:end, None])
+        halves = pairs.mT  # [S, T, H + K, 2, d / 2]: the order of the cache
+        home = cache[:, :, :, first:end]
+        home[:, :, 0].unflatten(-1, (2, -1)).copy_(halves[:, :, heads:].transpose(1, 2))
+        home[:, :, 1].copy_(qkv[:, :, turning:].transpose(1, 2))
+        q = halves[:, :, :heads].to(self.dtype, memory_format=torch.contiguous_format)
+        return q.flatten(-2).transpose(1, 2)
+
+    def _join(self, x: Tensor, o: Tensor, how: Reduce, past: list[Tensor]) -> None:
+        """Add module outputs o [S, T, hidden] to x in place; `past` keeps what will arrive late."""
+        lanes, delay = self.spec.num_lanes, self.spec.delay
+        if how is Reduce.NOW:
+            x.add_(o if lanes == 1 else o.sum(0, keepdim=True, dtype=x.dtype))
+        elif how is Reduce.OWN:
+            x.add_(o, alpha=math.sqrt(lanes))
+        else:
+            old = past[0]
+            x.add_(o).add_(old.sum(0, keepdim=True, dtype=x.dtype)).sub_(old)
+        past.append(o)
+        if len(past) > delay:
+            del past[0]
+
+    def _bounds(self, first: int, end: int, window: int) -> tuple[int, Tensor | None]:
+        """The first key that queries at [first, end) need, `start`, and which ones each sees; None: see `causal`."""
+        if (first == 0 or self._flash) and (not window or end <= window):
+            return 0, None
+        window = window or end
+        start = max(0, first + 1 - window)
+        return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x [S, T, cols] times w [S, rows, cols], plus bias [S, rows]: [S, T, rows]."""
+    if len(w) == 1:
+        return linear(x[0], w[0], None if bias is None else bias[0])[None]
+    return torch.bmm(x, w.mT) if bias is None else torch.baddbmm(bias[:, None], x, w.mT)
+
+
+def band(
+    first: int, end: int, start: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What is added to scores of queries [first, end) by keys [start, end): 0, or the least number.
+
+    Finite, because a row whose first tile of keys is all hidden would make NaN of infinities.
+    """
+    query = torch.arange(first, end, device=device)[:, None]
+    key = torch.arange(start, end, device=device)
+    count = end - start
+    width = -(-count // MASK_STEP) * MASK_STEP
+    mask = torch.zeros(end - first, width, dtype=dtype, device=device)[:, :count]
+    return mask.masked_fill_((key > query) | (key <= query - window), torch.finfo(dtype).min)
+
+
+def aligns_ends(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `causal` knows fewer queries than keys here.
+
+    NVIDIA's flash attention aligns them at their ends, 16-bit ones from sm_80 on; AMD's has aligned them at
+    their starts, so there, as on a CPU, a mask says it.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or dtype.itemsize != 2:
+        return False
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return ampere and head_dim % 8 == 0 and head_dim <= 256
+
+
+def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of the last T positions, q [S, H, T, d], to the n of keys and values [S, K, n, d] that they may see.
+
+    torch.nn.attention.bias has a name for it, and imports torch's compiler: a second or more of every start.
+    """
+    if q.shape[2] == keys.shape[2]:
+        return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, keys, values, is_causal=True
+    )[0]
+    return out
+
+
+def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k / sqrt(d)) v under a mask: q [S, H, T, d] and kv [S, K, 2, n, d] to [S, T, H d].
+
+    Fused attention knows groups of query heads or a mask, not both: under a mask key/value heads
+    are the batch, and a group's query heads share one key head by a stride of zero.
+    """
+    keys, values = kv.unbind(2)
+    if mask is None:
+        return causal(q, keys, values).transpose(1, 2).flatten(2)
+    lanes, heads = keys.shape[:2]
+    group = q.shape[1] // heads
+    q = q.unflatten(1, (heads, group)).flatten(0, 1)
+    keys, values = (t.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for t in (keys, values))
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return out.unflatten(0, (lanes, heads)).permute(0, 3, 1, 2, 4).flatten(2)

@@ -1,0 +1,1 @@
+"""What runs in Python: memory, launches, serving. Imports the kernel, which imports nothing of it."""

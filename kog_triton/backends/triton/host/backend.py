@@ -1,0 +1,327 @@
+"""TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
+from kog_triton.backends.prefill.read_once import read_once
+from kog_triton.backends.resources import Resources
+from kog_triton.backends.silence import Answers, free_what_was_kept
+from kog_triton.errors import DeviceError, RequestError, RunError
+from kog_triton.model.spec import DTYPES, DType
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.triton import lower_tiles
+
+OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
+SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
+ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
+# Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
+# Behind 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
+# 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
+IN_CHUNKS = Crossover(fresh=17, behind=193)
+
+
+class TritonBackend:
+    """The device modules are imported by what runs them: Triton is not needed to ask whether there is a GPU."""
+
+    name = "triton"
+    num_devices = 1
+
+    @classmethod
+    def availability(cls) -> Availability:
+        if not torch.cuda.is_available():
+            return Availability(
+                False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
+            )
+        reason = _too_old(torch.device("cuda"))
+        return Availability(not reason, reason, "choose --backend reference" if reason else "")
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        options: BackendOptions,
+        num_blocks: int = 0,
+        depth: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        from kog_triton.backends.triton.host.memory import allocate
+        from kog_triton.backends.triton.host.serving import Serving
+
+        if options.num_gpus != 1:
+            raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
+        if device is None:
+            if not torch.cuda.is_available():
+                raise DeviceError("the triton backend needs a GPU, and torch sees none")
+            device = torch.device("cuda")
+        if reason := _too_old(device):
+            raise DeviceError(
+                f"the triton backend cannot run: {reason}; choose --backend reference"
+            )
+        free_what_was_kept()
+        self._gpu_answers = Answers()
+        self.spec, self.options, self.device = weights.spec, options, device
+        if options.dtype != "auto":
+            self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
+        self.schedule = build(self.spec)
+        self.gpu = _known_gpu(device)
+        self.max_context = options.max_context or self.spec.max_context
+        vendor = "cpu"
+        if device.type == "cuda":
+            vendor = "amd" if torch.version.hip else "nvidia"
+            num_blocks = num_blocks or _blocks(self.gpu, device)
+        self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
+        half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
+        with read_once(weights, self.spec, options, device) as once:
+            self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
+            embed = self.memory.pointers.embed.view(half)
+            self.library = open_library(
+                options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
+            )
+        self._serving = Serving(self.memory.pointers, self.tiles, self)
+        self._compiled: Any = None  # the variant of the kernel that was launched last
+        self._launch_options: dict[str, Any] = {}
+        if device.type == "cuda":
+            self._launch_options = {
+                "num_warps": self.tiles.sizes.warps,
+                "launch_cooperative_grid": True,
+                "enable_fp_fusion": True,  # not every release has it on by default
+            }
+
+    # ---- doors ----
+
+    def new_mailbox(self) -> Mailbox:
+        return Mailbox(self.options.num_slots)
+
+    def generate(self, mailbox: Mailbox) -> None:
+        """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
+        with self._gpu_answers.serving(self._free):
+            self._serving.generate(mailbox)
+
+    def poll(self) -> None:
+        """The host's part of serving, for an interpreter in which `generate` cannot poll while the kernel runs."""
+        self._serving.poll()
+
+    def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
+        from kog_triton.backends.triton.host.memory import new_cache
+
+        self._gpu_answers.check()
+        if len(token_ids) > self.max_context:
+            raise RequestError(
+                f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
+            )
+        kv = new_cache(self.tiles, 1, self.device)
+        firsts = range(0, len(token_ids), ROWS)
+        lasts = [min(first + ROWS, len(token_ids)) for first in firsts]
+        chunks = zip(firsts, lasts, strict=True)
+        return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
+
+    def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """One stage alone, a token at a time, on the logical tensors that ReferenceBackend.run_stage names.
+
+        RequestError if the model has no such stage; RunError if a wait expires.
+        """
+        return self._run_stage(stage, layer, state, lambda: None)[0]
+
+    def time_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> list[float]:
+        """As run_stage; seconds of every token's launch by the GPU's clock, behind what `before` queues."""
+        return self._run_stage(stage, layer, state, before)[1]
+
+    def _run_stage(
+        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
+    ) -> tuple[dict[str, Any], list[float]]:
+        from kog_triton.backends.triton.host.stages import StageRun
+
+        self._gpu_answers.check()
+        seconds: list[float] = []
+
+        def launch(*call: Any) -> None:
+            seconds.append(self._launch_stage(before, *call))
+
+        run = StageRun(self.schedule, self.tiles, self.memory.pointers, stage, layer, launch)
+        return run.run(state), seconds
+
+    def resources(self) -> Resources | None:
+        """Of the variant that was launched last; None before that, and in the interpreter."""
+        kernel = self._compiled
+        if kernel is None:
+            return None
+        # Triton counts the driver's local memory in words of 32 bits.
+        return Resources(kernel.n_regs, 4 * kernel.n_spills, kernel.metadata.shared)
+
+    def memory_bytes(self) -> dict[str, int]:
+        m = self.memory
+        p = m.pointers
+        held = [
+            t
+            for name, t in p._asdict().items()
+            if name not in SECOND_NAMES and isinstance(t, torch.Tensor)
+        ]
+        held += [m.blank_words, m.blank_error]
+        other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
+        weights = m.weight_bytes
+        if self.library is not None:
+            more = self.library.memory_bytes()
+            weights, other = weights + more["weights"], other + more["other"]
+        return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
+
+    def close(self) -> None:
+        self._gpu_answers.close(self._free)
+
+    def _free(self) -> None:
+        self.library = None
+        del self.memory, self._serving
+
+    # ---- launches ----
+
+    def prefill(self, request: Request) -> int:
+        """The position from which the kernel computes; the slot holds keys and values of those before."""
+        cache = self.memory.pointers.kv[request.slot]
+        return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+
+    def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
+        """Launch the kernel for these slots: with all sampling rules, and with prompts in chunks, if one needs them.
+
+        The result tells whether it has left.
+        """
+        turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
+        self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
+        return self._launch(self.memory.pointers, rules, chunks)
+
+    def expired(self) -> str:
+        """What the last launch waited for in vain; "" if nothing."""
+        return self._expired(self.memory.pointers)
+
+    def waited_for_mask(self) -> bool:
+        """Whether that was the host's mask of a token."""
+        from kog_triton.backends.triton.host.waits import mask_was_late
+
+        return mask_was_late(self.memory.pointers.error.tolist())
+
+    def _expired(self, pointers: Any) -> str:
+        """The same of a launch with these pointers."""
+        from kog_triton.backends.triton.host.waits import describe_wait
+        from kog_triton.backends.triton.kernel.slots import BEAT
+
+        beat = int(pointers.mailbox.view(-1)[BEAT])
+        return describe_wait(pointers.error.tolist(), self.tiles, beat)
+
+    def score(self, slot: int, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
+        """Run positions [first, last) of a slot: their logits, float32 [last - first, vocab]."""
+        return self._logits(self.memory.pointers.kv[slot : slot + 1], tokens, first, last)
+
+    def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
+        """The same with any cache [1, ...]. RunError if a wait expires."""
+        from kog_triton.backends.triton.host.seats import seat_logits
+
+        p = self.memory.pointers
+        alone = p._replace(
+            kv=kv,
+            turns=torch.tensor([1, 0], dtype=torch.int32, device=self.device),
+            requests=torch.zeros_like(p.requests[:1]),
+            states=torch.zeros_like(p.states[:1]),
+            tokens=torch.zeros_like(p.tokens[:1]),
+            mailbox=torch.zeros(8, dtype=torch.int64, device=self.device),
+            logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
+        )
+        seat_logits(alone, list(tokens), first, last)
+        self._launch(alone, False, False)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if expired := self._expired(alone):
+            raise RunError(f"{expired}: the run is void")
+        return alone.logits.cpu().numpy()
+
+    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
+        from kog_triton.backends.triton.kernel.decode import decode_kernel
+
+        # Copies and not fills, which would be kernels: a request that needs no library runs in one.
+        pointers.words.copy_(self.memory.blank_words)
+        pointers.error.copy_(self.memory.blank_error)
+        grid = (self.tiles.num_blocks,)
+        self._compiled = decode_kernel[grid](
+            pointers, self.tiles, rules, chunks, **self._launch_options
+        )
+        if self.device.type != "cuda":
+            return lambda: True
+        finished = torch.cuda.Event()
+        finished.record()
+        return finished.query
+
+    def _launch_stage(
+        self,
+        before: Callable[[], None],
+        pointers: Any,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        layer: int,
+        position: int,
+        token: int,
+        stage: str,
+    ) -> float:
+        """To its end: seconds on the GPU from what `before` has queued; in the interpreter by the host's clock."""
+        from kog_triton.backends.triton.host.waits import describe_wait
+        from kog_triton.backends.triton.kernel.stage import stage_kernel
+
+        pointers.error.copy_(self.memory.blank_error)
+        grid = (self.tiles.num_blocks,)
+        before()
+        clock = _clock(self.device)
+        stage_kernel[grid](
+            pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
+        )
+        seconds = clock()
+        # Without the heartbeat in `pointers`, which is that of the last launch that served.
+        if expired := describe_wait(pointers.error.tolist(), self.tiles):
+            raise RunError(f"{expired}: the run is void")
+        return seconds
+
+
+def _too_old(device: torch.device) -> str:
+    """Why the kernel cannot run on an NVIDIA GPU of before OLDEST; "" on any other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= OLDEST:
+        return ""
+    return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
+
+
+def _known_gpu(device: torch.device) -> Gpu | None:
+    """The GPU's row in the table, if it has one."""
+    if device.type != "cuda":
+        return None
+    try:
+        return find_gpu(torch.cuda.get_device_name(device))
+    except DeviceError:
+        return None
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Starts behind all that is queued; what it gives waits for what was queued since and tells the seconds."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        return lambda: time.perf_counter() - started
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+
+    def stop() -> float:
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+    return stop
+
+
+def _blocks(gpu: Gpu | None, device: torch.device) -> int:
+    """One block a multiprocessor; the table of known GPUs may say fewer."""
+    return gpu.num_blocks if gpu else torch.cuda.get_device_properties(device).multi_processor_count

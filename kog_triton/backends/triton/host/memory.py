@@ -1,0 +1,185 @@
+"""What the megakernel reads and writes: weights packed in tiles, tables, caches and words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.backends.request_words import capacity
+from kog_triton.backends.triton.host.pointers import Pointers
+from kog_triton.backends.triton.kernel.cut import scratch_sizes
+from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
+from kog_triton.backends.triton.kernel.words import RECORD
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import Schedule, Scope, Stage
+from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
+from kog_triton.schedule.triton import LAYER, Tiles
+from kog_triton.schedule.triton_packing import pack_tiles
+
+Tensor = torch.Tensor
+Get = Callable[[str], Tensor]  # a canonical weight, on the device
+HALF = {False: torch.bfloat16, True: torch.float16}
+PATIENCE = 1 << 22  # of a wait, in units of 1,024 ns: 4 seconds
+
+
+@dataclass
+class Memory:
+    """Everything a launch points to."""
+
+    pointers: Pointers
+    weight_bytes: int
+    blank_words: Tensor  # zeros: what `pointers.words` and `error` hold before a launch
+    blank_error: Tensor
+
+
+def allocate(
+    schedule: Schedule, tiles: Tiles, weights: WeightSource, num_slots: int, device: torch.device
+) -> Memory:
+    spec, dtype = schedule.spec, HALF[tiles.f16]
+
+    def get(name: str) -> Tensor:
+        return weights.load(name).to(device)
+
+    embed = get("embed").to(dtype).contiguous()
+    arena = _pack(schedule, tiles, get, embed, dtype, device)
+    gains = [
+        _planes(get(f"layers.{i}.{name}"))
+        for i in range(spec.num_layers)
+        for name in ("attention_norm", "mlp_norm")
+    ]
+    gains.append(_planes(get("norm")))
+    table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, tiles.max_context))
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    words = ints(tiles.total_words)
+    floats, halves = scratch_sizes(tiles)
+    vocab = spec.vocab_size
+    pointers = Pointers(
+        weights=arena,
+        half_weights=arena.view(dtype),
+        embed=embed.view(torch.int32),
+        half_embed=embed,
+        gains=torch.stack(gains).contiguous(),
+        biases=_biases(schedule, get, device),
+        qk_gains=_qk_gains(spec, get, device),
+        rope=table.to(device),
+        windows=torch.tensor(spec.windows, dtype=torch.int32, device=device),
+        reduces=torch.tensor(
+            [list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device
+        ),
+        words=words,
+        wide=words.view(torch.int64),
+        fences=ints(tiles.num_blocks * 32),
+        error=ints(1 + tiles.num_blocks, RECORD.value),
+        chunk=torch.zeros(floats, device=device),
+        half_chunk=torch.zeros(halves, dtype=dtype, device=device),
+        profile=torch.zeros(
+            max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
+        ),
+        turns=ints(1 + num_slots),
+        requests=ints(num_slots, capacity(vocab)),
+        states=ints(num_slots, tiles.num_blocks, STATE_WORDS.value),
+        tokens=ints(num_slots, tiles.max_context + 1),
+        marks=ints(num_slots, vocab),
+        bias=torch.zeros(num_slots, vocab, device=device),
+        bans=ints(num_slots, vocab),
+        kv=new_cache(tiles, num_slots, device),
+        logits=torch.zeros(1, vocab, device=device),
+        mailbox=new_mailbox(tiles, num_slots, device),
+        limit=PATIENCE,
+    )
+    weight_bytes = arena.nbytes + embed.nbytes
+    return Memory(pointers, weight_bytes, torch.zeros_like(words), torch.zeros_like(pointers.error))
+
+
+def new_cache(tiles: Tiles, num_slots: int, device: torch.device) -> Tensor:
+    """Keys and values: [slots, layers, lanes, kv_heads, 2, positions, head_dim]."""
+    shape = (tiles.num_layers, tiles.lanes, tiles.kv_heads, 2, tiles.max_context, tiles.head_dim)
+    return torch.zeros(num_slots, *shape, dtype=HALF[tiles.f16], device=device)
+
+
+def new_mailbox(tiles: Tiles, num_slots: int, device: torch.device) -> Tensor:
+    """int64 [slots, words] in the host's memory, mapped: slots.py says what the words are."""
+    size = mailbox_offsets(tiles)["end"]
+    return torch.zeros(num_slots, size, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _pack(
+    schedule: Schedule,
+    tiles: Tiles,
+    get: Get,
+    embed: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The weight arena, int32: every layer's stages in order, then the head."""
+    head, lm_head = tiles.stages[4], schedule.stage("lm_head")
+    head_parts = lm_head.cols // head.cols  # lanes, of a concatenated head
+    size = tiles.layer_words * tiles.num_layers + head_parts * tiles.head_words
+    arena = torch.empty(size, dtype=torch.int32, device=device)
+    for layer in range(tiles.num_layers):
+        base = layer * tiles.layer_words
+        for cut, name in zip(tiles.stages, LAYER, strict=False):
+            stage = schedule.stage(name)
+            parts = [
+                shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
+                for w in stage.weights
+            ]
+            packed = pack_tiles(stage, cut, tiles.group, torch.cat(parts, 1).view(torch.int16))
+            _place(arena, base + cut.offset, packed)
+    matrix = embed if lm_head.weights == ("embed",) else get("lm_head").to(dtype)
+    matrix = shard_matrix(schedule, lm_head, matrix).view(torch.int16)
+    group = tiles.num_blocks if lm_head.scope is Scope.ALL else tiles.group
+    at = tiles.num_layers * tiles.layer_words
+    for part in matrix.split(head.cols, 2):
+        _place(arena, at, pack_tiles(lm_head, head, group, part))
+        at += tiles.head_words
+    return arena
+
+
+def _place(arena: Tensor, at: int, packed: Tensor) -> None:
+    flat = packed.reshape(-1).view(torch.int32)
+    arena[at : at + len(flat)] = flat
+
+
+def _planes(gain: Tensor) -> Tensor:
+    """[lanes or 1, hidden] as [lanes or 1, 2, hidden / 2]: even elements, then odd ones."""
+    gain = gain.float()
+    return torch.stack([gain[:, 0::2], gain[:, 1::2]], 1)
+
+
+def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
+    """A layer's bias rows, stage after stage, every lane's; zeros where a stage has none."""
+    parts: list[Tensor] = []
+    for layer in range(schedule.spec.num_layers):
+        for name in LAYER:
+            stage: Stage = schedule.stage(name)
+            if stage.biases:
+                rows = torch.cat(
+                    [
+                        shard_bias(schedule, stage, get(canonical(stage, b, layer)))
+                        for b in stage.biases
+                    ],
+                    1,
+                ).float()
+                if name == "gate_up_proj":  # woven like the rows
+                    rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+            else:
+                rows = torch.zeros(schedule.num_shards, stage.rows, device=device)
+            parts.append(rows.reshape(-1))
+    return torch.cat(parts)
+
+
+def _qk_gains(spec: ModelSpec, get: Get, device: torch.device) -> Tensor:
+    if not spec.qk_norm:
+        return torch.zeros(1, device=device)
+    return torch.stack(
+        [
+            torch.stack([get(f"layers.{i}.{n}_norm") for n in "qk"]).float()
+            for i in range(spec.num_layers)
+        ]
+    )

@@ -1,0 +1,229 @@
+"""The host's side of one stage alone: logical tensors into the words that a stage reads, and back.
+
+Tensors are those that ReferenceBackend.run_stage names. A token at a time: the kernel knows no other way.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kog_triton.backends.triton.host.memory import new_cache
+from kog_triton.backends.triton.host.pointers import Pointers
+from kog_triton.errors import RequestError
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.schedule import wire
+from kog_triton.schedule.schedule import Op, Schedule
+from kog_triton.schedule.triton import Tiles
+
+Array = np.ndarray
+# (pointers, x, out, layer, position, token, stage): one launch, to its end
+Launch = Callable[[Pointers, torch.Tensor, torch.Tensor, int, int, int, str], None]
+
+
+class StageRun:
+    """One stage of one layer; `run` takes it through all tokens of a state."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        tiles: Tiles,
+        pointers: Pointers,
+        stage: str,
+        layer: int,
+        launch: Launch,
+    ) -> None:
+        known = [s.name for _, s in schedule.walk() if s.op is not Op.SAMPLE]
+        if stage not in known:
+            raise RequestError(f"the triton backend has no stage named {stage!r} in this model")
+        self._schedule, self._tiles, self._pointers = schedule, tiles, pointers
+        self._stage, self._layer, self._launch = stage, layer, launch
+        self._dtype = DType.F16 if tiles.f16 else DType.BF16
+        self._phase = (layer + 1) & 1
+        self._device = pointers.words.device
+        self._streams = torch.zeros(2, tiles.lanes, tiles.hidden_size, device=self._device)
+
+    def run(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        run = {
+            "embed": self._embed,
+            "qkv_proj": self._qkv_proj,
+            "attention": self._attention,
+            "o_proj": lambda s: self._residual(s, "attention", "attention_out"),
+            "gate_up_proj": self._gate_up_proj,
+            "down_proj": lambda s: self._residual(s, "mlp", "mlp_out"),
+            "mix": self._mix,
+            "lm_head": self._lm_head,
+        }[self._stage]
+        given = {name: t for name, t in state.items() if name != "token_ids"}
+        arrays = {name: t.detach().float().cpu().numpy() for name, t in given.items()}
+        if "token_ids" in state:
+            arrays["token_ids"] = np.asarray(state["token_ids"].cpu())
+        out = run(arrays)
+        return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in out.items()}
+
+    # ---- stages ----
+
+    def _embed(self, state: dict[str, Array]) -> dict[str, Array]:
+        rows = []
+        for token in state["token_ids"]:
+            self._start()
+            self._go(token=int(token))
+            rows.append(self._stream())
+        return {"x": np.stack(rows, 1)}
+
+    def _qkv_proj(self, state: dict[str, Array]) -> dict[str, Array]:
+        t, rows = self._tiles, []
+        for x in _tokens(state["x"]):
+            self._start(x)
+            self._go()
+            rows.append(self._pairs("qkv", t.lanes))
+        y = np.stack(rows, 1).reshape(t.lanes, len(rows), -1, t.head_dim)
+        q, kv = t.heads, t.heads + t.kv_heads
+        return {"q": y[:, :, :q], "k": y[:, :, q:kv], "v": y[:, :, kv:]}
+
+    def _attention(self, state: dict[str, Array]) -> dict[str, Array]:
+        t, rows = self._tiles, []
+        qkv = np.concatenate([state[name].reshape(*state[name].shape[:2], -1) for name in "qkv"], 2)
+        cached, count = state["keys"].shape[2], qkv.shape[1]
+        if cached + count > t.max_context:
+            raise RequestError(f"{cached + count} positions do not fit {t.max_context}")
+        kv = new_cache(t, 1, self._device)
+        home = kv[0, self._layer]  # [lanes, kv_heads, 2, positions, head_dim]
+        for which, name in enumerate(("keys", "values")):
+            home[:, :, which, :cached] = torch.from_numpy(state[name]).to(home)
+        for i, row in enumerate(_tokens(qkv)):
+            self._start()
+            self._give_pairs("qkv", row)
+            self._go(position=cached + i, kv=kv)
+            rows.append(self._pairs("attention", t.lanes))
+        held = home[:, :, :, : cached + count].float().cpu().numpy()
+        return {"attention": np.stack(rows, 1), "keys": held[:, :, 0], "values": held[:, :, 1]}
+
+    def _residual(self, state: dict[str, Array], source: str, target: str) -> dict[str, Array]:
+        past = state.get("past")
+        sent, xs = [], []
+        for i, (x, row) in enumerate(zip(_tokens(state["x"]), _tokens(state[source]), strict=True)):
+            self._start(x)
+            self._give_pairs(source, row)
+            if past is not None:
+                self._give_past(past[:, i])
+            self._go()
+            sent.append(self._sent(target))
+            xs.append(self._stream())
+        return {target: np.stack(sent, 1), "x": np.stack(xs, 1)}
+
+    def _gate_up_proj(self, state: dict[str, Array]) -> dict[str, Array]:
+        rows = []
+        for x in _tokens(state["x"]):
+            self._start(x)
+            self._go()
+            rows.append(self._pairs("mlp", self._tiles.lanes))
+        return {"mlp": np.stack(rows, 1)}
+
+    def _mix(self, state: dict[str, Array]) -> dict[str, Array]:
+        t, rows = self._tiles, []
+        for x in _tokens(state["x"]):
+            self._start(x)
+            self._go()
+            if t.head_mode == Head.CONCAT:
+                parts = self._planes(t.region("part"), t.lanes)
+                rows.append(parts.reshape(1, -1))
+            else:
+                rows.append(self._stream()[:1])
+        return {"y": np.stack(rows, 1)}
+
+    def _lm_head(self, state: dict[str, Array]) -> dict[str, Array]:
+        t, rows = self._tiles, []
+        for x in _tokens(state["y"] if "y" in state else state["x"]):
+            concatenated = t.lanes > 1 and t.head_mode == Head.CONCAT
+            self._start(None if concatenated else np.broadcast_to(x, (t.lanes, t.hidden_size)))
+            if concatenated:
+                self._give_planes(t.region("part"), x.reshape(t.lanes, -1), 1)
+            self._go()
+            rows.append(self._pointers.logits[0].cpu().numpy().copy())
+        return {"logits": np.stack(rows)}
+
+    # ---- words ----
+
+    def _start(self, x: Array | None = None) -> None:
+        """An arena in which no word has come yet, and the stream x [lanes, hidden]."""
+        t, words = self._tiles, self._pointers.words
+        words.fill_(1 - self._phase)
+        _, turn = self._buffer(self._layer)
+        for name, stale in (("past", 1 - turn), ("part", 0), ("y", 0)):
+            first, size = t.regions[name]
+            words[first : first + size] = stale
+        if x is not None:
+            self._streams[0] = torch.from_numpy(_woven(x)).to(self._device)
+
+    def _go(self, position: int = 0, token: int = 0, kv: torch.Tensor | None = None) -> None:
+        p = self._pointers if kv is None else self._pointers._replace(kv=kv)
+        x, out = self._streams
+        self._launch(p, x, out, self._layer, position, token, self._stage)
+
+    def _stream(self) -> Array:
+        return _unwoven(self._streams[1].cpu().numpy())
+
+    def _give(self, first: int, words: Array) -> None:
+        flat = torch.from_numpy(words.reshape(-1).view(np.int32).copy())
+        self._pointers.words[first : first + len(flat)] = flat.to(self._device)
+
+    def _give_pairs(self, region: str, rows: Array) -> None:
+        """[lanes, n] as pair words."""
+        words = np.stack([wire.pack_pair(row, self._phase, self._dtype) for row in rows])
+        self._give(self._tiles.region(region), words)
+
+    def _give_planes(self, first: int, rows: Array, phase: int) -> None:
+        """[lanes, hidden] as float32 words in planes."""
+        self._give(first, np.stack([wire.pack_f32(row, phase) for row in _woven(rows)]))
+
+    def _give_past(self, rows: Array) -> None:
+        """[lanes, hidden] as the outputs of `delay` layers ago."""
+        first, turn = self._buffer(self._layer - self._tiles.delay)
+        self._give_planes(first, rows, turn)
+
+    def _buffer(self, run: int) -> tuple[int, int]:
+        """Where the ring of late outputs holds this stage's of a layer run, and their phase."""
+        t = self._tiles
+        if not t.past_buffers:
+            return t.region("past"), 0
+        which = 1 if self._stage == "down_proj" else 0
+        at = (which * t.past_buffers + run % t.past_buffers) * t.lanes * t.hidden_size
+        return t.region("past") + at, (run // t.past_buffers + 1) & 1
+
+    def _read(self, first: int, count: int) -> Array:
+        return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)
+
+    def _pairs(self, region: str, lanes: int) -> Array:
+        first, size = self._tiles.regions[region]
+        return wire.unpack_pair(self._read(first, size), self._dtype).reshape(lanes, -1)
+
+    def _planes(self, first: int, lanes: int) -> Array:
+        words = self._read(first, lanes * self._tiles.hidden_size)
+        return _unwoven(wire.unpack_f32(words).reshape(lanes, -1))
+
+    def _sent(self, region: str) -> Array:
+        """What the lanes owe each other of a module's output: [lanes, hidden], as it left the matrix."""
+        t = self._tiles
+        if t.delay:
+            return self._planes(self._buffer(self._layer)[0], t.lanes)
+        out = self._planes(t.region(region), t.lanes)
+        alone = t.lanes > 1 and self._schedule.reduce(self._stage, self._layer) is Reduce.OWN
+        return out / np.float32(math.sqrt(t.lanes)) if alone else out
+
+
+def _tokens(rows: Array) -> Array:
+    """[S, T, n] token by token."""
+    return rows.swapaxes(0, 1)
+
+
+def _woven(rows: Array) -> Array:
+    """[lanes, n]: even elements, then odd ones."""
+    return np.ascontiguousarray(np.concatenate([rows[:, 0::2], rows[:, 1::2]], 1))
+
+
+def _unwoven(rows: Array) -> Array:
+    half = rows.shape[1] // 2
+    return np.stack([rows[:, :half], rows[:, half:]], 2).reshape(rows.shape)

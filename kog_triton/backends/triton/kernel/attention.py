@@ -1,0 +1,318 @@
+"""Attention of one new token: every block takes one key/value head and one split of the context.
+
+The block rotates its query heads, walks its part of the cache with an online softmax (arXiv 2205.14135) and
+publishes what it found, and the logarithm of what that weighs; the splits of a head then join them, each for
+some of the query heads, in the order of the splits. The last split also takes the new key and value, which
+travel in words like the queries, and appends them to the cache.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.sync import dot, loop_stages, stamp, store_shared
+from kog_triton.backends.triton.kernel.words import (
+    POLLED,
+    complain,
+    complain_also,
+    in_range,
+    pack_f32,
+    poll,
+    publish_pairs,
+    settle,
+    unpack_f32,
+    unpack_pair,
+)
+
+BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step, at most
+# Of keys in registers at a step. Twice as many spill where heads are wide: Laneformer-2B 713 tokens/s for 728 (H200).
+STEP_BYTES: tl.constexpr = tl.constexpr(8 * 1024)
+# A split of more positions than FEW takes DEEP_BYTES of keys at a step, the next steps on their way into shared memory.
+# Llama-3.2-1B behind 32,768 positions (H200): 887 tokens/s; 32 KB and one stage 804; 64 positions in registers 642.
+FEW: tl.constexpr = tl.constexpr(128)
+DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
+# Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
+SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
+
+
+# ---- queries, the new key and the new value ----
+#
+# They travel as pair words, and the rotation pairs value e of a row with value e + head_dim / 2. So the lower and
+# the upper halves of rows are polled as two tensors of words, [rows, head_dim / 4], whose loads coalesce, and become
+# four of values: lower even, lower odd, upper even, upper odd. A row is put together without moving data.
+
+
+@triton.constexpr_function
+def quarter(S):
+    """Words of half a row, as a power of two."""
+    return triton.next_power_of_2(S.head_dim // 4)
+
+
+@triton.constexpr_function
+def head_rows(S):
+    """Rows of a key/value head: its queries. tl.dot wants 16."""
+    return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
+
+
+@triton.jit
+def element(i, S: tl.constexpr):
+    """The element of a head at place i of a row that is assembled from quarters, and whether there is one."""
+    HALF: tl.constexpr = S.head_dim // 2
+    PLACES: tl.constexpr = 2 * quarter(S)
+    if PLACES == HALF:
+        return i, i < S.head_dim
+    else:
+        return i // PLACES * HALF + i % PLACES, (i % PLACES < HALF) & (i < 2 * PLACES)
+
+
+@triton.jit
+def quarters(lower, upper, mask, S: tl.constexpr):
+    """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
+    a0, a1 = unpack_pair(settle(lower), S)
+    b0, b1 = unpack_pair(settle(upper), S)
+    return (
+        tl.where(mask, a0, 0.0),
+        tl.where(mask, a1, 0.0),
+        tl.where(mask, b0, 0.0),
+        tl.where(mask, b1, 0.0),
+    )
+
+
+@triton.jit
+def rotated(x, gains, constants, S: tl.constexpr):
+    """Quarters of rows, normalized if the model asks, and turned."""
+    a0, a1, b0, b1 = x
+    _, cos0, cos1, sin0, sin1, _, _ = constants
+    if S.qk_norm:
+        square = tl.sum(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, axis=1, keep_dims=True)
+        scale = tl.rsqrt(square / S.head_dim + S.norm_eps)
+        a0 *= scale * gains[0]
+        a1 *= scale * gains[1]
+        b0 *= scale * gains[2]
+        b1 *= scale * gains[3]
+    return (
+        a0 * cos0 - b0 * sin0,
+        a1 * cos1 - b1 * sin1,
+        b0 * cos0 + a0 * sin0,
+        b1 * cos1 + a1 * sin1,
+    )
+
+
+@triton.jit
+def assembled(x, S: tl.constexpr):
+    """Quarters [rows, n] as rows [rows, 4 n]; `element` says what stands where."""
+    ROWS: tl.constexpr = x[0].shape[0]
+    PLACES: tl.constexpr = 2 * quarter(S)
+    lower = tl.reshape(tl.join(x[0], x[1]), (ROWS, PLACES))
+    upper = tl.reshape(tl.join(x[2], x[3]), (ROWS, PLACES))
+    return tl.reshape(tl.permute(tl.join(lower, upper), (0, 2, 1)), (ROWS, 2 * PLACES))
+
+
+@triton.jit
+def four_quarters(ptr, S: tl.constexpr):
+    """A head's float32 values in four tensors [1, n]."""
+    j = tl.arange(0, quarter(S))[None, :]
+    inside = j < S.head_dim // 4
+    out = ()
+    for i in tl.static_range(4):
+        at = ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2
+        out = out + (tl.load(at, mask=inside, other=0.0),)
+    return out
+
+
+@triton.jit
+def ask_constants(layer, position, p, S: tl.constexpr):
+    """What attention needs and no block sends, asked for early: window, cosines, sines, gains of queries and keys."""
+    window = tl.load(p.windows + layer)
+    cos0, cos1, sin0, sin1 = four_quarters(p.rope + position * S.head_dim, S)
+    if S.qk_norm:
+        gains = p.qk_gains + layer * 2 * S.head_dim
+        q_gains, k_gains = four_quarters(gains, S), four_quarters(gains + S.head_dim, S)
+        return window, cos0, cos1, sin0, sin1, q_gains, k_gains
+    else:
+        return window, cos0, cos1, sin0, sin1, 0, 0
+
+
+@triton.jit
+def attention(constants, layer, it, position, slot, lane, place, phase, alive, p, S: tl.constexpr):
+    """Publish the attention outputs of this block's heads; returns alive."""
+    for turn in range(S.kv_heads * S.splits // S.group + (S.kv_heads * S.splits % S.group != 0)):
+        unit = turn * S.group + place
+        if unit < S.kv_heads * S.splits:
+            alive = one_head(
+                constants,
+                layer,
+                it,
+                position,
+                slot,
+                lane,
+                unit // S.splits,
+                unit % S.splits,
+                phase,
+                alive,
+                p,
+                S,
+            )
+    for turn in range(S.kv_heads * S.splits // S.group + (S.kv_heads * S.splits % S.group != 0)):
+        unit = turn * S.group + place
+        if unit < S.kv_heads * S.splits:
+            alive = join_splits(
+                constants,
+                layer,
+                position,
+                lane,
+                unit // S.splits,
+                unit % S.splits,
+                phase,
+                alive,
+                p,
+                S,
+            )
+    return alive
+
+
+@triton.jit
+def num_splits(length, S: tl.constexpr):
+    """Splits in use for so many keys."""
+    return tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
+
+
+@triton.jit
+def load_cached(cache, at, end, S: tl.constexpr, N: tl.constexpr):
+    """Keys and values [N, head_dim] of the positions from `at` on, zeros from `end` on."""
+    i, inside = element(tl.arange(0, 4 * quarter(S)), S)
+    n = at + tl.arange(0, N)
+    spot = n[:, None] * S.head_dim + i[None, :]
+    valid = (n < end)[:, None] & inside[None, :]
+    key = tl.load(cache + spot, mask=valid, other=0.0)
+    return key, tl.load(cache + S.max_context * S.head_dim + spot, mask=valid, other=0.0)
+
+
+@triton.jit
+def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.constexpr):
+    """One step of the online softmax: N cached positions from `at` on, those before `end`."""
+    score = dot(q, tl.trans(key), S)  # [rows, N]
+    score = tl.where((at + tl.arange(0, N) < end)[None, :], score, -float("inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    old = tl.exp2(top - new_top)
+    total = total * old + tl.sum(weight, axis=1)
+    return new_top, total, out * old[:, None] + dot(weight.to(value.dtype), value, S)
+
+
+@triton.jit
+def one_head(
+    constants, layer, it, position, slot, lane, head, split, phase, alive, p, S: tl.constexpr
+):
+    """One key/value head over one split of positions [first, position]."""
+    D: tl.constexpr = S.head_dim
+    GROUP: tl.constexpr = S.heads // S.kv_heads
+    DP: tl.constexpr = 4 * quarter(S)
+    G: tl.constexpr = head_rows(S)
+    FLAT_N: tl.constexpr = min(BLOCK_N, STEP_BYTES // (2 * DP))
+    DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
+    DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
+    g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
+    i, inside = element(tl.arange(0, DP), S)
+    window = constants[0]
+    first = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)
+    length = position + 1 - first
+    used = num_splits(length, S)
+    # [start, end) of the cached positions of this split; the newest is not in the cache yet.
+    start = first + split * length // used
+    end = tl.minimum(first + (split + 1) * length // used, position)
+    end = tl.where(split < used, end, start)
+    # 64-bit: a cache may hold more than 2^31 elements.
+    home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
+    cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
+    values_at = S.max_context * D
+    # On its way while we wait for the queries.
+    key, value = load_cached(cache, start, end, S, FLAT_N)
+
+    newest = split == used - 1  # this split takes the new key and value
+    words = p.words + S.region("qkv") + lane * S.qkv_words
+    row = tl.arange(0, G)[:, None]
+    mask = (row < GROUP) & (j < D // 4)
+    kv_mask = (row >= 0) & (j < D // 4) & newest
+    q = words + (head * GROUP + row) * (D // 2) + j
+    k = words + (S.heads + head + row * 0) * (D // 2) + j  # the same in all rows
+    v = k + S.kv_heads * (D // 2)
+    upper = D // 4
+    ptrs = (q, q + upper, k, k + upper, v, v + upper)
+    masks = (mask, mask, kv_mask, kv_mask, kv_mask, kv_mask)
+    w, bad = poll(ptrs, masks, phase, alive, p, S, 6)
+    if (bad != 0) & (alive != 0):
+        run: tl.constexpr = D // 2  # words
+        complain(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
+        if newest:
+            complain_also(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
+    alive = tl.where(bad != 0, 0, alive)
+    stamp(p, it, 2, S)
+    q = assembled(rotated(quarters(w[0], w[1], mask, S), constants[5], constants, S), S)
+    q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
+    # The new key and value as everybody will read them from the cache: rounded.
+    k = assembled(rotated(quarters(w[2], w[3], kv_mask, S), constants[6], constants, S), S)
+    v = assembled(quarters(w[4], w[5], kv_mask, S), S)
+    k16 = in_range(k, S).to(p.kv.dtype.element_ty)
+    v16 = v.to(p.kv.dtype.element_ty)
+    here = cache + position * D + i[None, :] + row * 0
+    once = inside[None, :] & newest & (row == 0)
+    store_shared(here, k16, once)
+    store_shared(here + values_at, v16, once)
+    own = tl.sum(q * k16.to(tl.float32), axis=1)
+    top = tl.where(newest, own, -1e30)  # finite: a split without keys weighs nothing
+    total = tl.where(newest, own * 0.0 + 1.0, 0.0)
+    out = tl.where(newest, q * 0.0 + v16.to(tl.float32), 0.0)
+    q16 = q.to(p.kv.dtype.element_ty)
+    deep = (end - start > FEW) & DEEP
+    for at in range(start, tl.where(deep, start, end), FLAT_N):
+        now_key, now_value = key, value
+        key, value = load_cached(cache, at + FLAT_N, end, S, FLAT_N)
+        top, total, out = add_keys(q16, top, total, out, now_key, now_value, at, end, S, FLAT_N)
+    if DEEP:
+        if deep:  # around a loop of no steps, what it keeps on its way would still be set up and torn down
+            for at in tl.range(start, end, DEEP_N, num_stages=loop_stages(S)):
+                keys, values = load_cached(cache, at, end, S, DEEP_N)
+                top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
+    # Every split publishes every time, in use or not, so that all phases keep step.
+    base = (
+        p.words
+        + S.region("splits")
+        + ((lane * S.kv_heads + head) * S.splits + split) * S.split_words
+    )
+    total = tl.where(total == 0.0, 1.0, total)
+    out = pack_f32(out / total[:, None], phase)
+    store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
+    store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
+    stamp(p, it, 3, S)
+    return alive
+
+
+@triton.jit
+def join_splits(constants, layer, position, lane, head, split, phase, alive, p, S: tl.constexpr):
+    """Join the splits of this head for query heads split, split + used, ... and publish them."""
+    D: tl.constexpr = S.head_dim
+    GROUP: tl.constexpr = S.heads // S.kv_heads
+    DP: tl.constexpr = triton.next_power_of_2(D)
+    SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // DP)
+    i, s = tl.arange(0, DP), tl.arange(0, SP)
+    window = constants[0]
+    length = tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
+    used = num_splits(length, S)
+    base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
+    if split < used:
+        for g in range(split, GROUP, used):
+            mine = (s < used)[:, None]
+            part = base + s[:, None] * S.split_words
+            have = mine & (i < D)[None, :]
+            outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
+            w, bad = poll((outputs, weights), (have, have), phase, alive, p, S, 2)
+            if (bad != 0) & (alive != 0):
+                complain(base, used * S.split_words, phase, "attention splits", layer, p)
+            alive = tl.where(bad != 0, 0, alive)
+            top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
+            share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
+            out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
+            out = out / tl.sum(share, axis=0)
+            words = p.words + S.region("attention") + lane * S.attention_words
+            publish_pairs(words + (head * GROUP + g) * (D // 2), 0, out, D, phase, S, DP)
+    return alive

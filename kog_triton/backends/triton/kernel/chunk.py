@@ -1,0 +1,210 @@
+"""Prompts in chunks: a pass takes up to `columns` tokens of one slot through all layers; a prompt's last is not for it.
+
+    feed > qkv_proj > attend > o_proj > feed > gate_up_proj > down_proj > feed ...
+
+`feed` adds a module's output to the residual stream and norms it, a token a block; after every step all blocks meet,
+and each sees what all of them wrote. The pass ends with the last layer's keys and values: nothing reads the rest.
+All prompts come before the first token, so that the rest of the kernel is as it is without them; a pass is where the
+host's word is obeyed, so that a prompt is always cut at the same places.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.chunk_attention import attend
+from kog_triton.backends.triton.kernel.columns import (
+    multiply,
+    out_rows,
+    store_gated,
+    store_out,
+    store_qkv,
+    vectors,
+)
+from kog_triton.backends.triton.kernel.cut import begins, parts, width
+from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, bias_at
+from kog_triton.backends.triton.kernel.slots import (
+    ALL_LOGITS,
+    CANCEL,
+    CANCELLED,
+    OUTCOME,
+    POSITION,
+    TOKEN,
+    YIELD,
+    ask_host,
+    beat,
+    field,
+    request_of,
+    state_of,
+    tell_end,
+)
+from kog_triton.backends.triton.kernel.sync import meet, order
+from kog_triton.backends.triton.kernel.words import in_range, wait
+
+STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
+# Tokens that get a pass of their own. It takes as long as two passes of one token (Llama-3.2-1B on one H200: 1.05 ms,
+# 0.69 each); as the sums differ in their last bits, the shortest prompts are left as they were.
+CHUNKS_FROM: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def gather(number, say, layer, alive, block, p, S: tl.constexpr):
+    """All blocks are here, and each sees what all wrote before: what block 0 says, and alive; `number` counts."""
+    NB: tl.constexpr = triton.next_power_of_2(S.num_blocks)
+    order(p.fences + block * 32, S)
+    # Two buffers: who arrives at n + 1 may be ahead of who still reads n, but of nobody by two.
+    arrivals = p.words + S.region("arrivals") + (number & 1) * S.num_blocks
+    phase = ((number >> 1) + 1) & 1
+    tl.store(arrivals + block, (say << 1) | phase, cache_modifier=".wt")
+    i = tl.arange(0, NB)
+    said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "chunk arrivals", layer, p, S)
+    order(p.fences + block * 32, S)
+    return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive
+
+
+# ---- the residual stream ----
+
+
+@triton.jit
+def sent(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """A lane's output of a module for token t: float32 [n]."""
+    PARTS: tl.constexpr = parts(S, STAGE)
+    y = tl.zeros((i.numel,), tl.float32)
+    for part in tl.static_range(PARTS):
+        rows = out_rows(which, layer, part, lane, p, S) + t * S.hidden_size
+        y += tl.load(rows + i, mask=inside, other=0.0)
+    if S.o_bias if STAGE == 1 else S.mlp_bias:
+        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.hidden_size
+        y += tl.load(bias + i, mask=inside, other=0.0)
+    return y
+
+
+@triton.jit
+def received(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """What joins a lane's stream, as the layer reduces the module's outputs."""
+    y = sent(which, layer, lane, t, i, inside, p, S, STAGE)
+    if S.mixed_reduce:
+        how = tl.load(p.reduces + which * S.num_layers + layer)
+        y = tl.where(how == OWN, y * tl.sqrt(S.lanes * 1.0), y)
+        source = tl.where(how == DELAYED, layer - S.delay, layer)
+        for other in range(tl.where(how == OWN, S.lanes, 0), S.lanes):
+            if other != lane:
+                y += sent(which, source, other, t, i, inside, p, S, STAGE)
+    return y
+
+
+@triton.jit
+def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """The vectors that qkv_proj (STAGE 0) or gate_up_proj (2) reads: the stream, joined by what came before, normed."""
+    HIDDEN: tl.constexpr = triton.next_power_of_2(S.hidden_size)
+    WIDTH: tl.constexpr = width(S, STAGE)
+    AT: tl.constexpr = begins(S, "stream")
+    HALF: tl.constexpr = S.hidden_size // 2
+    i = tl.arange(0, HIDDEN)
+    inside = i < S.hidden_size
+    for unit in range(block, S.lanes * count, S.num_blocks):
+        lane, t = unit // count, unit % count
+        stream = p.chunk + AT + (lane * S.columns + t) * S.hidden_size + i
+        if STAGE == 2:
+            x = tl.load(stream, mask=inside, other=0.0)
+            x += received(0, layer, lane, t, i, inside, p, S, 1)
+        elif layer == 0:
+            token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + t)
+            row = p.half_embed + token.to(tl.int64) * S.hidden_size
+            x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(stream, mask=inside, other=0.0)
+            x += received(1, layer - 1, lane, t, i, inside, p, S, 3)
+        tl.store(stream, x, mask=inside)
+        norm = 2 * layer + STAGE // 2
+        if S.lane_norms:
+            norm = norm * S.lanes + lane
+        gains = p.gains + norm * S.hidden_size + (i & 1) * HALF + (i >> 1)
+        scale = tl.rsqrt(tl.sum(x * x) / S.hidden_size + S.norm_eps)
+        x = in_range(x * scale * tl.load(gains, mask=inside, other=0.0), S)
+        to = vectors("x", lane, p, S, WIDTH) + t * WIDTH + i
+        tl.store(to, x.to(p.half_chunk.dtype.element_ty), mask=inside)
+
+
+# ---- passes ----
+
+
+@triton.jit
+def run_step(step, layer, base, pos, count, slot, block, lane, place, p, S: tl.constexpr):
+    """One step of a layer whose first weight is at `base`."""
+    X: tl.constexpr = width(S, 0)
+    A: tl.constexpr = width(S, 1)
+    H: tl.constexpr = width(S, 3)
+    if step == 0:
+        feed(pos, count, slot, layer, block, p, S, 0)
+    elif step == 1:
+        x = vectors("x", lane, p, S, X)
+        multiply(x, base, layer, count, lane, place, p, S, 0, store_qkv)
+    elif step == 2:
+        attend(layer, pos, count, slot, lane, place, p, S)
+    elif step == 3:
+        x = vectors("attention", lane, p, S, A)
+        multiply(x, base, layer, count, lane, place, p, S, 1, store_out)
+    elif step == 4:
+        feed(pos, count, slot, layer, block, p, S, 2)
+    elif step == 5:
+        x = vectors("x", lane, p, S, X)
+        multiply(x, base, layer, count, lane, place, p, S, 2, store_gated)
+    else:
+        x = vectors("mlp", lane, p, S, H)
+        multiply(x, base, layer, count, lane, place, p, S, 3, store_out)
+
+
+@triton.jit
+def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.constexpr):
+    """Keys and values of `count` tokens from `pos` on: the number of the next meeting, the host's word, alive."""
+    zero = block * 0  # a tensor also in the interpreter
+    control = ask_host(slot, block, p, S)
+    heard = zero
+    layers = p.half_weights + tl.zeros((), tl.int64)
+    for i in tl.range(STEPS * (S.num_layers - 1) + 3, disable_licm=True):
+        step = zero + i
+        layer = step // STEPS
+        base = layers + layer.to(tl.int64) * (2 * S.layer_words)
+        run_step(step % STEPS, layer, base, pos, count, slot, block, lane, place, p, S)
+        heard, alive = gather(number, control, layer, alive, block, p, S)
+        number += 1
+    return number, heard, alive
+
+
+@triton.jit
+def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
+    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
+    zero = block * 0
+    turn, number, stays = zero, zero, zero + 1
+    slots = tl.load(p.turns)
+    while (turn < slots) & (stays != 0) & (alive != 0):
+        slot = tl.load(p.turns + 1 + turn)
+        own, request = state_of(slot, block, p, S), request_of(slot, p, S)
+        pos = tl.load(own + POSITION)
+        ahead = tl.load(request + field("prompt")) - 1 - pos
+        scores = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
+        if (ahead < CHUNKS_FROM) | scores | (tl.load(own + OUTCOME) != 0):
+            turn += 1
+        else:
+            count = tl.minimum(ahead, S.columns)
+            number, control, alive = run_chunk(
+                pos, count, slot, number, alive, block, lane, place, p, S
+            )
+            beat(-number, block, p, S)
+            if alive != 0:  # else keys and values of this chunk are void
+                token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
+                tl.store(own + POSITION, pos + count)
+                tl.store(own + TOKEN, token)
+            if ((control & CANCEL) != 0) & (alive != 0):
+                tl.store(own + OUTCOME, CANCELLED)
+                if block == 0:
+                    tell_end(zero + CANCELLED, pos + count, zero, slot, p, S)
+            meet(S)  # other threads of the block read them
+            stays = tl.where((control & YIELD) != 0, 0, stays)
+    return alive, stays
+
+
+@triton.jit(noinline=True)
+def run_prompts_apart(alive, block, lane, place, p, S: tl.constexpr):
+    """The same as a function that is called: in line, its registers would cost the kernel's others theirs."""
+    return run_prompts(alive, block, lane, place, p, S)

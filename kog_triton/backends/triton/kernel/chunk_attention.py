@@ -1,0 +1,156 @@
+"""Attention of a chunk of a prompt: every block takes a few tokens' queries of one key/value head.
+
+Over the cache by an online softmax (arXiv 2205.14135), then over the chunk's own keys, causal. Keys and values of
+the chunk are rounded as everybody will read them from the cache, into which a block appends those of its own tokens.
+A row's lower and upper half are tensors of their own, [rows, head_dim / 2]: the rotation pairs them.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.columns import vectors
+from kog_triton.backends.triton.kernel.cut import begins, width
+from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
+from kog_triton.backends.triton.kernel.words import in_range
+
+KEYS: tl.constexpr = tl.constexpr(64)  # of the cache, at one step
+
+
+@triton.constexpr_function
+def half(S):
+    """Places for half a row; tl.dot wants 16."""
+    return max(16, triton.next_power_of_2(S.head_dim // 2))
+
+
+@triton.constexpr_function
+def query_rows(S):
+    """Rows of one unit: the queries of `unit_tokens` tokens."""
+    return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
+
+
+@triton.constexpr_function
+def unit_tokens(S):
+    return query_rows(S) // (S.heads // S.kv_heads)
+
+
+@triton.jit
+def attend(layer, pos, count, slot, lane, place, p, S: tl.constexpr):
+    """Attention outputs of `count` tokens from `pos` on into `half_chunk`, their keys and values into the cache."""
+    TOKENS: tl.constexpr = unit_tokens(S)
+    units = (count + TOKENS - 1) // TOKENS
+    for unit in range(place, S.kv_heads * units, S.group):
+        attend_unit(layer, pos, count, slot, lane, unit // units, unit % units, p, S)
+
+
+@triton.jit
+def half_rows(head, token, valid, lane, p, S: tl.constexpr):
+    """Halves of the rows of `head` for tokens [n, 1], as they left the matrix; zeros where not valid."""
+    ROWS: tl.constexpr = S.stages[0].rows
+    AT: tl.constexpr = begins(S, "qkv")
+    j = tl.arange(0, half(S))[None, :]
+    mask = valid & (j < S.head_dim // 2)
+    at = p.chunk + AT + (lane * S.columns + token) * ROWS + head * S.head_dim + j
+    lower = tl.load(at, mask=mask, other=0.0)
+    return lower, tl.load(at + S.head_dim // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def turned(lower, upper, gains, position, valid, p, S: tl.constexpr):
+    """Halves of rows, normalized if the model asks, and rotated for their positions [n, 1]."""
+    j = tl.arange(0, half(S))[None, :]
+    inside = j < S.head_dim // 2
+    if S.qk_norm:
+        square = tl.sum(lower * lower + upper * upper, axis=1, keep_dims=True)
+        scale = tl.rsqrt(square / S.head_dim + S.norm_eps)
+        lower *= scale * tl.load(gains + j, mask=inside, other=0.0)
+        upper *= scale * tl.load(gains + S.head_dim // 2 + j, mask=inside, other=0.0)
+    rope = p.rope + position * S.head_dim + j
+    cos = tl.load(rope, mask=valid & inside, other=0.0)
+    sin = tl.load(rope + S.head_dim // 2, mask=valid & inside, other=0.0)
+    return lower * cos - upper * sin, upper * cos + lower * sin
+
+
+@triton.jit
+def add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S: tl.constexpr):
+    """One step of the online softmax over keys and values in halves, of which a row sees `seen` [rows, keys]."""
+    score = dot_onto(dot(q[0], tl.trans(lower), S), q[1], tl.trans(upper), S)
+    score = tl.where(seen, score, -float("inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    old = tl.exp2(top - new_top)
+    total = total * old + tl.sum(weight, axis=1)
+    weight = weight.to(lower_value.dtype)
+    lower_out = dot_onto(out[0] * old[:, None], weight, lower_value, S)
+    return new_top, total, (lower_out, dot_onto(out[1] * old[:, None], weight, upper_value, S))
+
+
+@triton.jit
+def attend_unit(layer, pos, count, slot, lane, head, unit, p, S: tl.constexpr):
+    """The queries of one key/value head for tokens unit * unit_tokens .. of the chunk."""
+    D: tl.constexpr = S.head_dim
+    GROUP: tl.constexpr = S.heads // S.kv_heads
+    ROWS: tl.constexpr = query_rows(S)
+    TOKENS: tl.constexpr = unit_tokens(S)
+    NEW: tl.constexpr = max(16, S.columns)
+    element: tl.constexpr = p.kv.dtype.element_ty
+    j = tl.arange(0, half(S))[None, :]
+    inside = j < D // 2
+    row = tl.arange(0, ROWS)[:, None]
+    token, query = unit * TOKENS + row // GROUP, head * GROUP + row % GROUP
+    valid = (row < TOKENS * GROUP) & (token < count)
+    gains = p.qk_gains + layer * 2 * D
+    window = tl.load(p.windows + layer)
+    lower, upper = half_rows(query, token, valid, lane, p, S)
+    lower, upper = turned(lower, upper, gains, pos + token, valid, p, S)
+    scale = D**-0.5 * 1.4426950408889634  # scores in powers of two
+    q = ((lower * scale).to(element), (upper * scale).to(element))
+    # A query sees positions (oldest, its own].
+    oldest = tl.where(window > 0, pos + token - window, -1)
+    top = tl.zeros((ROWS,), tl.float32) - 1e30  # finite: a row may see no key of a step
+    total = tl.zeros((ROWS,), tl.float32)
+    out = (tl.zeros((ROWS, half(S)), tl.float32), tl.zeros((ROWS, half(S)), tl.float32))
+
+    # 64-bit: a cache may hold more than 2^31 elements.
+    home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
+    cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
+    VALUES: tl.constexpr = S.max_context * D
+    start = tl.where(window > 0, tl.maximum(pos + unit * TOKENS + 1 - window, 0), 0)
+    for at in tl.range(start, pos, KEYS, num_stages=loop_stages(S)):
+        n = at + tl.arange(0, KEYS)[:, None]
+        spot = cache + n * D + j
+        mask = (n < pos) & inside
+        seen = tl.trans(n < pos) & (tl.trans(n) > oldest)
+        top, total, out = add_keys(
+            q,
+            top,
+            total,
+            out,
+            tl.load(spot, mask=mask, other=0.0),
+            tl.load(spot + D // 2, mask=mask, other=0.0),
+            tl.load(spot + VALUES, mask=mask, other=0.0),
+            tl.load(spot + VALUES + D // 2, mask=mask, other=0.0),
+            seen,
+            S,
+        )
+
+    n = tl.arange(0, NEW)[:, None]
+    there = n < count
+    lower, upper = half_rows(S.heads + head, n, there, lane, p, S)
+    lower, upper = turned(lower, upper, gains + D, pos + n, there, p, S)
+    lower, upper = in_range(lower, S).to(element), in_range(upper, S).to(element)
+    lower_value, upper_value = half_rows(S.heads + S.kv_heads + head, n, there, lane, p, S)
+    lower_value = in_range(lower_value, S).to(element)
+    upper_value = in_range(upper_value, S).to(element)
+    spot = cache + (pos + n) * D + j
+    own = there & (n // TOKENS == unit) & inside
+    tl.store(spot, lower, mask=own)
+    tl.store(spot + D // 2, upper, mask=own)
+    tl.store(spot + VALUES, lower_value, mask=own)
+    tl.store(spot + VALUES + D // 2, upper_value, mask=own)
+    seen = tl.trans(there) & (tl.trans(n) <= token) & (tl.trans(n) + pos > oldest)
+    top, total, out = add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S)
+    WIDTH: tl.constexpr = width(S, 1)
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = vectors("attention", lane, p, S, WIDTH) + token * WIDTH + query * D + j
+    tl.store(to, in_range(out[0] * share, S).to(element), mask=valid & inside)
+    tl.store(to + D // 2, in_range(out[1] * share, S).to(element), mask=valid & inside)

@@ -1,0 +1,172 @@
+"""The matrices of a chunk of a prompt: x [columns, K] times rows of weights, each read once for all columns.
+
+Weights are the tiles that one token streams (matvec.py), here read as a row of 16-bit values wherever it stands.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.cut import (
+    begins,
+    max_parts,
+    parts,
+    pipelined,
+    row_tile,
+    row_tiles,
+    span,
+    step,
+    tile_strides,
+    width,
+)
+from kog_triton.backends.triton.kernel.residual import bias_at
+from kog_triton.backends.triton.kernel.sync import dot_onto
+from kog_triton.backends.triton.kernel.words import in_range
+
+
+@triton.jit
+def vectors(name: tl.constexpr, lane, p, S: tl.constexpr, WIDTH: tl.constexpr):
+    """The lane's rows of a region of `half_chunk`, WIDTH values each."""
+    AT: tl.constexpr = begins(S, name)
+    return p.half_chunk + AT + lane * (S.columns * WIDTH)
+
+
+@triton.jit
+def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
+    """Where rows of the stage begin, in the layer whose first weight is at `base`."""
+    T: tl.constexpr = S.stages[STAGE]
+    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks at one place
+    STRIDES: tl.constexpr = tile_strides(S, STAGE)
+    owner, inner = row // T.block_rows, row % T.block_rows
+    unit, r = inner // T.tile_rows, inner % T.tile_rows
+    own = 2 * T.offset + (lane * S.group + owner) * (2 * T.words) + r * (2 * T.tile_words)
+    return base + own + unit * (STRIDES[0] * TILES)
+
+
+@triton.jit
+def along(column, S: tl.constexpr, STAGE: tl.constexpr):
+    """From a row's begin to a column of it at which a step begins: a row goes on in the next tile along K."""
+    T: tl.constexpr = S.stages[STAGE]
+    TILE: tl.constexpr = 2 * T.tile_words
+    STRIDES: tl.constexpr = tile_strides(S, STAGE)
+    at = column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+    # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
+    return tl.multiple_of(at, step(S, STAGE))
+
+
+@triton.jit
+def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexpr):
+    """x times the stage's rows `row` [M], those `owned`, over one part of K: float32 [columns, M].
+
+    `base` is the layer's first weight, x the first of `columns` vectors.
+    """
+    M: tl.constexpr = row_tile(S, STAGE)
+    STEP: tl.constexpr = step(S, STAGE)
+    WIDTH: tl.constexpr = width(S, STAGE)
+    STEPS: tl.constexpr = width(S, STAGE) // step(S, STAGE)
+    PARTS: tl.constexpr = parts(S, STAGE)
+    COLUMNS: tl.constexpr = S.columns
+    weights = row_begins(base, row, lane, S, STAGE)
+    t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
+    total = tl.zeros((COLUMNS, M), tl.float32)
+    first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
+    for i in tl.range(first, last, num_stages=pipelined(S)):
+        at = i * STEP
+        xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
+        ws = tl.load(
+            weights[:, None] + along(at, S, STAGE) + k[None, :],
+            mask=owned[:, None],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        total = dot_onto(total, xs, tl.trans(ws), S)
+    return total
+
+
+@triton.jit
+def multiply(
+    x,
+    base,
+    layer,
+    count,
+    lane,
+    place,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
+    T: tl.constexpr = S.stages[STAGE]
+    M: tl.constexpr = row_tile(S, STAGE)
+    TILES: tl.constexpr = row_tiles(S, STAGE)
+    SPAN: tl.constexpr = span(S, STAGE)
+    PARTS: tl.constexpr = parts(S, STAGE)
+    part = place % PARTS
+    for tile in range(TILES):
+        m = tile * M + tl.arange(0, M)
+        row = place // PARTS * SPAN + m
+        owned = (m < SPAN) & (row < T.rows)
+        y = product(x, base, row, owned, lane, part, S, STAGE)
+        STORE(y, row, owned, part, layer, count, lane, p, S, STAGE)
+
+
+@triton.jit
+def biased(y, row, owned, layer, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+    T: tl.constexpr = S.stages[STAGE]
+    bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
+    return y + tl.load(bias + row, mask=owned, other=0.0)[None, :]
+
+
+@triton.jit
+def here(count, S: tl.constexpr):
+    """[columns, 1]: the columns, and which of them hold a token."""
+    t = tl.arange(0, S.columns)[:, None]
+    return t, t < count
+
+
+# ---- what becomes of a product ----
+
+
+@triton.jit
+def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+    ROWS: tl.constexpr = S.stages[0].rows
+    AT: tl.constexpr = begins(S, "qkv")
+    if S.qkv_bias:
+        y = biased(y, row, owned, layer, lane, p, S, STAGE)
+    t, valid = here(count, S)
+    to = p.chunk + AT + lane * (S.columns * ROWS) + t * ROWS + row[None, :]
+    tl.store(to, y, mask=valid & owned[None, :])
+
+
+@triton.jit
+def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """silu(gate) * up of woven rows: gate, up, gate, up."""
+    M: tl.constexpr = row_tile(S, STAGE)
+    WIDTH: tl.constexpr = width(S, 3)
+    COLUMNS: tl.constexpr = S.columns
+    if S.mlp_bias:
+        y = biased(y, row, owned, layer, lane, p, S, STAGE)
+    gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
+    h = in_range(gate / (1.0 + tl.exp(-gate)) * up, S)
+    gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
+    t, valid = here(count, S)
+    to = vectors("mlp", lane, p, S, WIDTH) + t * WIDTH + (gate_row // 2)[None, :]
+    own, _ = tl.split(tl.reshape(owned.to(tl.int32), (M // 2, 2)))
+    tl.store(to, h.to(p.half_chunk.dtype.element_ty), mask=valid & (own != 0)[None, :])
+
+
+@triton.jit
+def out_rows(which, layer, part, lane, p, S: tl.constexpr):
+    """The rows of a part of a module's output, float32 [columns, hidden]; `delay` layers back they still stand."""
+    AT: tl.constexpr = begins(S, "out")
+    PARTS: tl.constexpr = max_parts(S)
+    ring = which * (S.delay + 1) + layer % (S.delay + 1)
+    return p.chunk + AT + ((ring * PARTS + part) * S.lanes + lane) * (S.columns * S.hidden_size)
+
+
+@triton.jit
+def store_out(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """One part of the sum over K; who adds the parts adds the bias."""
+    t, valid = here(count, S)
+    to = out_rows(STAGE // 2, layer, part, lane, p, S) + t * S.hidden_size + row[None, :]
+    tl.store(to, y, mask=valid & owned[None, :])

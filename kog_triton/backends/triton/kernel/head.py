@@ -1,0 +1,291 @@
+"""From the residual stream to a candidate: mix the lanes, score the block's rows of the vocabulary, choose the best.
+
+one lane          norm x                     > lm_head
+MEAN, SUM         norm or add x of all lanes > lm_head       two small hops: rows of each lane, then sums of rows
+VOCAB_PARALLEL    norm the lane's own x      > its own rows
+CONCAT            norm x of each lane        > lm_head lane by lane: a matrix of the whole width would need all
+                                               lanes' streams in registers at once
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.request_words import Flag
+from kog_triton.backends.triton.kernel.edits import edited, remember
+from kog_triton.backends.triton.kernel.logprobs import deliver, deliver_own
+from kog_triton.backends.triton.kernel.matvec import rowwise
+from kog_triton.backends.triton.kernel.residual import add_planes, rms_norm, rounded
+from kog_triton.backends.triton.kernel.sample import best_of, is_void, keys_of
+from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
+from kog_triton.backends.triton.kernel.sync import meet, store_shared
+from kog_triton.backends.triton.kernel.trials import SURVIVES, champion, try_winners
+from kog_triton.backends.triton.kernel.votes import (
+    ROUNDS,
+    four,
+    ordered,
+    pick,
+    survivors,
+    unordered,
+    vote,
+)
+from kog_triton.backends.triton.kernel.words import (
+    complain,
+    complain_also,
+    index,
+    pack_f32,
+    poll,
+    settle,
+    unpack_f32,
+    wait_planes,
+)
+from kog_triton.model.spec import Head
+
+MEAN: tl.constexpr = tl.constexpr(int(Head.MEAN))
+SUM_THEN_NORM: tl.constexpr = tl.constexpr(int(Head.SUM_THEN_NORM))
+VOCAB_PARALLEL: tl.constexpr = tl.constexpr(int(Head.VOCAB_PARALLEL))
+CONCAT: tl.constexpr = tl.constexpr(int(Head.CONCAT))
+CUT: tl.constexpr = tl.constexpr(int(Flag.CUT))
+LOGPROBS: tl.constexpr = tl.constexpr(int(Flag.LOGPROBS))
+VOTING: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
+
+
+# ---- lm_head ----
+
+
+@triton.jit
+def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+    """`before` is 1 where the rows already hold the other lanes' share (CONCAT)."""
+    ROWS: tl.constexpr = T.tile_rows
+    logits, first, vocab_first, before = out
+    r = first + unit * ROWS + tl.arange(0, ROWS)
+    if S.head_mode == CONCAT:
+        y += tl.load(logits + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
+    tl.store(logits + vocab_first + r, y, mask=r < T.rows)
+    return out
+
+
+@triton.jit
+def send_part(
+    x, gains, lane, place, phase, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+):
+    """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    if S.head_mode != SUM_THEN_NORM:
+        x = rms_norm(x, gains, S, CHUNKS)
+    part = p.words + S.region("part") + lane * S.hidden_size
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        mine = (j < HALF) & (j * S.group // HALF == place)
+        for plane in tl.static_range(2):
+            store_shared(part + plane * HALF + j, pack_f32(x[2 * c + plane], phase), mine)
+
+
+@triton.jit
+def zeros_like(x, COUNT: tl.constexpr):
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (x[i] * 0.0,)
+    return out
+
+
+@triton.jit
+def mix_lanes(
+    x,
+    gains,
+    lane,
+    place,
+    block,
+    phase,
+    alive,
+    p,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The head's input from all lanes, and alive."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
+    ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
+    LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
+    send_part(x, gains, lane, place, phase, p, S, CHUNKS, WORDS)
+    # Every block adds its rows over the lanes, in one wait for all of them.
+    part = p.words + S.region("part")
+    first = block * SHARE
+    count = tl.minimum(SHARE, S.hidden_size - first)
+    i = tl.arange(0, ROWS)
+    r, valid = first + i, i < count
+    j = tl.arange(0, LANES)[:, None]
+    have = (j < S.lanes) & valid[None, :]
+    ptr = part + j * S.hidden_size + r[None, :]
+    ws, bad = poll((ptr,), (have,), phase, alive, p, S, 1)
+    if (bad != 0) & (alive != 0):
+        complain(part, 0, phase, "mix part", 0, p)
+        complain_also(part + first, count, S.hidden_size, S.lanes, p)
+    alive = tl.where(bad != 0, 0, alive)
+    total = tl.sum(tl.where(have, unpack_f32(settle(ws[0])), 0.0), axis=0)
+    if S.head_mode == MEAN:
+        total = total / S.lanes
+    store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
+    w, alive = wait_planes(
+        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, CHUNKS
+    )
+    y = add_planes(zeros_like(x, 2 * CHUNKS), w, HALF, CHUNKS, WORDS)
+    if S.head_mode == SUM_THEN_NORM:
+        y = rms_norm(y, gains, S, CHUNKS)
+    return y, alive
+
+
+@triton.jit
+def score_lanes(x, logits, first, block, head, next_base, ring, phase, alive, p, S: tl.constexpr):
+    """Logits of the block's rows of a head as wide as all lanes, whose streams are in words: the ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    HALF: tl.constexpr = S.hidden_size // 2
+    for j in range(S.lanes):
+        part = p.words + S.region("part") + j * S.hidden_size
+        w, alive = wait_planes(
+            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.chunks
+        )
+        y = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
+        xs = rounded(y, S, Q.chunks)
+        base = head + j * S.head_words
+        following = (base + S.head_words).to(tl.int64)
+        after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
+        out = (logits, first, 0, j)
+        out, ring = rowwise(base, after, block, ring, xs, out, S, 4, store_logits)
+        meet(S)  # the next lane's share is added to what other threads stored
+    return ring, alive
+
+
+@triton.jit
+def score(
+    x, gains, row, epoch, block, lane, place, head, next_base, ring, alive, p, S: tl.constexpr
+):
+    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    phase = epoch & 1
+    first, _, vocab_first = head_rows(block, lane, place, S)
+    logits = p.logits + row.to(tl.int64) * S.vocab_size
+    if S.lanes > 1 and S.head_mode == CONCAT:
+        send_part(x, gains, lane, place, phase, p, S, Q.chunks, Q.tile_words)
+        ring, alive = score_lanes(
+            x, logits, first, block, head, next_base, ring, phase, alive, p, S
+        )
+    else:
+        if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
+            y, alive = mix_lanes(
+                x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
+            )
+        else:
+            y = rms_norm(x, gains, S, Q.chunks)
+        xs = rounded(y, S, Q.chunks)
+        out = (logits, first, vocab_first, 0)
+        out, ring = rowwise(head, next_base, block, ring, xs, out, S, 4, store_logits)
+    return ring, alive
+
+
+@triton.jit
+def head_rows(block, lane, place, S: tl.constexpr):
+    """The block's rows of its group's matrix: the first one, their number, and the first id of the matrix."""
+    T: tl.constexpr = S.stages[4]
+    if S.lanes > 1 and S.head_mode == VOCAB_PARALLEL:
+        first, vocab_first = place * T.block_rows, lane * T.rows
+    else:
+        first, vocab_first = block * T.block_rows, block * 0
+    return first, tl.maximum(tl.minimum(T.block_rows, T.rows - first), 0), vocab_first
+
+
+# ---- the choice ----
+
+
+@triton.constexpr_function
+def choice_rows(S):
+    """Length of a block's vectors of ids: its rows of the vocabulary, padded."""
+    rows = triton.next_power_of_2(S.stages[4].block_rows)
+    return 2 * rows if rows == S.sizes.unlowered else rows
+
+
+@triton.jit
+def choose(
+    position, epoch, slot, block, lane, place, alive, p, S: tl.constexpr, RULES: tl.constexpr
+):
+    """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
+    ROWS: tl.constexpr = choice_rows(S)
+    request = request_of(slot, p, S)
+    first, count, vocab_first = head_rows(block, lane, place, S)
+    first += vocab_first
+    meet(S)  # the block's own logits are read again by other threads
+    ids = first + tl.arange(0, ROWS)
+    mine = tl.arange(0, ROWS) < count
+    logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
+    void = is_void(logit) & mine
+    left = mine
+    if RULES:
+        key, left, alive = by_the_rules(
+            logit, ids, mine, first, count, position, epoch, slot, block, alive, p, S
+        )
+    else:
+        key = keys_of(logit, ids, position, request)
+    best, best_id = best_of(key, left, ids, void)
+    return best, best_id, alive
+
+
+@triton.jit
+def by_the_rules(
+    raw, ids, mine, first, count, position, epoch, slot, block, alive, p, S: tl.constexpr
+):
+    """What the ids compete with once edited, which of them the cuts let compete, and alive; log-probabilities on
+    the way. Where it is known who wins by then, that one alone is left."""
+    request = request_of(slot, p, S)
+    flags = tl.load(request + field("flags"))
+    logit, left = raw, mine
+    if (flags & EDITED) != 0:
+        logit, alive = edited(logit, ids, mine, first, count, position, slot, block, alive, p, S)
+        left = mine & (logit > -float("inf"))
+    key = keys_of(logit, ids, position, request)
+    if (flags & VOTING) != 0:
+        round = epoch * ROUNDS
+        bits, who = champion(key, logit, left, ids)
+        own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
+        votes, alive = vote(own, round, block, alive, p, S)
+        round += 1
+        if (flags & CUT) != 0:
+            top = unordered(tl.max(pick(votes, 0), axis=0))
+            won, end, round, alive = try_winners(
+                votes, key, logit, left, ids, top, flags, request, round, block, alive, p, S
+            )
+            if end == SURVIVES:
+                left = left & (ids == won)
+            else:
+                left, round, alive = survivors(
+                    logit, left, top, flags, request, round, block, alive, p, S
+                )
+        if (flags & LOGPROBS) != 0:
+            top = unordered(tl.max(pick(votes, 1), axis=0))
+            alive = deliver(raw, mine, ids, top, request, round, slot, block, alive, p, S)
+    return key, left, alive
+
+
+@triton.jit
+def keep(token, slot, block, lane, place, p, S: tl.constexpr):
+    """What the block that scored the chosen token writes down of it."""
+    flags = tl.load(request_of(slot, p, S) + field("flags"))
+    if (flags & (EDITED | LOGPROBS)) != 0:
+        first, count, vocab_first = head_rows(block, lane, place, S)
+        if (flags & EDITED) != 0:
+            remember(token, first + vocab_first, count, slot, p, S)
+        if (flags & LOGPROBS) != 0:
+            deliver_own(token, p.logits, first + vocab_first, count, slot, block, p, S)
+
+
+@triton.jit
+def no_candidate(block):
+    """What a pass without a choice publishes."""
+    return (block * 0).to(tl.float64) - float("inf"), block * 0 + NO_LOGITS
+
+
+@triton.jit
+def logits_row(slot, position, p, S: tl.constexpr):
+    """The row of p.logits for the pass at `position`."""
+    request = request_of(slot, p, S)
+    keeps = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
+    return tl.where(keeps, position - tl.load(request + field("first")), 0)

@@ -1,0 +1,193 @@
+"""One layer: its five stages, each a function that the whole step and the single stage (stage.py) share.
+
+    x --rms_norm--> qkv_proj ==> attention ==> o_proj ==> x --rms_norm--> gate_up_proj ==> down_proj ==> x
+                            words         words      words                            words          words
+
+A block keeps x in float32, a share in each thread; for a multiplication it is normed and rounded to 16 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.attention import ask_constants, attention
+from kog_triton.backends.triton.kernel.matvec import rowwise, skip_phantoms, wired
+from kog_triton.backends.triton.kernel.residual import (
+    ask_past,
+    ask_reduce,
+    bias_at,
+    join,
+    load_gains,
+    publish_module,
+    rms_norm,
+    rounded,
+)
+from kog_triton.backends.triton.kernel.sync import fence, stamp
+from kog_triton.backends.triton.kernel.words import publish_pairs, wait_pairs
+
+POINTS = (
+    "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
+    "o_proj joined", "gate_up_proj", "mlp gathered", "down_proj", "down_proj joined",
+)  # fmt: skip
+
+
+# ---- epilogues of the stages that read x: y [tile_rows] of one row tile ----
+
+
+@triton.jit
+def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+    ROWS: tl.constexpr = T.tile_rows
+    base, bias, first, phase = out
+    row = first + unit * ROWS
+    if S.qkv_bias:
+        r = row + tl.arange(0, ROWS)
+        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
+    publish_pairs(base, row, y, T.rows, phase, S, ROWS)
+    return out
+
+
+@triton.jit
+def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+    ROWS: tl.constexpr = T.tile_rows
+    PAIRS: tl.constexpr = T.tile_rows // 2
+    base, bias, first, phase = out
+    row = first + unit * ROWS
+    if S.mlp_bias:
+        r = row + tl.arange(0, ROWS)
+        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
+    gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
+    h = gate / (1.0 + tl.exp(-gate)) * up
+    publish_pairs(base, row // 2, h, T.rows // 2, phase, S, PAIRS)
+    return out
+
+
+# ---- stages ----
+
+
+@triton.jit
+def qkv_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S: tl.constexpr):
+    """Publish the block's rows of q, k and v; returns the ring."""
+    T: tl.constexpr = S.stages[0]
+    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
+    words = p.words + S.region("qkv") + lane * S.qkv_words
+    bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
+    out = (words, bias, place * T.block_rows, phase)
+    out, ring = rowwise(base, next_base, block, ring, xs, out, S, 0, store_qkv)
+    return ring
+
+
+@triton.jit
+def o_proj(
+    x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S: tl.constexpr
+):
+    """Attention's output through o_proj into x: x, the gains of the next norm, the ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    T: tl.constexpr = S.stages[1]
+    how = ask_reduce(0, layer, p, S)
+    words = p.words + S.region("attention") + lane * S.attention_words
+    xs, alive = wait_pairs(
+        words,
+        S.attention_words,
+        phase,
+        alive,
+        "o_proj attention",
+        layer,
+        p,
+        S,
+        T.tile_words,
+        T.chunks,
+    )
+    stamp(p, it, 5, S)
+    past = ask_past(0, how, it, place, p, S, 1)
+    ys, ring = wired(base, next_base, block, ring, xs, S, 1)
+    stamp(p, it, 6, S)
+    alive = publish_module(
+        ys, past, "attention_out", 0, how, layer, it, lane, place, phase, alive, p, S, 1
+    )
+    gains = load_gains(2 * layer + 1, lane, p, S)
+    x, alive = join(
+        x, "attention_out", 0, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+    )
+    return x, gains, ring, alive
+
+
+@triton.jit
+def gate_up_proj(
+    x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S: tl.constexpr
+):
+    """Publish the block's rows of silu(gate) * up; returns the ring."""
+    T: tl.constexpr = S.stages[2]
+    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
+    words = p.words + S.region("mlp") + lane * (S.ffn // 2)
+    bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
+    out = (words, bias, place * T.block_rows, phase)
+    out, ring = rowwise(base, next_base, block, ring, xs, out, S, 2, silu_mul)
+    return ring
+
+
+@triton.jit
+def down_proj(
+    x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S: tl.constexpr
+):
+    """The gated values through down_proj into x: x, the gains of the next norm, the ring and alive."""
+    Q: tl.constexpr = S.stages[0]
+    T: tl.constexpr = S.stages[3]
+    how = ask_reduce(1, layer, p, S)
+    words = p.words + S.region("mlp") + lane * (S.ffn // 2)
+    xs, alive = wait_pairs(
+        words, S.ffn // 2, phase, alive, "down_proj mlp", layer, p, S, T.tile_words, T.chunks
+    )
+    stamp(p, it, 9, S)
+    past = ask_past(1, how, it, place, p, S, 3)
+    ys, ring = wired(base, next_base, block, ring, xs, S, 3)
+    stamp(p, it, 10, S)
+    ring = skip_phantoms(base, next_base, block, ring, S)
+    if layer == S.num_layers - 1:
+        # This token's rows of the cache; pairs with the fence at the start of the next token.
+        fence(p.fences + block * 32, S)
+    alive = publish_module(
+        ys, past, "mlp_out", 1, how, layer, it, lane, place, phase, alive, p, S, 3
+    )
+    gains = load_gains(2 * layer + 2, lane, p, S)
+    x, alive = join(
+        x, "mlp_out", 1, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+    )
+    return x, gains, ring, alive
+
+
+@triton.jit
+def run_layer(
+    layer,
+    it,
+    pos,
+    slot,
+    block,
+    lane,
+    place,
+    base,
+    next_base,
+    x,
+    gains,
+    ring,
+    alive,
+    p,
+    S: tl.constexpr,
+):
+    """One layer: x and the gains of its norm in, those of the next out; the ring ends full of what comes next."""
+    phase = (it + 1) & 1
+    stamp(p, it, 0, S)
+    constants = ask_constants(layer, pos, p, S)
+    ring = qkv_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S)
+    stamp(p, it, 1, S)
+    alive = attention(constants, layer, it, pos, slot, lane, place, phase, alive, p, S)
+    stamp(p, it, 4, S)
+    x, gains, ring, alive = o_proj(
+        x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S
+    )
+    stamp(p, it, 7, S)
+    ring = gate_up_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S)
+    stamp(p, it, 8, S)
+    x, gains, ring, alive = down_proj(
+        x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S
+    )
+    stamp(p, it, 11, S)
+    return x, gains, ring, alive

@@ -1,0 +1,77 @@
+"""Log-probabilities of a token, as backends/logprob_words.py wants them: raw logits and the logarithm of their sum."""
+
+import math
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.logprob_words import RECORD_WORDS, TOP
+from kog_triton.backends.triton.kernel.noise import (
+    MAX_DISTANCE,
+    bit_length_64,
+    log2_of_length,
+    weight,
+)
+from kog_triton.backends.triton.kernel.slots import MADE, NO_LOGITS, field, mail_of, state_of
+from kog_triton.backends.triton.kernel.votes import four, ordered, pick, unordered, vote
+from kog_triton.sampling.fixed import DISTANCE_BITS
+
+LOG2E_SCALE: tl.constexpr = tl.constexpr(math.log2(math.e) * 2.0**DISTANCE_BITS)
+FIRST: tl.constexpr = tl.constexpr(TOP)  # word of the first candidate
+RECORD: tl.constexpr = tl.constexpr(RECORD_WORDS)
+
+
+@triton.jit
+def record_of(slot, block, p, S: tl.constexpr):
+    """Where the record of the slot's next token begins, and the token's number."""
+    made = tl.load(state_of(slot, block, p, S) + MADE)
+    return mail_of(slot, p, "records", S) + made.to(tl.int64) * RECORD, (made + 1).to(
+        tl.int64
+    ) << 32
+
+
+@triton.jit
+def float_bits(x):
+    return x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def send(ptr, value):
+    tl.store(ptr, value, cache_modifier=".wt")
+
+
+@triton.jit
+def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.constexpr):
+    """All of the record but the token's own logit: block 0 writes it down; returns alive."""
+    record, number = record_of(slot, block, p, S)
+    distance = (top.to(tl.float64) - logit.to(tl.float64)) * LOG2E_SCALE
+    whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
+    own = tl.sum(tl.where(mine, weight(whole), 0), axis=0)
+    votes, alive = vote(four(own, 0, 0, 0), round, block, alive, p, S)
+    if block == 0:
+        total = tl.sum(pick(votes, 0), axis=0).to(tl.uint64)
+        length = bit_length_64(total)
+        send(record + 1, number | float_bits(top))
+        send(record + 2, number | (log2_of_length(total, length) & 0xFFFFFFFF))
+    keys = tl.where(mine, ordered(logit), -1)
+    for k in range(tl.load(request + field("logprobs"))):
+        best = tl.max(keys, axis=0)
+        best_id = tl.min(tl.where(keys == best, ids, NO_LOGITS), axis=0)
+        # a block that has no candidates left votes zero
+        sent = four(best + 1, best_id.to(tl.int64), 0, 0)
+        votes, alive = vote(sent, round + 1 + k, block, alive, p, S)
+        values = pick(votes, 0)
+        largest = tl.max(values, axis=0)
+        chosen = tl.min(tl.where(values == largest, pick(votes, 1), NO_LOGITS), axis=0)
+        keys = tl.where(ids == chosen, -1, keys)
+        if block == 0:
+            send(record + FIRST + k, ((chosen + 1) << 32) | float_bits(unordered(largest - 1)))
+    return alive
+
+
+@triton.jit
+def deliver_own(token, logits, first, count, slot, block, p, S: tl.constexpr):
+    """The chosen token's own logit, by the block that scored it."""
+    if (token >= first) & (token < first + count):
+        record, number = record_of(slot, block, p, S)
+        send(record, number | float_bits(tl.load(logits + token)))

@@ -1,0 +1,189 @@
+"""What slots keep: requests and their progress, in device memory, and the mailbox in memory that the host sees.
+
+A request is the words of backends/request_words.py. Progress is one small record a slot and block; all blocks
+hold the same values, each reads only what it wrote, so a switch of slots costs no exchange, and a launch goes
+on where the last one left.
+
+    mailbox, int64 a slot    0  the host's word: CANCEL, YIELD     1  outcome | made << 8 | position << 32
+                             2  of slot 0: see `beat`
+                             8 ..  tokens, number << 32 | id    stamps, mask, logprob records: mailbox_offsets
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.request_words import OFFSETS, Flag, capacity
+from kog_triton.backends.triton.kernel.sync import clock, stamps_tokens
+
+# outcomes of a request
+STOP: tl.constexpr = tl.constexpr(1)
+LENGTH: tl.constexpr = tl.constexpr(2)
+CANCELLED: tl.constexpr = tl.constexpr(3)
+EXPIRED: tl.constexpr = tl.constexpr(4)  # a wait
+VOID: tl.constexpr = tl.constexpr(5)  # NaN or +inf among the logits
+NONE_ALLOWED: tl.constexpr = tl.constexpr(6)
+# bits of the host's word
+CANCEL: tl.constexpr = tl.constexpr(1)
+YIELD: tl.constexpr = tl.constexpr(2)
+# ids that are none: why there is no token
+NO_LOGITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+VOID_ID: tl.constexpr = tl.constexpr(-1)
+NONE_ALLOWED_ID: tl.constexpr = tl.constexpr(-2)
+EXPIRED_ID: tl.constexpr = tl.constexpr(-3)
+# words of a state
+POSITION: tl.constexpr = tl.constexpr(0)  # of the token to run next
+TOKEN: tl.constexpr = tl.constexpr(1)  # that token
+MADE: tl.constexpr = tl.constexpr(2)
+OUTCOME: tl.constexpr = tl.constexpr(3)  # 0 while the request runs
+STATE_WORDS: tl.constexpr = tl.constexpr(8)
+
+ALL_LOGITS: tl.constexpr = tl.constexpr(int(Flag.ALL_LOGITS))
+EDITED: tl.constexpr = tl.constexpr(int(Flag.EDITED))
+
+STOPS: tl.constexpr = tl.constexpr(32)  # stop ids compared at once
+HOST, RESULT, BEAT, TOKENS = 0, 1, 2, 8  # words of a slot's mailbox; BEAT in that of slot 0
+
+
+@triton.constexpr_function
+def mailbox_offsets(tiles: Any) -> dict[str, int]:
+    """Where the parts of a slot's mailbox begin, and how long it is ("end"), in int64 words."""
+    stamps = TOKENS + tiles.max_context
+    mask = stamps + tiles.max_context
+    records = mask + -(-tiles.vocab_size // 32)
+    end = records + tiles.max_context * RECORD_WORDS
+    return {
+        "host": HOST,
+        "result": RESULT,
+        "beat": BEAT,
+        "tokens": TOKENS,
+        "stamps": stamps,
+        "mask": mask,
+        "records": records,
+        "end": end,
+    }
+
+
+@triton.constexpr_function
+def mailbox_at(S, name):
+    return mailbox_offsets(S)[name]
+
+
+@triton.constexpr_function
+def field(name):
+    return OFFSETS[name]
+
+
+request_words = triton.constexpr_function(capacity)
+
+
+@triton.jit
+def request_of(slot, p, S: tl.constexpr):
+    WORDS: tl.constexpr = request_words(S.vocab_size)
+    return p.requests + slot * WORDS
+
+
+@triton.jit
+def state_of(slot, block, p, S: tl.constexpr):
+    return p.states + (slot * S.num_blocks + block) * STATE_WORDS
+
+
+@triton.jit
+def mail_of(slot, p, name: tl.constexpr, S: tl.constexpr):
+    """The slot's mailbox from one of its parts on."""
+    WORDS: tl.constexpr = mailbox_at(S, "end")
+    AT: tl.constexpr = mailbox_at(S, name)
+    return p.mailbox + slot.to(tl.int64) * WORDS + AT
+
+
+@triton.jit
+def ask_host(slot, block, p, S: tl.constexpr):
+    """The host's word for the slot, in block 0; the others hear of it with the candidates, so all act at one token."""
+    control = block * 0
+    if block == 0:
+        control = tl.load(mail_of(slot, p, "host", S), volatile=True).to(tl.int32)
+    return control
+
+
+@triton.jit
+def beat(count, block, p, S: tl.constexpr):
+    """The heartbeat, to the host: passes that the launch has ended; below zero, steps of prompts in chunks."""
+    if block == 0:
+        tl.store(mail_of(block * 0, p, "beat", S), count.to(tl.int64), cache_modifier=".wt")
+
+
+@triton.jit
+def is_stop(token, request):
+    """Whether the token is among the request's stop ids."""
+    ids = request + tl.load(request + field("stop_ids"))
+    count = tl.load(request + field("stop_ids") + 1)
+    hit = token * 0
+    for first in range(0, count, STOPS):
+        i = first + tl.arange(0, STOPS)
+        stop = tl.load(ids + i, mask=i < count, other=-1)
+        hit = tl.maximum(hit, tl.max((stop == token).to(tl.int32), axis=0))
+    return hit
+
+
+@triton.jit
+def advance(token, control, alive, slot, block, p, S: tl.constexpr):
+    """Write down a pass of the slot that chose `token`, if its position chooses one: the request's outcome."""
+    request, own = request_of(slot, p, S), state_of(slot, block, p, S)
+    position = tl.load(own + POSITION) + 1
+    made = tl.load(own + MADE)
+    flags = tl.load(request + field("flags"))
+    keeps = (flags & ALL_LOGITS) != 0
+    chooses = (position >= tl.load(request + field("prompt"))) & (keeps == 0)
+    outcome = tl.where((control & CANCEL) != 0, CANCELLED, 0)
+    if chooses | keeps:
+        made += 1
+        outcome = tl.where(made >= tl.load(request + field("most")), LENGTH, outcome)
+    known = p.tokens + slot * (S.max_context + 1)
+    if chooses:
+        if is_stop(token, request) != 0:
+            outcome = token * 0 + STOP
+        outcome = tl.where(token == VOID_ID, VOID, outcome)
+        outcome = tl.where(token == NONE_ALLOWED_ID, NONE_ALLOWED, outcome)
+        if block == 0:
+            word = (made.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
+            if (token >= 0) & (alive != 0):
+                if stamps_tokens(S):
+                    at = mail_of(slot, p, "stamps", S) + made - 1
+                    tl.store(at, clock(S), cache_modifier=".wt")
+                tl.store(mail_of(slot, p, "tokens", S) + made - 1, word, cache_modifier=".wt")
+        if (flags & EDITED) != 0:
+            tl.store(known + position, token)  # for bad words; every block writes what it reads
+        next_token = token
+    else:
+        next_token = tl.load(known + position)
+    outcome = tl.where((alive == 0) | (token == EXPIRED_ID), EXPIRED, outcome)
+    tl.store(own + POSITION, position)
+    tl.store(own + TOKEN, next_token)
+    tl.store(own + MADE, made)
+    tl.store(own + OUTCOME, outcome)
+    if (block == 0) & (outcome != 0):
+        tell_end(outcome, position, made, slot, p, S)
+    return outcome
+
+
+@triton.jit
+def tell_end(outcome, position, made, slot, p, S: tl.constexpr):
+    """How a request ended, to the host; for one block."""
+    result = (position.to(tl.int64) << 32) | (made << 8).to(tl.int64) | outcome.to(tl.int64)
+    tl.store(mail_of(slot, p, "result", S), result, cache_modifier=".wt")
+
+
+@triton.jit
+def next_turn(turn, count, block, p, S: tl.constexpr):
+    """The next turn whose slot still runs, in order; -1 if there is none."""
+    found = turn * 0 - 1
+    steps = turn * 0
+    while (steps < count) & (found < 0):
+        turn = tl.where(turn + 1 < count, turn + 1, 0)
+        slot = tl.load(p.turns + 1 + turn)
+        running = tl.load(state_of(slot, block, p, S) + OUTCOME) == 0
+        found = tl.where(running, turn, -1)
+        steps += 1
+    return found

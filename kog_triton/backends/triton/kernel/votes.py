@@ -1,0 +1,135 @@
+"""Sums over all blocks, and what is found with them: who survives min_p, top_k and top_p.
+
+Every rule is a cut on the logit, and a cut is found digit by digit: all blocks add what weighs at least a trial cut,
+compare the sum with the target, and keep the digit. Tokens that trials.py settles need none of it. Sums are of
+integers, so their order does not matter, and no block sees another's logits. A vote is four int64, each in two words
+that carry the round above them; two buffers take turns, because a block that publishes round r has read all of
+round r - 1.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.request_words import Flag
+from kog_triton.backends.triton.kernel.noise import MAX_DISTANCE, weight
+from kog_triton.backends.triton.kernel.slots import field
+from kog_triton.backends.triton.kernel.sync import store_shared
+from kog_triton.backends.triton.kernel.words import POLLED, wait_tagged
+
+TOP_P: tl.constexpr = tl.constexpr(int(Flag.TOP_P))
+DIGITS: tl.constexpr = tl.constexpr(16)  # of a cut, two bits each
+ROUNDS: tl.constexpr = tl.constexpr(
+    64
+)  # at least the votes of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
+
+
+@triton.jit
+def four(a, b, c, d):
+    """Four int64 scalars as a vote."""
+    i = tl.arange(0, 4)
+    return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
+
+
+@triton.jit
+def pick(votes, which: tl.constexpr):
+    """One of the four values of every block: int64 [blocks, padded with zeros]."""
+    return tl.sum(tl.where((tl.arange(0, 4) == which)[:, None], votes, 0), axis=0)
+
+
+@triton.jit
+def vote(values, round, block, alive, p, S: tl.constexpr):
+    """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
+    NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
+    tag = round.to(tl.int64)
+    base = p.wide + S.region("votes") // 2 + (round & 1) * (8 * S.num_blocks)
+    i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
+    bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
+    store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
+    j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
+    ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)
+    w, alive = wait_tagged(ptr, mask, round, alive, "sample votes", p, S)
+    w = w << (32 * (j & 1)).to(tl.int64)
+    return tl.sum(tl.reshape(w, (4, 2, NB)), axis=1), alive
+
+
+@triton.jit
+def ordered(logit):
+    """float32 as integers of the same order: int64, 0 .. 2^32 - 1; both zeros are one."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits + 0x80000000, -1 - bits)
+
+
+@triton.jit
+def unordered(key):
+    """The float32 that `ordered` turned into this integer."""
+    bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_from(keys, weights, trial):
+    """What the keys at or above a trial cut weigh. One dimension: Triton 3.6 fails on [keys, trials] in a loop."""
+    return tl.sum(tl.where(keys >= trial, weights, 0), axis=0)
+
+
+@triton.jit
+def search(keys, weights, target, round, block, alive, p, S: tl.constexpr):
+    """The highest cut such that the weights of all keys at or above it add up to the target; 0 if they never do."""
+    cut = tl.zeros((), tl.int64)
+    one = cut + 1
+    for step in range(DIGITS):
+        shift = 2 * (DIGITS - 1 - step)
+        own = four(
+            0,
+            weight_from(keys, weights, cut + (one << shift)),
+            weight_from(keys, weights, cut + (2 * one << shift)),
+            weight_from(keys, weights, cut + (3 * one << shift)),
+        )
+        votes, alive = vote(own, round + step, block, alive, p, S)
+        reached = (tl.sum(votes, axis=1) >= target) & (tl.arange(0, 4) > 0)
+        cut += tl.sum(reached.to(tl.int64), axis=0) << shift
+    return cut, alive
+
+
+@triton.jit
+def survivors(logit, left, top, flags, request, round, block, alive, p, S: tl.constexpr):
+    """Which of the ids that are `left` survive min_p, top_k and top_p, the round after, and alive.
+
+    `top` is the largest logit of all blocks, `round` the first that is free.
+    """
+    distance = (top.to(tl.float64) - logit.to(tl.float64)) * wide_field(request, "distance")
+    left = left & (distance < wide_field(request, "min_p"))
+    keys = ordered(logit)
+    top_k = tl.load(request + field("top_k"))
+    if top_k > 0:
+        ones = left.to(tl.int64)
+        cut, alive = search(keys, ones, top_k, round, block, alive, p, S)
+        left = left & (keys >= cut)
+        round += DIGITS
+    if (flags & TOP_P) != 0:
+        whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
+        weights = tl.where(left, weight(whole), 0)
+        own = tl.sum(weights, axis=0)
+        votes, alive = vote(four(own, 0, 0, 0), round, block, alive, p, S)
+        share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
+        target = share_of(tl.sum(pick(votes, 0), axis=0), share)
+        cut, alive = search(keys, weights, target, round + 1, block, alive, p, S)
+        left = left & (keys >= cut)
+        round += DIGITS + 1
+    return left, round, alive
+
+
+@triton.jit
+def share_of(total, share):
+    """max(1, ceil(total * share / 2^32)), total below 2^62 and share below 2^32."""
+    upper = (total >> 32) * share
+    lower = ((total & 0xFFFFFFFF) * share).to(tl.uint64) + 0xFFFFFFFF
+    return tl.maximum(upper + (lower >> 32).to(tl.int64), 1)
+
+
+@triton.jit
+def wide_field(request, name: tl.constexpr):
+    """A float64 field of the request."""
+    low = tl.load(request + field(name)).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(request + field(name) + 1).to(tl.int64)
+    return ((high << 32) | low).to(tl.float64, bitcast=True)

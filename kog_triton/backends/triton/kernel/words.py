@@ -1,0 +1,371 @@
+"""Words that carry their own readiness (schedule/wire.py defines them), and the polls that wait for them.
+
+A poll is bounded in time: it gives up after `limit` and clears `alive`, after which
+no poll of the block waits; its candidate then tells all blocks to leave (sample.py). A block writes down what it waited
+for, int32 [1 + blocks, RECORD], whose first word is 1 + the first block that did:
+
+    0 wait: place in WAITS   1 layer   2 phase wanted, or the number   3 place + 1 of a missing word   4 its bits
+    5, 6 the words waited for: place, count   7 .. 10 more runs of them: place, count, stride, runs
+
+Places count from the start of the words arena. Words that number themselves (waits of "sample") are not looked for.
+"""
+
+import triton
+import triton.language as tl
+
+from kog_triton.backends.triton.kernel.sync import expired, load_shared, meet, store_shared, ticks
+from kog_triton.model.spec import DType
+from kog_triton.schedule import wire
+
+LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
+POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
+RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
+# Of pairs in bf16 (schedule/wire.py)
+PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
+PAIR_UNIT: tl.constexpr = tl.constexpr(1 / wire.SCALE[DType.BF16])
+PAIR_TURN: tl.constexpr = tl.constexpr(wire.TURN)
+EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
+# The stage that waits and the exchange it waits for; an error names a wait by its place here.
+WAITS = (
+    "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
+    "down_proj mlp", "down_proj past", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample votes",
+    "sample mask", "sample winner", "chunk arrivals",
+)  # fmt: skip
+PLACES = {reason: i for i, reason in enumerate(WAITS)}
+
+
+@triton.constexpr_function
+def wait_number(reason):
+    return PLACES[reason]
+
+
+@triton.jit
+def index(WORDS: tl.constexpr):
+    """0 .. WORDS - 1 as [WORDS / LINE, LINE]: the shape in which vectors meet tiles."""
+    WIDE: tl.constexpr = min(WORDS, LINE)
+    return tl.arange(0, WORDS // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+
+
+@triton.jit
+def low(w, S: tl.constexpr):
+    """The first 16-bit value of each word, float32."""
+    if S.f16:
+        return (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (w << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(w, S: tl.constexpr):
+    """The second 16-bit value of each word, float32."""
+    if S.f16:
+        return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (w & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_range(x, S: tl.constexpr):
+    """x where the model's type holds it, else NaN: an infinity could pass unseen, as a key's that weighs nothing."""
+    LEAST: tl.constexpr = 65520.0 if S.f16 else 3.3961775292304957e38  # that rounds to infinity
+    return tl.where(tl.abs(x) < LEAST, x, float("nan"))
+
+
+@triton.jit
+def half_bits(x, S: tl.constexpr):
+    """float32 rounded to the model's 16-bit type, its bits in int32; what float16 cannot hold is a NaN."""
+    if S.f16:
+        bits = in_range(x, S).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return bits & 0xFFFF
+    else:
+        b = x.to(tl.int32, bitcast=True)
+        nearest = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF
+        return tl.where(x != x, 0x7FC0, nearest)
+
+
+@triton.jit
+def turn_left(w, BY: tl.constexpr):
+    w = w.to(tl.uint32, bitcast=True)
+    return ((w << BY) | (w >> (32 - BY))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def pack_pair(first, second, phase, S: tl.constexpr):
+    """Two float32 as a word; what is too large for it is a NaN in float16."""
+    if S.f16:
+        a, b = half_bits(first, S), half_bits(second, S)
+        void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
+        w = (b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))
+    else:
+        a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
+        a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
+        w = turn_left((b << 16) | a, 32 - PAIR_TURN)
+    return (w & -2) | phase
+
+
+@triton.jit
+def operand_of(w, S: tl.constexpr):
+    """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
+    if S.f16:
+        return w & -2
+    else:
+        return turn_left(w, PAIR_TURN) | EXPONENT_TOP
+
+
+@triton.jit
+def unscaled(x, S: tl.constexpr):
+    """What operands, or sums over them, stand for."""
+    if S.f16:
+        return x
+    else:
+        return x * PAIR_UNIT
+
+
+@triton.jit
+def unpack_pair(w, S: tl.constexpr):
+    """The two values of a word, float32."""
+    both = operand_of(w, S)
+    return unscaled(low(both, S), S), unscaled(high(both, S), S)
+
+
+@triton.jit
+def pack_f32(x, phase):
+    b = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return (b & -2) | phase
+
+
+@triton.jit
+def unpack_f32(w):
+    return (w & -2).to(tl.float32, bitcast=True)
+
+
+# ---- polls ----
+#
+# A poll takes tuples: pointers, masks, and gives words. Triton may repeat a load of fewer elements than threads in a
+# second layout, volatile or not, and then use words that no poll has tested. So there are always at least POLLED
+# of them: a smaller tensor is read in copies, of which `settle` takes one.
+
+
+@triton.jit
+def load_polled(ptr, mask, wanted, S: tl.constexpr):
+    """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; none misses a masked one."""
+    other = wanted if ptr.dtype.element_ty == tl.int32 else wanted << 32
+    if ptr.numel >= POLLED:
+        return load_shared(ptr, mask, other, S)
+    else:
+        copy = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
+        return load_shared(ptr[None, :, :] + copy, mask[None, :, :] & (copy == 0), other, S)
+
+
+@triton.jit
+def blank(ptr):
+    """Zeros in the shape of such words."""
+    if ptr.numel >= POLLED:
+        return tl.zeros(ptr.shape, ptr.dtype.element_ty)
+    else:
+        SHAPE: tl.constexpr = (POLLED // ptr.numel, ptr.shape[0], ptr.shape[1])
+        return tl.zeros(SHAPE, ptr.dtype.element_ty)
+
+
+@triton.jit
+def settle(w):
+    """The words [m, n] of a poll that has seen them all fresh."""
+    if len(w.shape) == 3:
+        return tl.max(w, axis=0)
+    else:
+        return w
+
+
+@triton.jit
+def missing(ws, wanted, COUNT: tl.constexpr):
+    """Where any of COUNT tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above."""
+    if ws[0].dtype == tl.int64:
+        return ((ws[0] >> 32) != wanted).to(tl.int32)
+    else:
+        lacking = ws[0] ^ wanted
+        for i in tl.static_range(1, COUNT):
+            lacking = lacking | (ws[i] ^ wanted)
+        return lacking & 1
+
+
+@triton.jit
+def verdict(lacking, late):
+    """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
+
+    Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
+    """
+    return tl.max(lacking * (1 + late))
+
+
+@triton.jit
+def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
+    """The words at COUNT tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
+    ws = ()
+    for i in tl.static_range(COUNT):
+        ws = ws + (blank(ptrs[i]),)
+    since, tries, state = ticks(S), alive * 0, alive * 0 + 1
+    while state == 1:
+        ws = ()
+        for i in tl.static_range(COUNT):
+            ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
+        tries += 1
+        late = expired(since, tries, p.limit * alive, S)
+        state = verdict(missing(ws, wanted, COUNT), late)
+    return ws, state
+
+
+@triton.jit
+def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
+    """The same of one tensor, from words on that were asked for before."""
+    since, tries = ticks(S), alive * 0
+    state = verdict(missing((w,), wanted, 1), 1 - alive)
+    while state == 1:
+        w = load_polled(ptr, mask, wanted, S)
+        tries += 1
+        late = expired(since, tries, p.limit, S)
+        state = verdict(missing((w,), wanted, 1), late)
+    return w, state
+
+
+# ---- waits ----
+
+
+@triton.jit
+def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constexpr):
+    """int64 words once all carry `number` in their upper halves: the lower ones, zero where masked, and alive."""
+    ws, bad = poll((ptr,), (mask,), number.to(tl.int64), alive, p, S, 1)
+    if (bad != 0) & (alive != 0):
+        complain(p.words, 0, number, reason, 0, p)
+    return ws[0] & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
+def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
+    """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
+    ws, bad = poll(((base + index)[:, None],), ((index < count)[:, None],), phase, alive, p, S, 1)
+    if (bad != 0) & (alive != 0):
+        complain(base, count, phase, reason, layer, p)
+    return tl.max(settle(ws[0]), axis=1), tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
+def wait_planes(
+    base,
+    half,
+    phase,
+    alive,
+    reason: tl.constexpr,
+    layer,
+    p,
+    S: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
+    ptrs, masks = (), ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        ptrs = ptrs + (base + j, base + half + j)
+        masks = masks + (j < half, j < half)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * CHUNKS)
+    if (bad != 0) & (alive != 0):
+        complain(base, 2 * half, phase, reason, layer, p)
+    out = ()
+    for i in tl.static_range(2 * CHUNKS):
+        out = out + (settle(ws[i]),)
+    return out, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
+def wait_pairs(
+    base,
+    count,
+    phase,
+    alive,
+    reason: tl.constexpr,
+    layer,
+    p,
+    S: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """`count` pair words once all carry `phase`, as operands: CHUNKS tensors of WORDS words, zeros behind the last."""
+    ptrs, masks = (), ()
+    for c in tl.static_range(CHUNKS):
+        j = c * WORDS + index(WORDS)
+        ptrs, masks = ptrs + (base + j,), masks + (j < count,)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, CHUNKS)
+    if (bad != 0) & (alive != 0):
+        complain(base, count, phase, reason, layer, p)
+    xs = ()
+    for c in tl.static_range(CHUNKS):
+        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
+    return xs, tl.where(bad != 0, 0, alive)
+
+
+# ---- what an expired wait says ----
+
+
+@triton.jit
+def record(p):
+    """Where this block writes down its wait."""
+    return p.error + RECORD * (tl.program_id(0) + 1)
+
+
+@triton.jit
+def offset(base, p):
+    return ((base.to(tl.int64) - p.words.to(tl.int64)) >> 2).to(tl.int32)
+
+
+@triton.jit
+def complain(base, count, wanted, reason: tl.constexpr, layer, p):
+    """Write down that `count` words from `base` on did not all come."""
+    NUMBER: tl.constexpr = wait_number(reason)
+    own = record(p)
+    tl.atomic_cas(p.error, 0, tl.program_id(0) + 1)
+    tl.store(own, NUMBER)
+    tl.store(own + 1, layer)
+    tl.store(own + 2, wanted)
+    tl.store(own + 5, offset(base, p))
+    tl.store(own + 6, count)
+
+
+@triton.jit
+def complain_also(base, count, stride, runs, p):
+    """Nor those of more runs, `stride` words apart."""
+    own = record(p)
+    tl.store(own + 7, offset(base, p))
+    tl.store(own + 8, count)
+    tl.store(own + 9, stride)
+    tl.store(own + 10, runs)
+
+
+@triton.jit
+def investigate(p, S: tl.constexpr):
+    """Find the first word that this block still misses. Done on leaving: where waits stand, registers are dear."""
+    own = record(p)
+    meet(S)  # one thread wrote the record
+    wanted = tl.load(own + 2)
+    first = tl.load(own + 5)
+    find_missing(own, first, tl.load(own + 6), wanted, p)
+    for run in range(tl.load(own + 10)):
+        at = tl.load(own + 7) + run * tl.load(own + 9)
+        find_missing(own, at, tl.load(own + 8), wanted, p)
+
+
+@triton.jit
+def find_missing(own, first, count, wanted, p):
+    """Into the record: a word of [first, first + count) that lacks the phase, its place plus one, and its bits."""
+    for i in range(first, first + count):
+        w = tl.load(p.words + i, cache_modifier=".cg")
+        if (w ^ wanted) & 1:
+            tl.store(own + 3, i + 1)
+            tl.store(own + 4, w)
+
+
+@triton.jit
+def publish_pairs(base, row, value, rows, phase, S: tl.constexpr, N: tl.constexpr):
+    """N values of rows row .. row + N - 1 (row even) as pair words."""
+    first, second = tl.split(tl.reshape(value, (N // 2, 2)))
+    j = row // 2 + tl.arange(0, N // 2)
+    store_shared(base + j, pack_pair(first, second, phase, S), 2 * j < rows)

@@ -1,0 +1,351 @@
+"""The Triton megakernel's lowering: tiles of 32-bit words, read in one static order.
+
+A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Each block reads its tiles
+in the order of the layer, through a ring of `depth` tiles that are always on their way, also while the block
+waits for its inputs. The ring is registers, so its places must be known at compile time: the layer's tiles,
+with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
+
+    layer:  qkv_proj | o_proj | gate_up_proj | down_proj | phantoms
+    memory: tile i of all blocks lie side by side
+
+Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
+"""
+
+from dataclasses import dataclass, replace
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
+from kog_triton.schedule.topology import SIZES, Sizes
+
+# From this width on the words of x take registers that a large tile wants (topology.SIZES has the measurement).
+WIDE = 4096
+# Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
+# 1.03 ms, 64 in 1.21, 128 in 1.84).
+COLUMNS = 64
+# Tiles of one stage that are laid out behind each other; with more of them there is a loop.
+UNROLLED = 32
+# What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
+# for 235); in those read by chunks it is not measured, and has to save more than that.
+LOOPED = 1.5
+SUMS = 64  # registers of a thread that the sums of a block's rows may take
+WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
+LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class StageTiles:
+    """How one matrix stage is cut: `units` row tiles a block, `chunks` tiles along K each."""
+
+    name: str
+    index: int
+    rows: int  # of the group that shares them
+    cols: int
+    tile_rows: int
+    tile_words: int  # along K: two weights a word
+    chunks: int
+    units: int
+    offset: int  # words from the start of the layer (or of the arena, for the head)
+    turn: int = 0  # of the units of a chunk, those in one turn of a loop; 0: no loop
+
+    @property
+    def tiles(self) -> int:
+        return self.units * self.chunks
+
+    @property
+    def block_rows(self) -> int:
+        return self.units * self.tile_rows
+
+    @property
+    def words(self) -> int:
+        """Of one tile."""
+        return self.tile_rows * self.tile_words
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Everything the kernel knows at compile time. Offsets count words (int32) of the words arena."""
+
+    vendor: str  # "nvidia", "amd" or "cpu": whose instructions, in backends/triton/kernel/sync.py
+    sizes: Sizes  # the vendor's
+    num_layers: int
+    hidden_size: int
+    heads: int  # of one lane
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    norm_eps: float
+    f16: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    lane_norms: bool
+    lanes: int
+    delay: int
+    past_buffers: int
+    mixed_reduce: bool  # layers differ in how they reduce
+    head_mode: int
+    num_blocks: int
+    group: int  # blocks of one lane
+    splits: int  # of the context, for each key/value head
+    max_context: int
+    depth: int
+    stages: tuple[StageTiles, ...]  # qkv_proj, o_proj, gate_up_proj, down_proj, lm_head
+    layer_words: int
+    columns: int = COLUMNS  # tokens of a prompt's chunk
+    profile: int = 0  # layer runs whose times are written down
+
+    # ---- the ring ----
+
+    @property
+    def phantoms(self) -> int:
+        return -sum(s.tiles for s in self.stages[:4]) % self.depth
+
+    def position(self, stage: int, tile: int) -> int:
+        """Where a tile stands in the layer's sequence."""
+        return sum(s.tiles for s in self.stages[:stage]) + tile
+
+    def at(self, position: int) -> tuple[int, int, int]:
+        """(stage, tile, layers on) at a place of the endless sequence; stage -1 is a phantom."""
+        tiles = sum(s.tiles for s in self.stages[:4])
+        ahead, position = divmod(position, tiles + self.phantoms)
+        if position >= tiles:
+            return -1, 0, ahead
+        for s in self.stages[:4]:
+            if position < s.tiles:
+                return s.index, position, ahead
+            position -= s.tiles
+        raise AssertionError(position)
+
+    @property
+    def head_words(self) -> int:
+        """Of lm_head; a concatenated head is one of these a lane."""
+        return self.stages[4].tiles * self.stages[4].words * self.num_blocks
+
+    # ---- the words arena ----
+
+    @property
+    def qkv_words(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim // 2
+
+    @property
+    def attention_words(self) -> int:
+        return self.heads * self.head_dim // 2
+
+    @property
+    def split_words(self) -> int:
+        """Of one split of one key/value head: the output of every query head, and how much it weighs."""
+        return self.heads // self.kv_heads * (self.head_dim + 1)
+
+    @property
+    def regions(self) -> dict[str, tuple[int, int]]:
+        """Offset and size of each exchange, every lane side by side."""
+        sizes = {
+            "qkv": self.lanes * self.qkv_words,
+            "attention": self.lanes * self.attention_words,
+            "mlp": self.lanes * self.ffn // 2,
+            "attention_out": self.lanes * self.hidden_size,
+            "mlp_out": self.lanes * self.hidden_size,
+            "splits": self.lanes * self.kv_heads * self.splits * self.split_words,
+            "past": 2 * self.past_buffers * self.lanes * self.hidden_size,
+            "part": self.lanes * self.hidden_size,
+            "y": self.hidden_size,
+            "votes": 2 * 2 * 8 * self.num_blocks,  # int64: two buffers of four values in halves
+            "winner": 2 * 2 * 4 * self.num_blocks,  # int64, two of: key high, key low, id, control
+            "arrivals": 2 * self.num_blocks,  # two buffers
+        }
+        out, at = {}, 0
+        for name, size in sizes.items():
+            out[name] = at, size
+            at += -(-size // 32) * 32  # 128-byte lines
+        return out
+
+    def region(self, name: str) -> int:
+        return self.regions[name][0]
+
+    @property
+    def total_words(self) -> int:
+        offset, size = self.regions["arrivals"]
+        return offset + size
+
+
+def lower_tiles(
+    schedule: Schedule,
+    num_blocks: int,
+    max_context: int,
+    vendor: str = "nvidia",
+    depth: int = 1,
+    tile_bytes: int = 0,
+) -> Tiles:
+    """The tiles of a model on one GPU, at most `tile_bytes` each (0: the vendor's best).
+
+    ModelError names what the kernel cannot do.
+    """
+    spec = schedule.spec
+    if schedule.num_ranks != 1:
+        raise ModelError("the triton backend runs on one GPU: choose --gpus 1")
+    if spec.dtype is DType.F32:
+        raise ModelError("the triton backend reads 16-bit weights: choose --dtype bf16 or fp16")
+    for name in ("hidden_size", "lane_intermediate_size", "head_dim"):
+        if getattr(spec, name) % 4:
+            raise ModelError(
+                f"the triton backend needs {name} {getattr(spec, name)} in steps of four"
+            )
+    lanes = schedule.shards_per_rank
+    reduces = set(spec.reduce_attention + spec.reduce_mlp)
+    delayed = Reduce.DELAYED in reduces
+    if lanes > 1 and reduces == {Reduce.NOW, Reduce.OWN}:
+        # A lane that needs nobody's output in one module would rewrite what others still read of the last.
+        raise ModelError(
+            "the triton backend reduces lanes at once, late or never: "
+            "not at once in some modules and never in others"
+        )
+    sizes = SIZES[vendor]
+    if not tile_bytes:
+        tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
+    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
+    return Tiles(
+        vendor=vendor,
+        sizes=sizes,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        heads=spec.lane_heads,
+        kv_heads=spec.lane_kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.lane_intermediate_size,
+        vocab_size=spec.vocab_size,
+        norm_eps=spec.norm_eps,
+        f16=spec.dtype is DType.F16,
+        qkv_bias=spec.qkv_bias,
+        o_bias=spec.o_bias,
+        mlp_bias=spec.mlp_bias,
+        qk_norm=spec.qk_norm,
+        lane_norms=spec.lane_norms,
+        lanes=lanes,
+        delay=spec.delay if delayed else 0,
+        past_buffers=schedule.exchange("mlp_out_past").buffers if delayed else 0,
+        mixed_reduce=lanes > 1,
+        head_mode=int(spec.head),
+        num_blocks=group * lanes,
+        group=group,
+        splits=max(1, group // spec.lane_kv_heads),
+        max_context=max_context,
+        depth=min(depth, stages[0].tiles),  # the ring at a layer's start is qkv_proj's
+        stages=stages,
+        layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
+    )
+
+
+Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
+
+
+def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
+    """Blocks of a lane, at most `most`, and every stage's cut.
+
+    As many blocks as share rows in tiles that need no loop, or those with loops if a block then reads less.
+    """
+    spec = schedule.spec
+    if most < 1:
+        raise ModelError(
+            f"the triton backend needs a block for each of {spec.num_lanes} lanes: "
+            "choose a GPU with more multiprocessors, or --backend reference"
+        )
+    groups = {_owners(spec.hidden_size, n) for n in range(-(-most // 2), most + 1)}
+    options = [cut for group in groups for cut in _cuts_over(schedule, group, tile_bytes)]
+    if not options:
+        raise ModelError(
+            f"the triton backend has no tiles for hidden_size {spec.hidden_size} over {most} blocks a "
+            "lane: choose a GPU with more multiprocessors, or --backend reference"
+        )
+    looped = [cut for cut in options if any(stage.turn for stage in cut[3])]
+    straight = [cut for cut in options if cut not in looped]
+    straight = sorted(straight, key=lambda cut: (cut[1], cut[0], cut[2]))[:1]
+    _, fewer, _, stages = min(looped + straight, key=lambda cut: cut[:3])
+    return -fewer, stages
+
+
+def _owners(rows: int, most: int) -> int:
+    """Blocks, at most `most`, each of which owns rows of the residual stream (schedule/check.py says why)."""
+    share = 2 * -(-rows // (2 * most))  # rows of a block, whole words
+    return -(-rows // share)
+
+
+def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
+    """The cuts of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
+    spec = schedule.spec
+    blocks = group * schedule.shards_per_rank
+    # The stages that read the residual stream hold it in one shape.
+    options: list[Cut] = []
+    for words in WIDTHS:
+        stages: list[StageTiles] = []
+        offset, cost = 0, 0.0
+        for index, name in enumerate((*LAYER, "lm_head")):
+            stage = schedule.stage(name)
+            if name == "lm_head" and spec.head is Head.CONCAT:
+                stage = replace(stage, cols=spec.hidden_size)  # lane by lane
+            shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
+            # Fewer words than threads cost conversions (backends/triton/kernel/words.py): only for tiny inputs.
+            least = 256 if stage.cols > 256 else 32
+            widths = (words,) if shared else [w for w in WIDTHS if w >= least]
+            size = blocks if stage.scope is Scope.ALL else group
+            cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
+            if name == "lm_head":  # takes over the ring where qkv_proj would
+                cuts = [c for c in cuts if c.tile_rows == stages[0].tile_rows]
+            cut = min(cuts, key=_cost, default=None)
+            if cut is None:
+                break
+            base = 0 if name == "lm_head" else offset
+            cut = StageTiles(**(cut.__dict__ | {"offset": base}))
+            offset += cut.tiles * cut.words * blocks
+            cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
+            stages.append(cut)
+        if len(stages) == 5 and _chunks_fit(stages):
+            options.append((cost, -group, -words, tuple(stages)))
+    return options
+
+
+def _chunks_fit(stages: list[StageTiles]) -> bool:
+    """The residual stream is held in registers, at most eight chunks a plane."""
+    return stages[0].chunks <= 8
+
+
+def _cost(s: StageTiles) -> float:
+    """Bytes that a block reads, and what tiles and a loop cost beside them."""
+    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.turn else 1.0)
+
+
+def _turn(units: int, chunks: int) -> int | None:
+    """Units of a chunk in one turn of a loop, so that the code has few tiles; 0: no loop; None: too many chunks."""
+    if units * chunks <= UNROLLED:
+        return 0
+    fitting = (n for n in range(1, units) if chunks * (n + units % n) <= UNROLLED)
+    return max(fitting, default=None)
+
+
+def _stage_cuts(
+    stage: Stage, index: int, size: int, words: int, tile_bytes: int
+) -> list[StageTiles]:
+    """Cuts of a stage with tiles `words` wide over `size` blocks."""
+    out = []
+    rows = stage.rows
+    woven = stage.epilogue is Epilogue.SILU_MUL
+    step = 4 if woven else 2  # a block publishes whole words
+    share = -(-rows // size)
+    share = -(-share // step) * step
+    chunks = -(-stage.cols // (2 * words))
+    wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
+    tile_rows = step
+    while tile_rows <= 128:
+        units = -(-share // tile_rows)
+        fits = 4 * tile_rows * words <= tile_bytes
+        turn = _turn(units, chunks) if wired else 0
+        if wired:  # every block has rows of its own, and sums of all of them
+            sums = units * max(1, tile_rows // 8)
+            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
+        if fits and turn is not None:
+            shape = (rows, stage.cols, tile_rows, words, chunks, units)
+            out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))
+        tile_rows *= 2
+    return out

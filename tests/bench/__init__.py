@@ -1,0 +1,1 @@
+"""The benchmark commands, their records and their tables."""

@@ -1,0 +1,233 @@
+"""Kept results of `kog bench`: read, tabled, and the README's table is what they say."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kog_triton.bench import cli as bench
+from kog_triton.bench.record import kept_file, make_row
+from kog_triton.bench.show import notes
+from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
+from kog_triton.errors import RequestError
+from tests import ROOT
+
+SCHEMA = json.loads((ROOT / "kog_triton/bench/result.schema.json").read_text())
+
+
+def test_the_newest_of_equal_measurements_counts(tmp_path):
+    base = json.loads(json.dumps(a_record()))
+    for day, rate in (("02", 200.0), ("01", 100.0), ("03", 300.0)):
+        base["created"] = f"2026-01-{day}T00:00:00+00:00"
+        base["rows"][0]["host"]["tokens_per_s"] = rate
+        base["test"]["name"] = "tg8 @ d4" if day != "03" else "tg8 @ d9"
+        (tmp_path / f"{day}.json").write_text(json.dumps(base))
+    lines = table(read_results(tmp_path)).splitlines()
+    assert [line.split("|")[5].strip() for line in lines[2:4]] == ["200", "300"]
+
+
+def test_a_sampled_answer_is_another_test_than_a_greedy_one():
+    sampled = json.loads(json.dumps(a_record()))
+    sampled["test"]["sampling"] = "temperature 1"
+    text = table([a_record(), sampled])
+    assert "| tg8 @ d4 | **triton**" in text and "| tg8 @ d4, temperature 1 | **triton**" in text
+
+
+def test_several_requests_stand_below_each_other_with_what_they_gain():
+    record = json.loads(json.dumps(a_record())) | {"kind": "concurrency"}
+    record["test"]["name"] = "1, 2, 8 x tg8 @ d4"
+    one = record["rows"][0]
+    record["rows"] = [
+        one | {"requests": n, "over_one": n / 2, "host": one["host"] | {"tokens_per_s": 100.0 * n}}
+        for n in (8, 1, 2)
+    ]
+    cells = [line.split(" | ")[2:5] for line in table([record]).splitlines()[2:]]
+    assert cells == [
+        ["2 x tg8 @ d4", "**triton**", "200"],
+        ["8 x tg8 @ d4", "**triton**", "800"],
+    ]
+    assert "not checked; 4.00 times one's tokens |" in table([record])
+
+
+def test_a_prompt_alone_has_its_time_and_no_rate():
+    record = json.loads(json.dumps(a_record())) | {"kind": "prefill"}
+    record["test"]["name"], record["rows"][0]["host"] = "pp4", None
+    record["conditions"]["throttled"] = ["power cap"]
+    (line,) = (line for line in table([record]).splitlines() if "triton" in line)
+    assert (
+        line
+        == "| H200 | llama-3.2-1b bf16 | pp4 | **triton** | - | - | 2.0 [1] | - | not checked |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([9.0], "9.0 s."), ([9.0, 6.0, 5.0], "9.0 s, 5.0 with kernels kept from before.")],
+)
+def test_starts_stand_below_the_table(seconds, said):
+    record = json.loads(json.dumps(a_record())) | {"kind": "startup", "conditions": None}
+    row = make_row("cuda", "backend", "timed", "") | {"startup": {"total_s": seconds}}
+    record["rows"], record["test"]["name"] = [row], "startup"
+    last = table([record]).splitlines()[-1]
+    assert last == f"From nothing to the first token of llama-3.2-1b bf16 on H200, cuda: {said}"
+
+
+def test_an_interrupted_record_counts_nowhere(tmp_path):
+    record = json.loads(json.dumps(a_record()))
+    for name, interrupted in (("1", False), ("2", True)):
+        record["created"], record["test"]["interrupted"] = f"2026-01-0{name}", interrupted
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (kept,) = read_results(tmp_path)
+    assert kept["created"] == "2026-01-01"
+
+
+def a_record():
+    row = make_row("triton", "backend", "timed", "")
+    row |= {"dtype": "bf16", "ttft_us": 2e3, "floor": {"measured_mbu": 0.5}}
+    row["host"] = {"tokens_per_s": 1.0, "itl_p50_us": 1.0, "itl_p99_us": 2.0}
+    gone = make_row("llama-bench", "peer", "absent", "not on the PATH")
+    return {
+        "schema": "kog_triton.bench/1",
+        "kind": "compare",
+        "created": "2026-01-01T00:00:00+00:00",
+        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
+        "machine": {"gpu": "NVIDIA H200"},
+        "test": {"name": "tg8 @ d4", "num_gpus": 1, "prompt_tokens": 4},
+        "conditions": {"samples": [], "throttled": []},
+        "rows": [row, gone],
+    }
+
+
+def test_the_table_tells_who_was_not_timed():
+    text = table([a_record()])
+    assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
+    assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
+    assert table([]) == "No results are kept yet."
+
+
+def test_a_gpu_that_was_held_back_marks_its_rows():
+    """One mark a reason, and a sentence to it; of a reason that was timed only the time."""
+    records = []
+    for depth, why in enumerate(([], ["power cap", "power cap for 3.0 ms"], ["hot"], ["hot"]), 4):
+        record = json.loads(json.dumps(a_record()))
+        record["test"] |= {"name": f"tg8 @ d{depth}", "prompt_tokens": depth}
+        record["conditions"]["throttled"] = why
+        records.append(record)
+    records[0]["conditions"]["throttled"] = None
+    text = table(records)
+    rates = [line.split("|")[5].strip() for line in text.splitlines()[2:6]]
+    assert rates == ["1", "1 [1]", "1 [2]", "1 [2]"]
+    said = "The GPU was held back while the rows with this mark were timed:"
+    assert f"[1] {said} power cap for 3.0 ms.\n" in text and f"[2] {said} hot.\n" in text
+    assert "[3]" not in text
+
+
+@pytest.mark.parametrize(
+    ("depths", "said"), [((20, 20), ""), ((20, 8), "; tokens judged behind 8"), ((20,), " 5")]
+)
+def test_a_text_judged_elsewhere_than_timed_says_where(depths, said):
+    """Old records have no depth: they judged behind the positions whose logits they compared."""
+    record = a_record()
+    record["test"]["prompt_tokens"] = depths[0]
+    check = {"top1": 1.0, "kl_mean": 0.001, "positions": 5}
+    record["rows"][0]["check"] = check | ({"depth": depths[1]} if len(depths) > 1 else {})
+    cell = table([record]).splitlines()[2].split("|")[9].strip()
+    assert cell.startswith("top-1 1.000, KL 1e-03") and cell.endswith(said)
+    assert ("judged" in cell) == (depths != (20, 20))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "other/2"}'])
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(RequestError, match=r"x\.json"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["kind", "machine", "model", "test", "rows", "created"])
+def test_a_record_that_lacks_something_is_named(tmp_path, key):
+    record = a_record()
+    (tmp_path / "whole.json").write_text(json.dumps(record))
+    assert len(read_results(tmp_path)) == 1
+    del record[key]
+    (tmp_path / "x.json").write_text(json.dumps(record))
+    with pytest.raises(RequestError, match=rf"x\.json: not a whole record.*{key}"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("created", [None, 5, "yesterday"])
+def test_a_record_of_no_day_is_named(tmp_path, created):
+    (tmp_path / "x.json").write_text(json.dumps(a_record() | {"created": created}))
+    with pytest.raises(RequestError, match=r"x\.json: not a whole record"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["host", "name", "check"])
+def test_a_record_whose_row_lacks_something_is_named(tmp_path, key):
+    record = a_record()
+    del record["rows"][0][key]
+    (tmp_path / "x.json").write_text(json.dumps(record))
+    with pytest.raises(RequestError, match=rf"x\.json: not a whole record.*{key}"):
+        read_results(tmp_path)
+
+
+def test_markers():
+    assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
+    assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("nothing")
+    with pytest.raises(RequestError, match="are missing"):
+        write_between(file, "x")
+    assert file.read_text() == "nothing"
+
+
+def test_no_results_never_take_the_place_of_some(tmp_path, capsys):
+    """A folder that is not there is a slip of the pen, not an empty one."""
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+    argv = ["table", "--readme", str(file), "--results", str(tmp_path / "none")]
+    assert bench.main(argv) == 2 and "none: no such folder" in capsys.readouterr().err
+    assert "old" in file.read_text()
+
+
+def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "README.md"
+    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(RequestError, match=r"README\.md: cannot be written: Permission denied"):
+        write_between(file, "new")
+
+
+def test_where_results_are_kept():
+    record = {"machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "created": "2026-01-02T03:04:05+00:00"}
+    assert kept_file(record, "a-b", Path("r")) == Path("r/h100-80gb-hbm3/2026-01-02-a-b.json")
+
+
+def test_rounds_that_differ_are_told():
+    record = a_record() | {"bandwidth": None, "kind": "startup"}
+    record["machine"] |= {"packages": {}, "commit": None, "dirty": None, "source": "0" * 64}
+    record["machine"] |= {"python": "3", "driver": None}
+    record["rows"][0]["repeatable"] = False
+    assert any("did not give the same tokens" in line for line in notes(record))
+
+
+def test_kept_results_are_records():
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    files = list((ROOT / "benchmarks" / "results").rglob("*.json"))
+    assert files
+    for file in files:
+        validator.validate(json.loads(file.read_text()))
+
+
+def test_the_readme_s_table_is_the_results():
+    inside = between((ROOT / "README.md").read_text(encoding="utf-8"))
+    records = read_results(ROOT / "benchmarks" / "results")
+    assert inside is not None and records
+    assert inside == table(records), "python -m kog_triton.bench table --readme README.md"

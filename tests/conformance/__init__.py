@@ -1,0 +1,1 @@
+"""What every backend must do alike, asked of each through the Backend protocol."""

@@ -1,0 +1,455 @@
+"""What the CUDA monokernel samples: its own C++ on a CPU, against the definition on its own logits.
+
+Requests go through the backend's mailbox to fibers (cuda_walk.py). Every token, and every
+log-probability, is what kog_triton.sampling makes of the logits that the same kernel computes for
+the same sequence. Faults planted in the headers must be seen.
+"""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda.layout.protocol import Outcome
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import RequestError, RunError
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.sampling import History, SamplingParams, raw_logprobs, sample
+from kog_triton.sampling.definition import adjust, survivors
+from tests.lib import cuda_walk
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
+from tests.lib.ring_walker import spec_of
+
+VOCAB = 331
+SEED = (5 << 33) + 7
+SMALL = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+}
+LANES = {
+    "num_layers": 3,
+    "hidden_size": 48,
+    "head_dim": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 88,
+    "num_lanes": 4,
+    "delay": 2,
+    "reduce_attention": (Reduce.OWN, Reduce.NOW, Reduce.DELAYED),
+    "reduce_mlp": (Reduce.OWN, Reduce.OWN, Reduce.DELAYED),
+    "head": Head.VOCAB_PARALLEL,
+}
+
+
+class Triplets(RandomWeights):
+    """Every three rows of the head are one, and one such row is zero: logits tie all over."""
+
+    def load(self, name):
+        tensor = super().load(name)
+        if name != "lm_head":
+            return tensor
+        tensor = tensor[torch.arange(len(tensor)) // 3 * 3].clone()
+        tensor[30:36] = 0
+        return tensor
+
+
+class Alike(RandomWeights):
+    """All logits are equal."""
+
+    def load(self, name):
+        tensor = super().load(name)
+        return tensor[:1].expand_as(tensor).contiguous() if name == "lm_head" else tensor
+
+
+MODELS = {
+    "odd": (RandomWeights, {"vocab_size": VOCAB}, 3),
+    "ties": (Triplets, {"vocab_size": VOCAB}, 2),
+    "all equal": (Alike, {"vocab_size": 97}, 2),
+    "several rows a thread": (RandomWeights, {"vocab_size": 1531}, 1),
+    "vocabulary by lane": (RandomWeights, LANES | {"vocab_size": 336}, 4),
+}
+
+
+def backend_of(model, seed=0, include=INCLUDE, slots=1):
+    """A backend on fibers; `include` holds its headers."""
+    weights, changes, blocks = MODELS[model]
+    options = BackendOptions(max_context=48, num_slots=slots)
+    spec = spec_of(dtype=DType.F16, **(SMALL | changes))
+    backend = FiberBackend(weights(spec), options, blocks, seed)
+    backend.kernel.library = compile_walk(backend.layout, include=include)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def backends():
+    made = {}
+
+    def get(model):
+        if model not in made:
+            made[model] = backend_of(model, seed=len(made))
+        return made[model]
+
+    return get
+
+
+def resolved(vocab, bad=(), end=(), **params):
+    """Parameters of one request; bad words are given as ids."""
+    params = {"temperature": 2.0, "seed": SEED, "max_tokens": None} | params
+    out = SamplingParams(**params).resolve(vocab)
+    return replace(
+        out, bad_words_token_ids=tuple(bad), end_token_ids=tuple(sorted({*out.end_token_ids, *end}))
+    )
+
+
+def post(mailbox, prompt, count, params, slot=0, **fields):
+    mailbox.post(Request(slot, tuple(prompt), params, params.seed, count, **fields))
+
+
+def steps_of(backend, prompt, count, params, **fields):
+    mailbox = backend.new_mailbox()
+    post(mailbox, prompt, count, params, **fields)
+    backend.generate(mailbox)
+    steps = mailbox.read(0, 0)
+    if isinstance(steps[-1], Failure):
+        raise steps[-1].error
+    return steps
+
+
+def assert_defined(backend, prompt, steps, params, mask=None, sample_idx=0):
+    """Every step is the definition's on the kernel's logits."""
+    logits = backend.forward_logits([*prompt, *(s.token for s in steps[:-1])])
+    history = History(prompt)
+    for step in steps:
+        position = len(prompt) + len(history.output)
+        bits = mask(history.output) if mask else None
+        row = logits[position - 1]
+        expected = sample(row, params, history, position, sample_idx, bits)
+        assert step.token == expected.token
+        assert (step.logprob is None) == (expected.logprob is None)
+        if step.logprob is not None:
+            assert abs(step.logprob - expected.logprob) < 1e-5
+            assert [i for i, _ in step.top] == [i for i, _ in expected.top]
+            ours, theirs = (np.array([v for _, v in s.top]) for s in (step, expected))
+            assert np.abs(ours - theirs).max(initial=0) < 1e-5
+        history.append(step.token)
+
+
+PROMPT = [1, 2, 3, 2]
+EVERY = {
+    "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.002, "repetition_penalty": 1.2,
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 60: -100.0},
+    "logprobs": 4, "min_tokens": 3, "end": (11, 19), "bad": ((7,), (42, 45)),
+}  # fmt: skip
+SETTINGS = {
+    "plain": {},
+    "top_k 1": {"top_k": 1},
+    "top_k": {"top_k": 7, "temperature": 30.0},
+    "top_k of nearly all": {"top_k": 90, "temperature": 30.0},
+    "top_k beyond the vocabulary": {"top_k": 5000},
+    "top_p": {"top_p": 0.9, "temperature": 3.0},
+    "top_p near 0": {"top_p": 1e-12},
+    "top_p near 1": {"top_p": 0.9999999, "temperature": 40.0},
+    "top_p, flat": {"top_p": 0.5, "temperature": 1e5},
+    "top_p, steep": {"top_p": 0.999, "temperature": 1e-5},
+    "min_p": {"min_p": 0.1, "temperature": 8.0},
+    "min_p 1": {"min_p": 1.0},
+    "min_p, top_k, top_p": {"min_p": 0.01, "top_k": 20, "top_p": 0.8, "temperature": 6.0},
+    "penalties": {
+        "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.7,
+        "temperature": 0.3,
+    },
+    "penalties, greedy": {"repetition_penalty": 0.8, "frequency_penalty": 1.9, "temperature": 0},
+    "rewards": {"presence_penalty": -2.0, "frequency_penalty": -2.0, "top_k": 30},
+    "bias": {"logit_bias": {3: 9.5, 90: 10.25, 17: -100.0}, "top_p": 0.7},
+    "bias, greedy": {"logit_bias": {3: 30.0, 90: 30.0}, "temperature": 0, "logprobs": 2},
+    "allowed ids": {"allowed_token_ids": [3, 5, 31, 32, 63, 64, 90], "top_p": 0.95},
+    "bad words": {"allowed_token_ids": [3, 5, 90], "bad": ((3, 3), (5, 3, 90), (90,) * 9)},
+    "min_tokens": {"allowed_token_ids": [3, 5, 90], "min_tokens": 4, "end": (3, 96)},
+    "logprobs 0": {"logprobs": 0},
+    "logprobs 20": {"logprobs": 20, "top_k": 3},
+    "logprobs, greedy": {"logprobs": 5, "temperature": 0},
+    "all at once": EVERY,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_the_definitions(backends, name):
+    backend, params = backends("odd"), resolved(VOCAB, **SETTINGS[name])
+    assert_defined(backend, PROMPT, steps_of(backend, PROMPT, 5, params), params)
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "odd"])
+@pytest.mark.parametrize("name", ["top_k", "top_p, flat", "all at once"])
+def test_other_vocabularies(backends, model, name):
+    backend = backends(model)
+    params = resolved(backend.spec.vocab_size, **SETTINGS[name])
+    assert_defined(backend, PROMPT, steps_of(backend, PROMPT, 3, params), params)
+
+
+def test_warps_that_lag_change_nothing(monkeypatch):
+    """A warp may still be at the cut when others rank: they share their place in shared memory."""
+    monkeypatch.setattr(cuda_walk, "MOST", 20_000)
+    spec = spec_of(dtype=DType.F16, vocab_size=VOCAB, **SMALL)
+    walk = Walk(spec, RandomWeights(spec))
+    words = walk.words([1, 2], 12, SamplingParams(temperature=1, top_p=0.3, logprobs=2, seed=5))
+    said = []
+    for seed in (0, *range(-4, 0)):
+        assert walk.run(words, [1, 2], seed) > 0, f"blocks wait for ever under seed {seed}"
+        said.append((walk.tokens(), walk.memory.logprobs.clone()))
+    tokens, records = said[0]
+    assert len(tokens) == 12
+    assert all(t == tokens and torch.equal(r, records) for t, r in said[1:])
+
+
+def test_ties_of_a_cut_survive(backends):
+    """The case that the test above needs: cuts that fall among equal logits."""
+    backend, params = backends("ties"), resolved(VOCAB, top_k=4, temperature=500.0)
+    edited = adjust(backend.forward_logits(PROMPT)[-1], params, History(PROMPT))
+    assert survivors(edited, params).size == 6
+    steps = steps_of(backend, PROMPT, 12, params)
+    assert_defined(backend, PROMPT, steps, params)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_settings_drawn_at_random(backends, block):
+    rng = np.random.default_rng(block)
+    backend = backends(("odd", "ties")[block % 2])
+    for _ in range(5):
+        params = resolved(
+            VOCAB,
+            temperature=float(10 ** rng.uniform(-1, 2.5)),
+            top_k=int(10 ** rng.uniform(0, 2.6)) * int(rng.integers(2)),
+            top_p=float(rng.choice([1.0, 0.999, 0.9, 0.5, rng.uniform(0.01, 1)])),
+            min_p=float(rng.choice([0.0, 0.5, 10 ** rng.uniform(-9, 0)])),
+            repetition_penalty=float(rng.choice([1.0, rng.uniform(0.5, 2)])),
+            logit_bias={int(i): float(rng.uniform(-9, 9)) for i in rng.integers(0, VOCAB, 4)},
+            seed=int(rng.integers(1 << 60)),
+        )
+        prompt = rng.integers(0, VOCAB, 2).tolist()
+        sample_idx = int(rng.integers(3))
+        steps = steps_of(backend, prompt, 2, params, sample_idx=sample_idx)
+        assert_defined(backend, prompt, steps, params, sample_idx=sample_idx)
+
+
+# ---- draws that are tried before a cut is looked for ----
+
+
+@pytest.fixture(scope="module")
+def one_layer():
+    spec = spec_of(dtype=DType.F16, vocab_size=VOCAB, **SMALL)
+    return Walk(spec, RandomWeights(spec), 3)
+
+
+def way_of(walk, params):
+    """How a token came about: draws that were tried, and whether the cut was found. It is the definition's."""
+    assert walk.run(walk.words(PROMPT, 1, params), PROMPT) > 0
+    tokens = walk.tokens()
+    tried, cut = (
+        int(walk.memory.words[walk.layout.regions[name].offset + 1]) for name in ("trial", "bin")
+    )
+    row = walk.forward_logits(PROMPT)[-1]
+    assert tokens == [sample(row, params, History(PROMPT), len(PROMPT)).token]
+    return max(0, tried - 1), cut > 0
+
+
+ALL_WAYS = {(1, False), (2, False), (2, True)}  # the second behind a cut is the last
+WAYS = {
+    "none": ({}, {(0, False)}),
+    "penalties": ({"presence_penalty": 0.5}, {(0, False)}),
+    "greedy, top_p": ({"temperature": 0, "top_p": 0.5}, {(0, False)}),
+    "min_p": ({"min_p": 0.1, "temperature": 4.0}, {(1, False), (2, False)}),
+    "top_p": ({"top_p": 0.6, "temperature": 4.0}, ALL_WAYS),
+    "top_p, penalties": (
+        {"top_p": 0.6, "temperature": 4.0, "presence_penalty": 0.5, "logprobs": 2}, ALL_WAYS
+    ),
+    "top_k": ({"top_k": 40, "temperature": 4.0}, ALL_WAYS),
+    "top_k of all": ({"top_k": VOCAB, "min_p": 1e-30}, {(1, False)}),
+    "top_p, steep": ({"top_p": 0.5, "temperature": 0.01}, {(1, False)}),
+    "top_k, top_p": ({"top_k": 40, "top_p": 0.8, "temperature": 4.0}, ALL_WAYS | {(1, True)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_cut_is_looked_for_where_draws_do_not_settle_it(one_layer, name):
+    settings, ways = WAYS[name]
+    params = (resolved(VOCAB, **settings | {"seed": seed}) for seed in range(40))
+    assert {way_of(one_layer, one) for one in params} == ways
+
+
+@pytest.mark.parametrize("name", ["top_p, steep", "top_p", "top_k, top_p"])
+def test_the_hosts_word_comes_with_every_way(one_layer, name):
+    for seed in range(8):
+        params = resolved(VOCAB, **WAYS[name][0] | {"seed": seed})
+        words = one_layer.words(PROMPT, 4, params)
+        assert one_layer.run(words, PROMPT, control=Outcome.YIELD) > 0
+        assert (len(one_layer.tokens()), one_layer.outcome) == (1, Outcome.YIELD)
+
+
+@pytest.fixture(scope="module")
+def many_blocks():
+    """A walk of more blocks than a warp has lanes, and what it says in step."""
+    spec = spec_of(dtype=DType.F16, vocab_size=1531, **(SMALL | {"hidden_size": 768}))
+    walk = Walk(spec, RandomWeights(spec), 48)
+    assert walk.layout.lowering.num_blocks == 48
+    params = resolved(1531, top_k=700, temperature=40.0, logprobs=1, seed=2)
+    words = walk.words([1, 2], 3, params)
+    assert walk.run(words, [1, 2]) > 0 and len(walk.tokens()) == 3
+    found = walk.memory.words[walk.layout.regions["bin"].offset + 1]
+    assert found > 0, "no cut was looked for: draws settled it every time"
+    tokens, records, history = walk.tokens(), walk.memory.logprobs.clone(), History([1, 2])
+    for n, row in enumerate(walk.forward_logits([1, 2, *tokens[:-1]])[1:]):
+        history.append(sample(row, params, history, 2 + n).token)
+    assert history.output == tokens
+    return walk, words, tokens, records
+
+
+@pytest.mark.parametrize("seed, late", [(-1, None), (-2, None), (3, "trial"), (4, "shares")])
+def test_many_blocks_say_the_same_out_of_step(many_blocks, seed, late):
+    """Winners and sums meet by several warps, of which some lag behind; or words land late."""
+    walk, words, tokens, records = many_blocks
+    if late:
+        walk.store_late(late, rounds=100)
+    assert walk.run(words, [1, 2], seed=seed) > 0
+    assert walk.tokens() == tokens and torch.equal(walk.memory.logprobs, records)
+
+
+# ---- masks ----
+
+
+def odd_or_even_of(vocab):
+    """A hook: ids as even as the number of tokens; every third time, all."""
+
+    def hook(output):
+        if len(output) % 3 == 2:
+            return None
+        bits = np.zeros(-(-vocab // 32) * 32, bool)
+        bits[len(output) % 2 : vocab : 2] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    return hook
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "logprobs": 2}, {"temperature": 0}])
+def test_a_mask_decides_who_is_allowed(backends, settings):
+    backend, params = backends("odd"), resolved(VOCAB, **settings)
+    mask = odd_or_even_of(VOCAB)
+    steps = steps_of(backend, PROMPT, 7, params, mask=mask)
+    assert [s.token % 2 for s in steps][:2] == [0, 1]
+    assert_defined(backend, PROMPT, steps, params, mask)
+
+
+def test_a_mask_hook_that_fails_ends_its_request_alone():
+    backend, params = backend_of("odd", slots=2), resolved(VOCAB, temperature=0)
+
+    def hook(output):
+        if len(output) == 2:
+            time.sleep(0.3)  # the kernel waits, and asks for more before it hears of the error
+            raise RequestError("the grammar allows nothing")
+
+    mailbox = backend.new_mailbox()
+    post(mailbox, PROMPT, 6, params, mask=hook)
+    post(mailbox, PROMPT, 6, params, slot=1)
+    backend.generate(mailbox)
+    *steps, failure = mailbox.read(0, 0)
+    assert len(steps) == 2 and "grammar" in str(failure.error)
+    others = mailbox.read(1, 0)
+    assert len(others) == 6 and [s.token for s in others[:2]] == [s.token for s in steps]
+
+
+def test_a_mask_that_never_comes_is_an_error_with_a_name():
+    spec = spec_of(dtype=DType.F16, **SMALL)
+    walk = Walk(spec, RandomWeights(spec), 2)
+    words = walk.words(PROMPT, 3, resolved(spec.vocab_size), mask=lambda output: None)
+    assert walk.run(words, PROMPT, limit=2000) > 0
+    flag, _, step, _, _, seen, wanted = walk.memory.error.tolist()[:7]
+    assert (flag, header.STEPS[step], seen, wanted) == (1, "mask", 0, 1)
+
+
+# ---- errors, several requests, resuming ----
+
+
+@pytest.mark.parametrize("settings", [EVERY, {"logprobs": 1}, {"logit_bias": {3: -1.0}}])
+def test_a_nan_is_an_error_of_the_request(backends, settings):
+    backend = backends("odd")
+    embed, backend.memory.embed = backend.memory.embed, backend.memory.embed.clone()
+    backend.memory.embed[5] = torch.nan
+    with pytest.raises(RunError, match="NaN"):
+        steps_of(backend, [1, 5], 3, resolved(VOCAB, **settings))
+    backend.memory.embed = embed
+
+
+def assert_histories_are_apart(backend, prompt, count):
+    """Of two requests at once, each judged by its own tokens."""
+    vocab = backend.spec.vocab_size
+    first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
+    second = resolved(vocab, **EVERY)
+    mailbox = backend.new_mailbox()
+    post(mailbox, prompt, count, first)
+    post(mailbox, [9, 1], count, second, slot=1)
+    backend.generate(mailbox)
+    assert_defined(backend, prompt, mailbox.read(0, 0), first)
+    assert_defined(backend, [9, 1], mailbox.read(1, 0), second)
+
+
+@pytest.mark.parametrize("at_once", [3, 64])
+def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once):
+    """In pieces as in one, and the answer is that of a request without."""
+    monkeypatch.setattr(serving, "SCORED", at_once)
+    backend, params = backends("odd"), resolved(VOCAB, temperature=0)
+    prompt = [4, 9, 300, 2, 9, 17, 5]
+    mailbox = backend.new_mailbox()
+    post(mailbox, prompt, 3, params, prompt_logprobs=2)
+    backend.generate(mailbox)
+    logits = backend.forward_logits(prompt)
+    scored = mailbox.read_prompt(0)
+    assert [p.token for p in scored] == prompt[1:]
+    for row, one in zip(logits[:-1], scored, strict=True):
+        assert (one.logprob, one.top) == raw_logprobs(row, one.token, 2)
+    plain = steps_of(backend, prompt, 3, params)
+    assert [s.token for s in mailbox.read(0, 0)] == [s.token for s in plain]
+
+
+# ---- planted faults ----
+
+FAULTS = {
+    "a cut one id late": ("cut.h", "target = by_count ? k :", "target = by_count ? k + 1 :",
+                          "odd", SETTINGS["top_k"]),
+    "ties of a cut fall": ("cut.h", "ordered(f.top) - cut - 1", "ordered(f.top) - cut", "ties",
+                           SETTINGS["top_k"]),
+    "ties come before a winner": ("trial.h", "> logit;", ">= logit;", "ties", SETTINGS["top_k"]),
+    "every winner survives": (
+        "trial.h", "share)) return Fate::kFalls;", "share)) return Fate::kSurvives;", "odd",
+        {"top_p": 0.3, "temperature": 4.0}),
+    "a share of all ids, not of the top_k": (
+        "trial.h", "? Fate::kSurvives : Fate::kOpen", "? Fate::kSurvives : Fate::kSurvives", "odd",
+        {"top_k": 150, "top_p": 0.5, "temperature": 30.0}),
+    "as many before a winner as top_k": (
+        "trial.h", "s.before.count >= k", "s.before.count > k", "odd", {"top_k": 1, "temperature": 0.7}),
+    "output counted once too often": ("edit.h", "step * (seen - 1)", "step * seen", "odd",
+                                      {"frequency_penalty": 1.0, "temperature": 0,
+                                       "allowed_token_ids": [50, 60, 70, 80]}),
+    "a bad word that completes too early": ("edit.h", "if (made < last - first) return -1;", "",
+                                            "odd", {"allowed_token_ids": [3, 90], "bad": ((3, 90),)}),
+    "the wrong id of a tie": ("logprob.h", "0xffffffffu - static_cast<u32>(rank)",
+                              "0xfffffffeu - static_cast<u32>(rank)", "ties", {"logprobs": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name, tmp_path):
+    file, before, after, model, settings = FAULTS[name]
+    include = plant(tmp_path, (file, before, after))
+    backend, params = backend_of(model, include=include), resolved(VOCAB, **settings)
+    prompt = [3, 3, 3] if "bad" in settings else PROMPT
+    with pytest.raises((AssertionError, RequestError)):
+        assert_defined(backend, prompt, steps_of(backend, prompt, 8, params), params)

@@ -1,0 +1,201 @@
+"""The CUDA kernel's exchange protocol with a CPU thread for every block, judged by ThreadSanitizer.
+
+Green means: of the runs made, no two accesses to one place, from warps of one block or of several, lack an order
+that barriers, fences and the words behind them give; and words that are seen late and in any order change no bit.
+The faults below have been seen red. What the lanes of one warp do among themselves is not judged, nor what a GPU
+does between its generic and its asynchronous accesses.
+"""
+
+import numpy as np
+import pytest
+from kog_triton.backends.cuda.layout.header import STEPS
+
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_threads import ThreadWalk
+from tests.lib.cuda_walk import INCLUDE, Walk
+from tests.lib.ring_walker import spec_of
+
+NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+IDS = [5, 17, 60, 31]
+LIMIT = 1 << 21  # microseconds that a wait may take beside a fault
+# Everything that makes blocks talk about a token.
+EVERY = SamplingParams(
+    temperature=0.9, seed=5, top_k=30, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logprobs=3,
+    bad_words_token_ids=((7, 8),),
+)  # fmt: skip
+
+# name -> spec, blocks, changes of the header. Two blocks each take a split of a head's context, so that they read
+# what others have appended.
+SPECS = {
+    "splits": (spec_of(num_layers=2, dtype=DType.F16), 4, {"split_least": 2}),
+    # What attention finds reaches over the partial sums: two groups of eight heads. In bfloat16, whose words
+    # have their phase elsewhere.
+    "long heads": (
+        spec_of(num_layers=1, num_heads=16, num_kv_heads=1, head_dim=128, dtype=DType.BF16),
+        2,
+        {"split_least": 2},
+    ),
+    "lanes": (
+        spec_of(
+            num_layers=5,
+            hidden_size=48,
+            num_heads=4,
+            num_kv_heads=4,
+            intermediate_size=48,
+            num_lanes=4,
+            delay=1,
+            dtype=DType.F16,
+            head=Head.SUM_THEN_NORM,
+            reduce_attention=(NOW, NOW, NOW, DELAYED, NOW),
+            reduce_mlp=(OWN, OWN, OWN, DELAYED, DELAYED),
+        ),
+        4,
+        {},
+    ),
+}
+
+
+def walks(name, include=INCLUDE):
+    spec, blocks, changes = SPECS[name]
+    return ThreadWalk(spec, RandomWeights(spec), blocks, include=include, **changes)
+
+
+def expected_of(name):
+    spec, blocks, changes = SPECS[name]
+    return Walk(spec, RandomWeights(spec), blocks, **changes)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_concurrent_blocks_race_for_nothing(name):
+    """Bit for bit what one thread computes, with single warps held back (seed 1) and without."""
+    ours, one_thread = walks(name), expected_of(name)
+    assert np.array_equal(ours.forward_logits(IDS, 1), one_thread.forward_logits(IDS))
+    assert (ours.verdict.code, ours.verdict.report) == (0, "")
+    tokens = ours.generate(IDS[:2], 2, EVERY, seed=2)
+    assert tokens == one_thread.generate(IDS[:2], 2, EVERY)
+    assert (ours.verdict.code, ours.verdict.report) == (0, "")
+
+
+# Faults that the limit of a wait asks for: its lowest bits mean nothing by themselves.
+CHOICES = 64
+
+
+def chosen(number, block="b.p"):
+    return f"({block}.limit % {CHOICES} == {number})"
+
+
+# name -> where it shows, and the edits of one kernel that holds them all
+RACES = {
+    "rows of the cache are sent without a fence": {"append"},
+    "rows of the cache are read without a fence": {"append"},
+    "a word is read as plain memory": {"poll_vectors"},
+    "partial sums are added before all are there": {"put_sums", "run_batch", "multiply"},
+    "a chunk is handed back before it is read": {"take_there", "load"},
+}
+EDITS = (
+    ("layer.h", "&& sends) fence_gpu();", f"&& sends && !{chosen(1)}) fence_gpu();"),
+    (
+        "layer.h",
+        "acquire_cache() { fence_gpu(); }",
+        "acquire_cache(bool does) { if (does) fence_gpu(); }",
+    ),
+    ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
+    ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),
+    ("decode.h", "acquire_cache();", f"acquire_cache(!{chosen(2)});"),
+    (
+        "words.h",
+        "if (late[i] != 0) q[i] = load_relaxed4(address(i));",
+        f"if (late[i] != 0) q[i] = {chosen(3)} ? *reinterpret_cast<const uint4*>(address(i))"
+        " : load_relaxed4(address(i));",
+    ),
+    (
+        "matvec.h",
+        "sync_consumers();\n  if (b.warp * 32 >= count",
+        f"if (!{chosen(4)}) sync_consumers();\n  if (b.warp * 32 >= count",
+    ),
+    (
+        "matvec.h",
+        "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
+        f"if (mine && {chosen(5)}) ring.release(b);\n"
+        "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
+    ),
+    (
+        "matvec.h",
+        "    if (mine) ring.release(b);\n  }\n};",
+        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n}};",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def racing(tmp_path_factory):
+    return walks("splits", plant(tmp_path_factory.mktemp("racing"), *EDITS))
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_planted_race_is_reported(name, racing):
+    fault = list(RACES).index(name) + 1
+    request = racing.words(IDS, 2)
+    racing.run(request, IDS, seed=2, limit=LIMIT + fault)
+    assert racing.verdict.code != 0 and racing.verdict.places & RACES[name]
+
+
+def test_sums_over_results_are_reported(tmp_path):
+    """o_proj's sums are put by warps that do not wait until the others have merged."""
+    assert expected_of("long heads").layout.results_over_sums
+    ours = walks("long heads", plant(tmp_path, ("attention.h", "  leave_results();\n", "")))
+    ours.run(ours.words(IDS, 2), IDS, seed=2)
+    assert ours.verdict.code != 0 and {"put_sums", "merge_warps"} & ours.verdict.places
+
+
+def test_one_buffer_too_few_is_seen(tmp_path):
+    """Outputs for all lanes at once take turns in two buffers. With one, a lane overwrites what another, standing
+    still, has not read: that one waits in vain, or reads what is not meant for it."""
+    single = plant(
+        tmp_path,
+        (
+            "residual.h",
+            "to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;\n"
+            "      phase = phase_of(turns.now >> 1);",
+            "to = b.p.words + Now::kOffset + b.lane * Now::kStride;\n"
+            "      phase = phase_of(turns.now);",
+        ),
+        (
+            "residual.h",
+            "const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;",
+            "const u32* base = b.p.words + Now::kOffset;",
+        ),
+        (
+            "residual.h",
+            "gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);",
+            "gather(b, step, base + j * Now::kStride, phase_of(turns.now), x);",
+        ),
+    )
+    spec, blocks, _ = SPECS["lanes"]
+    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judged=False, include=single)
+    expected = expected_of("lanes").generate(IDS, 6)
+    for seed in range(1, 9):
+        ours.run(ours.words(IDS, 6), IDS, seed, limit=LIMIT)
+        flag, _, step, _, word, _, _, told = ours.memory.error.tolist()
+        if flag and told and "now" in ours.layout.place_of(STEPS[step], word):
+            return
+        if not flag and (ours.tokens(), ours.outcome) != expected:
+            return
+    pytest.fail("nobody noticed")
+
+
+def test_a_word_that_nobody_waited_for_is_seen(tmp_path):
+    """Words land in any order: of a vector of four, the first says nothing about the others."""
+    all_four = "for (int j = 0; j < 4; j++) late[i]"
+    hasty = plant(tmp_path, ("words.h", all_four, all_four.replace("j < 4", "j < 1")))
+    spec, blocks, changes = SPECS["splits"]
+    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judged=False, include=hasty, **changes)
+    expected = expected_of("splits").generate(IDS, 6)
+    for seed in range(1, 9):
+        ours.run(ours.words(IDS, 6), IDS, seed, limit=LIMIT)
+        if (ours.tokens(), ours.outcome) != expected:
+            return
+    pytest.fail("nobody noticed")

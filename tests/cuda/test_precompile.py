@@ -1,0 +1,273 @@
+"""The kernel's compiler begins before torch is imported, with the text that the backend asks for."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from kog_triton.backends.cuda import precompile as cuda
+from kog_triton.backends.cuda.layout.header import render
+
+from kog_triton import generate, precompile
+from kog_triton.backends import BackendOptions
+from kog_triton.bench.model import open_model
+from kog_triton.checkpoint import hub
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.demo import checkpoint_path
+from kog_triton.errors import DeviceError, ModelError
+from tests.lib.cuda_walk import FiberBackend
+from tests.lib.fake_checkpoint import make_checkpoint
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What the CUDA backend began to compile, on a machine with an H200."""
+    headers: list[str] = []
+    monkeypatch.setattr(cuda, "first_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(cuda, "begin_cubin", headers.append)
+    return headers
+
+
+class Asking(FiberBackend):
+    """Notes the text that it asks its compiler for."""
+
+    def _compile(self, source, layout):
+        self.asked = render(layout)
+
+    def _load(self, source, entry, layout):
+        return None
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({}, BackendOptions()),
+        (
+            {"device": "nvidia", "max_model_len": 48},
+            BackendOptions(device="nvidia", max_context=48, num_slots=3),
+        ),
+        (
+            {"device": "h200", "dtype": "bfloat16"},
+            BackendOptions(device="h200", dtype="bf16", prefill="kernel"),
+        ),
+    ],
+)
+def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options):
+    precompile.precompile(name, **asked)
+    backend = Asking(Checkpoint.open(checkpoint_path()), options, num_blocks=0)
+    assert begun == [backend.asked]
+
+
+def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
+    precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=64)
+    spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
+    lowering = cuda.lower(cuda.build(spec), cuda.find_gpu("h200"))
+    assert begun == [render(cuda.lay_out(lowering, 64))]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("reference", {}),
+        ("triton", {}),
+        ("auto", {"device": "cpu"}),
+        ("auto", {"device": "mi300x"}),
+        ("auto", {"device": "h100"}),
+        ("cuda", {"device": "amd"}),
+        ("cuda", {"device": "h2OO"}),
+        ("cuda", {"dtype": "fp32"}),
+        ("cuda", {"dtype": "int3"}),
+        ("cuda", {"num_gpus": 2}),
+        ("cuda", {"max_model_len": 0}),
+        ("cuda", {"max_model_len": 1 << 20}),
+        ("cuda", {"model": ""}),
+    ],
+)
+def test_nothing_is_begun_for_another_backend_or_what_will_be_refused(begun, name, changes):
+    precompile.precompile(name, **changes)
+    assert begun == []
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA Unheard Of"])
+def test_nothing_is_begun_for_another_gpu(begun, monkeypatch, gpu):
+    monkeypatch.setattr(cuda, "first_gpu", lambda: gpu)
+    precompile.precompile("cuda")
+    assert begun == []
+
+
+def test_what_is_wrong_is_left_to_the_opening(begun, tmp_path, monkeypatch, caplog):
+    caplog.set_level("DEBUG", "kog_triton.precompile")
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / hub.SINGLE).touch()
+    precompile.precompile("cuda", tmp_path)
+    said = "nothing is compiled beforehand: "
+    assert caplog.messages[-1].startswith(f"{said}ModelError: {tmp_path}/config.json")
+    with pytest.raises(ModelError):
+        Checkpoint.open(tmp_path)
+
+    def no_gpu():
+        raise DeviceError("the CUDA driver gives no GPU")
+
+    monkeypatch.setattr(cuda, "first_gpu", no_gpu)
+    precompile.precompile("cuda")
+    broken = EntryPoint("cuda", "no_such_module:precompile", precompile.GROUP)
+    monkeypatch.setattr(precompile, "entry_points", lambda group: [broken])
+    precompile.precompile("cuda")
+    assert [m.removeprefix(said) for m in caplog.messages[1:]] == [
+        "DeviceError: the CUDA driver gives no GPU",
+        "ModuleNotFoundError: No module named 'no_such_module'",
+    ]
+    assert begun == []
+
+
+def test_a_model_that_names_no_type_waits_for_its_files(begun, tmp_path):
+    folder = make_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("torch_dtype", "dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    precompile.precompile("cuda", folder)
+    assert begun == []
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    precompile.precompile("cuda", folder)
+    assert len(begun) == 1
+
+
+def test_a_hub_model_is_begun_if_it_is_here_and_nothing_is_fetched(begun, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "_download", None)
+    assert hub.local_file("org/name", "config.json") is None
+    precompile.precompile("cuda", "org/name")
+    assert begun == []
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    text = (checkpoint_path() / "config.json").read_text()
+    (snapshot / "config.json").write_text(text)
+    assert hub.local_file("org/name", "config.json") == snapshot / "config.json"
+    precompile.precompile("cuda", "org/name")
+    assert begun == []  # its weights are not here
+    (snapshot / hub.INDEX).touch()
+    precompile.precompile("cuda", "org/name")
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("model", ["nowhere", "/no/such/folder", "a/b/c", "", "\0", "org/file"])
+def test_what_is_no_model_has_no_file(model, monkeypatch):
+    monkeypatch.chdir(checkpoint_path())  # "" is not the folder where we are
+    assert hub.local_file(model, "config.json") is None
+
+
+GENERATE = "from kog_triton.generate import main; main(['--backend', 'reference', {}])"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        GENERATE.format("'-p', 'a', '-m', '1'"),
+        GENERATE.format("'--interactive'"),
+        "sys.argv[1:] = ['--started', '0', '--backend', 'reference']\n"
+        "from kog_triton.bench.one_start import main; main()",
+    ],
+    ids=["generate", "interactive", "bench startup"],
+)
+def test_commands_begin_before_torch_is_imported(command):
+    """Another function in the place of theirs says what was imported when it was called."""
+    code = (
+        "import sys\n"
+        "from kog_triton import precompile\n"
+        "def note(backend, *args, **others):\n"
+        "    print('begun', 'torch' in sys.modules, backend, file=sys.stderr)\n"
+        "precompile.precompile = note\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + command],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("begun")]
+    assert lines == ["begun False reference"]
+
+
+def test_a_compiler_that_is_not_done_says_nothing_behind_an_error(monkeypatch, capsys):
+    log = logging.getLogger("kog_triton.compilers")
+
+    def begin(*args, **others):
+        log.info("compiling")
+
+    monkeypatch.setattr(precompile, "precompile", begin)
+    assert generate.main(["-p", "a", "--backend", "reference", "--max-model-len", "1"]) == 2
+    log.info("compiled")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "compiling" and said[-1].startswith("error: max_model_len is 1")
+
+
+def test_the_backends_own_part_imports_no_torch():
+    code = (
+        "import sys\n"
+        "import kog_triton.backends.cuda.precompile as cuda\n"
+        "from kog_triton import precompile\n"
+        "cuda.first_gpu, headers = lambda: 'NVIDIA H200', []\n"
+        "cuda.begin_cubin = headers.append\n"
+        "precompile.precompile('auto')\n"
+        "print(len(headers), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1 False\n", "")
+
+
+def test_without_a_driver_the_reason_is_told(monkeypatch):
+    def refuse(name):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    with pytest.raises(DeviceError, match="no CUDA driver"):
+        cuda.first_gpu()
+
+
+@pytest.mark.gpu
+def test_the_first_gpu_is_the_one_that_torch_takes():
+    assert cuda.first_gpu() == torch.cuda.get_device_name()
+
+
+FIRST = """
+import sys
+from kog_triton.backends.cuda import jit
+from kog_triton.precompile import precompile
+precompile("auto")
+assert len(jit._begun) == 1 and "torch" not in sys.modules
+from kog_triton import LLM
+with LLM() as llm:
+    assert llm.choice.name == "cuda" and not jit._begun
+    print(llm.generate("def f(", llm.default_params(temperature=0, max_tokens=16))[0].outputs[0].text)
+"""
+SECOND = "import sys; from kog_triton.generate import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.gpu
+def test_a_first_start_finds_what_was_begun_and_the_next_one_what_is_kept(tmp_path):
+    def start(code, *argv):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_CACHE_DISABLE": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    first, _ = start(FIRST)
+    second, said = start(SECOND, "-p", "def f(", "--temp", "0", "-m", "16")
+    assert first == second + "\n" and second
+    assert "backend cuda" in said and "decode.cu" not in said

@@ -1,0 +1,388 @@
+"""The commands as a shell sees them: stdout, stderr, exit codes and the JSON record.
+
+They are called in this process with the fake backend on the path; what only a process of its own
+shows is in test_cli_process.py.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import sys
+import tomllib
+
+import jsonschema
+import pytest
+
+import kog_triton
+from kog_triton import LLM, doctor, generate
+from kog_triton import __main__ as kog
+from kog_triton.backends.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
+from kog_triton.cli import interactive
+from kog_triton.cli.command import run
+from kog_triton.cli.stderr_log import STDERR_LOG, StderrLog
+from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
+from tests import ROOT
+from tests.lib.fake_backend import install
+from tests.lib.fake_checkpoint import make_checkpoint
+
+SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5)
+
+
+@pytest.fixture
+def cli(folder, plugins, monkeypatch, capsys):
+    """`kog generate` on the fake backend: (exit code, stdout, stderr)."""
+    monkeypatch.syspath_prepend(str(plugins))
+    importlib.invalidate_caches()
+
+    def call(*argv, backend="fake", model=folder):
+        try:
+            code = generate.main(["--model", str(model), "--backend", backend, *argv])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# ---- text and figures ----
+
+
+def test_stdout_is_the_text_and_nothing_else(cli):
+    code, out, err = cli("-p", "say:héllo\n🙂 ")
+    assert (code, out) == (0, "héllo\n🙂 ")
+    for word in (
+        "backend fake (asked for)",
+        "generation_config: temperature 0.5",
+        "tokens/s",
+        "seed",
+    ):
+        assert word in err
+
+
+def test_stderr_says_what_is_compiled(cli, monkeypatch):
+    """A compiler takes seconds before the first token."""
+    opened = LLM.__init__
+
+    def compiling(self, *arguments, **options):
+        logging.getLogger("kog_triton.compilers").info("compiling %s", "decode.cu")
+        opened(self, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "__init__", compiling)
+    for _ in range(2):
+        assert cli("-p", "say:x")[2].splitlines().count("compiling decode.cu") == 1
+    assert cli("-p", "say:x", "--quiet") == (0, "x", "")
+
+
+def test_quiet_says_nothing_else(cli):
+    assert cli("-p", "say:x", "--quiet") == (0, "x", "")
+
+
+def test_flags_reach_the_sampling(cli):
+    assert cli("-p", "say:abcdef", "-m", "3", "--quiet")[1] == "abc"
+    assert cli("-p", "say:abcdef", "--stop", "zz", "--stop", "cd", "--quiet")[1] == "ab"
+    assert len(cli("-p", "say:ab", "-m", "5", "--ignore-eos", "--quiet")[1]) == 2
+    texts = {cli("-p", "abc", "-m", "9", "--temp", "1", "--seed", s, "--quiet")[1] for s in "1231"}
+    assert len(texts) == 3
+    assert cli("-p", "abc", "-m", "9", "--temp", "0", "--quiet") == cli(
+        "-p", "abc", "-m", "9", "--temperature", "0", "--quiet"
+    )
+
+
+def test_flags_shape_the_answer(cli, tmp_path):
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "two.lark"
+    schema.write_text('{"enum": [[12, "é"]]}', encoding="utf-8")
+    grammar.write_text('start: "a" "b"', encoding="utf-8")
+    for flags, want in (
+        (["--json-schema", str(schema)], [12, "é"]),
+        (["--json-schema", ' {"const": [3]}'], [3]),
+        (["--regex", "12{3}"], 1222),
+        (["--grammar", str(grammar)], "ab"),
+    ):
+        code, out, err = cli("-p", "abcde", "--temp", "0", "--quiet", *flags)
+        assert (code, err) == (0, "")
+        assert (out if want == "ab" else json.loads(out)) == want
+    picked = cli("-p", "abcde", "--choice", "no", "--choice", "perhaps", "--quiet")[1]
+    assert picked in ("no", "perhaps")
+    file = tmp_path / "run.json"
+    cli("-p", "abc", "--regex", "[ab]{2}", "--json", str(file))
+    record = json.loads(file.read_text())
+    jsonschema.validate(record, SCHEMA)
+    assert record["params"]["structured_outputs"]["regex"] == "[ab]{2}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--regex", "a", "--choice", "b"], "not allowed with"),
+        (["--json-schema", "gone.json"], "--json-schema gone.json: No such file"),
+        (["--grammar", "gone.lark"], "--grammar gone.lark: No such file"),
+        (["--json-schema", "{1}"], "structured_outputs.json '{1}' is invalid: not JSON"),
+        (["--regex", "(a"], "structured_outputs.regex '(a' is invalid"),
+        (["--regex", "a", "--ignore-eos"], "ignore_eos is True"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_a_usage_error(cli, flags, says):
+    pytest.importorskip("llguidance")
+    code, out, err = cli("-p", "abc", "--quiet", *flags)
+    assert (code, out) == (2, "") and says in err.splitlines()[-1]
+
+
+def test_the_prompt_may_be_a_file_or_stdin(cli, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("say:from a file", encoding="utf-8")
+    assert cli("-p", f"@{file}", "--quiet")[1] == "from a file"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say:from stdin"))
+    assert cli("-p", "-", "--quiet")[1] == "from stdin"
+
+
+def test_chat_goes_through_the_template(cli, tmp_path):
+    file = tmp_path / "run.json"
+    code, out, _ = cli("-p", "say:hi", "--chat", "--system", "brief", "--json", str(file))
+    record = json.loads(file.read_text())
+    assert code == 0 and out == "hi\n[assistant]"
+    assert record["output"]["prompt"] == "[system]brief\n[user]say:hi\n[assistant]"
+
+
+def test_the_record_follows_its_schema(cli, tmp_path):
+    file = tmp_path / "run.json"
+    code, out, err = cli(
+        "-p", "abc", "-m", "6", "--temp", "1", "--logprobs", "2", "--json", str(file)
+    )
+    record = json.loads(file.read_text())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(record, SCHEMA)
+    done, metrics = record["output"]["outputs"][0], record["output"]["metrics"]
+    assert code == 0 and done["text"] == out and len(done["logprobs"]) == 6
+    assert record["params"]["seed"] == metrics["seed"] and f"seed {metrics['seed']}" in err
+    rate = metrics["decode_tokens_per_s"] * metrics["bytes_per_token"] / 1e9
+    assert metrics["gb_per_s"] == pytest.approx(rate)
+    del record["output"]["metrics"]["seed"]
+    with pytest.raises(jsonschema.ValidationError, match="seed"):
+        jsonschema.validate(record, SCHEMA)
+
+
+def test_interactive_holds_a_conversation(cli, monkeypatch):
+    lines = "say:one\n\n/reset\nsay:two\n" + "x" * 600 + "\nsay:three\n/exit\nsay:four\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, out, err = cli("--interactive", "--quiet", "--system", "s")
+    assert code == 0 and out == "".join(
+        f"{word}\n[assistant]\n" for word in ("one", "two", "three")
+    )
+    assert err.count("error:") == 1 and "tokens and the context holds 512" in err
+
+
+def test_interactive_raw_continues_each_line_alone(cli, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say:one\nsay:two\n"))
+    assert cli("--interactive", "--raw", "--quiet") == (0, "one\ntwo\n", "")
+
+
+def test_interactive_without_a_chat_template(cli, monkeypatch, tmp_path):
+    plain = make_checkpoint(tmp_path / "plain")
+    (plain / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say:one\n"))
+    code, out, err = cli("--interactive", model=plain)
+    assert (code, out) == (0, "one\n") and "every line is a text to continue" in err
+    code, out, err = cli("--interactive", "--system", "s", model=plain)
+    assert code == 2 and "--system needs a chat template" in err
+
+
+def test_interactive_answers_are_not_broken_by_the_lines_of_a_log(cli, monkeypatch):
+    """As on a terminal, where stdout and stderr are one."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("slow logs say:one\nsay:two\n"))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    code, out, _ = cli("--interactive", "--raw")
+    lines = out.splitlines()
+    assert code == 0 and lines.index("one") < lines.index("two")
+    after = lines[lines.index("one") + 1 :]
+    assert after[:2] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
+
+
+@pytest.fixture
+def spoken():
+    return logging.makeLogRecord({"msg": "compiled"})
+
+
+def test_a_line_of_a_log_waits_for_the_end_of_a_text_however_it_ends(spoken, capsys):
+    handler = StderrLog()
+    for error in (None, KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), handler.held():
+            handler.handle(spoken)
+            assert capsys.readouterr().err == ""
+            if error:
+                raise error
+        assert capsys.readouterr().err == "compiled\n"
+        handler.handle(spoken)
+        assert capsys.readouterr().err == "compiled\n"
+
+
+def test_a_log_does_not_speak_while_a_line_is_typed(spoken, capsys, monkeypatch):
+    def typed(question):
+        STDERR_LOG.handle(spoken)
+        assert (question, capsys.readouterr().err) == ("> ", "")
+        return "a line"
+
+    monkeypatch.setattr("builtins.input", typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert interactive._ask() == "a line"
+    assert capsys.readouterr().err == "compiled\n"
+
+
+# ---- exit codes ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        ([], 2, "a prompt is needed"),
+        (["-p", "x", "--interactive"], 2, "leave out"),
+        (["-p", "x", "--raw"], 2, "--raw goes with"),
+        (["-p", "x", "--system", "s"], 2, "--system needs a conversation"),
+        (["-p", "x", "--json", "/no/such/folder/x.json"], 2, "no folder /no/such/folder"),
+        (["-p", "say:", "--json", "/"], 2, "--json /: Is a directory"),
+        (["-p", "say:", "--json", "/dev/full"], 2, "--json /dev/full: No space left"),
+        (["-p", "x", "--bogus"], 2, "unrecognized arguments: --bogus"),
+        (["-p", "x", "--top-k", "many"], 2, "invalid int value: 'many'"),
+        (["-p", "x", "--model", ""], 3, "the model has no name"),
+        (["-p", "x", "--model", "/no/such/model", "-m", "0"], 2, "max_tokens is 0"),
+        (["-p", "x", "--top-p", "many"], 2, "--top-p"),
+        (["-p", "x", "--top-p", "1.5"], 2, "top_p is 1.5"),
+        (["-p", ""], 2, "the prompt is empty"),
+        (["-p", "@/no/such/file"], 2, "No such file"),
+        (["-p", "x", "-m", "9999"], 2, "at most 511"),
+        (["-p", "x", "--dtype", "int3"], 2, "dtype is 'int3'"),
+        (["-p", "x", "--backend", "abacus"], 2, "no backend named 'abacus'"),
+        (["-p", "x", "--model", "/no/such/model"], 3, "/no/such/model"),
+        (["-p", "x", "--backend", "broken"], 4, "it has no wheels; fit four wheels"),
+        (["-p", "fail"], 5, "NaN in layer 3"),
+        (["-p", "crash"], 5, "the device is gone"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(cli, argv, code, says):
+    got, out, err = cli(*argv, "--quiet")
+    assert got == code and says in err and "Traceback" not in err
+    assert len(err.splitlines()) == 1 and err.startswith("error: ")
+    assert out == "" or code == 5 or "/dev/full" in argv
+
+
+def test_a_prompt_that_is_not_text_is_refused(cli, tmp_path):
+    file = tmp_path / "bad"
+    file.write_bytes(b"ab\xff")
+    code, _, err = cli("-p", f"@{file}")
+    assert code == 2 and "not UTF-8 at byte 2" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("a\nb"), 2),
+        (RequestError("a\x1b[2J b"), 2),
+        (ModelError("a b"), 3),
+        (DeviceError("a b"), 4),
+        (RunError("a b"), 5),
+        (KogError("a b"), 1),
+        (ValueError("a b"), 1),
+        (PermissionError(13, "a b"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_error_has_its_code(error, code, capsys, monkeypatch):
+    def body(argv):
+        raise error
+
+    assert run(body, []) == code
+    line = capsys.readouterr().err
+    assert len(line.splitlines()) == 1 and line.strip("\n").isprintable()
+    monkeypatch.setenv("KOG_DEBUG", "1")
+    assert run(body, []) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ---- which backend ----
+
+
+def test_auto_takes_the_first_that_can_run_and_says_why(monkeypatch, plugins):
+    monkeypatch.syspath_prepend(str(plugins))
+    choice = choose("auto")
+    assert choice.name in AUTO_ORDER
+    for name in AUTO_ORDER[: AUTO_ORDER.index(choice.name)]:
+        seen = look_at(name)
+        assert not seen.available and f"{name}: {seen.reason}" in choice.reason
+    assert choose("fake").backend.name == "fake"  # a third party's, by name only
+
+
+def test_auto_serves_the_kind_of_device_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(
+        "kog_triton.backends.choose.look_at", lambda name: Candidate(name, True, True, "", "")
+    )
+    monkeypatch.setattr("kog_triton.backends.choose.find_backend", lambda name: name)
+    asked = ("", "cpu", "nvidia", "amd", "h200", "mi300x")
+    names = [choose("auto", device).name for device in asked]
+    assert names == ["cuda", "reference", "cuda", "hip", "cuda", "hip"]
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_advice(monkeypatch):
+    monkeypatch.setattr("kog_triton.backends.choose.backend_names", list)
+    with pytest.raises(
+        DeviceError, match="hip cannot run here: not installed; it is not part of this version"
+    ):
+        choose("hip")
+    with pytest.raises(DeviceError, match="no backend can run here"):
+        choose("auto")
+
+
+def test_a_backend_that_cannot_be_imported_is_reported(monkeypatch, tmp_path):
+    info = install(tmp_path) / "kog_fake-1.0.dist-info"
+    (info / "entry_points.txt").write_text("[kog_triton.backends]\nlost = no_such_module:Backend\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = look_at("lost")
+    assert seen.installed and not seen.available and "no_such_module" in seen.reason
+
+
+# ---- the other commands ----
+
+
+def test_doctor_lists_every_backend(cli, capsys):
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    assert "it has no wheels" in text and "-> fit four wheels" in text
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    backends = {b["name"]: b for b in found["backends"]}
+    assert list(backends)[:4] == list(KNOWN) and backends["fake"]["available"]
+    assert found["kog_triton"] == kog_triton.__version__ and found["packages"]["torch"]
+
+
+def test_kog_hands_over_to_its_commands(cli, capsys):
+    assert kog.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kog {kog_triton.__version__}\n"
+    assert kog.main(["--help"]) == 0
+    assert "generate" in capsys.readouterr().out
+    assert kog.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backends"]
+    assert (kog.main([]), kog.main(["fly"])) == (2, 2)
+    assert "no command named 'fly'" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_installed_is_not_listed(monkeypatch):
+    monkeypatch.setitem(kog.COMMANDS, "teleport", "not yet")
+    assert "teleport" not in kog.commands() and {"generate", "doctor"} <= set(kog.commands())
+
+
+def test_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project.get("version", kog_triton.__version__) == kog_triton.__version__
+
+
+def test_unknown_names_are_attribute_errors():
+    assert {"LLM", "SamplingParams"} <= set(dir(kog_triton))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = kog_triton.nothing

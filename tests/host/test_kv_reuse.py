@@ -1,0 +1,180 @@
+"""What a slot remembers: a warm run equals a cold one, whatever happened to the slot before.
+
+On the fake backend, and with a real forward pass on the reference backend (the demo, if present).
+"""
+
+import itertools
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kog_triton import LLM, SamplingParams
+from kog_triton.demo import checkpoint_path
+from tests.lib.fake_backend import GREEDY, FakeBackend, cold, next_logits
+
+
+def test_a_conversation_is_computed_from_where_it_ended(folder, narrow):
+    first = narrow.generate("Hello", GREEDY)[0]
+    prompt = "Hello" + first.outputs[0].text + " and?"
+    second = narrow.generate(prompt, GREEDY)[0]
+    # the last of 12 tokens was never written
+    assert second.metrics.cached_tokens == len("Hello") + 11
+    assert narrow.engine.backend.computed == [5, len(prompt) - 16]
+    assert second.outputs[0] == cold(folder, prompt)
+
+
+def test_the_same_prompt_again_computes_its_last_token(folder, narrow):
+    outs = [narrow.generate("Hello", GREEDY)[0] for _ in range(2)]
+    assert [o.metrics.cached_tokens for o in outs] == [0, 4]
+    assert outs[1].outputs[0] == outs[0].outputs[0] == cold(folder, "Hello")
+
+
+@pytest.mark.parametrize("after", [1, 3, 7])
+def test_reuse_after_a_cancel_equals_a_cold_run(folder, narrow, after):
+    prompt, seen = "slow Hello", []
+    stream = narrow.stream(prompt, replace(GREEDY, max_tokens=None))
+    for delta in stream:
+        seen += delta.token_ids
+        if len(seen) >= after:
+            stream.cancel()
+    assert delta.output.outputs[0].finish_reason == "abort"
+    longer = prompt + bytes(seen).decode() + "!"
+    again = narrow.generate(longer, GREEDY)[0]
+    assert again.metrics.cached_tokens >= len(prompt) + len(seen) - 1
+    assert again.outputs[0] == cold(folder, longer)
+
+
+def test_reuse_after_a_stop_string_equals_a_cold_run(folder, narrow):
+    first = narrow.generate("slow say:ab;cd;", replace(GREEDY, stop=";"))[0].outputs[0]
+    assert first.text == "ab"
+    longer = "slow say:ab;cd;ab;X"
+    again = narrow.generate(longer, GREEDY)[0]
+    assert again.metrics.cached_tokens > len("slow say:ab;cd;")
+    assert again.outputs[0] == cold(folder, longer)
+
+
+def test_leaving_a_stream_early_frees_and_keeps_the_slot(folder, narrow):
+    for delta in narrow.stream("slow Hi", replace(GREEDY, max_tokens=None)):
+        if delta.text:
+            break
+    assert narrow.engine.num_free_slots == 1
+    assert narrow.generate("slow Hi", GREEDY)[0].outputs[0] == cold(folder, "slow Hi")
+
+
+def test_the_slot_with_the_longest_match_is_taken_else_the_oldest(llm):
+    llm.generate("aaaa", GREEDY)
+    llm.generate("bbbb", GREEDY)
+    assert llm.generate("aaaaX", GREEDY)[0].metrics.cached_tokens == 4  # a's slot, now the newest
+    llm.generate("cccc", GREEDY)  # takes b's
+    assert llm.generate("aaaaY", GREEDY)[0].metrics.cached_tokens == 4
+    assert llm.generate("bbbbY", GREEDY)[0].metrics.cached_tokens == 0
+
+
+def test_salts_do_not_share_keys_and_values(narrow):
+    engine = narrow.engine
+    cached = []
+    for salt in ("x", "y", "y", "x"):
+        generation = engine.start(engine.prepare(list(b"Hello"), GREEDY, cache_salt=salt))
+        cached.append(next(d.output.metrics.cached_tokens for d in generation if d.output))
+    assert cached == [0, 0, 4, 0]
+
+
+def test_forget_empties_the_slots(narrow):
+    narrow.generate("Hello", GREEDY)
+    narrow.engine.forget()
+    assert narrow.generate("Hello", GREEDY)[0].metrics.cached_tokens == 0
+
+
+def test_reuse_after_a_cancel_in_the_middle_of_the_prompt(folder, narrow, monkeypatch):
+    prompt = "slow " + "x" * 400
+    passes = itertools.count(1)
+
+    def tenth_of_51(seconds):
+        if next(passes) == 10:
+            narrow.engine._mailbox.cancel(0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.lib.fake_backend.time.sleep", tenth_of_51)
+        (last,) = narrow.stream(prompt, GREEDY)
+    assert last.output.outputs[0].finish_reason == "abort"
+    again = narrow.generate(prompt, GREEDY)[0]
+    assert 0 < again.metrics.cached_tokens < 400
+    assert again.outputs[0] == cold(folder, prompt)
+
+
+def test_threads_that_share_the_slots_and_give_up_at_random_get_the_right_tokens(folder):
+    def expected(prompt, count):
+        held = list(prompt)
+        for _ in range(count):
+            held.append(int(next_logits(held, len(prompt)).argmax()))
+        return held[len(prompt) :]
+
+    def client(engine, seed):
+        draw = random.Random(seed)
+        for _ in range(12):
+            prompt = b"shared prefix " * draw.randint(1, 3) + bytes([97 + draw.randrange(3)])
+            generation = engine.start(engine.prepare(list(prompt), replace(GREEDY, max_tokens=20)))
+            give_up, seen = draw.randint(1, 30), []
+            for delta in generation:
+                seen += delta.token_ids
+                if len(seen) >= give_up:
+                    break
+            wrong[seed] += seen != expected(prompt, len(seen))
+
+    wrong = [0] * 4
+    with LLM(folder, backend=FakeBackend, num_slots=4) as llm:
+        threads = [threading.Thread(target=client, args=(llm.engine, i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert llm.engine.num_free_slots == 4 and wrong == [0] * 4
+        assert len(llm.engine.backend.computed) == 48
+
+
+# ---- with a real forward pass ----
+
+
+def model_folder(name, folder):
+    """The demo if it is there, or the random one-layer Llama that the fake backend opens."""
+    if name == "random":
+        return folder
+    if not (checkpoint_path() / "config.json").is_file():
+        pytest.skip("the demo checkpoint is not in this tree")
+    return None
+
+
+@pytest.mark.parametrize("name", ["random", "demo"])
+def test_reference_streams_what_it_generates_and_reuses_what_it_holds(folder, name):
+    model, text = model_folder(name, folder), "def add(a, b):\n"
+    params = replace(GREEDY, ignore_eos=True, max_tokens=10)
+    with LLM(model, backend="reference", max_model_len=128) as llm:
+        first = llm.generate(text, params)[0]
+        ids = first.prompt_token_ids + first.outputs[0].token_ids
+        stream = llm.stream({"prompt_token_ids": ids}, params)
+        seen = list(stream)
+        warm = seen[-1].output
+        logits = llm.forward_logits(ids + warm.outputs[0].token_ids)
+    assert "".join(d.text for d in seen) == warm.outputs[0].text
+    assert (warm.metrics.cached_tokens, warm.metrics.output_tokens) == (len(ids) - 1, 10)
+    with LLM(model, backend="reference", max_model_len=128) as llm:
+        fresh = llm.generate({"prompt_token_ids": ids}, params)[0]
+    assert fresh.metrics.cached_tokens == 0
+    assert fresh.outputs[0].token_ids == warm.outputs[0].token_ids
+    assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == warm.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["random", "demo"])
+def test_reference_answers_alike_alone_and_beside_others(folder, name):
+    model, prompts = model_folder(name, folder), ["def f(x):", "import os\n", "class A", "for i in"]
+    params = SamplingParams(max_tokens=8, seed=3, n=2, logprobs=1)
+    with LLM(model, backend="reference", max_model_len=64, num_slots=3) as llm:
+        together = llm.generate(prompts, params)
+    with LLM(model, backend="reference", max_model_len=64) as llm:
+        alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+    for a, b in zip(together, alone, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+        assert all(o.cumulative_logprob < 0 for o in a.outputs)

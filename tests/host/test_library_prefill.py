@@ -1,0 +1,265 @@
+"""Library prefill: its keys and values are the reference backend's.
+
+On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
+"""
+
+import pytest
+import torch
+
+from kog_triton.backends.prefill import forward as walk
+from kog_triton.backends.prefill import weights as fused
+from kog_triton.backends.prefill.library import BUCKETS, LibraryPrefill, choose_prefill
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import ModelError, RequestError
+from tests.lib.prefill_cases import (
+    BF16,
+    CPU,
+    DELAYED,
+    F16,
+    F32,
+    NOW,
+    OWN,
+    SPECS,
+    TOLERANCE,
+    assert_filled,
+    empty_cache,
+    errors,
+    expected,
+    prefill_of,
+    tokens_of,
+    weights_of,
+)
+
+# name -> how a prompt of so many tokens comes in: a request ends where the next one begins
+WAYS = {
+    "a token": [1],
+    "a padded bucket": [11],
+    "a full bucket": [16],
+    "chunks": [40],
+    "behind a bucket, then token by token": [3, 30, 31, 32, 33],
+    "behind chunks": [17, 29],
+    "behind chunks, many": [26, 64],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SPECS)
+def test_keys_and_values_equal_the_reference(name, way):
+    ours, held, first = prefill_of(name), empty_cache(name), 0
+    tokens = tokens_of(WAYS[way][-1])
+    for end in WAYS[way]:
+        ours.run(tokens[first:end], first, held)
+        assert_filled(held, name, F32, end)
+        first = end
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("name", SPECS)
+def test_half_precision_rounds_and_no_more(name, dtype):
+    ours, held = prefill_of(name, dtype), empty_cache(name, dtype)
+    ours.run(tokens_of(13), 0, held)
+    assert_filled(held, name, dtype, 13)
+    ours.run(tokens_of(50)[13:], 13, held)
+    assert_filled(held, name, dtype, 50)
+    assert errors(held[..., :50, :], expected(name, dtype, 50)).max() > 1e-4
+
+
+def test_padding_may_pass_the_end_of_the_context():
+    """And buckets that no prompt needs are not made."""
+    ours = prefill_of("llama", buckets=(16, 40, 512), max_context=20)
+    held = empty_cache("llama", positions=20)
+    ours.run(tokens_of(20), 0, held)
+    assert_filled(held, "llama", F32, 20)
+    assert ours.memory_bytes() == prefill_of("llama", buckets=(40,), max_context=20).memory_bytes()
+
+
+def test_a_later_request_writes_over_a_slot():
+    ours, held = prefill_of("mistral"), empty_cache("mistral")
+    ours.run(tokens_of(60, seed=1), 0, held)
+    ours.run(tokens_of(40), 0, held)
+    assert errors(held[..., :40, :], expected("mistral", F32, 40)).max() < TOLERANCE[F32]
+
+
+def test_caches_of_any_strides_are_filled():
+    ours = prefill_of("lanes of all kinds")
+    order = (4, 0, 3, 1, 2, 5)  # positions outermost
+    held = empty_cache("lanes of all kinds").permute(order).contiguous()
+    held = held.permute([order.index(dim) for dim in range(6)])
+    assert not held.is_contiguous()
+    for first, end in ((0, 9), (9, 30)):
+        ours.run(tokens_of(30)[first:end], first, held)
+    assert_filled(held, "lanes of all kinds", F32, 30)
+
+
+def test_a_mask_says_what_fused_attention_would_align_otherwise(monkeypatch):
+    nvidia, capability = torch.device("cuda"), [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    assert walk.aligns_ends(nvidia, BF16, 64) and walk.aligns_ends(nvidia, BF16, 256)
+    assert not walk.aligns_ends(nvidia, BF16, 12) and not walk.aligns_ends(nvidia, BF16, 264)
+    assert not walk.aligns_ends(nvidia, F32, 64) and not walk.aligns_ends(CPU, BF16, 64)
+    capability[0] = 7
+    assert not walk.aligns_ends(nvidia, BF16, 64)
+    capability[0] = 9
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not walk.aligns_ends(nvidia, BF16, 64)
+
+
+class Poisoned(RandomWeights):
+    """Token 7 is embedded as NaN."""
+
+    def load(self, name):
+        out = super().load(name)
+        if name == "embed":
+            out[7] = torch.nan
+        return out
+
+
+def test_padding_holds_nothing_of_another_request():
+    ours = LibraryPrefill(Poisoned(SPECS["llama"]), SPECS["llama"], 64, CPU, F32, buckets=(16,))
+    held = empty_cache("llama")
+    ours.run([7] * 16, 0, held)
+    ours.run([3, 4], 0, held)
+    assert held[..., :2, :].isfinite().all()
+
+
+def test_the_callers_embedding_is_used_and_left_alone():
+    weights, spec = weights_of("llama", BF16), SPECS["llama"]
+    wide = torch.nn.functional.pad(weights.load("embed"), (0, 8))
+    before = wide.clone()
+    embed = wide[:, : spec.hidden_size]
+    held = empty_cache("llama", BF16)
+    ours = LibraryPrefill(weights, spec, 64, CPU, BF16, embed=embed, buckets=(4, 16))
+    ours.run(tokens_of(30), 0, held)
+    assert_filled(held, "llama", BF16, 30)
+    assert torch.equal(wide, before)
+
+
+def test_memory_is_counted():
+    """Without the embedding: every weight but it and the final norm, once more."""
+    spec = SPECS["biases"]
+    embed = weights_of("biases", BF16).load("embed")
+    ours = LibraryPrefill(weights_of("biases", BF16), spec, 64, CPU, BF16, embed, (4, 16))
+    norms = 2 * spec.num_layers * spec.hidden_size
+    outside = 2 * spec.vocab_size * spec.hidden_size + spec.hidden_size  # embed, lm_head, norm
+    matrices = spec.num_parameters - outside - norms
+    assert ours.memory_bytes()["weights"] == 2 * matrices + 4 * norms
+    assert ours.memory_bytes()["other"] == (
+        16 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2  # the buckets' cache
+        + 64 * spec.head_dim // 2 * 8  # rope
+        + 16 * 8  # token ids
+    )
+    owner = LibraryPrefill(weights_of("biases", BF16), spec, 64, CPU, BF16)
+    assert owner.memory_bytes()["weights"] == ours.memory_bytes()["weights"] + embed.nbytes
+
+
+def test_what_does_not_fit_is_refused():
+    ours, held = prefill_of("llama"), empty_cache("llama")
+    with pytest.raises(RequestError, match="positions 60 to 64 do not fit a cache of 64"):
+        ours.run([1] * 5, 60, held)
+    with pytest.raises(RequestError, match="do not fit a cache of 64"):
+        ours.run([1] * 5, -1, held)
+    with pytest.raises(RequestError, match="do not fit a cache of 8"):
+        ours.run([1] * 9, 0, held[..., :8, :])
+    for token in (-1, 101):
+        with pytest.raises(RequestError, match=f"token id {token} is outside the vocabulary"):
+            ours.run([1, token], 0, held)
+    for wrong in (held.half(), held[..., :8], held[:, :, :1], held[..., 0, :], held[None]):
+        with pytest.raises(ModelError, match=r"library prefill wants torch.float32 \[3, 1, 2, 2"):
+            ours.run([1], 0, wrong)
+    ours.run([], 64, held)
+    assert held.isnan().all()
+    with pytest.raises(ModelError, match="dense"):
+        LibraryPrefill(weights_of("llama"), SPECS["llama"].replace(num_experts=4), 64, CPU, F32)
+
+
+def test_auto_leaves_short_prompts_to_the_kernel():
+    assert choose_prefill(1) == "kernel" and choose_prefill(BUCKETS[-1]) == "library"
+    chosen = [choose_prefill(n) for n in range(1, 600)]
+    assert chosen == sorted(chosen)  # one crossover, kernel below it
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_gpu_fills_the_same_cache_without_waiting(name, dtype):
+    """Graphs, fused attention and masks; equal runs give equal bits; nothing synchronizes."""
+    spec, tokens = SPECS[name], tokens_of(60)
+    weights = weights_of(name, dtype)
+    device = torch.device("cuda")
+    ours = LibraryPrefill(weights, spec, 64, device, dtype, buckets=(4, 16), chunk=7)
+    runs = []
+    for _ in range(2):
+        held = empty_cache(name, dtype).to(device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for first, end in ((0, 3), (3, 4), (4, 60)):
+                ours.run(tokens[first:end], first, held)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        runs.append(held.cpu())
+        assert_filled(runs[-1], name, dtype, 60)
+    assert torch.equal(*(held[..., :60, :] for held in runs))
+
+
+# ---- planted faults ----
+
+
+def aligned_at_starts(first, end, start, window, dtype, device):
+    query = torch.arange(end - first, device=device)[:, None]
+    mask = torch.zeros(end - first, end - start, dtype=dtype, device=device)
+    return mask.masked_fill_(
+        torch.arange(start, end, device=device) > query, torch.finfo(dtype).min
+    )
+
+
+def shifted_band(first, end, start, window, dtype, device):
+    return BAND(first, end, start, window + 1, dtype, device)
+
+
+def rows_as_they_are(t, dim, head_dim):
+    return t
+
+
+def without_bias(x, w, bias):
+    return PRODUCT(x, w, None)
+
+
+def early(self, x, o, how, past):
+    """What should arrive `delay` layers late arrives one layer late."""
+    if how is DELAYED:
+        past[0] = past[-1]
+    JOIN(self, x, o, how, past)
+
+
+def plain_sum(self, x, o, how, past):
+    JOIN(self, x, o, NOW if how is OWN else how, past)
+
+
+def gate_alone(x, inplace=False):
+    return torch.relu(x)
+
+
+BAND, PRODUCT, JOIN = walk.band, walk.product, walk.PrefillPass._join
+FAULTS = {
+    "windows are one key too wide": (walk, "band", shifted_band, "mistral"),
+    "rows are not paired": (fused, "paired", rows_as_they_are, "llama"),
+    "keys are seen from the first": (walk, "band", aligned_at_starts, "llama"),
+    "biases are left out": (walk, "product", without_bias, "biases"),
+    "late outputs come early": (walk.PrefillPass, "_join", early, "lanes, far apart"),
+    "a lane's own output is summed": (walk.PrefillPass, "_join", plain_sum, "lanes of all kinds"),
+    "another gate": (walk, "silu", gate_alone, "qwen3"),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, dtype, monkeypatch):
+    place, name, wrong, model = FAULTS[fault]
+    monkeypatch.setattr(place, name, wrong)
+    ours, held = prefill_of(model, dtype), empty_cache(model, dtype)
+    ours.run(tokens_of(40), 0, held)
+    with pytest.raises(AssertionError):
+        assert_filled(held, model, dtype, 40)

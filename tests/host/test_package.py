@@ -1,0 +1,85 @@
+"""The wheel holds what it needs and nothing else, and runs in an environment away from the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+MAX_WHEEL_BYTES = 20 << 20
+
+
+def run(*argv, cwd, ok=True):
+    """A process that cannot see the checkout, by neither its folder nor its environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    env |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [str(a) for a in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert not ok or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that the checkout stays clean."""
+    tree = tmp_path_factory.mktemp("tree")
+    skip = shutil.ignore_patterns("__pycache__")
+    for folder in ("kog_triton", "backends"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "__init__.py").touch()  # must stay behind
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", "dist", cwd=tree)
+    (found,) = (tree / "dist").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of a new environment that holds the wheel; the dependencies are ours."""
+    home = tmp_path_factory.mktemp("home") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", home, cwd=home.parent)
+    new = home / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", new)
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home.parent)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(new, "-c", code, cwd=home.parent).stdout.strip())
+    # Named in a .pth file, our packages are found while the .pth files among them are not read: so
+    # the editable install of the checkout does not take part.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return new
+
+
+def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
+    assert wheel.stat().st_size <= MAX_WHEEL_BYTES
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, pattern in (("", "*.py"), ("demo/checkpoint", "*"), ("demo", "*.json")):
+        for file in (ROOT / "kog_triton" / folder).rglob(pattern):
+            assert file.relative_to(ROOT).as_posix() in names
+    kernel = (f"backends/cuda/{name}" for name in ("decode.cu", "stage.cu", "include/kog/decode.h"))
+    for needed in ("py.typed", "generate.schema.json", "demo/README.md", *kernel):
+        assert f"kog_triton/{needed}" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"kog_triton"}
+
+
+def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
+    code = "import kog_triton; print(kog_triton.__file__)"
+    assert Path(run(python, "-c", code, cwd=tmp_path).stdout.strip()).is_relative_to(
+        python.parents[1]
+    )
+    argv = ("-m", "kog_triton.generate", "-p", "def add(a, b):", "-m", "8", "--temp", "0")
+    done = run(python, *argv, cwd=tmp_path)
+    assert done.stdout.startswith("\n    ") and "backend reference" in done.stderr
+    assert run(python, *argv, "--quiet", cwd=tmp_path).stdout == done.stdout
+    plan = run(python.parent / "kog", "plan", cwd=tmp_path)
+    assert plan.stdout.startswith("demo (laneformer) on 1 x h200")
+    assert run(python.parent / "kog", "fly", cwd=tmp_path, ok=False).returncode == 2

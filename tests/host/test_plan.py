@@ -1,0 +1,128 @@
+"""`kog plan`: its figures are the model's, and its errors name the item."""
+
+import re
+
+import pytest
+
+from kog_triton.model.shapes import SHAPES, named_shape
+from kog_triton.plan import main
+from tests.lib import tiny
+
+STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
+
+
+@pytest.fixture
+def plan(capsys):
+    """(exit code, stdout, stderr) of `kog plan`."""
+
+    def call(*argv):
+        try:
+            code = main(list(argv))
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def table(text):
+    """{stage: {column: cell}}; columns lie two or more spaces apart."""
+    lines = [line.strip() for line in text.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("stage"))
+    names = re.split(r"\s{2,}", lines[start])
+    rows = {}
+    for line in lines[start + 2 :]:
+        if not line:
+            return rows
+        cells = re.split(r"\s{2,}", line)
+        rows[cells[0]] = dict(zip(names, cells, strict=False))
+    raise AssertionError("the table has no end")
+
+
+def matrix_bytes(spec):
+    """What the five matrix stages read, in bytes: everything but the embedding, norms and biases."""
+    sizes = {name: shape for name, shape in spec.shapes.items() if "norm" not in name}
+    total = 0
+    for name, shape in sizes.items():
+        if "bias" in name or (name == "embed" and not spec.tied_embeddings):
+            continue
+        count = 1
+        for n in shape:
+            count *= n
+        total += count * (spec.num_layers if "{}" in name else 1)
+    return 2 * total
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "device"),
+    [(shape, "1", "h200") for shape in SHAPES]
+    + [
+        (shape, gpus, device)
+        for shape in ("llama-3.2-1b", "laneformer-2b", "qwen2.5-coder-1.5b", "smollm2-360m")
+        for gpus, device in (("2", "h200"), ("4", "h200"), ("1", "mi300x"), ("4", "mi300x"))
+    ],
+)
+def test_every_shape_has_a_plan(plan, shape, gpus, device):
+    code, out, err = plan("--shape", shape, "--gpus", gpus, "--device", device)
+    kv_heads = named_shape(shape).num_kv_heads
+    if kv_heads % int(gpus):
+        assert code == 3 and re.search(
+            rf"num_(kv_)?heads \d+ does not divide over {gpus} GPUs", err
+        )
+        return
+    assert (code, err) == (0, "") and f"on {gpus} x {device}" in out
+    rows, spec = table(out), named_shape(shape)
+    mixes = ["mix"] if spec.num_lanes > 1 else []
+    assert list(rows) == [*STAGES, *mixes, "lm_head", "sample"]
+    read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
+    assert read == pytest.approx(matrix_bytes(spec) / 1e6, abs=0.3)
+    assert int(rows["qkv_proj"]["runs"]) == spec.num_layers
+    gigabytes = float(re.search(r"([\d.]+) GB a token", out)[1])
+    assert gigabytes * int(gpus) >= matrix_bytes(spec) / 1e9 - 0.002
+    bandwidth, rate = re.search(
+        r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
+    ).groups()
+    assert int(rate.replace(",", "")) == pytest.approx(float(bandwidth) * 1e3 / gigabytes, rel=5e-3)
+    assert f"{spec.kv_bytes_per_position:,} bytes of KV cache" in out
+
+
+def test_an_amd_plan_says_that_it_is_a_plain_one(plan):
+    _, out, _ = plan("--shape", "laneformer-2b", "--device", "mi300x")
+    rows = table(out)
+    assert "there is no lowering for amd GPUs yet" in out and "warps" not in out
+    assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
+    assert int(rows["o_proj"]["rows/block"]) * 32 >= 3072
+    assert "warps K x rows" in plan("--shape", "laneformer-2b")[1]
+
+
+def test_the_demo_is_the_default(plan):
+    code, out, _ = plan()
+    assert code == 0 and out.startswith("demo (laneformer) on 1 x h200")
+
+
+def test_a_checkpoint_has_a_plan(plan, tmp_path):
+    folder = tiny.save_folder(tmp_path / "small", tiny.LLAMA, tiny.llama_tensors())
+    code, _, err = plan("--model", str(folder))
+    assert code == 3 and "choose --dtype bf16 or fp16" in err
+    code, out, _ = plan("--model", str(folder), "--dtype", "bf16")
+    assert code == 0 and out.startswith("small (llama) on 1 x h200")
+    assert plan("--model", str(folder), "--device", "mi300x")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--shape", "llama-9"], 3, "no shape is named 'llama-9': have laneformer-2b"),
+        (["--device", "h300"], 4, "no GPU named 'h300': have h200"),
+        (["--gpus", "0"], 2, "argument --gpus: 0 is below 1"),
+        (["--gpus", "3"], 3, "8 lanes do not divide over 3 GPUs: choose one of 1, 2, 4, 8"),
+        (["--gpus", "many"], 2, "--gpus"),
+        (["--model", "/no/such/folder"], 3, "/no/such/folder"),
+        (["--model", "x", "--shape", "y"], 2, "not allowed with"),
+        (["--shape", "llama-3.2-1b", "--device", "l40s"], 3, "shared memory of l40s"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):
+    got, out, err = plan(*argv)
+    assert (got, out) == (code, "") and says in err
+    assert len([line for line in err.splitlines() if "error: " in line]) == 1

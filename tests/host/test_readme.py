@@ -1,0 +1,135 @@
+"""The README's tables are what the program prints and the training recorded; what it names exists.
+
+Its commands, and those of benchmarks/README.md, are understood by the programs that they name.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+
+import pytest
+
+from kog_triton import __main__ as kog
+from kog_triton import generate, profile
+from kog_triton.bench import arguments as bench
+from kog_triton.bench.table import between
+from tests import ROOT, faults
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINES = [line.rstrip() for line in README.splitlines()]
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_is_short():
+    """Without what is generated from results."""
+    assert len(LINES) - len((between(README) or "").splitlines()) <= 230
+
+
+def test_the_plan_is_what_plan_prints(capsys):
+    assert kog.main(["plan", "--shape", "llama-3.2-1b"]) == 0
+    shown = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
+    (start,) = [i for i, line in enumerate(LINES) if line == shown[0]]
+    assert LINES[start : start + len(shown)] == shown
+
+
+def row(name):
+    """The cells of one row of a table."""
+    (line,) = [line for line in LINES if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_demo_s_figures_are_those_recorded():
+    record = json.loads((ROOT / "kog_triton" / "demo" / "training.json").read_text())
+    both = [record["demo"], record["twin"]]
+    bits = [one["evaluation"]["bits_per_byte"] for one in both]
+    assert row("held-out bits per byte") == [f"{b:.4f}" for b in bits]
+    assert f"costs this small model {bits[0] / bits[1] - 1:.1%}".replace("%", " %") in README
+    for temperature, name in ((0.0, "greedy"), (0.7, "temperature 0.7")):
+        shares = [
+            f"{100 * share['parse_share']:.1f} %"
+            for one in both
+            for share in one["completions"]["shares"]
+            if share["temperature"] == temperature
+        ]
+        assert row(f"completions that parse, {name}") == shares
+    assert f"{record['demo']['evaluation']['parameters'] / 1e6:.1f} million" in README
+
+
+def test_the_test_command_is_ci_s():
+    command = "python -m pytest -q -n 2"
+    assert f"&& {command}\n" in README
+    assert re.search(rf"^{command}( |$)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def shell_lines():
+    """The indented lines of both files without the words beside them, each `&&` a line of its own."""
+    for text in (README, BENCHMARKS):
+        for line in re.findall(r"^    (\S.*)", text.replace("\\\n", " "), re.MULTILINE):
+            for part in line.split(" && "):
+                yield shlex.split(re.split(r"   +", part.strip())[0], posix=True)
+
+
+def commands():
+    """Every `kog NAME ...` and `python -m kog_triton.NAME ...` among them, without what precedes NAME."""
+    for words in shell_lines():
+        if words[:1] == ["kog"]:
+            yield words[1], words[2:]
+        elif words[:2] == ["python", "-m"] and words[2].startswith("kog_triton."):
+            yield words[2].removeprefix("kog_triton."), words[3:]
+
+
+@pytest.mark.parametrize(("name", "argv"), list(commands()))
+def test_every_command_is_understood(name, argv, capsys):
+    """By the parser of its own program; plan and doctor, which need no model, by running."""
+    assert name in kog.commands()
+    if name == "generate":
+        generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
+    elif name == "bench":
+        bench.parse(argv)
+    elif name == "profile":
+        profile.build_parser().parse_args(argv)
+    else:
+        assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
+
+
+def test_the_commands_are_found():
+    """A pattern that finds none would pass every test above."""
+    found = list(commands())
+    assert {name for name, _ in found} == {"generate", "doctor", "plan", "profile", "bench"}
+    kinds = {argv[0] for name, argv in found if name == "bench"}
+    assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
+
+
+def test_what_is_installed_exists():
+    """Constraints and extras of every pip install, and the scripts that are run by their path."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installs = [words for words in shell_lines() if words[:2] == ["pip", "install"]]
+    assert any("constraints/h200.txt" in words for words in installs)
+    for words in installs:
+        assert (ROOT / words[words.index("-c") + 1]).is_file()
+        names = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[words.index("-e") + 1])
+        assert names and set((names[1] or "test").split(",")) <= set(
+            extras["optional-dependencies"]
+        )
+    for words in shell_lines():
+        if words[0] == "python" and words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file()
+
+
+def test_every_file_in_the_tree_exists():
+    tree = README[README.index("## The tree") : README.index("Imports point one way")]
+    for line in tree.splitlines()[2:]:
+        if line.startswith("    "):
+            names = [n for n in line.strip().split("   ")[0].split("  ") if n]
+            for name in names:
+                home = ROOT if line[4] != " " else ROOT / "kog_triton"
+                assert (home / name).exists(), f"no {home / name}"
+    for path in re.findall(
+        r"`((?:tests|kog_triton|\.ci|schedule|model|families)/[\w./]+)`", README
+    ):
+        assert any((home / path).exists() for home in (ROOT, ROOT / "kog_triton")), path
+
+
+def test_the_number_of_faults_is_right():
+    assert f"plants {len(faults.FAULTS)} errors" in README

@@ -1,0 +1,1 @@
+"""Models, backends, walkers and cases that tests share."""

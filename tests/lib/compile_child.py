@@ -1,0 +1,49 @@
+"""Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
+
+A variant is rules, chunks, rules+chunks or the name of a stage. An answer has the version of Triton and the
+reports, or the error.
+
+A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
+"""
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import triton
+
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import Head
+from tests.lib.compile_report import compile_report
+from tests.lib.lowering_cases import lanes
+from tests.lib.ring_walker import spec_of
+
+FLAGS = {"rules", "chunks"}  # of the kernel that decodes
+SMALL = {"num_blocks": 4, "max_context": 64}
+SHAPES = {
+    "tiny": (spec_of(), SMALL),
+    "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
+    "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
+    "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads
+    "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),
+}
+
+
+def reports_of(target: str, shape: str, *variants: str) -> list[dict[str, Any]]:
+    spec, sizes = SHAPES[shape] if shape in SHAPES else (named_shape(shape), {})
+    reports = []
+    for variant in variants or [""]:
+        flags = variant.split("+") if variant else []
+        known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant}
+        reports.append(vars(compile_report(spec, target, **sizes, **known)))
+    return reports
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        try:
+            answer = {"triton": triton.__version__, "reports": reports_of(*json.loads(line))}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)

@@ -1,0 +1,134 @@
+"""What the compiler made of the megakernel for a target, without that GPU: registers, spills, instructions.
+
+Triton carries its own assemblers, so any machine can ask for any target:
+
+    compile_report(named_shape("llama-3.2-1b"), "sm_90").spilled_bytes == 0
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kog_triton.backends.triton.host.pointers import Pointers
+from kog_triton.backends.triton.kernel.decode import decode_kernel
+from kog_triton.backends.triton.kernel.stage import stage_kernel
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.triton import lower_tiles
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950")
+# Triton's names of the pointers' types; HALVES have the model's own 16-bit type.
+FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits", "chunk")
+HALVES = ("kv", "half_weights", "half_embed", "half_chunk")
+LONGS = ("wide", "mailbox", "profile")
+NUMBERS = ("layer", "position", "token")  # of a stage
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """One compilation of a kernel."""
+
+    target: str
+    num_threads: int  # of a block
+    registers: int  # of a thread; on AMD vector registers, accumulators included
+    spilled_bytes: int  # of a thread, in memory
+    shared_bytes: int  # of a block
+    instructions: Counter[str]  # machine instructions by full name
+    ttgir: str  # Triton's GPU intermediate code
+
+    def count(self, pattern: str) -> int:
+        """Machine instructions whose name matches a regular expression."""
+        return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))
+
+
+def compile_report(
+    spec: ModelSpec,
+    target: str,
+    num_blocks: int = 128,
+    max_context: int = 4096,
+    depth: int = 1,
+    rules: bool = False,
+    chunks: bool = False,
+    stage: str = "",
+) -> CompileReport:
+    """Compile the kernel of a model for a target: sm_80 .. or gfx90a .. .
+
+    With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts
+    in chunks; with a `stage`, that of run_stage.
+    """
+    vendor = "amd" if target.startswith("gfx") else "nvidia"
+    tiles = lower_tiles(build(spec), num_blocks, max_context, vendor, depth)
+    half = "*fp16" if tiles.f16 else "*bf16"
+    types = dict.fromkeys(Pointers._fields, "*i32") | {"limit": "i32"}
+    types |= dict.fromkeys(HALVES, half)
+    types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(LONGS, "*i64")
+    signature: dict[str, Any] = {"p": Pointers(**types)}
+    if stage:
+        signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
+        known = {"STAGE": stage, "S": tiles}
+    else:
+        known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
+    aligned = [i for i, name in enumerate(Pointers._fields) if name != "limit"]
+    source = ASTSource(
+        fn=stage_kernel if stage else decode_kernel,
+        signature=signature | dict.fromkeys(known, "constexpr"),
+        constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
+        attrs={(0, i): [["tt.divisibility", 16]] for i in aligned},
+    )
+    return _compile(source, target, tiles.sizes.warps)
+
+
+def _compile(source: ASTSource, target: str, num_warps: int) -> CompileReport:
+    amd = target.startswith("gfx")
+    machine = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}  # as the backend launches it
+    compiled = triton.compile(source, target=machine, options=options)
+    read = _read_amd if amd else _read_nvidia
+    registers, spilled, instructions = read(compiled.asm)
+    return CompileReport(
+        target,
+        num_warps * machine.warp_size,
+        registers,
+        spilled,
+        compiled.metadata.shared,
+        instructions,
+        compiled.asm["ttgir"],
+    )
+
+
+def _read_nvidia(asm: dict[str, Any]) -> tuple[int, int, Counter[str]]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        usage, sass = (
+            subprocess.run([tool, flag, cubin], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)", sass, re.M)
+    return registers, stack, Counter(names)
+
+
+def _read_amd(asm: dict[str, Any]) -> tuple[int, int, Counter[str]]:
+    """Instruction names carry their cache bits: "global_load_dword sc0 sc1"."""
+    text = asm["amdgcn"]
+
+    def number(key: str) -> int:
+        return int(re.search(rf"\.{key}:\s+(\d+)", text)[1])  # type: ignore[index]
+
+    names = Counter[str]()
+    for line in text.splitlines():
+        found = re.match(r"\t([a-z]\w+)\s+([^;]*)", line)
+        if found and not line.startswith("\t."):
+            bits = re.findall(r"\b(?:sc0|sc1|nt)\b|(?<= )glc\b|(?<= )slc\b", found[2])
+            names[" ".join([found[1], *bits])] += 1
+    return number("vgpr_count"), number("private_segment_fixed_size"), names

@@ -1,0 +1,241 @@
+"""What the conformance suite's tests of requests share: models, the backends opened on them, and ways to serve.
+
+The backends are those of test_conformance.py; all is asked through the Backend protocol.
+"""
+
+import contextlib
+import functools
+import itertools
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from kog_triton.backends.cuda import serving as cuda_serving
+
+from kog_triton.backends import BackendOptions, BackgroundCompiler
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.triton.host import serving as triton_serving
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.spec import DType, Head
+from kog_triton.sampling import SamplingParams
+from tests.lib.conformance_backends import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_walk import ColumnBackend, compile_walk
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.ring_walker import spec_of
+
+VOID = 99  # the token behind which nothing is finite, in the models "void" and "void lane"
+SHORT = (1, 2, 3, 2)  # no longer: a chunk of a prompt may round otherwise than a token at a time
+SEED = (1 << 63) + (5 << 33) + 7
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+WARM = SamplingParams(temperature=0.9, seed=SEED)  # all that the smallest kernels know
+RULED = SamplingParams(
+    temperature=1.3, seed=SEED, top_k=40, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.4,
+    logit_bias={5: 3.0, 60: -100.0}, logprobs=3,
+)  # fmt: skip
+
+
+class VoidWeights(RandomWeights):
+    """The embedding of VOID is NaN; its logit is 0, so that nobody chooses it unasked."""
+
+    def load(self, name):
+        tensor = super().load(name)
+        if name in ("embed", "lm_head"):
+            tensor[VOID] = torch.nan if name == "embed" else 0
+        return tensor
+
+
+class VoidLaneWeights(RandomWeights):
+    """VOID alone has a value in a column that no module writes; in the last layer one lane makes of it values
+    beyond float16. That lane's logits are then NaN, the other lanes' are not."""
+
+    LANE, COLUMN = 1, 5
+
+    def load(self, name):
+        tensor, kind = super().load(name), name.rpartition(".")[2]
+        if kind in ("embed", "lm_head"):
+            tensor.view(-1, tensor.shape[-1])[VOID] = 0
+        if kind in ("o_proj", "down_proj"):
+            tensor[:, self.COLUMN] = 0
+        if kind == "embed":
+            tensor[:, self.COLUMN] = 0
+            tensor[VOID, self.COLUMN] = (
+                1000  # far more than modules add: normalized, the root of the width
+            )
+        if name == f"layers.{self.spec.num_layers - 1}.v_proj":
+            tensor[self.LANE, :, self.COLUMN] = 60_000
+        return tensor
+
+
+ONE_LANE = spec_of(dtype=DType.F16, num_layers=2, qk_norm=True, windows=(4, 0), max_context=512)
+LANES = mixed_lanes(
+    Head.VOCAB_PARALLEL, num_layers=3, hidden_size=48, intermediate_size=96, vocab_size=104,
+    reduce_attention=(OWN, NOW, DELAYED), reduce_mlp=(NOW, OWN, DELAYED), max_context=512,
+)  # fmt: skip
+MODELS = {
+    "one lane": (RandomWeights, ONE_LANE),
+    "lanes": (RandomWeights, LANES),
+    "void": (VoidWeights, ONE_LANE),
+    "void lane": (VoidLaneWeights, LANES),
+}
+
+
+class TogetherBackend(ColumnBackend):
+    """The CUDA backend on a CPU with requests in columns and prompts in chunks, of which a long prompt takes two."""
+
+    chunk_positions = 4
+
+    def __init__(self, weights, options):
+        super().__init__(weights, options, counts=(4,))
+
+
+TOGETHER = "cuda on a CPU, together"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a backend has the time for."""
+
+    context: int = 24
+    long: int = 7  # tokens of a prompt that no backend runs in one piece
+    count: int = 6  # tokens of an answer
+
+
+GPU_SIZES = Sizes(512, 300, 100)
+SLOW_SIZES = Sizes(16, 7, 4)
+
+
+def sizes_of(name):
+    return GPU_SIZES if name in ON_GPU else SLOW_SIZES if name in SLOW else Sizes()
+
+
+@functools.cache
+def made(name, model):
+    weights, spec = MODELS[model]
+    device = "nvidia" if name in ON_GPU else ""
+    kind = TogetherBackend if name == TOGETHER else BACKENDS[name]
+    context = sizes_of(name).context
+    # A library rounds otherwise, so that its keys and values would not give the logits compared with.
+    options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
+    backend = kind(weights(spec), options)
+    if isinstance(backend, BackgroundCompiler):
+        backend.settle()  # so that it is always the same kernel that is judged
+    return backend
+
+
+def opened(name, model="one lane"):
+    """A backend of three slots, one for all tests. The weights are made on the CPU: all have the same."""
+    return made(name, model)
+
+
+@functools.cache
+def reference(model):
+    weights, spec = MODELS[model]
+    return ReferenceBackend(weights(spec), BackendOptions())
+
+
+def marked(name, *values):
+    marks = (pytest.mark.gpu,) if name in ON_GPU else (pytest.mark.slow,) if name in SLOW else ()
+    return pytest.param(name, *values, marks=marks)
+
+
+every_backend = pytest.mark.parametrize("name", [marked(name) for name in BACKENDS])
+
+
+def every_backend_on(*models, names=tuple(BACKENDS)):
+    return pytest.mark.parametrize(
+        ("name", "model"), [marked(name, model) for name in names for model in models]
+    )
+
+
+def request(slot, prompt, params, count, **fields):
+    return Request(slot, tuple(prompt), params, params.seed or 0, count, **fields)
+
+
+def long_prompt(name, first=0):
+    return [(first + 7 * i) % VOID for i in range(sizes_of(name).long)]
+
+
+def said(mailbox, slot):
+    """All steps that were not read before, without the times at which they were made."""
+    steps = mailbox.read(slot, 0)
+    assert not any(isinstance(step, Failure) for step in steps), steps
+    return [replace(step, device_ns=0) for step in steps]
+
+
+def served(backend, *requests):
+    """What requests say that are posted at once; after it nobody is left and nothing follows."""
+    mailbox = backend.new_mailbox()
+    for r in requests:
+        mailbox.post(r)
+    backend.generate(mailbox)
+    out = [said(mailbox, r.slot) for r in requests]
+    assert mailbox.resumed == {}
+    backend.generate(mailbox)
+    assert all(mailbox.read(r.slot, 0) == [] for r in requests)
+    for r, steps in zip(requests, out, strict=True):
+        assert [s.finish is None for s in steps] == [True] * (len(steps) - 1) + [False]
+        assert mailbox.prefilled[r.slot] == len(r.prompt) + len(steps) - 1  # all but the last token
+    return out
+
+
+def alone(backend, r, slot=2):
+    """What a request says with the backend to itself, in another slot."""
+    return served(backend, replace(r, slot=slot, mask=None))[0]
+
+
+def scored(backend, r):
+    """What is told of a request's prompt, and what it says, with the backend to itself."""
+    mailbox = backend.new_mailbox()
+    mailbox.post(r)
+    backend.generate(mailbox)
+    return mailbox.read_prompt(r.slot), said(mailbox, r.slot)
+
+
+def at_look(mailbox, number, act):
+    """Call `act` when the backend looks for arrivals that often: at its second look it has begun to serve."""
+    looks, take = itertools.count(1), type(mailbox).take
+
+    def look():
+        if next(looks) == number:
+            act()
+        return take(mailbox)
+
+    mailbox.take = look
+
+
+def resolved(vocab, bad=(), end=(), **settings):
+    """Parameters of a request; bad words and end tokens are given as ids."""
+    params = SamplingParams(**({"temperature": 2.0, "seed": SEED, "max_tokens": None} | settings))
+    return replace(params.resolve(vocab), bad_words_token_ids=bad, end_token_ids=end)
+
+
+def impatient(name, backend, monkeypatch):
+    """A mask may take a fifth of a second, and a wait of the CUDA kernel on a CPU much less.
+
+    Triton's interpreter runs in the thread that brings the masks: there a kernel waits for none (but in
+    test_triton_serving.py).
+    """
+    for module in (cuda_serving, triton_serving):
+        monkeypatch.setattr(module, "MASK_S", 0.2)
+    if name.startswith("cuda"):
+        monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
+    elif name in ON_GPU:
+        pointers = backend.memory.pointers._replace(limit=200_000)  # of 1,024 ns
+        monkeypatch.setattr(backend.memory, "pointers", pointers)
+
+
+@contextlib.contextmanager
+def planted(model, *edit):
+    """The backend "cuda on a CPU" with an edit (cuda_planting.plant) of the kernel that serves."""
+    kernel = opened("cuda on a CPU", model).kernel
+    sound = kernel.library
+    with tempfile.TemporaryDirectory() as folder:
+        kernel.library = compile_walk(kernel.layout, kernel.flags, plant(Path(folder), edit))
+    try:
+        yield "cuda on a CPU"
+    finally:
+        kernel.library = sound

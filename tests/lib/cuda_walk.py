@@ -1,0 +1,293 @@
+"""The CUDA kernel's own source on a CPU: compiled by g++ over lib/cuda_host, run as fibers, one GPU thread each."""
+
+import ctypes
+import functools
+import re
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+import kog_triton.backends
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests import ROOT
+from tests.lib.compiled import made_once, version_of
+
+if str(ROOT / "backends") not in kog_triton.backends.__path__:
+    kog_triton.backends.__path__.append(str(ROOT / "backends"))
+
+from kog_triton.backends.cuda import memory, serving
+from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.chunks import POSITIONS
+from kog_triton.backends.cuda.layout import header, layout
+from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.serving import UNLIMITED
+
+from kog_triton.backends import Availability
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
+from kog_triton.sampling import SamplingParams
+
+HERE = Path(__file__).parent / "cuda_host"
+INCLUDE = ROOT / "backends/cuda/include"
+MOST = 4_000_000  # rounds
+POLL_S = 2e-3  # how often the host looks for tokens
+GREEDY = SamplingParams(temperature=0)
+FLAGS = {
+    "decode.cu": ("-O1",),
+    "stage.cu": ("-O1", "-DSTAGE"),
+    "columns.cu": ("-O1", "-DCOLUMNS"),
+}
+
+
+def layout_of(spec, num_blocks=0, max_context=64):
+    lowering = lower(build(spec), GPUS["h200"], num_blocks)
+    return layout.lay_out(lowering, max_context)
+
+
+def build_walk(
+    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None
+) -> Path:
+    """What g++ makes of one model and a source of cuda_host; kept by content."""
+    text = header.render(layout)
+    changes = (
+        ("kSplitLeast", split_least),
+        ("kMergedLength", merged_length),
+        ("kStreams", streams),
+    )
+    for name, wanted in changes:
+        if wanted:
+            text, count = re.subn(rf"{name} = \w+;", f"{name} = {wanted};", text)
+            assert count == 1
+    sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
+    parts = [version_of("g++"), text.encode(), " ".join(flags).encode()]
+
+    def make(draft: Path) -> None:
+        draft.with_suffix(".h").write_text(text)
+        subprocess.run(
+            ["g++", "-std=c++20", "-Wno-unknown-pragmas", *flags,
+             f'-DGENERATED="{draft.with_suffix(".h")}"', f"-I{HERE}", f"-I{include}",
+             str(source), "-o", str(draft)],
+            check=True,
+        )  # fmt: skip
+
+    return made_once([*parts, *(path.read_bytes() for path in sources)], make)
+
+
+def compile_walk(layout, flags=("-O1",), include=INCLUDE, **changes):
+    """The shared library of one model."""
+    made = build_walk(layout, HERE / "run.cpp", ("-shared", "-fPIC", *flags), include, **changes)
+    loaded = ctypes.CDLL(str(made))
+    loaded.kog_run.restype = ctypes.c_long
+    return loaded
+
+
+def write_request(m, request, prompt, logits, control):
+    """One request's words into slot 0 of memory as it is before a launch, and what the launch takes besides."""
+    for tensor in (m.words, m.error, m.mailbox):
+        tensor.zero_()
+    m.mailbox[0] = control
+    m.write_request(0, request, prompt, int(request[OFFSETS["first"]]))
+    return {} if logits is None else {"logits": logits}
+
+
+class Walk:
+    """One model on the emulated GPU."""
+
+    def __init__(
+        self,
+        spec,
+        weights,
+        num_blocks=0,
+        max_context=64,
+        split_least=None,
+        merged_length=None,
+        flags=("-O1",),
+        streams=None,
+    ):
+        self.spec = spec
+        self.layout = layout_of(spec, num_blocks, max_context)
+        self.library = compile_walk(
+            self.layout,
+            flags,
+            split_least=split_least,
+            merged_length=merged_length,
+            streams=streams,
+        )
+        self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
+
+    def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=-1, control=0):
+        """Rounds that one request's words in slot 0 took, or -1."""
+        others = write_request(self.memory, request, prompt, logits, control)
+        pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
+        return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
+
+    def store_late(self, region, rounds):
+        """In the next run stores to the words of a region land up to so many rounds late, in any order."""
+        words = self.layout.regions[region]
+        first = self.memory.words.data_ptr() + 4 * words.offset
+        count = ctypes.c_long(words.end - words.offset)
+        self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
+
+    def fetches(self):
+        """What the last run asked to come into the L2: addresses and bytes [n, 2]."""
+        count = ctypes.c_long()
+        self.library.kog_fetches.restype = ctypes.POINTER(ctypes.c_int64)
+        first = self.library.kog_fetches(ctypes.byref(count))
+        return np.ctypeslib.as_array(first, (count.value, 2)).copy()
+
+    @property
+    def outcome(self):
+        return int(self.memory.mailbox[2])
+
+    def forward_logits(self, tokens, seed=0, limit=1 << 20):
+        """Logits [tokens, vocab], every position."""
+        count = len(tokens)
+        out = torch.full((count, self.spec.vocab_size), torch.nan)
+        assert self.run(encode_logits(count), tokens, seed, limit, logits=out) > 0
+        assert self.outcome == 2, (self.memory.mailbox, self.memory.error)
+        return out.numpy()
+
+    def words(self, prompt, count, params=GREEDY, stops=(), **fields):
+        request = Request(
+            0, tuple(prompt), params, params.seed or 0, count, frozenset(stops), **fields
+        )
+        return encode(request, self.spec.vocab_size)
+
+    def generate(self, prompt, count, params=GREEDY, stops=(), seed=0, control=0):
+        """Tokens and outcome."""
+        assert self.run(self.words(prompt, count, params, stops), prompt, seed, control=control) > 0
+        return self.tokens(), self.outcome
+
+    def tokens(self):
+        """What slot 0 said; -1 for logits that are not finite."""
+        words = self.memory.outbox[0, :, 0].tolist()
+        made = words.index(0)
+        assert [w >> 32 for w in words[:made]] == list(range(1, made + 1))
+        return [int(np.int32(np.uint32(w & 0xFFFFFFFF))) for w in words[:made]]
+
+
+class FiberKernel:
+    """The kernel on the emulated GPU behind the methods of driver.Kernel: a launch is a thread."""
+
+    def __init__(self, layout, flags, seed):
+        self.layout, self.flags, self.seed = layout, flags, seed
+        self.launches, self.absent = 0, -1
+
+    @functools.cached_property
+    def library(self):
+        return compile_walk(self.layout, self.flags)
+
+    def launch(self, blocks, threads, argument):
+        self.launches += 1
+        return FiberLaunch(self.library, argument, self.seed + self.launches, self.absent)
+
+    def time(self, blocks, threads, argument, before):
+        before()
+        begun = time.perf_counter()
+        self.launch(blocks, threads, argument).synchronize()
+        return time.perf_counter() - begun
+
+    def resources(self):
+        """None: a CPU's function has no registers to tell of."""
+
+    def close(self):
+        pass
+
+
+class FiberLaunch(threading.Thread):
+    """A launch in flight; what it cannot say as an error of its request fails the test."""
+
+    def __init__(self, library, argument, seed, absent):
+        super().__init__(daemon=True)
+        self._run = lambda: library.kog_run(
+            ctypes.byref(argument), seed, absent, ctypes.c_long(MOST)
+        )
+        self.start()
+
+    def run(self):
+        self.rounds = self._run()
+
+    def query(self):
+        if self.is_alive():
+            return False
+        assert self.rounds > 0, "blocks of the emulated GPU wait for ever"
+        return True
+
+    def synchronize(self):
+        self.join()
+        assert self.query()
+
+
+class FiberBackend(CudaBackend):
+    """The CUDA backend with the emulated GPU in the place of a real one; requests take turns."""
+
+    column_counts = ()
+    chunk_positions = 0
+
+    @classmethod
+    def availability(cls):
+        return Availability(True)
+
+    def __init__(self, weights, options, num_blocks=2, seed=0):
+        self._seed = seed
+        # The kernel's own prefill is what is on trial, unless another is asked for.
+        prefill = "kernel" if options.prefill == "auto" else options.prefill
+        super().__init__(weights, replace(options, prefill=prefill), num_blocks)
+        self.wait_ticks = 1 << 20  # rounds
+
+    def generate(self, mailbox):
+        """Looks for tokens less often than beside a real GPU: the emulated one needs the CPU itself."""
+        with mock.patch.object(serving, "POLL_S", POLL_S):
+            super().generate(mailbox)
+
+    def _open_device(self):
+        return torch.device("cpu"), GPUS["h200"]
+
+    def _compile(self, source, layout):
+        compile_walk(layout, FLAGS[source])
+
+    def _load(self, source, entry, layout):
+        return FiberKernel(layout, FLAGS[source], self._seed)
+
+
+class ColumnBackend(FiberBackend):
+    """The same with kernels of columns, compiled before anybody asks."""
+
+    def __init__(self, weights, options, num_blocks=2, seed=0, counts=COUNTS):
+        self.column_counts = counts
+        super().__init__(weights, options, num_blocks, seed)
+        for count in self.columns.counts:
+            if not self.columns.ready(count):
+                self.settle()
+                assert self.columns.ready(count), f"no kernel of {count} columns"
+        self.settle()
+
+
+class ChunkBackend(FiberBackend):
+    """The same with prompts in chunks of so many positions; requests take turns."""
+
+    def __init__(self, weights, options, num_blocks=2, seed=0, positions=POSITIONS):
+        self.chunk_positions = positions
+        super().__init__(weights, options, num_blocks, seed)
+        self.settle()
+
+
+def noting(sources: list[str]) -> type[FiberBackend]:
+    """The backend of a model whose prompts may run in chunks; it notes every source that it begins to compile."""
+
+    class Noting(FiberBackend):
+        chunk_positions = POSITIONS
+
+        def _compile(self, source, layout):
+            sources.append(source)
+            super()._compile(source, layout)
+
+    return Noting

@@ -1,0 +1,170 @@
+"""A process to run under compute-sanitizer: a tiny model on kernels of one kind; prints what came of it.
+Half of the kinds are in float16, half in bfloat16.
+
+argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for the planted headers.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.layout import header
+
+from kog_triton.backends import BackendOptions, heart
+from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_planting import plant
+from tests.lib.lowering_cases import lanes
+from tests.lib.ring_walker import spec_of
+
+PATIENCE = 200  # instrumented code is that much slower, or a little less
+PARTIALS = (
+    "partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));\n"
+)
+IN_WARP = "in_warp = thread % 32;\n"
+LOADS = (
+    "    for (int f = 0; f < kFragments; f++) "
+    "w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);\n"
+)
+RELEASE = "    if (mine) ring.release(b);\n"
+ONE_ARRIVES = "if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);\n"
+EDITS = {
+    "memcheck": (
+        ("block.h", IN_WARP, IN_WARP + "if (thread == 0) *(volatile u32*)(1ull << 46) = 1;\n"),
+    ),
+    "racecheck": (
+        ("block.h", PARTIALS, PARTIALS + "if (thread % 32 == 0) partials[0] += thread;\n"),
+    ),
+    "synccheck": (
+        ("block.h", IN_WARP, IN_WARP + "if (in_warp < 16) __syncwarp(0xffff0000u);\n"),
+    ),
+    # A warp gives its chunk back to the producer before it has read it.
+    "early release": (
+        ("matvec.h", "#pragma unroll\n" + LOADS + RELEASE, RELEASE + "#pragma unroll\n" + LOADS),
+    ),
+    # No fault: of a warp that is done with a chunk each lane arrives for itself. racecheck follows
+    # mbarriers by lane, and takes 31 of 32 for unordered where one speaks for all.
+    "all arrive": (
+        ("ring.h", ONE_ARRIVES, "barrier_arrive(&b.empty[slot]);\n"),
+        ("ring.h", "barrier_init(&b.empty[i], kWarps);", "barrier_init(&b.empty[i], 32 * kWarps);"),
+    ),
+}  # fmt: skip
+
+GREEDY = SamplingParams(temperature=0)
+ALL_RULES = SamplingParams(
+    temperature=1, seed=3, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, logprobs=3
+)
+PLAIN, LANES = spec_of(dtype=DType.F16), lanes(2, dtype=DType.F16)
+PLAIN_BF16 = spec_of(dtype=DType.BF16)
+PROMPT, LONG = (5, 17, 60), tuple((3 + 7 * i) % 100 for i in range(19))
+
+
+def opened(
+    spec: ModelSpec, num_blocks: int, chunk: int = 0, columns: Sequence[int] = ()
+) -> CudaBackend:
+    """Prompts in chunks of so many positions, a token at a time if 0; these kernels of columns."""
+    kind = type("Watched", (CudaBackend,), {"chunk_positions": chunk, "column_counts": columns})
+    options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
+    backend = kind(RandomWeights(spec), options, num_blocks)
+    backend.wait_ticks *= PATIENCE
+    backend.settle()
+    assert (backend.chunks.kernel is not None) == bool(chunk)
+    for count in columns:
+        while not backend.columns.ready(count):
+            time.sleep(0.1)
+    return backend
+
+
+def ask(
+    backend: CudaBackend, *prompts: Sequence[int], params: SamplingParams = GREEDY, count: int = 3
+) -> None:
+    """Requests that are posted at once; the last one under `params`."""
+    mailbox = backend.new_mailbox()
+    for slot, prompt in enumerate(prompts):
+        one = params if slot == len(prompts) - 1 else GREEDY
+        mailbox.post(Request(slot, tuple(prompt), one, one.seed or 0, count))
+    backend.generate(mailbox)
+    for slot in range(len(prompts)):
+        steps = mailbox.read(slot)
+        failures = [str(step.error) for step in steps if isinstance(step, Failure)]
+        print(slot, failures or [step.token for step in steps], flush=True)
+
+
+def one_token(fault: str) -> None:
+    backend = opened(PLAIN, 4)
+    if "initcheck" in fault:
+        gains = backend.memory.gains
+        gains.set_(torch.empty(gains.shape, dtype=gains.dtype, device=gains.device))
+    ask(backend, PROMPT)
+    ask(backend, PROMPT, params=ALL_RULES)
+    out = backend.run_stage("qkv_proj", 0, {"x": torch.ones(1, 1, PLAIN.hidden_size)})["q"]
+    print("stage", float(torch.as_tensor(out).double().abs().sum()), flush=True)
+
+
+def several_columns(fault: str) -> None:
+    backend = opened(PLAIN_BF16, 4, columns=(8,))
+    ask(backend, *(LONG[i : i + 1 + i % 3] for i in range(8)), params=ALL_RULES)
+    assert backend.columns.kernels
+
+
+def chunks(fault: str) -> None:
+    """A prompt whose last chunk is not full, and one that goes on behind what is cached."""
+    backend = opened(PLAIN_BF16, 4, chunk=8)
+    ask(backend, LONG)
+    mailbox = backend.new_mailbox()
+    mailbox.post(Request(0, (*LONG, 1, 2, 3, 4), GREEDY, 0, 2, cached=len(LONG)))
+    backend.generate(mailbox)
+    print([getattr(step, "token", step) for step in mailbox.read(0)], flush=True)
+
+
+def lane_kernels(fault: str) -> None:
+    """A Laneformer with a mean head and delayed outputs on each kernel there is for it."""
+    backend = opened(LANES, 8, chunk=8, columns=(2,))
+    ask(backend, LONG[:2], params=ALL_RULES)
+    ask(backend, LONG)
+    ask(backend, LONG[:2], LONG[2:3], count=7)
+    assert backend.columns.kernels
+
+
+def joins(fault: str) -> None:
+    """Contexts of many splits, joined by their readers and, longer, by the blocks that made them."""
+    header.split_least, header.MERGED_LENGTH = lambda spec: 1, 7
+    spec = PLAIN_BF16.replace(hidden_size=40, num_kv_heads=1, windows=(3, 0, 6))
+    backend = opened(spec, 5, chunk=8, columns=(2,))
+    assert backend.layout.splits > header.MERGED
+    ask(backend, LONG[:2], count=9)
+    ask(backend, LONG)
+    ask(backend, LONG[:2], LONG[2:9], count=6)
+
+
+def profile(fault: str) -> None:
+    recording = opened(PLAIN, 4).profile(PROMPT, 3)
+    print("profile", recording.ticks.shape, bool((recording.ticks > 0).any()), flush=True)
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "one-token": one_token,
+    "columns": several_columns,
+    "chunks": chunks,
+    "lanes": lane_kernels,
+    "joins": joins,
+    "profile": profile,
+}
+
+
+def main(case: str, fault: str, folder: str) -> None:
+    edits = [edit for name in fault.split("+") for edit in EDITS.get(name, ())]
+    if edits:
+        jit.INCLUDE = plant(Path(folder), *edits)
+    heart.SILENCE_S *= PATIENCE
+    CASES[case](fault)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
