@@ -21,30 +21,22 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
   static_assert(Stage::kCols != kHidden || (Stage::kParts == kWarps
                                                 ? Stage::kPaddedK == kWarps * kSlice
                                                 : Stage::kPaddedK <= kWarps * kSlice));
-  float square = 0;
+  float square[1] = {0};
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
     int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
-    float v[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      square = fused(x[4 * i + j], x[4 * i + j], square);
-      v[j] = product(x[4 * i + j], gain[4 * i + j]);
-    }
-    if (local < kSlice && e < Stage::kPaddedK)
-#pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        u32 high = round_pair<kF16>(v[2 * odd], v[2 * odd + 1]);
-        u32 low = round_pair<kF16>(v[2 * odd] - low_of(high), v[2 * odd + 1] - high_of(high));
-        u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) +
-                  e % kFragK / 4 + odd * 2 * kColumnWords;
-        to[0] = high;
-        to[kColumnWords] = low;
-      }
+    const float four[4] = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+    const float g[4] = {gain[4 * i], gain[4 * i + 1], gain[4 * i + 2], gain[4 * i + 3]};
+    bool staged = local < kSlice && e < Stage::kPaddedK;
+    square[0] = scale_four(four, g, square[0], staged, [&](int odd, const Parts& parts) {
+      u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) + e % kFragK / 4 +
+                odd * 2 * kColumnWords;
+      to[0] = parts.high;
+      to[kColumnWords] = parts.low;
+    });
   }
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
-  if (b.in_warp == 0) b.small->squares[b.warp] = square;
+  float sum = sum_columns<1>(b, square);
+  if (b.in_warp == 0) b.small->squares[b.warp] = sum;
   sync_staged<Stage::kParts == kWarps>();
 }
 

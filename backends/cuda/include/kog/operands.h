@@ -154,6 +154,59 @@ struct WidePlace {
   }
 };
 
+// Two values as the 16-bit pairs whose sums they are.
+struct Parts {
+  u32 high, low;
+
+  KOG_DEVICE Parts(float first, float second) : high(round_pair<kF16>(first, second)) {
+    low = round_pair<kF16>(first - low_of(high), second - high_of(high));
+  }
+};
+// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns `square` and
+// the squares of the values, added one by one.
+template <class Put>
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
+  float scaled[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    square = fused(x[j], x[j], square);
+    scaled[j] = product(x[j], gain[j]);
+  }
+  if (staged)
+#pragma unroll
+    for (int i = 0; i < 2; i++) put(i, Parts(scaled[2 * i], scaled[2 * i + 1]));
+  return square;
+}
+// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves: in lane
+// `lane` that of column lane * N * kSharing / 32. The same pairs are added as if all lanes added all columns, but
+// each lane goes on with half of them.
+template <int kSharing, int N>
+KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
+#pragma unroll
+  for (int mask = 16 / kSharing, left = N; mask; mask >>= 1) {
+    bool upper = (b.in_warp & mask) != 0;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int c = 0; c < left; c++) {
+        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        v[c] = mine + shuffle_xor(theirs, mask);
+      }
+    } else {
+      v[0] += shuffle_xor(v[0], mask);
+    }
+  }
+  return v[0];
+}
+// One value of a column's operands, element e of a stage's inputs.
+KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
+  u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * Cut<Wide>::kStepWords;
+  WidePlace place(e / kFragK, column, e % kFragK / 2);
+  Parts parts(v, 0);
+  reinterpret_cast<u16*>(step + place.high)[e % 2] = static_cast<u16>(parts.high);
+  reinterpret_cast<u16*>(step + place.low)[e % 2] = static_cast<u16>(parts.low);
+}
+
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {

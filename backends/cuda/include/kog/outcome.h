@@ -19,4 +19,30 @@ KOG_DEVICE void tell_token(const Block& b, int slot, int token, int made, u64 no
   store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token), now);
 }
 
+// What a launch has done of its steps, and when.
+KOG_DEVICE void tell_steps(const Block& b, int steps, u64 now) {
+  store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
+}
+
+// Steps until one ends a request or the launch: run(), then end(), which says whether it does. Block 0 then saves how
+// all requests stand: save() returns the slot of the one that ended. Methods, since a lambda so long may become a
+// function, which keeps its block in memory.
+template <class Steps>
+KOG_DEVICE void run_steps(Block& b, Steps& steps) {
+  int outcome = kRunning;
+  while (outcome == kRunning) {
+    pair_clocks(b, b.turn % kProfileTokens);
+    steps.run();
+    b.turn++;
+    // The one place where the warps of a block learn of each other's expired waits.
+    outcome = any_consumer(must_leave(b)) ? static_cast<int>(kFailed) : steps.end();
+  }
+  pair_clocks(b, kProfileTokens);
+  if (b.thread == 0) store_volatile(&b.small->stop, 1);
+  if (b.block != 0) return;
+  int slot = steps.save();
+  if (b.thread == 0)
+    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome), static_cast<u64>(slot));
+}
+
 }  // namespace kog

@@ -25,7 +25,7 @@ KOG_DEVICE float silu(float v) { return divide(v, 1.f + exp2_fast(v * -1.4426950
 
 // A word of two rows' values, which are kApart rows apart; by whole warps.
 template <class Stage, int kApart>
-KOG_DEVICE void put_pair(u32* to, const Item& item, float v, u32 phase) {
+KOG_DEVICE void put_two(u32* to, const Item& item, float v, u32 phase) {
   float next = shuffle_down(v, kApart);
   if (item.there && item.row % (2 * kApart) == 0)
     store_relaxed(to, pack_pair(v, item.row + kApart < Stage::kRows ? next : 0, phase));
@@ -48,7 +48,7 @@ template <class Walk, class X, class Ahead>
 KOG_DEVICE void qkv_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, u32 phase) {
   normed_rows<QkvProj, kQkvBias>(b, k, x, ahead, [&](const Item& item, float v) {
     u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
-    put_pair<QkvProj, 1>(to, item, v, phase);
+    put_two<QkvProj, 1>(to, item, v, phase);
   });
 }
 template <class Walk, class X, class Ahead>
@@ -56,7 +56,7 @@ KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, 
   normed_rows<GateUpProj, kMlpBias>(b, k, x, ahead, [&](const Item& item, float v) {
     float up = shuffle_down(v, 1);
     u32* to = lane_words<MlpWords>(b) + narrow_place<DownProj>(item.row / 4, item.column);
-    put_pair<GateUpProj, 2>(to, item, silu(v) * up, phase);
+    put_two<GateUpProj, 2>(to, item, silu(v) * up, phase);
   });
 }
 // Of o_proj or down_proj.

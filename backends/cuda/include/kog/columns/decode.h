@@ -30,10 +30,7 @@ KOG_DEVICE void end_column(Block& b, int column) {
   Ending ending;
   ending.load(b);
   int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
-  int next = token;
-  if (made <= 0)
-    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) +
-                      position_of(b, column, steps_of(b) + 1)];
+  int next = made > 0 ? token : prompt_token(b, seat, position_of(b, column, steps_of(b) + 1));
   if (kChunk && made > 0 && outcome == kRunning) outcome = kYield;  // the prompt is done
   if (b.in_warp != 0) return;
   seat.token = next;
@@ -41,22 +38,38 @@ KOG_DEVICE void end_column(Block& b, int column) {
   if (b.block != 0) return;
   u64 now = nanoseconds();
   if (made > 0) tell_token(b, seat.slot, token, made, now);
-  if (column == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps_of(b) + 1), now);
+  if (column == 0) tell_steps(b, steps_of(b) + 1, now);
 }
 
-// Where every request stands, for the next launch, and why it ends if it does; by one block.
-KOG_DEVICE void save_seats(const Block& b, int steps) {
-  if (b.thread >= b.p.num_seats) return;
-  const Seat& seat = b.small->seats[b.thread];
-  b.p.states[2 * seat.slot] = seat.first + steps;
-  b.p.states[2 * seat.slot + 1] = seat.token;
-  store_system(b.p.mailbox + Mailbox::kColumns + b.thread,
-               static_cast<u64>(b.small->outcomes[b.thread]));
-}
+// The steps of a launch, all requests' each.
+struct Steps {
+  Block& b;
+  int last = 0;  // a column that ends its request
+
+  KOG_DEVICE void run() { run_step(b); }
+  KOG_DEVICE int end() {
+    if (b.warp < b.p.num_seats) end_column(b, b.warp);
+    count_up(b, &Kept::steps);
+    sync_consumers();
+    int outcome = kRunning;
+    for (int c = b.p.num_seats - 1; c >= 0; c--)
+      if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
+    return steps_of(b) == b.p.most_steps && outcome == kRunning ? static_cast<int>(kYield) : outcome;
+  }
+  KOG_DEVICE int save() const {
+    if constexpr (kChunk) {
+      if (b.thread == 0) save_chunks(b, steps_of(b));
+    } else {
+      save_seats(b, [&](int) { return steps_of(b); });
+      if (b.thread < b.p.num_seats)
+        store_system(b.p.mailbox + Mailbox::kColumns + b.thread,
+                     static_cast<u64>(b.small->outcomes[b.thread]));
+    }
+    return b.small->seats[last].slot;
+  }
+};
 
 KOG_DEVICE void consume(Block& b) {
-  int outcome = kRunning, last = 0;
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
   keep(b, &Kept::steps, 0), keep(b, &Kept::heads, 0), keep(b, &Kept::mixes, 0);
   put_away(b, Ring());
@@ -64,33 +77,8 @@ KOG_DEVICE void consume(Block& b) {
     spread_seats(b);
     sync_consumers();
   }
-  while (outcome == kRunning) {
-    pair_clocks(b, b.turn % kProfileTokens);
-    run_step(b);
-    b.turn++;
-    // The one place where the warps of a block learn of each other's expired waits.
-    if (any_consumer(must_leave(b))) {
-      outcome = kFailed;
-      break;
-    }
-    if (b.warp < b.p.num_seats) end_column(b, b.warp);
-    count_up(b, &Kept::steps);
-    sync_consumers();
-    for (int c = b.p.num_seats - 1; c >= 0; c--)
-      if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
-    if (steps_of(b) == b.p.most_steps && outcome == kRunning) outcome = kYield;
-  }
-  pair_clocks(b, kProfileTokens);
-  if (b.thread == 0) store_volatile(&b.small->stop, 1);
-  if (b.block != 0) return;
-  if constexpr (kChunk) {
-    if (b.thread == 0) save_chunks(b, steps_of(b));
-  } else {
-    save_seats(b, steps_of(b));
-  }
-  if (b.thread == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
-                      static_cast<u64>(b.small->seats[last].slot));
+  Steps steps{b};
+  run_steps(b, steps);
 }
 
 // Chunks of one step: all layers, each behind its first keys and values, then the head if a column
