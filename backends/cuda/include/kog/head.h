@@ -68,7 +68,8 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, InScratch(), NothingAhead(),
+      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, held_operands<LmHead>(b),
+      NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = inverse_rms(b);

@@ -28,9 +28,6 @@ struct ThreadRow {
   }
   KOG_DEVICE int at(const Block& b, int r) const { return item(b, r).there ? b.thread : 0; }
 };
-// What is multiplied lies in scratch.
-struct InScratch {};
-
 // Of one consumer thread, from the first token to the last.
 struct Walk {
   template <class Stage>
@@ -55,12 +52,6 @@ struct Walk {
   KOG_DEVICE Units units(const Block& b) const {
     return layer_units<Stage>(b);
   }
-  template <class Stage>
-  KOG_DEVICE Operands<Stage> operands(const Block& b, InScratch) const {
-    Operands<Stage> x(b);
-    x.hold();
-    return x;
-  }
 };
 
 template <class Taken>
@@ -68,48 +59,33 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& k, const Taken& ahead) {
   stamp(b, Point::kStart);
   b.begin_stage();
   stage_x<QkvProj>(b, k.x, k.gain);
-  qkv_rows(b, k, InScratch(), ahead, phase_of(k.iteration));
+  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(k.iteration));
   stamp(b, Point::kQkvProj);
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
   b.begin_stage();
   stage_x<GateUpProj>(b, k.x, k.gain);
-  gate_up_rows(b, k, InScratch(), ahead, phase_of(k.iteration));
+  gate_up_rows(b, k, held_operands<GateUpProj>(b), ahead, phase_of(k.iteration));
 }
 
-// Outputs of o_proj or down_proj, sent as the layer's reduction asks.
-template <class Stage, class Out, bool kBias>
-struct Sink {
-  struct Asked {
-    float bias;
-    typename Out::Old old;
-  };
-  Block& b;
-  const Turns& turns;
-  int how, iteration;
-
-  KOG_DEVICE Asked ask(int, const Item& item) const {
-    return {bias_of<Stage, kBias>(b, item), Out::ask(b, how, iteration, item.row, item.there)};
-  }
-  KOG_DEVICE void put(const Item& item, float y, Asked& asked) const {
-    Out::publish(b, how, iteration, turns, item.row, item.there, y, asked.old);
-  }
-  KOG_DEVICE void done(int) const {}
-};
+KOG_DEVICE AttentionOut attention_out(Block& b, Walk& k) {
+  return {b, k.attention_out, kReduceAttention[b.layer], k.iteration};
+}
+KOG_DEVICE MlpOut mlp_out(Block& b, Walk& k) {
+  return {b, k.mlp_out, kReduceMlp[b.layer], k.iteration};
+}
 
 // Whose inputs are staged. The next stage's gains come with both.
 KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
   load_gains(b, 2 * b.layer + 1, k.gain);
   b.begin_stage();
-  Sink<OProj, AttentionOut, kOBias> sink{b, k.attention_out, kReduceAttention[b.layer], k.iteration};
-  module_rows<OProj>(b, k, InScratch(), ahead, sink);
+  module_rows(b, k, held_operands<OProj>(b), ahead, attention_out(b, k));
   stamp(b, Point::kOProj);
 }
 
 KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
-  AttentionOut::join(b, Step::kAttentionOut, kReduceAttention[b.layer], k.iteration,
-                     k.attention_out, k.x);
+  attention_out(b, k).join(Step::kAttentionOut, k.x);
   stamp(b, Point::kAttentionOut);
 }
 
@@ -126,14 +102,13 @@ KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead)
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
   b.begin_stage();
-  Sink<DownProj, MlpOut, kMlpBias> sink{b, k.mlp_out, kReduceMlp[b.layer], k.iteration};
-  module_rows<DownProj>(b, k, InScratch(), ahead, sink);
+  module_rows(b, k, held_operands<DownProj>(b), ahead, mlp_out(b, k));
   stamp(b, Point::kDownProj);
 }
 
 // Ends the layer.
 KOG_DEVICE void join_mlp_out(Block& b, Walk& k) {
-  MlpOut::join(b, Step::kMlpOut, kReduceMlp[b.layer], k.iteration, k.mlp_out, k.x);
+  mlp_out(b, k).join(Step::kMlpOut, k.x);
   stamp(b, Point::kMlpOut);
   count_join(b, b.small->position);
   k.iteration++;

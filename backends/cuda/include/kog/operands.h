@@ -270,6 +270,12 @@ struct Operands {
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
   }
 };
+template <class Stage>
+KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
+  Operands<Stage> x(b);
+  x.hold();
+  return x;
+}
 // A row's words of one set, as the tensor core takes them.
 template <class Stage>
 KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWords>& row, int set) {

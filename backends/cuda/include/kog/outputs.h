@@ -2,7 +2,7 @@
 //
 //   qkv_proj       pairs of rows as words
 //   gate_up_proj   pairs of silu(gate) * up as words
-//   o_proj, down_proj   a module's output for the residual streams: `sink` sends it
+//   o_proj, down_proj   a module's output for the residual streams: a sink asks for what it needs, and sends it
 #pragma once
 #include <kog/rows.h>
 
@@ -32,8 +32,8 @@ KOG_DEVICE void put_two(u32* to, const Item& item, float v, u32 phase) {
 }
 
 // Of a stage that multiplies x * gain, whose sums are multiplied by 1 / rms(x): put(item, value).
-template <class Stage, bool kBias, class Walk, class X, class Ahead, class Put>
-KOG_DEVICE void normed_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, Put put) {
+template <class Stage, bool kBias, class Walk, class Ahead, class Put>
+KOG_DEVICE void normed_rows(Block& b, Walk& k, const Operands<Stage>& x, const Ahead& ahead, Put put) {
   float scale = 0;
   run_rows<Stage>(
       b, k, [&] { return k.template units<Stage>(b); }, x, ahead,
@@ -44,15 +44,17 @@ KOG_DEVICE void normed_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, P
       },
       [](int) {});
 }
-template <class Walk, class X, class Ahead>
-KOG_DEVICE void qkv_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, u32 phase) {
+template <class Walk, class Ahead>
+KOG_DEVICE void qkv_rows(Block& b, Walk& k, const Operands<QkvProj>& x, const Ahead& ahead,
+                         u32 phase) {
   normed_rows<QkvProj, kQkvBias>(b, k, x, ahead, [&](const Item& item, float v) {
     u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
     put_two<QkvProj, 1>(to, item, v, phase);
   });
 }
-template <class Walk, class X, class Ahead>
-KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, u32 phase) {
+template <class Walk, class Ahead>
+KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const Operands<GateUpProj>& x, const Ahead& ahead,
+                             u32 phase) {
   normed_rows<GateUpProj, kMlpBias>(b, k, x, ahead, [&](const Item& item, float v) {
     float up = shuffle_down(v, 1);
     u32* to = lane_words<MlpWords>(b) + narrow_place<DownProj>(item.row / 4, item.column);
@@ -60,8 +62,9 @@ KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, 
   });
 }
 // Of o_proj or down_proj.
-template <class Stage, class Walk, class X, class Ahead, class Sink>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const X& x, const Ahead& ahead, Sink sink) {
+template <class Stage, class Walk, class Ahead, class Sink>
+KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& x, const Ahead& ahead,
+                            Sink sink) {
   run_rows<Stage>(
       b, k, [&] { return k.template units<Stage>(b); }, x, ahead,
       [&](int r, const Item& item) { return sink.ask(r, item); },

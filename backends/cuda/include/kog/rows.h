@@ -4,7 +4,7 @@
 //   take_ring, put_ring   where it is in the stream
 //   sums<Stage>           room for a batch's partial sums
 //   Share<Stage>          the lane's values, one a round
-//   operands              what the batch is multiplied with
+//   units<Stage>          the block's of a layer
 #pragma once
 #include <kog/matvec.h>
 
@@ -24,8 +24,8 @@ constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <
 // One batch of units: before(r, item) -> what the owner of its r-th item asks for early, then
 // after(item, sum, asked) by whole warps, rows side by side in lanes, then done(piece). Batches take turns with
 // `room` where there are two: then only the last one's sums are waited for. which() says which units.
-template <class Stage, class Walk, class Which, class X, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const X& x, const Ahead& ahead, int room,
+template <class Stage, class Walk, class Which, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, int room,
                           bool last, Before before, After after, Done done) {
   using S = Cut<Stage>;
   using Share = typename Walk::template Share<Stage>;
@@ -40,7 +40,7 @@ KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const X& x, const Ahea
   float* to = partials + b.warp % Stage::kParts * S::kPartStride +
               b.warp / Stage::kParts * Stage::kFragmentRows;
   auto&& ring = k.take_ring(b);
-  multiply<Stage>(b, ring, units.last - units.first, k.template operands<Stage>(b, x), ahead, to);
+  multiply<Stage>(b, ring, units.last - units.first, x, ahead, to);
   k.put_ring(b, ring);
   sync_consumers();
 #pragma unroll
@@ -55,8 +55,8 @@ KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const X& x, const Ahea
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
-template <class Stage, class Walk, class Which, class X, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const X& x, const Ahead& ahead, Before before,
+template <class Stage, class Walk, class Which, class Ahead, class Before, class After, class Done>
+KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, Before before,
                          After after, Done done) {
   static_assert(Ahead::kUnits <= Stage::kBatch);
   // What a stage staged is never overtaken; where sums take the place of other warps' operands, all

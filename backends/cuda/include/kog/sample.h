@@ -52,11 +52,11 @@ KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_lanes<32>
 
 // The number of a head's exchange.
 KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }
-// A block's best as words: its key, its id and the host's word.
-KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 control) {
+// A block's best as words: its key, its id and what is told with it.
+KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 told) {
   u64 key = bits_of(c.key);
   put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
-  put_pair(to + 2, number, static_cast<u32>(c.id), control);
+  put_pair(to + 2, number, static_cast<u32>(c.id), told);
 }
 // The best of a warp's candidates, N a lane: at(i) says where, there(i) whether there is one; and the host's word of
 // the first.

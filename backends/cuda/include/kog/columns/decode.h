@@ -81,21 +81,10 @@ KOG_DEVICE void consume(Block& b) {
   run_steps(b, steps);
 }
 
-// Chunks of one step: all layers, each behind its first keys and values, then the head if a column
-// has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
-  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
-  Producer producer;
-  for (int steps = 0;; steps++) {
-    Stream stream(b, 0, any_head(b, steps) ? all : layers);
-    for (int run = 0; stream.left > 0; run++) {
-      b.begin_stage();
-      if (run % 4 == 0 && run < kRuns) fetch_units(b, run / 4, steps);
-      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
-    }
-    if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
-  }
+  produce_steps(
+      b, [&](int steps) { return any_head(b, steps); },
+      [&](int layer, int steps) { fetch_units(b, layer, steps); });
 }
 
 }  // namespace kog::columns

@@ -71,8 +71,7 @@ KOG_DEVICE void run_head(Block& b) {
   b.begin_stage();
   stage_head(b);
   b.begin_stage();
-  Operands<LmHead> x(b);
-  x.hold();
+  auto x = held_operands<LmHead>(b);
   int first = kHeadByLane ? b.lane * LmHead::kRows : 0;  // the id of the block's row 0
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;

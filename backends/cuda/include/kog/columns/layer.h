@@ -33,10 +33,8 @@ using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Operands<QkvProj> x(b);
-  x.hold();
   Walk k;
-  qkv_rows(b, k, x, ahead, phase_of(iteration_of(b)));
+  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
 }
 
 // The hint of the block at this place, as units_of turns it: those that one warp waits for lie
@@ -47,8 +45,7 @@ KOG_DEVICE int mlp_flag(const Block& b, int place) {
 
 KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Operands<GateUpProj> x(b);
-  x.hold();
+  auto x = held_operands<GateUpProj>(b);
   int iteration = iteration_of(b);
   Walk k;
   gate_up_rows(b, k, x, ahead, phase_of(iteration));
@@ -141,7 +138,7 @@ KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   Streams x = Module::streams(b);
   Sink<Module> sink{b, x, bases};
   Walk k;
-  module_rows<typename Module::Stage>(b, k, operands, NothingAhead(), sink);
+  module_rows(b, k, operands, NothingAhead(), sink);
   begin_stage(b);
   Reduction<Module>(b).end(b, x, sink);
 }

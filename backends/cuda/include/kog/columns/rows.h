@@ -71,10 +71,6 @@ struct Walk {
     if constexpr (Stage::kRooms > 1) first += room * (Stage::kParts * Cut<Stage>::kPartStride);
     return first;
   }
-  template <class Stage>
-  KOG_DEVICE const Operands<Stage>& operands(const Block&, const Operands<Stage>& x) const {
-    return x;
-  }
 };
 
 }  // namespace kog::columns
