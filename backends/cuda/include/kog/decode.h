@@ -10,14 +10,6 @@ namespace kog {
 // The one thread that writes to the host while the kernel runs: late to have work of its own.
 KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
 
-// The token that a step has made, if it has, and that a step has ended.
-KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps) {
-  if (!is_speaker(b)) return;
-  u64 now = nanoseconds();
-  if (made > 0) tell_token(b, slot, token, made, now);
-  tell_steps(b, steps, now);
-}
-
 // What a step begins with.
 KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
   b.begin_stage();
@@ -58,7 +50,7 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   // step ahead has met the others since they read.
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
-  tell_host(b, seat.slot, token, made, turn.steps + 1);
+  if (is_speaker(b)) tell_host(b, seat.slot, token, made, turn.steps + 1, true);
   return made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
 }
 

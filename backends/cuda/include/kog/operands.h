@@ -19,26 +19,16 @@
 
 namespace kog {
 
-// N words that one lane reads side by side.
+// N words that one lane reads or writes side by side, so many at once as it can.
 template <int N>
-struct Words {
+struct alignas(N < 4 ? 4 * N : 16) Words {
   u32 w[N];
-  KOG_DEVICE static Words load(const u8* p) {
-    if constexpr (N == 4) {
-      uint4 v = *reinterpret_cast<const uint4*>(p);
-      return {{v.x, v.y, v.z, v.w}};
-    } else if constexpr (N == 2) {
-      uint2 v = *reinterpret_cast<const uint2*>(p);
-      return {{v.x, v.y}};
-    } else {
-      return {{*reinterpret_cast<const u32*>(p)}};
-    }
-  }
+  KOG_DEVICE static Words load(const void* p) { return *static_cast<const Words*>(p); }
+  KOG_DEVICE void store(void* p) const { *static_cast<Words*>(p) = *this; }
 };
 constexpr int kLaneWords = kFragK / 8;
 constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
 using Fragment = Words<kLaneWords>;
-using Activation = Words<kLaneWords / 2>;  // what a fragment meets in one lane's column
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
 constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
@@ -101,7 +91,7 @@ struct Cut {
   }
 };
 
-// A lane's words of a step, as another block has stored them; and in shared memory.
+// A lane's words of a step, as another block has stored them.
 template <int N>
 KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
   if constexpr (N % 4 == 0) {
@@ -117,19 +107,6 @@ KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
     v.w[0] = load_relaxed(from);
   }
 }
-template <int N>
-KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4)
-      *reinterpret_cast<uint4*>(to + i) = {v.w[i], v.w[i + 1], v.w[i + 2], v.w[i + 3]};
-  } else if constexpr (N == 2) {
-    *reinterpret_cast<uint2*>(to) = {v.w[0], v.w[1]};
-  } else {
-    to[0] = v.w[0];
-  }
-}
-
 // How wide operands lie, whatever the stage.
 struct Wide {
   static constexpr bool kWide = true, kSumsInPlace = false, kSumsOver = false;
@@ -256,14 +233,14 @@ struct Operands {
         from = place_picked(step, i);
       else
         from = place(step) + i * kStride;
-      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(from));
+      auto v = Words<kRun>::load(from);
 #pragma unroll
       for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
     }
     return row;
   }
   KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
-  KOG_DEVICE void store(int step, const Row& v) const { store_row(place(step), v); }
+  KOG_DEVICE void store(int step, const Row& v) const { v.store(place(step)); }
   // Operands that all come by the scratch, into registers if that is where they belong.
   KOG_DEVICE void hold() {
 #pragma unroll

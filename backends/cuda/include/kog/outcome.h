@@ -13,16 +13,15 @@ KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int m
   return static_cast<int>(b.small->control);
 }
 
-// A token and its number in the request's outbox.
-KOG_DEVICE void tell_token(const Block& b, int slot, int token, int made, u64 now) {
+// The token that a step has made of a request, if it has, and its number; and, if the step `ends`, how many have.
+KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps, bool ends) {
+  u64 now = nanoseconds();
+  if (ends) store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
+  if (made <= 0) return;
   u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
   store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token), now);
 }
 
-// What a launch has done of its steps, and when.
-KOG_DEVICE void tell_steps(const Block& b, int steps, u64 now) {
-  store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
-}
 
 // Steps until one ends a request or the launch: run(), then end(), which says whether it does. Block 0 then saves how
 // all requests stand: save() returns the slot of the one that ended. Methods, since a lambda so long may become a

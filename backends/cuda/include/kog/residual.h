@@ -27,10 +27,9 @@ struct Embedded {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) {
       bool inside = element(b, i) < kHidden;
-      x[4 * i] = inside ? low_of(w[i].x) : 0;
-      x[4 * i + 1] = inside ? high_of(w[i].x) : 0;
-      x[4 * i + 2] = inside ? low_of(w[i].y) : 0;
-      x[4 * i + 3] = inside ? high_of(w[i].y) : 0;
+      float four[4] = {low_of(w[i].x), high_of(w[i].x), low_of(w[i].y), high_of(w[i].y)};
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[4 * i + j] = inside ? four[j] : 0;
     }
   }
 };
@@ -40,11 +39,9 @@ KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
   const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
-    float4 g = *reinterpret_cast<const float4*>(from + place_of_element(b, i));
-    gain[4 * i] = g.x;
-    gain[4 * i + 1] = g.y;
-    gain[4 * i + 2] = g.z;
-    gain[4 * i + 3] = g.w;
+    auto g = Words<4>::load(from + place_of_element(b, i));
+#pragma unroll
+    for (int j = 0; j < 4; j++) gain[4 * i + j] = float_of(g.w[j]);
   }
 }
 

@@ -35,10 +35,7 @@ KOG_DEVICE void end_column(Block& b, int column) {
   if (b.in_warp != 0) return;
   seat.token = next;
   b.small->outcomes[column] = outcome;
-  if (b.block != 0) return;
-  u64 now = nanoseconds();
-  if (made > 0) tell_token(b, seat.slot, token, made, now);
-  if (column == 0) tell_steps(b, steps_of(b) + 1, now);
+  if (b.block == 0) tell_host(b, seat.slot, token, made, steps_of(b) + 1, column == 0);
 }
 
 // The steps of a launch, all requests' each.
