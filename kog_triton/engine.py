@@ -1,11 +1,12 @@
 """The slots of one backend, and the thread that runs it: where requests start and end.
 
-    prepare -> Job        a prompt and its parameters, checked and resolved
-    start -> Generation   one sample in a slot: one that holds its beginning, else the oldest
+    prepare -> Job     a prompt and its parameters, checked and resolved
+    start -> Claim     one sample in a slot: one that holds its beginning, else the oldest; if all are busy it waits
 
 The backend's `generate` runs in a thread of the engine's own, which lives while requests do and a
 second longer. Every method may be called from any thread. A slot remembers the ids whose keys and values it holds, so
-that a prompt which starts with them is computed from where they end; an error makes it forget.
+that a prompt which starts with them is computed from where they end; an error makes it forget. What a crash of the
+backend left behind is not trusted: every slot forgets, and who waits in line goes on with a new mailbox.
 """
 
 import atexit
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field, replace
 
 from kog_triton.backends import Backend
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request, Step
+from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import RequestError, RunError, shown
-from kog_triton.generation import Generation
 from kog_triton.metrics import Peak
+from kog_triton.request_queue import RequestQueue
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
 from kog_triton.text.grammar import Grammar, Grammars
@@ -29,18 +31,18 @@ from kog_triton.text.grammar import Grammar, Grammars
 # How long the thread waits for another request: to start one, and its first CUDA calls, cost a first token
 # 0.1 to 0.3 ms. It keeps the engine in memory as long.
 LINGER_S = 1.0
+MAX_WAITING = 1024  # requests that may wait for a slot
 
 
 @dataclass
 class Slot:
-    """A KV home. `tokens` are the ids whose keys and values it holds, empty while it is busy."""
+    """A KV home. `tokens` are the ids whose keys and values it holds, empty while it is claimed."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
     salt: str = ""  # only prompts with the same salt may reuse them
     last_used: int = 0
-    busy: bool = False
-    error: BaseException | None = None  # set when no further step can come
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Engine:
         tokenizer: Tokenizer,
         eos_token_ids: Collection[int] = (),
         peak: Peak | None = None,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
@@ -89,6 +92,7 @@ class Engine:
         self.max_context = backend.options.max_context or backend.spec.max_context
         self.closed = False
         self._slots = [Slot(i) for i in range(backend.options.num_slots)]
+        self._queue = RequestQueue(max_waiting)
         self._mailbox: Mailbox | None = None  # none before the first request and after a crash
         self._lock = threading.Condition()
         self._paused = False
@@ -105,8 +109,17 @@ class Engine:
         return len(self._slots) * self.max_context * per_position
 
     @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
     def num_free_slots(self) -> int:
-        return sum(not slot.busy for slot in self._slots)
+        return len(self._free_slots())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queue)
 
     def check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
@@ -162,59 +175,69 @@ class Engine:
         max_tokens = room if params.max_tokens is None else params.max_tokens
         return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar)
 
-    def start(self, job: Job, sample_idx: int = 0) -> Generation:
-        """Start one sample of a job in a free slot; RequestError if there is none."""
+    def start(self, job: Job, sample_idx: int = 0) -> Claim:
+        """Start one sample of a job in a free slot, or behind those that wait for one.
+
+        QueueFull if as many wait as may; RunError if the engine is closed.
+        """
         stops = frozenset(job.params.stop_token_ids or ())
         if not job.params.ignore_eos:
             stops |= self.eos_token_ids
+        request = Request(
+            slot=WAITS,
+            prompt=job.prompt_token_ids,
+            params=job.params,
+            seed=job.seed,
+            max_tokens=job.max_tokens,
+            stop_token_ids=stops,
+            sample_idx=sample_idx,
+            # of several samples the first one looks at the prompt, and computes all of it
+            prompt_logprobs=None if sample_idx else job.params.prompt_logprobs,
+            mask=job.grammar.mask() if job.grammar else job.mask,
+        )
+        claim = Claim(request, job.cache_salt, self._release, self._withdraw)
         with self._lock:
             if self.closed:
                 raise RunError("the engine is closed: open a new LLM")
-            # of several samples the first one looks at the prompt, and computes all of it
-            prompt_logprobs = None if sample_idx else job.params.prompt_logprobs
-            slot, cached = self._choose_slot(job, reuse=prompt_logprobs is None)
-            request = Request(
-                slot=slot.index,
-                prompt=job.prompt_token_ids,
-                params=job.params,
-                seed=job.seed,
-                max_tokens=job.max_tokens,
-                stop_token_ids=stops,
-                cached=cached,
-                sample_idx=sample_idx,
-                prompt_logprobs=prompt_logprobs,
-                mask=job.grammar.mask() if job.grammar else job.mask,
-            )
-            mailbox = self._mailbox = self._mailbox or self.backend.new_mailbox()
-            generation = Generation(self, slot, mailbox, request, job.prompt)
-            slot.busy, slot.tokens, slot.salt, slot.error = True, [], job.cache_salt, None
-            mailbox.post(request)
-            self._num_posted += 1
-            self._lock.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
-                self._thread.start()
-        return generation
+            if self._free_slots():
+                self._give_slot(claim)
+            else:
+                self._queue.add(claim)
+        return claim
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _choose_slot(self, job: Job, reuse: bool) -> tuple[Slot, int]:
+    # ---- slots; the lock is held ----
+
+    def _free_slots(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.claim is None]
+
+    def _give_slot(self, claim: Claim) -> None:
+        """Give a free slot to a claim and its request to the backend."""
+        slot, cached = self._choose_slot(claim)
+        slot.claim, slot.tokens, slot.salt = claim, [], claim.salt
+        claim.admit(slot.index, cached)
+        self._mailbox = self._mailbox or Mailbox()
+        self._mailbox.post(claim.request, claim)
+        self._num_posted += 1
+        self._lock.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
+            self._thread.start()
+
+    def _choose_slot(self, claim: Claim) -> tuple[Slot, int]:
         """A free slot and how many leading ids it holds; the last id is always left to compute.
 
         Reusing a slot saves the tokens kept, and costs the others once their conversation comes
         back: of the slots that would keep at least half of what they hold, the one that keeps most
-        is taken. Where there is none an empty slot is, and else the least recently used.
+        is taken, of several that keep as many the one with least to lose. Where there is none an
+        empty slot is, and else the least recently used.
         """
-        ids = job.prompt_token_ids[:-1] if reuse else ()
-        free = [slot for slot in self._slots if not slot.busy]
-        if not free:
-            raise RequestError(
-                f"all {len(self._slots)} slots are busy: finish or close a running request, "
-                "or open the LLM with a larger num_slots"
-            )
+        ids = claim.request.prompt[:-1] if claim.request.prompt_logprobs is None else ()
+        free = self._free_slots()
         kept = {
-            slot.index: common_prefix(slot.tokens, ids) if slot.salt == job.cache_salt else 0
+            slot.index: common_prefix(slot.tokens, ids) if slot.salt == claim.salt else 0
             for slot in free
         }
         worth = [s for s in free if 0 < len(s.tokens) <= 2 * kept[s.index]]
@@ -224,19 +247,32 @@ class Engine:
             slot = min(free, key=lambda s: (len(s.tokens) > 0, s.last_used))
         return slot, kept[slot.index]
 
-    def release(self, slot: Slot, tokens: list[int]) -> None:
-        """Free a slot that now holds the keys and values of `tokens`."""
-        with self._lock:
-            self._num_uses += 1
-            slot.tokens, slot.busy, slot.last_used = tokens, False, self._num_uses
+    def _admit(self) -> None:
+        """Give free slots to those who have waited longest."""
+        while self._queue and not self.closed and self._free_slots():
+            claim = self._queue.next()
+            if claim.cancelled:
+                claim.push(Step(-1, "cancel"))
+            else:
+                self._give_slot(claim)
 
-    def read(self, slot: Slot, mailbox: Mailbox, timeout: float) -> list[Step | Failure]:
-        """New steps of a busy slot; a Failure once no further step can come."""
-        error = slot.error  # set after the last push, so it must be looked at before reading
-        steps = mailbox.read(slot.index, 0 if error else timeout)
-        if error and not steps:
-            return [Failure(error if isinstance(error, Exception) else RunError(repr(error)))]
-        return steps
+    # ---- what claims call ----
+
+    def _release(self, claim: Claim, tokens: list[int]) -> None:
+        """Free the slot of a claim, if it had one: it now holds the keys and values of `tokens`."""
+        if claim.request.slot == WAITS:
+            return
+        with self._lock:
+            slot = self._slots[claim.request.slot]
+            self._num_uses += 1
+            slot.tokens, slot.claim, slot.last_used = tokens, None, self._num_uses
+            self._admit()
+
+    def _withdraw(self, claim: Claim) -> None:
+        """End a claim that still waits."""
+        with self._lock:
+            if self._queue.remove(claim):
+                claim.push(Step(-1, "cancel"))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -265,26 +301,30 @@ class Engine:
                 self._inside = False
                 self._lock.notify_all()
                 self._lock.wait_for(lambda: not self._paused or self.closed)
-                mailbox, all_served = self._mailbox, num_served == self._num_posted
-                if all_served or self.closed or mailbox is None:
-                    why = "the engine was closed" if self.closed else "the backend left it"
-                    self._fail_all(RunError(f"the request did not finish: {why}"))
-                    if all_served and not self.closed and self._another(num_served):
-                        continue
+                if not self.closed and num_served == self._num_posted:
+                    self._fail_all(RunError("the request did not finish: the backend left it"))
+                    if num_served == self._num_posted and not self._another(num_served):
+                        self._thread = None
+                        return
+                if self.closed:
+                    self._fail_all(RunError("the request did not finish: the engine was closed"))
                     self._thread = None
                     return
+                if self._paused:
+                    continue
                 num_served, self._inside = self._num_posted, True
+                mailbox = self._mailbox
+                assert mailbox is not None, "who posts opens one"
             try:
                 self.backend.generate(mailbox)
                 if mailbox.yielding:
                     num_served = 0  # what it left resumes with the next call
             except BaseException as error:
                 with self._lock:
-                    self._fail_all(error)
                     # What the backend left behind is not trusted: no slot's memory, no mailbox.
-                    for slot in self._slots:
-                        slot.tokens = []
-                    self._mailbox = None
+                    self._mailbox, num_served = None, self._num_posted
+                    self._forget()
+                    self._fail_all(error)
 
     def _another(self, num_served: int) -> bool:
         """Whether a further request came within LINGER_S; the lock is held, and let go meanwhile."""
@@ -292,17 +332,19 @@ class Engine:
         return self._num_posted != num_served and not self.closed
 
     def _fail_all(self, error: BaseException) -> None:
-        """Tell every reader that no more steps come; one that has its last step never looks."""
+        """End every claim that has a slot; the lock is held."""
+        failure = Failure(error if isinstance(error, Exception) else RunError(repr(error)))
+        for claim in [slot.claim for slot in self._slots if slot.claim is not None]:
+            claim.push(failure)
+
+    def _forget(self) -> None:
         for slot in self._slots:
-            if slot.busy and slot.error is None:
-                slot.error = error
+            slot.tokens = []
 
     def forget(self) -> None:
         """Drop what free slots remember, so that the next prompt is computed in full."""
         with self._lock:
-            for slot in self._slots:
-                if not slot.busy:
-                    slot.tokens = []
+            self._forget()
 
     def close(self) -> None:
         """End every request and free the backend; safe to call twice."""
@@ -310,6 +352,8 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+            while self._queue:
+                self._queue.next().push(Failure(RunError("the engine was closed: open a new LLM")))
             thread = self._thread
             if self._mailbox is not None:
                 self._mailbox.close()

@@ -43,3 +43,10 @@ def shown(value: object) -> str:
         return "a huge number"
     except RecursionError:
         return "a deeply nested value"
+
+
+def run_error(error: BaseException) -> KogError:
+    """What a request raises for an error of its backend."""
+    if isinstance(error, KogError):
+        return error
+    return RunError(f"the backend failed: {type(error).__name__}: {error}")

@@ -1,39 +1,44 @@
 """One sample in the making: steps in; log-probabilities, text and stop strings out.
 
-A `Generation` belongs to one thread, except for `cancel`. Its slot is freed when the backend has
-said its last word, also after a stop string, a cancel, an error or an abandoned loop.
+A `Generation` belongs to one thread or one asyncio task, except for `cancel`. Its slot is freed when the backend has
+said its last word, also after a stop string, a cancel, an error, or if nobody reads it any more.
 """
 
+import asyncio
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import suppress
 
-from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
-from kog_triton.errors import KogError, RunError
-from kog_triton.metrics import RequestMetrics, measure
+from kog_triton.backends.mailbox import Failure, PromptLogprob, Request, Step
+from kog_triton.claim import Claim
+from kog_triton.errors import run_error
+from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import FINISH_REASONS, CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import StopMatcher, Tokenizer
 
-if TYPE_CHECKING:
-    from kog_triton.engine import Engine, Slot
-
-POLL_S = 0.05  # how soon a waiting reader notices a cancel or a backend that has ended
-
 
 class Generation:
-    """Iterate over it, or call `poll` until `finished`."""
+    """Iterate over it, with `for` or `async for`, or call `poll` until `finished`.
+
+    measure  metrics.measure for this backend: it takes the rest by keyword
+    """
 
     def __init__(
-        self, engine: "Engine", slot: "Slot", mailbox: Mailbox, request: Request, prompt: str | None
+        self,
+        claim: Claim,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        eos_token_ids: Collection[int],
+        measure: Callable[..., RequestMetrics],
     ) -> None:
-        self.request = request
+        self._claim = claim
         self.prompt = prompt
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._engine, self._slot, self._mailbox = engine, slot, mailbox
-        self._text = TextStream(engine.tokenizer, request.params)
+        self._decode, self._eos_token_ids, self._measure = tokenizer.decode, eos_token_ids, measure
+        self._text = TextStream(tokenizer, claim.request.params)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
@@ -41,12 +46,14 @@ class Generation:
         self._submitted = time.perf_counter()
         self._arrivals: list[float] = []
         self._device_ns: list[int] = []
-        self._made: list[int] = []  # every token of the slot, also those after a stop string
-        self._cancel = False
-        self._known = True  # False once an interrupt may have swallowed a step
-        self._ended = False  # the last step, or a failure, was read
-        self._failed = False
-        self._released = False
+
+    def __del__(self) -> None:
+        self._claim.cancel()  # if it still runs, nobody will read what it says
+
+    @property
+    def request(self) -> Request:
+        """What the backend was asked; its slot and what was cached are known once it has a slot."""
+        return self._claim.request
 
     @property
     def finished(self) -> bool:
@@ -62,16 +69,43 @@ class Generation:
         finally:
             self.close()
 
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas as they come, on the running event loop; leaving the loop early cancels the request."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # of a loop that has closed: nobody reads any more
+                loop.call_soon_threadsafe(news.set)
+
+        self._claim.listen(wake)
+        try:
+            while not self.finished:
+                await news.wait()
+                news.clear()
+                delta = self.poll(0)
+                if delta is not None:
+                    yield delta
+        finally:
+            self._claim.cancel()
+            while not self._claim.ended:
+                self._claim.read(0)
+                await news.wait()
+                news.clear()
+            self.close()
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """Call `news` now and whenever `poll` may have something new, in whichever thread brings it."""
+        self._claim.listen(news)
+
     def cancel(self) -> None:
         """Ask for an early end, from any thread or a signal handler; it ends with "abort"."""
-        self._cancel = True
+        self._claim.cancel()
 
     def close(self) -> None:
-        """Cancel if it still runs, wait for the backend and free the slot; safe to call twice."""
-        self._cancel = True
-        while not self._ended:
-            self._read(POLL_S)
-        self._release()
+        """Cancel if it still runs and wait until its slot is free; safe to call twice."""
+        self._claim.cancel()
+        while not self._claim.ended:
+            self._claim.read(None)
         if self.finish_reason is None:
             self.finish_reason = FINISH_REASONS["cancel"]
 
@@ -85,11 +119,11 @@ class Generation:
             return None
         deadline = float("inf") if timeout is None else time.perf_counter() + timeout
         while True:
-            left = deadline - time.perf_counter()
-            steps = self._read(min(max(left, 0.0), POLL_S))
+            left = max(deadline - time.perf_counter(), 0.0)
+            steps = self._claim.read(None if timeout is None else left)
             if steps:
                 return self._accept(steps)
-            if left <= 0:
+            if left == 0:
                 return None
 
     def output(self) -> RequestOutput:
@@ -119,63 +153,22 @@ class Generation:
         )
 
     def metrics(self) -> RequestMetrics:
-        backend = self._engine.backend
-        return measure(
-            spec=backend.spec,
-            backend=backend.name,
+        return self._measure(
             seed=self.request.seed,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.request.cached,
             submitted=self._submitted,
             arrivals=self._arrivals,
             device_ns=self._device_ns,
-            peak=self._engine.peak,
         )
-
-    # ---- the slot ----
-
-    def _read(self, timeout: float) -> list[Step | Failure]:
-        """New steps, noted for the slot's memory."""
-        if self._cancel:
-            self._mailbox.cancel(self._slot.index)
-        known, self._known = self._known, False  # an interrupt from here on leaves it False
-        steps = self._engine.read(self._slot, self._mailbox, timeout)
-        ended = False
-        for step in steps:
-            if isinstance(step, Failure):
-                ended = self._failed = True
-            else:
-                if step.token >= 0:
-                    self._made.append(step.token)
-                ended |= step.finish is not None
-        if self.request.prompt_logprobs is not None:  # before the slot is another's
-            read = self._mailbox.read_prompt(self._slot.index)
-            self._prompt_logprobs += [self._candidates(p) for p in read]
-        self._known = known
-        if ended:
-            self._ended = True
-            self._release()
-        return steps
-
-    def _release(self) -> None:
-        """Free the slot and say what it holds: the last token made never got keys and values."""
-        if self._released:
-            return
-        prompt = self.request.prompt
-        if self._failed or not self._known:
-            held: list[int] = []
-        elif self._made:
-            held = [*prompt, *self._made[:-1]]
-        else:
-            held = list(prompt[: self._mailbox.prefilled[self._slot.index]])
-        self._engine.release(self._slot, held)
-        self._released = True
 
     # ---- steps to output ----
 
     def _accept(self, steps: list[Step | Failure]) -> Delta:
         """Turn steps into the next delta; what was made after a stop string is dropped."""
         now, first, texts = time.perf_counter(), len(self.token_ids), []
+        if self.request.prompt_logprobs is not None:
+            self._prompt_logprobs += [self._candidates(p) for p in self._claim.read_prompt()]
         for step in steps:
             if isinstance(step, Failure):
                 self.finish_reason = FINISH_REASONS["cancel"]
@@ -186,7 +179,7 @@ class Generation:
         text = "".join(texts)
         self._texts.append(text)
         if self.finished:
-            self.close()
+            self.cancel()  # after a stop string the backend goes on
         return Delta(
             text,
             self.token_ids[first:],
@@ -214,7 +207,7 @@ class Generation:
         elif step.finish:
             self.finish_reason = FINISH_REASONS[step.finish]
             # an end token that is ignored as such ends the text as a stop token of the caller
-            ends_text = step.token in self._engine.eos_token_ids and not params.ignore_eos
+            ends_text = step.token in self._eos_token_ids and not params.ignore_eos
             if by_token and not ends_text:
                 self.stop_reason = step.token
         return text
@@ -223,9 +216,10 @@ class Generation:
         """The token itself first, then the likeliest; its rank is known if it is one of them."""
         ranks = {token: rank for rank, (token, _) in enumerate(step.top, 1)}
         values = {step.token: step.logprob or 0.0} | dict(step.top)
-        decode = self._engine.tokenizer.decode
         return {
-            token: Logprob(value, ranks.get(token), decode([token], skip_special_tokens=False))
+            token: Logprob(
+                value, ranks.get(token), self._decode([token], skip_special_tokens=False)
+            )
             for token, value in values.items()
         }
 
@@ -264,10 +258,3 @@ class TextStream:
         text = self._matcher.feed(text)
         self.stop = self._matcher.matched
         return text
-
-
-def run_error(error: Exception) -> KogError:
-    """What a request raises for an error of its backend."""
-    if isinstance(error, KogError):
-        return error
-    return RunError(f"the backend failed: {type(error).__name__}: {error}")

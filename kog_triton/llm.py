@@ -6,7 +6,8 @@
         for delta in llm.stream("def add(a, b):", SamplingParams(temperature=0, max_tokens=32)):
             print(delta.text, end="", flush=True)
 
-The names are vLLM's. An `LLM` serves the thread that uses it; a server talks to `llm.engine`.
+The names are vLLM's. Threads and asyncio tasks may share an `LLM`: a request that finds every slot busy waits in line,
+and `async for` reads a stream as `for` does.
 """
 
 import sys
@@ -14,7 +15,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -25,12 +28,13 @@ from kog_triton.backends import DTYPE_NAMES, Backend, BackendOptions
 from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.demo import checkpoint_path
-from kog_triton.engine import Engine, Job, draw_seed
+from kog_triton.engine import MAX_WAITING, Engine, Job, draw_seed
 from kog_triton.errors import DeviceError, RequestError, shown, wrong
 from kog_triton.generation import Generation
-from kog_triton.metrics import Peak
+from kog_triton.metrics import Peak, measure
 from kog_triton.outputs import CompletionOutput, RequestOutput
 from kog_triton.progress import Progress
+from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
 from kog_triton.text.tool_calls import ToolCallParser
@@ -40,7 +44,6 @@ Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 PREFILLS = ("auto", "kernel", "library")
 MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
-BUSY_POLL_S = 0.005  # how long one of several running samples may keep the others unread
 
 
 class LLM:
@@ -55,6 +58,8 @@ class LLM:
     max_model_len  positions a slot holds, None for all that the model allows
     num_slots      requests that may run at once; each slot remembers its last conversation, and
                    the least recently used one makes room: see `kv_cache_bound_bytes`
+    max_waiting    requests that may wait for a slot, first come, first served; one more is a
+                   RequestError
     seed           makes a whole session repeatable; a request's own seed comes first
     prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
 
@@ -70,6 +75,7 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         num_slots: int = 1,
+        max_waiting: int = MAX_WAITING,
         seed: int | None = None,
         prefill: str = "auto",
         walk: str = "stage",
@@ -80,6 +86,7 @@ class LLM:
         device, num_gpus = _devices(devices)
         _check_integer("devices", num_gpus, 1, MAX_DEVICES)
         _check_integer("num_slots", num_slots, 1, MAX_SLOTS)
+        _check_integer("max_waiting", max_waiting, 0, MAX_SLOTS)
         if seed is not None:
             _check_integer("seed", seed, 0, (1 << 64) - 1)
         if prefill not in PREFILLS:
@@ -112,6 +119,7 @@ class LLM:
             self.tokenizer,
             {*self.checkpoint.eos_token_ids, *own_end},
             Peak.of(gpu, running.num_devices) if gpu else None,
+            max_waiting,
         )
         self._seeds = None if seed is None else Random(seed)
         self.load_s = time.perf_counter() - started
@@ -178,12 +186,13 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Start one prompt; iterate over the result for `Delta`s, the last with the output.
 
-        Leaving the loop, `cancel()` or `close()` ends the request and frees its slot.
+        With `for` in a thread, or `async for` on an event loop. Leaving the loop, `cancel()`, `close()` or dropping
+        the result ends the request and frees its slot. RequestError if `max_waiting` others wait for a slot.
         """
         job = self._job(prompt, self.default_params() if params is None else params)
         if job.params.n != 1:
             raise RequestError(f"n is {job.params.n}: a stream has one sample, use generate")
-        return self.engine.start(job)
+        return self._start(job)
 
     def chat_prompt(
         self,
@@ -249,6 +258,14 @@ class LLM:
         seed = draw_seed() if self._seeds is None else self._seeds.getrandbits(32)
         return self.engine.prepare(ids, params, prompt=text, seed=seed)
 
+    def _start(self, job: Job, sample_idx: int = 0) -> Generation:
+        engine = self.engine
+        claim = engine.start(job, sample_idx)
+        figures = partial(
+            measure, spec=engine.backend.spec, backend=engine.backend.name, peak=engine.peak
+        )
+        return Generation(claim, job.prompt, self.tokenizer, engine.eos_token_ids, figures)
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
@@ -263,23 +280,33 @@ class LLM:
         )
 
     def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
-        """Every sample of every job, as many at once as there are slots."""
+        """Every sample of every job, as many in line at once as there are slots."""
         waiting = deque((j, s) for j, job in enumerate(jobs) for s in range(job.params.n))
         running: dict[tuple[int, int], Generation] = {}
         done: dict[tuple[int, int], Generation] = {}
+        news: SimpleQueue[tuple[int, int]] = SimpleQueue()  # whose there is something to read of
         with Progress(len(waiting), show) as progress:
             try:
                 while waiting or running:
-                    while waiting and (self.engine.num_free_slots or not running):
-                        key = waiting.popleft()
-                        running[key] = self.engine.start(jobs[key[0]], sample_idx=key[1])
-                    for key, generation in list(running.items()):
-                        delta = generation.poll(BUSY_POLL_S if len(running) > 1 else None)
-                        if delta is not None:
-                            progress.add_tokens(len(delta.token_ids))
-                        if generation.finished:
-                            done[key] = running.pop(key)
-                            progress.add_sample()
+                    while waiting and len(running) < self.engine.num_slots:
+                        key = waiting[0]
+                        try:
+                            running[key] = self._start(jobs[key[0]], key[1])
+                        except QueueFull:
+                            if not running:
+                                raise
+                            break  # until one of our own has ended
+                        running[waiting.popleft()].listen(partial(news.put, key))
+                    key = news.get()
+                    if key not in running:
+                        continue
+                    delta = running[key].poll(0)
+                    if delta is not None:
+                        progress.add_tokens(len(delta.token_ids))
+                    if running[key].finished:
+                        running[key].close()
+                        done[key] = running.pop(key)
+                        progress.add_sample()
             finally:
                 for generation in running.values():
                     generation.cancel()

@@ -72,7 +72,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
 def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
     """The model's weight bytes of a stage, over all runs and ranks."""
     shards = 1 if stage.scope is Scope.ALL else schedule.num_shards
-    return stage.rows * stage.cols * shards * repeat * schedule.spec.dtype.bytes
+    return stage.rows * stage.cols * shards * repeat * stage.dtype.bytes
 
 
 def stream_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> int:

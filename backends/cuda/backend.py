@@ -1,7 +1,7 @@
 """CudaBackend: the monokernel of one model on one Hopper GPU.
 
 What the kernel cannot do is refused by name before anything runs. How requests share it, and how they come
-and go, is serving.py's.
+and go, is kog_triton/backends/serving.py's and launcher.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,18 @@ from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
+from kog_triton.backends.cuda.launcher import (
+    UNLIMITED,
+    CudaLauncher,
+    Finished,
+    check_launch,
+    check_waits,
+)
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
-from kog_triton.backends.cuda.serving import (
-    MASK_S,
-    UNLIMITED,
-    Finished,
-    Launch,
-    Launcher,
-    check_launch,
-    check_waits,
-    serve,
-)
 from kog_triton.backends.cuda.stages import StageCall, StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
@@ -40,6 +37,7 @@ from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
+from kog_triton.backends.serving import MASK_S, LaunchServing
 from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
@@ -155,25 +153,23 @@ class CudaBackend:
 
     # ---- doors ----
 
-    def new_mailbox(self) -> Mailbox:
-        return Mailbox(self.options.num_slots)
-
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields."""
         whole = self.options.prefill == "decode"
-        launcher = Launcher(
+        launcher = CudaLauncher(
+            self.spec,
             self.memory,
             self.columns,
             self.chunks,
-            self._seat,
+            self._admit,
             self._score,
             self._launch_slots,
             whole,
         )
         with self._gpu_answers.serving(self._free):
-            serve(launcher, mailbox)
+            LaunchServing(launcher, mailbox).run()
 
-    def _seat(self, request: Request) -> int:
+    def _admit(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None
         start = len(request.prompt) - 1 if scored else self._prefill(request)
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
@@ -289,18 +285,20 @@ class CudaBackend:
 
     # ---- a launch ----
 
-    def _launch_slots(self, slots: list[int], most_steps: int, step: ColumnKernel | None) -> Launch:
+    def _launch_slots(
+        self, slots: Sequence[int], most_steps: int, step: ColumnKernel | None
+    ) -> tuple[Layout, Finished]:
         """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
         if step is None:
-            return Launch(slots, self.layout, self._launch(self.memory, slots, most_steps))
+            return self.layout, self._launch(self.memory, slots, most_steps)
         memory = replace(self.memory, words=step.words, scores=step.scores)
-        seats = slots * step.layout.columns if step.layout.chunk else slots
-        return Launch(slots, step.layout, self._launch(memory, seats, most_steps, step.kernel))
+        seats = [*slots] * step.layout.columns if step.layout.chunk else slots
+        return step.layout, self._launch(memory, seats, most_steps, step.kernel)
 
     def _launch(
         self,
         memory: Memory,
-        slots: list[int],
+        slots: Sequence[int],
         most_steps: int,
         kernel: Kernel | None = None,
         **others: torch.Tensor,

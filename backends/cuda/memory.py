@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
-from kog_triton.backends.cuda.layout.names import LAYER, POINTS
+from kog_triton.backends.cuda.layout.names import POINTS
 from kog_triton.backends.cuda.layout.protocol import MAILBOX_WORDS
 
 from kog_triton.backends import WeightSource
@@ -21,9 +21,10 @@ from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
+from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import pack_blocks
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import Stage
+from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 
 Tensor = torch.Tensor
@@ -261,8 +262,7 @@ def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:
     schedule = lo.schedule
     parts: list[Tensor] = []
     for layer in range(schedule.spec.num_layers):
-        for name in LAYER:
-            stage = schedule.stage(name)
+        for stage in layer_matrices(schedule):
             if not stage.biases:
                 parts.append(torch.zeros(schedule.num_shards * stage.rows, device=device))
                 continue
@@ -270,7 +270,7 @@ def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:
                 shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases
             ]
             rows = torch.cat(tensors, 1).float()
-            if name == "gate_up_proj":  # gate and up of one output side by side
+            if stage.epilogue is Epilogue.SILU_MUL:  # gate and up of one output side by side
                 rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
             parts.append(rows.reshape(-1))
     return torch.cat(parts)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.names import LAYER, POINTS
+from kog_triton.backends.cuda.layout.names import POINTS
 from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Recording, Span
 from kog_triton.backends.request_words import encode
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 
 WAITS = ("attention_qkv", "o_proj_input", "attention_out", "down_proj_input", "mlp_out")
 # The head's points, by the names that they have in a layer.
@@ -79,8 +80,8 @@ def stage_bytes(layout: Layout) -> dict[str, float]:
     """Bytes that all blocks read in one run of a matrix stage, padding included; a mean over layers."""
     lo = layout.lowering
     out = {}
-    for name in (*LAYER, "lm_head"):
-        stage = lo.schedule.stage(name)
-        runs = lo.schedule.spec.num_layers if name in LAYER else 1
-        out[name] = sum(lo.stage_bytes(stage, layer) for layer in range(runs)) / runs
+    layer = layer_matrices(lo.schedule)
+    for stage in matrix_stages(lo.schedule):
+        runs = lo.schedule.spec.num_layers if stage in layer else 1
+        out[stage.name] = sum(lo.stage_bytes(stage, layer) for layer in range(runs)) / runs
     return out

@@ -108,7 +108,9 @@ class StageRunner:
             counts = (self.spec.num_heads // self.lanes, *[self.spec.lane_kv_heads] * 2)
             return dict(zip("qkv", qkv.unflatten(1, (-1, d)).split(counts, 1), strict=True))
         if stage == "gate_up_proj":
-            return {"mlp": self._get_pairs(words, "mlp", self.schedule.exchange("mlp").width)}
+            return {
+                "mlp": self._get_pairs(words, "mlp", self.schedule.stage("gate_up_proj").outputs)
+            }
         if stage in ("o_proj", "down_proj"):
             return {self._module(stage): self._output(words, stage, layer), "x": self._get_x()}
         if stage == "mix" and self.spec.head is Head.CONCAT:
@@ -128,7 +130,7 @@ class StageRunner:
             qkv = torch.cat([v[name][:, t].flatten(1) for name in "qkv"], 1)
             self._put_pairs(words, "qkv", qkv)
             words = self._call("attention", layer, words, position=length + t)
-            width = self.schedule.exchange("attention").width
+            width = self.schedule.stage("attention").outputs
             parts.append(self._get_pairs(words, "attention", width))
         keys, values = (
             cache[:, :, :, : length + count, : self.spec.head_dim].float().cpu().unbind(2)

@@ -38,6 +38,10 @@ class Heart:
         self._begun, self._ended = begun, ended
         self._steps, self._since = 0, time.monotonic()
 
+    def restart(self) -> None:
+        """The host has not listened for a while."""
+        self._since = time.monotonic()
+
     def listen(self, steps: int) -> None:
         if steps != self._steps or not self._begun():
             self._steps, self._since = steps, time.monotonic()

@@ -5,14 +5,14 @@
                                      push_prompt(slot, logprobs) before, if the request asks
 
 The host posts requests and reads steps; the backend takes requests and pushes steps. Either side may
-run in its own thread. This class is the plain one, in host memory, for backends whose loop runs on
-the host; a GPU backend keeps the same words in pinned mapped memory and offers the same methods.
+run in its own thread: every operation below is one of Python's atomic ones, so that nobody waits for a
+lock. What a GPU's kernel writes is brought here by the backend (serving.py).
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """One token as it was made. `finish` is set on the last one only: "stop", "length" or "cancel"."""
+    """One token as it was made; -1 in a last step that brings none.
+
+    `finish` is set on the last step only: "stop", "length" or "cancel". `held` then says how many leading
+    tokens of prompt and answer have keys and values in the slot.
+    """
 
     token: int
     finish: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     device_ns: int = 0  # when it was made, by the GPU's clock or the token loop's; 0: unknown
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,36 +70,59 @@ class Failure:
     error: Exception
 
 
+class Inbox:
+    """What a backend says of one request, and whether the request is to end at the next token boundary."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        # A queue in C: who waits in it holds neither a lock nor the interpreter. None wakes the reader.
+        self._steps: SimpleQueue[Step | Failure | None] = SimpleQueue()
+        self._prompt: deque[PromptLogprob] = deque()
+
+    def push(self, step: Step | Failure) -> None:
+        self._steps.put(step)
+
+    def push_prompt(self, logprobs: Sequence[PromptLogprob]) -> None:
+        self._prompt.extend(logprobs)
+
+    def read(self, timeout: float | None = None) -> list[Step | Failure]:
+        """Every step not read before; waits up to `timeout` seconds (None: as long as it takes) for one.
+
+        Empty also when the reader was woken for another reason.
+        """
+        found: list[Step | Failure | None] = []
+        try:
+            found.append(self._steps.get(timeout=timeout))
+            while True:
+                found.append(self._steps.get_nowait())
+        except Empty:
+            return [step for step in found if step is not None]
+
+    def read_prompt(self) -> list[PromptLogprob]:
+        """What `push_prompt` brought that was not read before."""
+        return [self._prompt.popleft() for _ in range(len(self._prompt))]
+
+
 @dataclass
 class Mailbox:
-    """The host-memory mailbox. `num_slots` requests may be in flight, one a slot."""
+    """One request a slot may be in flight."""
 
-    num_slots: int
-    _lock: threading.Condition = field(default_factory=threading.Condition)
     _posted: deque[Request] = field(default_factory=deque)
-    _steps: dict[int, deque[Step | Failure]] = field(default_factory=dict)
-    _prompt: dict[int, list[PromptLogprob]] = field(default_factory=dict)
-    _cancelled: set[int] = field(default_factory=set)
+    _inboxes: dict[int, Inbox] = field(default_factory=dict)
     yielding: bool = False
     closed: bool = False
-    prefilled: dict[int, int] = field(default_factory=dict)  # slot -> tokens in its KV cache
     resumed: dict[int, Any] = field(default_factory=dict)  # slot -> what a backend left on yield
 
     # ---- host side ----
 
-    def post(self, request: Request) -> None:
-        with self._lock:
-            self._cancelled.discard(request.slot)
-            self._steps[request.slot] = deque()
-            self._prompt[request.slot] = []
-            self.prefilled[request.slot] = request.cached
-            self._posted.append(request)
-            self._lock.notify_all()
+    def post(self, request: Request, inbox: Inbox | None = None) -> None:
+        """Give a request to the backend; what it says goes to `inbox`, or is for `read` by the slot."""
+        self._inboxes[request.slot] = inbox or Inbox()
+        self._posted.append(request)
 
     def cancel(self, slot: int) -> None:
         """Ask that the slot's request end at the next token boundary; its last step says "cancel"."""
-        with self._lock:
-            self._cancelled.add(slot)
+        self._inboxes[slot].cancelled = True
 
     def yield_now(self) -> None:
         """Ask `generate` to return at the next token boundary, every request resumable."""
@@ -105,44 +133,35 @@ class Mailbox:
         self.yielding = False
 
     def close(self) -> None:
-        with self._lock:
-            self.closed = True
-            self._lock.notify_all()
+        self.closed = True
 
     def read(self, slot: int, timeout: float | None = None) -> list[Step | Failure]:
-        """Every step of the slot not read before; waits up to `timeout` seconds for the first."""
-        with self._lock:
-            steps = self._steps[slot]
-            if not steps:
-                self._lock.wait_for(lambda: bool(steps), timeout)
-            out = list(steps)
-            steps.clear()
-            return out
+        return self._inboxes[slot].read(timeout)
 
     def read_prompt(self, slot: int) -> list[PromptLogprob]:
-        """What `push_prompt` brought that was not read before."""
-        with self._lock:
-            out, self._prompt[slot] = self._prompt[slot], []
-            return out
+        return self._inboxes[slot].read_prompt()
 
     # ---- backend side ----
 
+    @property
+    def stops(self) -> bool:
+        """Whether the backend is to return."""
+        return self.closed or self.yielding
+
+    def waiting(self) -> bool:
+        """Whether a request was posted that nobody took."""
+        return bool(self._posted)
+
     def take(self) -> list[Request]:
         """Requests posted since the last call, in order."""
-        with self._lock:
-            out = list(self._posted)
-            self._posted.clear()
-            return out
+        return [self._posted.popleft() for _ in range(len(self._posted))]
 
     def push(self, slot: int, step: Step | Failure) -> None:
-        with self._lock:
-            self._steps[slot].append(step)
-            self._lock.notify_all()
+        self._inboxes[slot].push(step)
 
     def push_prompt(self, slot: int, logprobs: Sequence[PromptLogprob]) -> None:
         """Prompt tokens in order, from the second on; all of them before the first step."""
-        with self._lock:
-            self._prompt[slot] += logprobs
+        self._inboxes[slot].push_prompt(logprobs)
 
     def cancelled(self, slot: int) -> bool:
-        return slot in self._cancelled
+        return self._inboxes[slot].cancelled

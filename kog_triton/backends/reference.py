@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, block_walk
+from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
-from kog_triton.backends.serve import serve
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import DTYPES, DType, Head, Reduce
 from kog_triton.schedule.lowering import Partition, default_partition
@@ -131,16 +131,13 @@ class ReferenceBackend:
 
     # ---- doors ----
 
-    def new_mailbox(self) -> Mailbox:
-        return Mailbox(self.options.num_slots)
-
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until idle: prompts in chunks, then one token a step, slot by slot."""
         threads = torch.get_num_threads()
         if self.memory_bytes()["weights"] < ONE_THREAD_BYTES:
             torch.set_num_threads(1)
         try:
-            serve(self, mailbox, CHUNK)
+            HostServing(self, mailbox, CHUNK).run()
         finally:
             torch.set_num_threads(threads)
 

@@ -25,7 +25,6 @@ from kog_triton.sampling.definition import LOG2E_SCALE, inverse_temperature
 from kog_triton.sampling.params import SamplingParams
 
 MOST_LOGPROBS = 20  # candidates of a token that a kernel brings
-EVERY_EPOCH = 0xFFFFFFFF  # of a mask that holds for all tokens to come
 LIST_WORDS = 8192  # room for stop ids, end ids and bad words together
 
 
@@ -192,9 +191,9 @@ def mask_words(mask: np.ndarray | None, vocab_size: int, epoch: int) -> np.ndarr
     """The mask of one token as a kernel waits for it: uint64 [ceil(vocab / 32)], epoch << 32 | bits.
 
     `epoch` is the number of the token being chosen, 1 for the first of the output: a kernel waits
-    until each word that it looks at has the epoch of its token or a later one. None allows every id.
-    RunError if the mask is too short. A host brings a mask for every token of a MASKED request; if
-    it cannot, it brings one of EVERY_EPOCH, so that the kernel does not wait, and ends the request.
+    until each word that it looks at has the epoch of its token. None allows every id. RunError if the
+    mask is too short. A host brings a mask for every token of a MASKED request, until its launch has ended
+    also of one that failed.
     """
     count = -(-vocab_size // 32)
     if mask is None:

@@ -6,7 +6,7 @@ is the time until its id is in the caller's thread. Peers (peers/) keep the same
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,15 +14,13 @@ import numpy as np
 
 from kog_triton import __version__
 from kog_triton.backends import Backend, BackendOptions, BackgroundCompiler, WeightSource
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter, Resources
-from kog_triton.errors import DeviceError, KogError, RunError
+from kog_triton.errors import DeviceError, KogError, RunError, run_error
 from kog_triton.model.spec import ModelSpec
 from kog_triton.profiling.analysis import Figure, figures, timeline
 from kog_triton.sampling.params import SamplingParams
-
-POLL_S = 0.05  # how soon a backend that ended without a last token is noticed
 
 
 @dataclass
@@ -99,7 +97,6 @@ class BackendSubject:
         self._backend = backend(weights, options)
         check_devices(self._backend, options.num_gpus)
         self.spec = self._backend.spec
-        self._mailbox = self._backend.new_mailbox()
         self._server = ThreadPoolExecutor(1, "bench-backend")
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -120,7 +117,7 @@ class BackendSubject:
 
         Unless greedy, request i is sampled with seed + i. No more prompts than the backend has slots.
         """
-        runs = [Run(time.perf_counter()) for _ in prompts]
+        mailbox, runs = Mailbox(), [Run(time.perf_counter()) for _ in prompts]
         for slot, prompt in enumerate(prompts):
             params = SamplingParams(
                 temperature=sampling.temperature,
@@ -129,41 +126,32 @@ class BackendSubject:
                 ignore_eos=True,
                 seed=seed + slot,
             ).resolve(self.spec.vocab_size, (), lambda text: [])
-            self._mailbox.post(
-                Request(slot, tuple(prompt), params, seed=seed + slot, max_tokens=count)
-            )
-        served = self._server.submit(self._backend.generate, self._mailbox)
-        try:
-            with ThreadPoolExecutor(max(len(runs) - 1, 1), "bench-reader") as readers:
-                try:
-                    others = [
-                        readers.submit(self._read, slot, runs[slot], count, served)
-                        for slot in range(1, len(runs))
-                    ]
-                    self._read(0, runs[0], count, served)
-                    for other in others:
-                        other.result()
-                finally:  # Ctrl-C: no thread may stay inside a backend that closes
-                    for slot, run in enumerate(runs):
-                        if len(run.tokens) < count:
-                            self._mailbox.cancel(slot)
-        finally:
-            if served.exception():  # what a crash left behind is not trusted
-                self._mailbox = self._backend.new_mailbox()
+            mailbox.post(Request(slot, tuple(prompt), params, seed=seed + slot, max_tokens=count))
+        served = self._server.submit(self._serve, mailbox, len(runs))
+        with ThreadPoolExecutor(max(len(runs) - 1, 1), "bench-reader") as readers:
+            try:
+                others = [
+                    readers.submit(_read, mailbox, slot, runs[slot], count)
+                    for slot in range(1, len(runs))
+                ]
+                _read(mailbox, 0, runs[0], count)
+                for other in others:
+                    other.result()
+            finally:  # Ctrl-C: no thread may stay inside a backend that closes
+                for slot in range(len(runs)):
+                    mailbox.cancel(slot)
+                served.result()
         return runs
 
-    def _read(self, slot: int, run: Run, count: int, served: Future[None]) -> None:
-        """A request's tokens as they come; its error if it has one."""
-        while len(run.tokens) < count:
-            alive = not served.done()  # before reading: it pushes nothing after it has ended
-            steps = self._mailbox.read(slot, POLL_S if alive else 0)
-            for step in steps:
-                if isinstance(step, Failure):
-                    raise _as_error(step.error)
-                run.add(step.token)
-                run.device_ns.append(step.device_ns)
-            if not steps and not alive:
-                raise _as_error(served.exception() or RunError("it made too few tokens"))
+    def _serve(self, mailbox: Mailbox, slots: int) -> None:
+        """Behind the last token of each slot, or in its place, comes an error."""
+        error: KogError = RunError("it made too few tokens")
+        try:
+            self._backend.generate(mailbox)
+        except BaseException as crash:
+            error = run_error(crash)
+        for slot in range(slots):
+            mailbox.push(slot, Failure(error))
 
     def profile(self, prompt: Sequence[int], tokens: int) -> list[Figure] | None:
         """Where so many tokens behind the prompt spend their time, span by span; None: it takes no stamps."""
@@ -190,7 +178,13 @@ class BackendSubject:
         self._backend.close()
 
 
-def _as_error(error: BaseException) -> KogError:
-    if isinstance(error, KogError):
-        return error
-    return RunError(f"the backend failed: {type(error).__name__}: {error}")
+def _read(mailbox: Mailbox, slot: int, run: Run, count: int) -> None:
+    """A request's tokens as they come; its error if it has one."""
+    while len(run.tokens) < count:
+        for step in mailbox.read(slot):
+            if isinstance(step, Failure):
+                if len(run.tokens) < count:
+                    raise run_error(step.error)
+                return
+            run.add(step.token)
+            run.device_ns.append(step.device_ns)

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from kog_triton.demo.functions import Function, functions
 from kog_triton.demo.licenses import decide
+from kog_triton.demo.model import Shape
 from kog_triton.demo.tokenizer import END_OF_TEXT_ID, save_tokenizer, train_tokenizer
 from kog_triton.errors import RunError
 
@@ -38,8 +39,6 @@ HELDOUT_SHARE = 0.02
 NUM_PREFIXES = 200
 MAX_PREFIX = 600  # characters
 PREFIXES_A_FILE = 3  # so that no single file dominates
-VOCAB_SIZE = 4096
-MAX_POSITIONS = 1024
 
 VENDORED = re.compile(
     r"(^|/)(_?vendor(ed)?|_?third_?party|_?externals?|extern|_bundled|_?vendored_packages)(/|$)",
@@ -221,8 +220,13 @@ def training_documents(documents: dict[str, Document]) -> Iterator[tuple[str, st
                 yield key, function.text
 
 
-def build(out: Path, sources: list[Source], left_out: list[dict[str, str]]) -> dict[str, object]:
-    """Write the corpus folder and return its manifest; RunError if there is too little text."""
+def build(
+    out: Path, shape: Shape, sources: list[Source], left_out: list[dict[str, str]]
+) -> dict[str, object]:
+    """Write the corpus folder for models of `shape` and return its manifest.
+
+    RunError if there is too little text.
+    """
     documents, packages, skipped = collect(sources)
     # Sorting by hash is the shuffle: files, functions and packages mix, the same way every time.
     train = [text for _, text in sorted(training_documents(documents))]
@@ -230,9 +234,9 @@ def build(out: Path, sources: list[Source], left_out: list[dict[str, str]]) -> d
     heldout = [d.text for digest, d in sorted(documents.items()) if is_heldout(digest)]
     if not train or not heldout:
         raise RunError("corpus: no usable Python source found; install some packages first")
-    tokenizer = train_tokenizer(train, VOCAB_SIZE)
+    tokenizer = train_tokenizer(train, shape.vocab_size)
     out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(tokenizer, out, MAX_POSITIONS)
+    save_tokenizer(tokenizer, out, shape.max_positions)
     counts: dict[str, object] = {}
     for name, texts in (("train", train), ("heldout", heldout)):
         ids = encode(tokenizer, texts)
@@ -267,7 +271,7 @@ def main() -> None:
     sources = [standard_library(), *sources]
     if arguments.packages is not None:
         sources = [source for source in sources if source.package in arguments.packages]
-    manifest = build(arguments.out, sources, left_out)
+    manifest = build(arguments.out, Shape(), sources, left_out)
     print(json.dumps({key: manifest[key] for key in ("splits", "skipped_files", "prefixes")}))
 
 

@@ -163,8 +163,11 @@ def load_checkpoint(folder: Path) -> tuple[Shape, dict[str, Tensor]]:
     return shape, tensors if delayed else from_llama_tensors(tensors, shape.num_heads)
 
 
-def export(run: Path, data: Path, out: Path) -> None:
-    """Write the newest weights of `run` to `out`; ModelError if float16 cannot hold them."""
+def export(run: Path, data: Path, out: Path, limit: int = MAX_SHARD_BYTES) -> None:
+    """Write the newest weights of `run` to `out` in shards of at most `limit` bytes of data.
+
+    ModelError if float16 cannot hold them.
+    """
     folder = newest(run)
     shape = Shape(**json.loads((folder / "state.json").read_text())["shape"])
     tensors = {name: t.half() for name, t in load_file(folder / "model.safetensors").items()}
@@ -178,7 +181,7 @@ def export(run: Path, data: Path, out: Path) -> None:
     else:
         config = laneformer_config(shape)
     out.mkdir(parents=True, exist_ok=True)
-    save_sharded({name: t.contiguous() for name, t in tensors.items()}, out)
+    save_sharded({name: t.contiguous() for name, t in tensors.items()}, out, limit)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
         "bos_token_id": 0,

@@ -31,15 +31,6 @@ class DType(IntEnum):
 DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}  # as options name them
 
 
-class ScaleGranularity(IntEnum):
-    """What shares one scale in a quantized weight. Only NONE runs today; the others name what a checkpoint asks for."""
-
-    NONE = 0
-    TENSOR = 1
-    ROW = 2
-    BLOCK = 3
-
-
 class Reduce(IntEnum):
     """How the outputs of one module, one per lane, join the residual streams."""
 
@@ -102,8 +93,6 @@ class ModelSpec:
     reduce_mlp: tuple[Reduce, ...]
     dtype: DType = DType.BF16
     kv_dtype: DType | None = None  # of the KV cache; None = as the weights
-    scale_granularity: ScaleGranularity = ScaleGranularity.NONE
-    num_experts: int = 0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

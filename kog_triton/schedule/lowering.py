@@ -98,6 +98,11 @@ def matrix_stages(schedule: Schedule) -> list[Stage]:
     return [stage for _, stage in schedule.walk() if stage.op is Op.MATVEC]
 
 
+def layer_matrices(schedule: Schedule) -> list[Stage]:
+    """Those that every layer walks, in order."""
+    return [stage for stage in schedule.layer_stages if stage.op is Op.MATVEC]
+
+
 def default_partition(schedule: Schedule) -> Partition:
     """A small cut that exercises everything: three blocks a shard, units of six rows, K in three parts."""
     tilings = {stage.name: Tiling(6, 3, 4) for stage in matrix_stages(schedule)}

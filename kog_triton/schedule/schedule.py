@@ -1,4 +1,4 @@
-"""The decode step as data: which stages run, in what order, and which values pass between blocks.
+"""The decode step as data: which stages run, in what order, and what each reads and writes.
 
 The layers of a model are cut into *shards*. A shard of a layer is computed by one group of blocks that
 exchanges its activations only within itself; what the shards owe each other is a module's output, and
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType, Head, ModelSpec, Reduce, ScaleGranularity
+from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 
 
 class Op(IntEnum):
@@ -43,7 +43,7 @@ class Epilogue(IntEnum):
 
 
 class Scope(IntEnum):
-    """Which blocks take part in a stage, or read an exchange."""
+    """Which blocks take part in a stage, or share an exchange."""
 
     SHARD = 0  # the group of one shard
     RANK = 1  # all blocks of one GPU
@@ -55,18 +55,6 @@ class Axis(IntEnum):
 
     ROWS = 0
     K = 1
-
-
-class Wire(IntEnum):
-    """What one 32-bit word of an exchange holds beside its phase bit (see wire.py)."""
-
-    F32 = 0
-    PAIR = 1  # two 16-bit values of the model's dtype
-
-
-class Timing(IntEnum):
-    NOW = 0
-    DELAYED = 1  # written now, read `delay` layers later
 
 
 @dataclass(frozen=True)
@@ -91,8 +79,6 @@ class Stage:
     epilogue: Epilogue = Epilogue.STORE
     cut: Axis = Axis.ROWS
     dtype: DType = DType.F32  # of the weights
-    scales: ScaleGranularity = ScaleGranularity.NONE
-    experts: int = 0
 
     @property
     def outputs(self) -> int:
@@ -110,24 +96,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Values that pass from the blocks of one stage to blocks of another.
-
-    `buffers` of them rotate: a word may be rewritten only when no reader can still need it, which
-    check.py proves from `producer`, `readers` and `buffers`.
-    """
-
-    name: str
-    width: int  # values of one shard
-    wire: Wire
-    producer: str
-    readers: tuple[str, ...]
-    scope: Scope
-    buffers: int
-    timing: Timing = Timing.NOW
-
-
-@dataclass(frozen=True)
 class Schedule:
     """One decode step of one model on `num_ranks` GPUs."""
 
@@ -135,7 +103,6 @@ class Schedule:
     num_ranks: int
     num_shards: int
     segments: tuple[Segment, ...]
-    exchanges: tuple[Exchange, ...]
 
     @property
     def shards_per_rank(self) -> int:
@@ -144,14 +111,16 @@ class Schedule:
     def stage(self, name: str) -> Stage:
         return next(s for _, s in self.walk() if s.name == name)
 
-    def exchange(self, name: str) -> Exchange:
-        return next(e for e in self.exchanges if e.name == name)
-
     def walk(self) -> Iterator[tuple[Segment, Stage]]:
         """Every stage once, in order of its first run."""
         for segment in self.segments:
             for stage in segment.stages:
                 yield segment, stage
+
+    @property
+    def layer_stages(self) -> tuple[Stage, ...]:
+        """Those that every layer runs, in order."""
+        return next(s.stages for s in self.segments if s.name == "layers")
 
     def rank_of(self, shard: int) -> int:
         return shard // self.shards_per_rank
@@ -168,7 +137,7 @@ class Schedule:
 
 
 def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
-    """List the stages and exchanges of one decode step. ModelError if the model cannot be cut so."""
+    """List the stages of one decode step. ModelError if the model cannot be cut so."""
     lanes = spec.num_lanes
     if num_ranks < 1:
         raise ModelError(f"cannot run on {num_ranks} GPUs")
@@ -184,10 +153,9 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     d, hidden = spec.head_dim, spec.hidden_size
     q, kv = spec.num_heads // shards * d, spec.num_kv_heads // shards * d
     ffn = spec.intermediate_size // shards
-    wire = Wire.F32 if spec.dtype is DType.F32 else Wire.PAIR
 
     def matvec(name: str, rows: int, cols: int, source: str, target: str, **kw: object) -> Stage:
-        kw = {"scope": Scope.SHARD, "dtype": spec.dtype, "scales": spec.scale_granularity} | kw
+        kw = {"scope": Scope.SHARD, "dtype": spec.dtype} | kw
         return Stage(name, Op.MATVEC, rows=rows, cols=cols, source=source, target=target, **kw)  # type: ignore[arg-type]
 
     def biases(present: bool, *names: str) -> tuple[str, ...]:
@@ -276,44 +244,4 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
         Segment("layers", spec.num_layers, layer),
         Segment("tail", 1, ((mix,) if mixes else ()) + (lm_head, sample)),
     )
-    reduces = set(spec.reduce_attention + spec.reduce_mlp)
-    # One buffer is enough where the next gather of a module output proves that everybody has read,
-    # 3 * delay for outputs that are read late (check.py proves both).
-    exchanges = [
-        Exchange("qkv", q + 2 * kv, wire, "qkv_proj", ("attention",), Scope.SHARD, 1),
-        Exchange("attention", q, wire, "attention", ("o_proj",), Scope.SHARD, 1),
-        Exchange("mlp", ffn, wire, "gate_up_proj", ("down_proj",), Scope.SHARD, 1),
-        Exchange(
-            "logits",
-            spec.vocab_size // (shards if lm_head.scope is Scope.SHARD else 1),
-            Wire.F32,
-            "lm_head",
-            ("sample",),
-            Scope.ALL,
-            1,
-        ),
-        Exchange("token", 1, Wire.F32, "sample", ("embed",), Scope.ALL, 1),
-    ]
-    for name, producer, reader in (
-        ("attention_out", "o_proj", "gate_up_proj"),
-        ("mlp_out", "down_proj", "qkv_proj"),
-    ):
-        scope = Scope.ALL if Reduce.NOW in reduces and shards > 1 else Scope.SHARD
-        last = ("mix" if mixes else "lm_head",) if producer == "down_proj" else ()
-        exchanges.append(Exchange(name, hidden, Wire.F32, producer, (reader, *last), scope, 1))
-        if Reduce.DELAYED in reduces:
-            exchanges.append(
-                Exchange(
-                    f"{name}_past",
-                    hidden,
-                    Wire.F32,
-                    producer,
-                    (producer,),
-                    Scope.ALL,
-                    3 * spec.delay,
-                    Timing.DELAYED,
-                )
-            )
-    if mixes:
-        exchanges.append(Exchange("y", lm_head.cols, Wire.F32, "mix", ("lm_head",), Scope.ALL, 1))
-    return Schedule(spec, num_ranks, shards, segments, tuple(exchanges))
+    return Schedule(spec, num_ranks, shards, segments)

@@ -11,10 +11,27 @@ with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
 Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.schedule.exchanges import (
+    Exchange,
+    Fence,
+    Kernel,
+    Mark,
+    Of,
+    Reader,
+    Who,
+    cache_of,
+    check_kernel,
+    distinct_layers,
+    lay_out_regions,
+    layer_steps,
+    some,
+)
+from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
 
@@ -30,7 +47,6 @@ UNROLLED = 32
 LOOPED = 1.5
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
-LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -141,26 +157,9 @@ class Tiles:
 
     @property
     def regions(self) -> dict[str, tuple[int, int]]:
-        """Offset and size of each exchange, every lane side by side."""
-        sizes = {
-            "qkv": self.lanes * self.qkv_words,
-            "attention": self.lanes * self.attention_words,
-            "mlp": self.lanes * self.ffn // 2,
-            "attention_out": self.lanes * self.hidden_size,
-            "mlp_out": self.lanes * self.hidden_size,
-            "splits": self.lanes * self.kv_heads * self.splits * self.split_words,
-            "past": 2 * self.past_buffers * self.lanes * self.hidden_size,
-            "part": self.lanes * self.hidden_size,
-            "y": self.hidden_size,
-            "votes": 2 * 2 * 8 * self.num_blocks,  # int64: two buffers of four values in halves
-            "winner": 2 * 2 * 4 * self.num_blocks,  # int64, two of: key high, key low, id, control
-            "arrivals": 2 * self.num_blocks,  # two buffers
-        }
-        out, at = {}, 0
-        for name, size in sizes.items():
-            out[name] = at, size
-            at += -(-size // 32) * 32  # 128-byte lines
-        return out
+        """Offset and size of each exchange."""
+        regions = lay_out_regions((*_decode_exchanges(self), _arrivals(self)), 1)
+        return {name: (r.offset, r.size) for name, r in regions.items()}
 
     def region(self, name: str) -> int:
         return self.regions[name][0]
@@ -169,6 +168,115 @@ class Tiles:
     def total_words(self) -> int:
         offset, size = self.regions["arrivals"]
         return offset + size
+
+
+# ---- what blocks exchange ----
+#
+# SOME blocks own rows of qkv_proj and gate_up_proj, and units of attention; EACH owns rows of the others (_owners).
+
+MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
+AGREE, VOTE, MEET = ("candidate", "winner"), ("vote", "votes"), ("arrive", "arrivals")
+DECODE_STEPS = {
+    "attention": ("attention", "attention_join"),
+    "down_proj": ("down_proj", "layer_end"),
+}
+PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet behind each
+    "qkv_proj": ("feed_mlp", "feed", *MEET, "qkv_proj", *MEET),
+    "attention": ("attention", *MEET),
+    "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
+    "gate_up_proj": ("gate_up_proj", *MEET),
+    "down_proj": ("down_proj", *MEET),
+}
+
+
+def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
+    """The walk of a token at a time."""
+    spec, layers = schedule.spec, distinct_layers(schedule.spec)
+    mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
+    ends = (AGREE, VOTE + AGREE, VOTE + VOTE + AGREE, mix + AGREE)
+    fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
+    words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
+    steps = layer_steps(schedule, DECODE_STEPS)
+    return Kernel(t.lanes, layers, (*words, cache_of("attention")), steps, ends, fences)
+
+
+def _decode_exchanges(
+    t: Tiles, attention: Sequence[Reduce] = (), mlp: Sequence[Reduce] = ()
+) -> tuple[Exchange, ...]:
+    """Of layers whose modules are reduced so."""
+
+    def every(name: str, steps: tuple[str, str], values: int, restarts: bool = False) -> Exchange:
+        """int64 values of every block."""
+        words, to = 2 * values * t.num_blocks, (Reader(steps[1]),)
+        e = Exchange(name, steps[0], to, words, 1, 2, Mark.NUMBER, scope=Scope.ALL)
+        return replace(e, restarts=restarts)
+
+    out, late = [], []
+    for (name, stage, reader), hows in zip(MODULES, (attention, mlp), strict=True):
+        now, delayed = (
+            tuple(n for n, h in enumerate(hows) if t.lanes > 1 and h is how)
+            for how in (Reduce.NOW, Reduce.DELAYED)
+        )
+        alone = tuple(n for n in range(len(hows)) if n not in now) if now else None
+        own, all_lanes = Reader(reader, Of.LANE, layers=alone), Reader(reader, layers=now)
+        # Where outputs are late, those that all lanes read at once are read from the ring as well.
+        near = (own,) if t.past_buffers else (own, all_lanes)
+        scope = Scope.ALL if len(near) > 1 else Scope.SHARD
+        out.append(Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
+        far = (Reader(stage, Of.OWN, layers=delayed, delay=t.delay), all_lanes)
+        words, buffers = (t.hidden_size, t.past_buffers) if t.past_buffers else (0, 1)
+        ring = Exchange(f"{name}_past", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
+        late.append(replace(ring, region="past"))
+    mixes = t.lanes > 1 and t.head_mode != Head.VOCAB_PARALLEL
+    adds = mixes and t.head_mode != Head.CONCAT
+    sent, added = "part" if mixes else "", "mix" if adds else ""
+    part = Reader("mix", Of.SOME, Who.FEW) if adds else Reader("lm_head")
+    whole = (Reader("lm_head"),)
+    heads = t.lanes * t.kv_heads * t.splits
+    return (
+        some("qkv", "qkv_proj", ("attention",), t.qkv_words, t.lanes),
+        some("attention", "attention_join", ("o_proj",), t.attention_words, t.lanes),
+        some("mlp", "gate_up_proj", ("down_proj",), t.ffn // 2, t.lanes),
+        *out,
+        some("splits", "attention", ("attention_join",), t.split_words, heads),
+        *late,
+        Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
+        Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
+        every("votes", VOTE, 8, restarts=True),  # four values in halves
+        every("winner", AGREE, 4),
+    )
+
+
+def _arrivals(t: Tiles) -> Exchange:
+    to = (Reader(MEET[1]),)
+    return Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
+
+
+def prompt_kernel(t: Tiles, schedule: Schedule) -> Kernel:
+    """The walk of a prompt's chunk, whose vectors lie in plain memory (backends/triton/cut.py)."""
+    spec, count = schedule.spec, distinct_layers(schedule.spec)
+
+    def vectors(name: str, producer: str, *readers: Reader) -> Exchange:
+        return Exchange(name, producer, readers, None, mark=Mark.GUARDED)
+
+    def out(name: str, stage: str, reader: str, before: int, hows: Sequence[Reduce]) -> Exchange:
+        late = tuple(n + before for n, h in enumerate(hows) if h is Reduce.DELAYED)
+        now = Reader(reader, layers=tuple(range(before, count)))
+        e = vectors(name, stage, now, Reader(reader, layers=late, delay=t.delay + before))
+        return replace(e, buffers=t.delay + 1, scope=Scope.ALL, restarts=True)
+
+    exchanges = (
+        _arrivals(t),
+        vectors("x", "feed", Reader("qkv_proj"), Reader("gate_up_proj")),
+        vectors("qkv", "qkv_proj", Reader("attention")),
+        vectors("attention_vectors", "attention", Reader("o_proj")),
+        vectors("mlp", "gate_up_proj", Reader("down_proj")),
+        out("attention_out", "o_proj", "feed_attention", 0, spec.reduce_attention),
+        out("mlp_out", "down_proj", "feed_mlp", 1, spec.reduce_mlp),
+        cache_of("attention"),
+    )
+    steps = layer_steps(schedule, PROMPT_STEPS)
+    return Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(Fence, MEET)))
 
 
 def lower_tiles(
@@ -194,19 +302,12 @@ def lower_tiles(
                 f"the triton backend needs {name} {getattr(spec, name)} in steps of four"
             )
     lanes = schedule.shards_per_rank
-    reduces = set(spec.reduce_attention + spec.reduce_mlp)
-    delayed = Reduce.DELAYED in reduces
-    if lanes > 1 and reduces == {Reduce.NOW, Reduce.OWN}:
-        # A lane that needs nobody's output in one module would rewrite what others still read of the last.
-        raise ModelError(
-            "the triton backend reduces lanes at once, late or never: "
-            "not at once in some modules and never in others"
-        )
+    delayed = Reduce.DELAYED in spec.reduce_attention + spec.reduce_mlp
     sizes = SIZES[vendor]
     if not tile_bytes:
         tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
     group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
-    return Tiles(
+    tiles = Tiles(
         vendor=vendor,
         sizes=sizes,
         num_layers=spec.num_layers,
@@ -225,7 +326,7 @@ def lower_tiles(
         lane_norms=spec.lane_norms,
         lanes=lanes,
         delay=spec.delay if delayed else 0,
-        past_buffers=schedule.exchange("mlp_out_past").buffers if delayed else 0,
+        past_buffers=3 * spec.delay if delayed else 0,
         mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,
@@ -236,6 +337,12 @@ def lower_tiles(
         stages=stages,
         layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
     )
+    try:
+        for kernel in (decode_kernel(tiles, schedule), prompt_kernel(tiles, schedule)):
+            check_kernel(kernel)
+    except ModelError as error:
+        raise ModelError(f"the triton backend cannot reduce lanes so: {error}") from None
+    return tiles
 
 
 Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
@@ -281,8 +388,8 @@ def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
     for words in WIDTHS:
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
-        for index, name in enumerate((*LAYER, "lm_head")):
-            stage = schedule.stage(name)
+        for index, stage in enumerate(matrix_stages(schedule)):
+            name = stage.name
             if name == "lm_head" and spec.head is Head.CONCAT:
                 stage = replace(stage, cols=spec.hidden_size)  # lane by lane
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"

@@ -1,7 +1,7 @@
 """Words that carry their own readiness: 32 bits, of which bit 0 is a phase that flips at every rewrite.
 
-A reader that finds the phase it waits for has the value too: no flag, no reset, no fence. The price is one
-bit of the value: of a float32 (Wire.F32), or of the first of two 16-bit values (Wire.PAIR).
+A reader that finds the phase it waits for has the value too: no flag, no reset, no fence (docs/SYNC.md). The price is
+one bit of the value: of a float32 (F32), or of the first of two 16-bit values (PAIR).
 
     F32          value[31:1] phase              truncated: 2^-23 relative
     PAIR, fp16   second[31:16] first[15:1] phase    first is rounded to nearest, ties to even, on 15 bits

@@ -1,28 +1,17 @@
 """Chat templates: where a checkpoint keeps them, and conversations rendered as transformers does.
 
-A template is a program from whoever made the checkpoint, so it runs in a sandbox with limits (see
+A template is a program from whoever made the checkpoint, so it runs in a process with limits (see
 sandbox.py) on data rebuilt from plain JSON types. What it refuses is a one-line RequestError.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-
 from kog_triton.errors import ModelError, RequestError, shown
-from kog_triton.text.growth import bound, size
-from kog_triton.text.sandbox import BoundedEnvironment, Limits
+from kog_triton.text.sandbox import RENDERER, Renderer
 
-# the longest in use have a third of it; to compile the worst of this length takes two seconds
-MAX_TEMPLATE_CHARS = 1 << 16
+MAX_TEMPLATE_CHARS = 1 << 16  # the longest in use have a third of it
 MAX_DEPTH = 100  # of lists and objects in a conversation; JSON schemas of tools have ten or so
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one thing, three names in use
 
@@ -136,90 +125,27 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": found, **message, "reasoning_content": found}
 
 
-def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) -> str:
-    """The text a template makes of these values."""
+def render(
+    source: str,
+    values: Mapping[str, Any],
+    add_generation_prompt: bool,
+    renderer: Renderer = RENDERER,
+) -> str:
+    """The text a template makes of these values; ModelError if it is no template."""
     given = {**values, "add_generation_prompt": add_generation_prompt}
     try:
-        with Limits():
-            return _compile(source).render(given)
-    except (jinja2.TemplateSyntaxError, SyntaxError) as error:
-        # SyntaxError: jinja2 wrote Python that Python does not take, as for a stray `continue`
-        raise ModelError(f"the chat template, line {error.lineno}: {first_line(error)}") from error
-    except RecursionError as error:
-        raise RequestError("the chat template recurses too deep") from error
-    except jinja2.TemplateError as error:
-        raise RequestError(f"the chat template refused: {first_line(error)}") from error
-    except Exception as error:  # a foreign program may fail in any way that Python has
-        kind = type(error).__name__
-        raise RequestError(f"the chat template failed: {kind}: {first_line(error)}") from error
+        reply = renderer.render(source, given)
+    except (ValueError, OSError) as error:
+        raise RequestError(f"the chat template was not rendered: {first_line(error)}") from error
+    if "text" in reply:
+        return reply["text"]
+    raise (ModelError if reply["invalid"] else RequestError)(
+        first_line(f"the chat template{reply['error']}")
+    )
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """What an error says, as part of a message of one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     line = lines[0][:300] if lines else type(error).__name__
     return "".join(c if c.isprintable() else "\ufffd" for c in line)
-
-
-@lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.add_filter("tojson", _tojson)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _make_dict
-    environment.globals["namespace"] = _Namespace
-    del environment.globals["lipsum"]  # makes text of any length, and no template needs it
-    return environment.from_string(source)
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant said, for training; here it is a plain scope."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without underscore names, and with nothing of what it holds in its text."""
-
-    def __repr__(self) -> str:
-        return "<namespace>"
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: Any) -> None:
-    bound(size(message))
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    if len(pattern) > 100:
-        raise jinja2.TemplateError("strftime_now takes a pattern of at most 100 characters")
-    return datetime.now().strftime(pattern)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    return dict(*args, **kwargs)

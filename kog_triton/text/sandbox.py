@@ -1,231 +1,121 @@
-"""A jinja2 sandbox with limits: a template can neither reach Python nor run or grow for ever.
+"""Chat templates render in a process of their own, under the operating system's limits.
 
-jinja2's immutable sandbox keeps templates from Python's internals and from changing their data.
-This one also counts. Loop bodies and macros count steps and look at the clock; whatever is printed,
-to the output or into a variable, counts its characters; what operators, filters, calls, slices and
-displays make counts too, kept or not, so that no sum of values floods memory; operations that can
-make much out of little (repetition, powers, padding, replace, join) are refused if their result
-would be too large.
+jinja2's immutable sandbox keeps a template from Python's internals and from changing its data; what
+it cannot keep is time and memory. The kernel can, whatever a template does: see render_template.py.
 """
 
-import time
-from collections.abc import Callable
-from contextvars import ContextVar, Token
-from functools import wraps
+import atexit
+import contextlib
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from signal import SIGALRM
 from typing import Any
 
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
-
-from kog_triton.text.growth import (
-    MAX_ARGUMENTS,
-    MAX_CHARS,
-    bound,
-    check_filter,
-    check_made,
-    check_method,
-    check_operator,
-    check_test,
-    size,
-    weight,
-)
-
-MAX_STEPS = 300_000
-MAX_SECONDS = 5.0
-MAX_MADE = 512 << 20  # bytes made in one rendering, see `growth.weight`
-
-_active: ContextVar["Limits | None"] = ContextVar("limits", default=None)
+PROGRAM = Path(__file__).with_name("render_template.py")
+ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH")  # the clock's zone; where a Python may have its library
 
 
-class Limits:
-    """What one rendering may use; active inside a `with` block, in this thread or task."""
+class Renderer:
+    """Renders templates in one process, one after the other; safe to share between threads.
 
-    def __init__(self) -> None:
-        self.steps_left = MAX_STEPS
-        self.chars_left = MAX_CHARS
-        self.made_left = MAX_MADE
-        self.deadline = time.monotonic() + MAX_SECONDS
-        self._outer: Token[Limits | None] | None = None
+    seconds    that one rendering may take
+    memory     bytes of address space of the process; 25 MiB are Python's and jinja2's
+    max_chars  of a rendered text
 
-    def __enter__(self) -> "Limits":
-        self._outer = _active.set(self)
-        return self
+    A rendering beyond a limit ends the process, and the next rendering starts another.
+    """
 
-    def __exit__(self, *_: object) -> None:
-        if self._outer is not None:
-            _active.reset(self._outer)
+    def __init__(
+        self, seconds: float = 5.0, memory: int = 512 << 20, max_chars: int = 16 << 20
+    ) -> None:
+        self._limits = seconds, memory, max_chars
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
+    def start(self) -> None:
+        """Start the process unless it runs; it takes 80 ms, in which the caller goes on."""
+        with self._lock, contextlib.suppress(OSError):  # which the first rendering tells
+            self._channel()
 
-def _step() -> bool:
-    """Runs at the start of every loop body and macro, and before the condition of a loop."""
-    if limits := _active.get():
-        limits.steps_left -= 1
-        if limits.steps_left < 0:
-            raise SecurityError(f"it took more than {MAX_STEPS} steps")
-    return bool(_in_time(True))
+    def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """{"text": ...}, or {"error": ..., "invalid": whether the template is no template}.
 
+        `values` are of JSON types; ValueError for an integer of thousands of digits, OSError where
+        no process can be started.
+        """
+        line = json.dumps({"source": source, "values": values}).encode() + b"\n"
+        with self._lock:
+            try:
+                reply = _exchange(self._channel(), line, self._limits[2])
+            except BaseException:  # the reply to come would be taken for the next rendering's
+                self.close()
+                raise
+            return json.loads(reply) if reply.endswith(b"\n") else self._ended()
 
-def _in_time(value: Any) -> Any:
-    """The value; refused once time is up. For what takes its time but makes nothing."""
-    if (limits := _active.get()) and time.monotonic() > limits.deadline:
-        raise SecurityError(f"it took more than {MAX_SECONDS:g} s")
-    return value
+    def close(self) -> None:
+        """End the process; a rendering that waits for it fails, the next one starts another."""
+        running, self._running = self._running, None
+        if running:
+            running[0].kill()
+            running[0].wait()
+            running[1].close()
 
+    def forget(self) -> None:
+        """In a forked process: the parent's process is not this one's to use."""
+        running, self._running, self._lock = self._running, None, threading.Lock()
+        if running:
+            running[0].returncode = 0  # nor to wait for
+            os.close(running[1].detach())  # a thread that the fork left behind may still read it
 
-def _made(value: Any) -> Any:
-    """Counts the result of an operation; a template may drop it or keep it in a list."""
-    check_made(value)
-    if limits := _active.get():
-        limits.made_left -= weight(value)
-        if limits.made_left < 0:
-            raise SecurityError(f"its values have more than {MAX_MADE} bytes in all")
-    return _in_time(value)
+    def _channel(self) -> socket.socket:
+        running = self._running
+        if running and running[0].poll() is None:
+            return running[1]
+        self.close()
+        channel, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-IS", str(PROGRAM), *map(str, self._limits), *sys.path],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                start_new_session=True,  # Ctrl-C is the caller's
+            )
+        self._running = process, channel
+        return channel
 
-
-def _printed(value: Any) -> Any:
-    """Counts a piece of text or the value of a {{ ... }}, wherever it is printed to."""
-    if limits := _active.get():
-        limits.chars_left -= size(value)
-        if limits.chars_left < 0:
-            raise SecurityError(f"it made more than {MAX_CHARS} characters")
-    return value
-
-
-def _joined(*values: Any) -> str:
-    """The operator ~."""
-    bound(sum(map(size, values)))
-    return _made("".join(map(str, values)))
-
-
-_OWN = (_step, _printed, _made, _joined, _in_time)  # calls that `_Counting` puts in
-
-
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox; render its templates inside `with Limits()`."""
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-    step = staticmethod(_step)
-    printed = staticmethod(_printed)
-    made = staticmethod(_made)
-    in_time = staticmethod(_in_time)
-    joined = staticmethod(_joined)
-
-    def __init__(self, **options: Any) -> None:
-        # folding constants would run filters while a template is compiled, outside of all limits
-        super().__init__(optimized=False, **options)
-        for name, function in list(self.filters.items()):
-            self.add_filter(name, function)
-        for name, function in list(self.tests.items()):
-            self.tests[name] = _guarded_test(name, function)
-
-    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        self.filters[name] = _guarded(name, function)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The template's tree, with calls to `step`, `printed` and `joined` where they belong."""
-        template = super()._parse(source, name, filename)
-        return _Counting().visit(template).set_environment(self)
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if function in _OWN:
-            return function(*args)
-        if len(args) + len(kwargs) > MAX_ARGUMENTS:
-            raise SecurityError(f"a call has more than {MAX_ARGUMENTS} arguments")
-        args = tuple(check_method(function, args, kwargs))
-        return _made(super().call(context, function, *args, **kwargs))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        check_operator(operator, left, right)
-        return _made(super().call_binop(context, operator, left, right))
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """obj[argument], also each time that a filter looks up an attribute."""
-        if isinstance(argument, (list, tuple)):  # an error prints what was not found
-            raise SecurityError("a list is no key")
-        return _in_time(super().getitem(obj, argument))
+    def _ended(self) -> dict[str, Any]:
+        """The reply where the process ended, with what it ended of."""
+        running, (seconds, memory, _) = self._running, self._limits
+        self.close()
+        status = running[0].returncode if running else None
+        reasons: dict[int | None, str] = {
+            -SIGALRM: f" took more than {seconds:g} s",
+            errno.ENOMEM: f" needs more than {memory >> 20} MiB of memory",
+        }
+        error = reasons.get(status, f" ended its process with status {status}")
+        return {"error": error, "invalid": False}
 
 
-def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    # filters that want the context or the environment get it before the value
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        value = check_filter(name, args[first], [*args[first + 1 :], *kwargs.values()])
-        result = function(*args[:first], value, *args[first + 1 :], **kwargs)
-        if isinstance(result, str):
-            bound(len(result))
-        return _made(result)
-
-    return guarded
+def _exchange(channel: socket.socket, line: bytes, max_chars: int) -> bytes:
+    """The reply to a line, whole if it ends with a line break: not if the process ended."""
+    try:
+        channel.sendall(line)
+        with channel.makefile("rb") as file:
+            # a character is at most twelve bytes of JSON; 2000 hold an error
+            return file.readline(12 * max_chars + 2000)
+    except ConnectionError:
+        return b""
 
 
-def _guarded_test(name: str, function: Any) -> Callable[..., Any]:
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        check_test(name, args[first])
-        return _in_time(function(*args, **kwargs))
-
-    return guarded
-
-
-class _Counting(NodeTransformer):
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self._with_step(node)
-        if node.test is not None:
-            node.test = nodes.And(_call("step", [], node), node.test, lineno=node.lineno)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("in_time", [node], node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_step(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._with_step(node)
-
-    def _with_step(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("step", [], node), lineno=node.lineno))
-        return node
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        self.generic_visit(node)
-        # a literal becomes a constant expression, so that it is counted each time it is printed
-        values = [
-            nodes.Const(n.data) if isinstance(n, nodes.TemplateData) else n for n in node.nodes
-        ]
-        node.nodes = [_call("printed", [value], node) for value in values]
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("joined", node.nodes, node)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", [node], node) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", [node], node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", [node], node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("made", [node], node) if node.ctx == "load" else node
-
-
-def _call(method: str, args: list[nodes.Expr], near: nodes.Node) -> nodes.Call:
-    function = nodes.EnvironmentAttribute(method, lineno=near.lineno)
-    return nodes.Call(function, args, [], None, None, lineno=near.lineno)
+RENDERER = Renderer()  # of all models in this process, and it ends with this process
+atexit.register(RENDERER.close)
+os.register_at_fork(after_in_child=RENDERER.forget)

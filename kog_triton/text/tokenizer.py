@@ -19,6 +19,7 @@ from kog_triton.errors import KogError, ModelError, RequestError
 from kog_triton.text import chat
 from kog_triton.text.detokenize import Detokenizer
 from kog_triton.text.injection import Guard
+from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
 
 NAMED_TOKENS = (
@@ -81,9 +82,12 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
+        templates = chat.load_templates(folder, config)
+        if templates:
+            RENDERER.start()  # ready when the weights are
         named = {name: text_of(config[name]) for name in NAMED_TOKENS if config.get(name)}
         _add_configured(backend, config, named, folder / "tokenizer_config.json")
-        return cls(backend, named, chat.load_templates(folder, config))
+        return cls(backend, named, templates)
 
     def _id_of(self, name: str) -> int | None:
         text = self.named_tokens.get(name)

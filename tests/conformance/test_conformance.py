@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kog_triton.backends import STAGE_READS, BackendOptions, BackgroundCompiler
-from kog_triton.backends.mailbox import Request
+from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
@@ -236,7 +236,7 @@ def test_greedy_tokens_may_first_differ_where_the_reference_is_nearly_tied(name,
     ours, reference = opened(name, spec_name)
     prompt, tokens = (3, 50, 71), []
     for backend in (ours, reference):
-        mailbox = backend.new_mailbox()
+        mailbox = Mailbox()
         mailbox.post(Request(0, prompt, SamplingParams(temperature=0), 0, 6))
         backend.generate(mailbox)
         tokens.append([step.token for step in mailbox.read(0)])

@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from kog_triton.backends.cuda import serving as cuda_serving
+from kog_triton.backends.cuda import launcher as cuda_launcher
 
-from kog_triton.backends.mailbox import Failure
-from kog_triton.backends.triton.host import serving as triton_serving
+from kog_triton.backends import serving
+from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.errors import RequestError, RunError
 from tests.lib.conformance_backends import BACKENDS
 from tests.lib.conformance_requests import (
@@ -64,7 +64,7 @@ def test_requests_at_once_say_what_each_says_alone(name, model):
 @every_backend
 def test_a_request_that_joins_others_says_what_it_says_alone(name):
     backend, count = opened(name), sizes_of(name).count
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     late = request(1, (9, 31), RULED, count)
 
     def invite(output):
@@ -87,17 +87,18 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
         request(1, (9,), GREEDY, sizes.count),
     ]
     expected = [alone(backend, r) for r in requests]
-    mailbox, places = backend.new_mailbox(), []
+    mailbox, places = Mailbox(), []
     for r in requests:
         mailbox.post(r)
     while not places or mailbox.resumed:
         mailbox.resume()
         at_look(mailbox, 2 + len(places) % 3, mailbox.yield_now)
-        with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+        with mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
             backend.generate(mailbox)
         if not places:
             backend.forward_logits((7, 8))  # leaves all slots alone
-        places.append(mailbox.prefilled[0])
+        going_on = mailbox.resumed.get(0)
+        places.append(going_on.position if going_on else len(prompt) + sizes.count - 1)
         assert len(places) <= 2 * (sizes.long + sizes.count), "it yields and never goes on"
     assert [said(mailbox, slot) for slot in range(2)] == expected
     assert any(0 < place < len(prompt) for place in places)
@@ -109,7 +110,7 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
 def test_a_cancel_frees_the_slot_for_another(name, where):
     """While a third request goes on."""
     backend, sizes = opened(name), sizes_of(name)
-    mailbox, steps = backend.new_mailbox(), []
+    mailbox, steps = Mailbox(), []
     after = request(0, (31, 2, 8), RULED, sizes.count)
 
     def replace_it(output):
@@ -129,7 +130,7 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
     mailbox.post(beside)
     if in_prompt:
         at_look(mailbox, 2, lambda: mailbox.cancel(0))
-    with mock.patch.object(cuda_serving, "MOST_CHUNKS", 1):
+    with mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
         backend.generate(mailbox)
     *tokens, last = steps
     assert last.finish == "cancel"
@@ -148,9 +149,8 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
     beside = request(1, (9,), GREEDY, sizes.count)
     whole, answer = scored(backend, asked)
     assert [one.token for one in whole] == [*asked.prompt[1:]]
-    monkeypatch.setattr(cuda_serving, "SCORED", 2)
-    monkeypatch.setattr(triton_serving, "SCORED", 2)
-    mailbox, places = backend.new_mailbox(), []
+    monkeypatch.setattr(serving, "SCORED", 2)
+    mailbox, places = Mailbox(), []
     push = mailbox.push_prompt
 
     def push_and_say(slot, logprobs):
@@ -163,9 +163,9 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
     mailbox.post(asked)
     mailbox.post(beside)
     backend.generate(mailbox)
-    assert places == [2, 2] and mailbox.prefilled[0] == 4
+    assert places == [2, 2]
     if word == "cancel":
-        assert [step.finish for step in said(mailbox, 0)] == ["cancel"]
+        assert [(step.finish, step.held) for step in said(mailbox, 0)] == [("cancel", 4)]
         after = request(0, (31, 2, 8), GREEDY, sizes.count)
         assert served(backend, after) == [alone(backend, after)]
     else:
@@ -191,11 +191,12 @@ def test_a_stop_id_or_the_limit_ends_a_request(name, model):
     tokens = [step.token for step in whole]
     for n in (1, count - 1):
         limited = alone(backend, request(0, SHORT, GREEDY, n))
-        assert limited == [*whole[: n - 1], replace(whole[n - 1], finish="length")]
+        last = replace(whole[n - 1], finish="length", held=len(SHORT) + n - 1)
+        assert limited == [*whole[: n - 1], last]
     for at in {tokens.index(token) for token in (tokens[0], tokens[1], tokens[-1])}:
         ids = {tokens[at], *range(VOID)} - set(tokens[:at])
         stopped = alone(backend, request(0, SHORT, GREEDY, count, stop_token_ids=frozenset(ids)))
-        assert stopped == [*whole[:at], replace(whole[at], finish="stop")]
+        assert stopped == [*whole[:at], replace(whole[at], finish="stop", held=len(SHORT) + at)]
 
 
 @every_backend
@@ -239,7 +240,7 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, wh
     bad = request(1, prompt[where], params, count, mask=mask if where == "answer" else None)
     good = [request(0, SHORT, RULED, count), request(2, (9,), GREEDY, count)]
     expected = [alone(backend, r) for r in good]
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for r in (good[0], bad, good[1]):
         mailbox.post(r)
     backend.generate(mailbox)
@@ -272,7 +273,7 @@ def test_what_fails_in_a_prompt_is_the_error_of_its_request(name, where, monkeyp
     good = [request(0, (9,), RULED, count), request(2, (31,), GREEDY, count)]
     again = request(1, (7,), GREEDY, count)
     *expected, following = [alone(backend, r) for r in (*good, again)]
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     with monkeypatch.context() as patched:
         if where == "library":
             patched.setattr(backend, "options", replace(backend.options, prefill="library"))
@@ -314,7 +315,7 @@ def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatc
     ]
     expected = [alone(backend, r, 1) for r in (late, *beside)]
     impatient(name, backend, monkeypatch)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for r in (beside[0], late, beside[1]):
         mailbox.post(r)
     backend.generate(mailbox)
@@ -331,7 +332,7 @@ def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatc
 def test_where_nothing_is_allowed_the_request_says_so(name):
     backend = opened(name)
     params = resolved(101, allowed_token_ids=[7], bad=((7,),), top_p=0.5)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(request(0, SHORT, params, 3))
     beside = request(1, (9,), GREEDY, 2)
     mailbox.post(beside)

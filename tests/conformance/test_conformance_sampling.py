@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import RequestError
 from kog_triton.sampling import History, sample
 from tests.lib.conformance_backends import BACKENDS, IN_LOGITS, LIMITS, SLOW
@@ -166,7 +167,7 @@ def test_a_ban_holds_among_those_whom_a_mask_allows(name, ban):
 
     steps = served(backend, *(request(i, SHORT, p, 2, mask=two) for i, p in enumerate(params)))
     assert [[s.token for s in one] for one in steps] == [[BANNED] * 2, [OTHER] * 2, [OTHER] * 2]
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for slot, p in enumerate(params):
         mailbox.post(request(slot, SHORT, p, 3, mask=two_then_one))
     backend.generate(mailbox)
@@ -180,7 +181,7 @@ def test_a_ban_holds_among_those_whom_a_mask_allows(name, ban):
 @every_backend
 def test_what_the_prompt_says_is_told_with_its_probability(name):
     backend = opened(name)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(request(0, SHORT, GREEDY, 2, prompt_logprobs=2))
     backend.generate(mailbox)
     told = mailbox.read_prompt(0)

@@ -5,6 +5,7 @@ compared with the reference backend, what it samples with the definition.
 """
 
 import re
+import subprocess
 from itertools import pairwise
 
 import numpy as np
@@ -22,7 +23,8 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.packing import pack_blocks, pack_stage
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.cuda_walk import Walk, header, layout_of, memory
+from tests.lib.column_cases import layout_of as columns_of
+from tests.lib.cuda_walk import FLAGS, HERE, INCLUDE, Walk, header, layout_of, memory
 from tests.lib.lowering_cases import FOUR_LANES
 from tests.lib.machine_code import SHAPES
 from tests.lib.ring_walker import f16_spec, pack_model, spec_of
@@ -56,6 +58,21 @@ def test_header_carries_the_lowering():
     fields = dict(re.findall(r"k(\w+) = (\d+)", down))
     assert (fields["Rows"], fields["Cols"], fields["Parts"]) == ("2048", "8192", "16")
     assert fields["Units"] == "256" and fields["Steps"] == "16"
+
+
+@pytest.mark.parametrize("source", ["decode.cu", "columns.cu"])
+def test_a_layer_in_another_order_than_the_schedules_does_not_compile(source, tmp_path):
+    layout = layout_of(spec_of()) if source == "decode.cu" else columns_of(spec_of(), 2)
+    text, generated = header.render(layout), tmp_path / "generated.h"
+    order = "Matrices<QkvProj, OProj, GateUpProj, DownProj>"
+    assert f"using LayerMatrices = {order};" in text
+    generated.write_text(text.replace(order, "Matrices<OProj, QkvProj, GateUpProj, DownProj>"))
+    said = subprocess.run(
+        ["g++", "-std=c++20", "-fsyntax-only", *FLAGS[source], f'-DGENERATED="{generated}"',
+         f"-I{HERE}", f"-I{INCLUDE}", str(HERE / "run.cpp")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert said.returncode and "static assertion failed: run_layer's order" in said.stderr
 
 
 @pytest.mark.parametrize("lanes", [False, True])

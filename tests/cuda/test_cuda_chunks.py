@@ -147,7 +147,7 @@ def spec():
 
 def test_a_prompt_is_taken_up_wherever_it_stands(spec, monkeypatch):
     """Behind a cached prefix that ends anywhere, in launches of two chunks."""
-    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", 2)
+    monkeypatch.setattr("kog_triton.backends.cuda.launcher.MOST_CHUNKS", 2)
     whole = prompt_of(37)
     steps, cache = alone(spec, [request(0, whole, 3)])
     backend = make(ChunkBackend, spec, 1, seed=2)
@@ -220,7 +220,7 @@ def test_a_short_prompt_is_one_launch_of_the_kernel_of_one_token(backend):
 
 def test_a_request_that_is_to_be_one_kernel_is_one_launch(spec, monkeypatch):
     """However long its prompt: no chunks, and no end to hear a cancel (`kog bench --no-kernel-switches`)."""
-    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_SILENT", 4)
+    monkeypatch.setattr("kog_triton.backends.cuda.launcher.MOST_SILENT", 4)
     asked = request(0, prompt_of(30), 3)
     steps, cache = alone(spec, [asked])
     backend = ChunkBackend(RandomWeights(spec), BackendOptions(prefill="decode"))
@@ -281,7 +281,7 @@ def test_prompts_that_arrive_go_first_and_join_in_columns(spec):
 
 @pytest.mark.parametrize("word", ["cancel", "yield"])
 def test_a_word_of_the_host_is_heard_in_a_prompt(backend, spec, monkeypatch, word):
-    monkeypatch.setattr("kog_triton.backends.cuda.serving.MOST_CHUNKS", 1)
+    monkeypatch.setattr("kog_triton.backends.cuda.launcher.MOST_CHUNKS", 1)
     prompt = prompt_of(45)
     steps, cache = alone(spec, [request(0, prompt, 3)])
     server = idle(backend)
@@ -290,7 +290,8 @@ def test_a_word_of_the_host_is_heard_in_a_prompt(backend, spec, monkeypatch, wor
     server.post(request(0, prompt, 3))
     server.start()
     said = server.finish()[0]
-    cached = server.mailbox.prefilled[0]
+    going_on = server.mailbox.resumed
+    cached = said[-1].held if word == "cancel" else going_on[0].position
     assert 8 <= cached < len(prompt) and cached % 8 == 0
     if word == "cancel":
         assert [step.finish for step in said] == ["cancel"]
@@ -310,7 +311,7 @@ def test_a_nan_in_a_prompt_is_an_error_of_its_request_alone(backend, spec):
     prompts = prompt_of(12), [*prompt_of(9), 99, 5]
     said = serve(backend, *(request(slot, prompt, 3) for slot, prompt in enumerate(prompts)))
     assert timeless(said[0]) == steps[0]
-    assert "NaN or +inf after 0 tokens" in str(error_of(said[1]))
+    assert "hold NaN or +inf: the run is void" in str(error_of(said[1]))
 
 
 def test_an_expired_wait_names_its_place_and_the_next_prompt_runs(backend):

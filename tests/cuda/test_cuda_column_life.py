@@ -8,7 +8,9 @@ import threading
 
 import pytest
 import torch
+from kog_triton.backends.cuda import launcher
 
+from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import (
@@ -31,7 +33,7 @@ from tests.lib.cuda_requests import (
     timeless,
     without_a_block,
 )
-from tests.lib.cuda_walk import ColumnBackend, FiberBackend, serving
+from tests.lib.cuda_walk import ColumnBackend, FiberBackend
 from tests.lib.ring_walker import f16_spec
 
 
@@ -60,7 +62,7 @@ def launches(backend):
 def test_requests_run_together_until_one_is_left(backend, expected):
     """Three, then two, then one: every launch has a kernel that fits, and all make a token a step."""
     counts = (3, 5, 8)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for slot, count in enumerate(counts):
         mailbox.post(request(slot, PROMPTS[slot], count))
     backend.generate(mailbox)
@@ -69,7 +71,8 @@ def test_requests_run_together_until_one_is_left(backend, expected):
         assert_alone(backend, slot, PROMPTS[slot], steps[slot], expected, count)
         assert steps[slot][-1].finish == "length"
     assert launches(backend) == (1, {4: 1, 2: 1})
-    assert mailbox.prefilled == {i: len(PROMPTS[i]) + c - 1 for i, c in enumerate(counts)}
+    held = [len(PROMPTS[i]) + c - 1 for i, c in enumerate(counts)]
+    assert [steps[slot][-1].held for slot in range(3)] == held
 
 
 def test_a_request_joins_one_that_runs(backend, expected):
@@ -211,7 +214,7 @@ def test_a_nan_is_an_error_of_its_request_alone(backend, expected):
 
 
 def test_more_requests_than_columns_all_progress(spec, expected, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 4)
     backend = make(ColumnBackend, spec, 5, counts=(2,))
     steps = run(backend, *(request(i, PROMPTS[i], 8) for i in range(5)))
     for i in range(5):

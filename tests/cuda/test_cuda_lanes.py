@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kog_triton.backends.cuda.layout import lanes
 
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import Head, Reduce
@@ -92,16 +91,25 @@ def is_overtaken(reduces, delay, buffers):
 
 @pytest.mark.parametrize(("reduces", "delay"), REDUCES)
 def test_buffers_are_as_few_as_no_lane_can_overtake(reduces, delay):
-    buffers = lanes.num_buffers(reduces, delay)
+    layers = len(reduces)
+    spec = f16_spec(
+        num_layers=layers,
+        num_lanes=2,
+        delay=delay,
+        reduce_attention=reduces,
+        reduce_mlp=(OWN,) * layers,
+    )
+    layout = columns_of(spec, 2)
     sent = [n for what, n in steps_of(reduces, delay) if what == "send"]
-    before = lanes.sends_before(reduces, delay)
-    assert len(before) == len(reduces) + 1
-    assert [n for n in range(len(reduces)) if before[n + 1] > before[n]] == sent[: before[-1]]
+    exchange = layout.kernel.exchange("attention_out_sent")
+    assert list(exchange.layers) == [n for n in sent if n < layers]
+    before = ", ".join(str(sum(n < i for n in sent)) for i in range(layers + 1))
+    assert f"kAttentionSends[] = {{{before}}};" in header.render(layout)
     if not sent:
-        assert buffers == 0
+        assert not exchange.is_used
         return
-    assert not is_overtaken(reduces, delay, buffers)
-    assert buffers == 1 or is_overtaken(reduces, delay, buffers - 1)
+    assert not is_overtaken(reduces, delay, exchange.buffers)
+    assert exchange.buffers == 1 or is_overtaken(reduces, delay, exchange.buffers - 1)
 
 
 def test_a_laneformer_has_rows_for_every_lane_and_column():

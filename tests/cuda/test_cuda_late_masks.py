@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from kog_triton.backends.cuda import serving
-from kog_triton.backends.cuda.serving import LateMask
+from kog_triton.backends.cuda import launcher
 
-from kog_triton.backends import heart
+from kog_triton.backends import heart, serving
+from kog_triton.backends.serving import LateMask, LaunchServing
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import PROMPTS, error_of, make, request, run, serve, timeless
@@ -55,7 +55,7 @@ def hasty(backend, monkeypatch):
 
 def launches_in_vain(monkeypatch):
     """Errors of launches that waited for a mask, as they come."""
-    seen, check = [], serving.check_launch
+    seen, check = [], launcher.check_launch
 
     def watched(*arguments):
         try:
@@ -64,7 +64,7 @@ def launches_in_vain(monkeypatch):
             seen.append(error)
             raise
 
-    monkeypatch.setattr(serving, "check_launch", watched)
+    monkeypatch.setattr(launcher, "check_launch", watched)
     return seen
 
 
@@ -102,7 +102,7 @@ def test_those_that_are_late_together_fail_nobody(hasty, expected, monkeypatch):
 
 def test_a_mask_that_never_comes_is_an_error(hasty, expected):
     """Of the launch: the host has brought it, and the kernel does not see it."""
-    with mock.patch.object(serving, "_put_mask"):
+    with mock.patch.object(LaunchServing, "_bring_mask"):
         steps = serve(hasty, asked(0, anything), asked(1, anything))
     for slot in range(2):
         error = error_of(steps[slot])
@@ -117,13 +117,14 @@ def test_a_callers_function_is_not_the_gpus_silence(hasty, expected, monkeypatch
     monkeypatch.setattr(serving, "MASK_S", 60.0)
     monkeypatch.setattr(heart, "SILENCE_S", 3.0)
     monkeypatch.setattr(hasty, "wait_ticks", 5 * ROUNDS)
-    read, looked = serving._read, []
+    read, looked = LaunchServing._read, []
 
-    def read_at_the_second_look(memory, mailbox, one):
-        if memory.outbox[0, 1, 0] and not looked:
-            return looked.append(one)
-        return read(memory, mailbox, one)
+    def read_at_the_second_look(self, one, words):
+        if words.tokens[1] and not looked:
+            looked.append(one)
+            return 0
+        return read(self, one, words)
 
-    monkeypatch.setattr(serving, "_read", read_at_the_second_look)
+    monkeypatch.setattr(LaunchServing, "_read", read_at_the_second_look)
     assert_alone(hasty, serve(hasty, asked(0, slow({2}, 4))), expected, 0)
     assert looked

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from kog_triton.backends.cuda import backend as cuda_backend
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.protocol import Outcome, Word
 
@@ -82,7 +82,7 @@ def test_requests_of_several_slots_take_turns(backend, expected):
 
 @pytest.mark.parametrize("most_steps", [1, 2])
 def test_launches_of_a_few_steps_change_nothing(backend, expected, monkeypatch, most_steps):
-    monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
+    monkeypatch.setattr(launcher, "_most_steps", lambda running, slots: most_steps)
     steps = run(backend, *(request(slot, prompt) for slot, prompt in enumerate(THREE)))
     for slot, prompt in enumerate(THREE):
         assert_alone(backend, slot, prompt, steps[slot], expected)
@@ -142,32 +142,33 @@ def test_a_cancel_ends_one_request_and_its_slot_keeps_what_it_computed(backend, 
     assert steps[0][-1].finish == "cancel" and len(steps[0]) < 50
     assert_alone(backend, 1, PROMPTS[1], steps[1], expected)
     prompt = [*PROMPTS[0], *(s.token for s in steps[0][:-1])]
-    cached = server.mailbox.prefilled[0]
+    cached = steps[0][-1].held
     assert cached == len(prompt) - 1  # the last token was never written
     again = run(backend, request(0, prompt, 3, cached=cached))[0]
     assert again == run(make(FiberBackend, num_slots=1), request(0, prompt, 3))[0]
 
 
 def test_a_cancel_is_heard_in_a_prompt(backend, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 4)
     prompt = [3 + i % 50 for i in range(60)]
     server = Server(backend, request(0, prompt, 2))
     while backend.kernel.launches < 3:
         time.sleep(0.01)
     server.mailbox.cancel(0)
-    assert [s.finish for s in server.finish()[0]] == ["cancel"]
-    cached = server.mailbox.prefilled[0]
+    (last,) = server.finish()[0]
+    assert last.finish == "cancel"
+    cached = last.held
     assert 8 <= cached < len(prompt) and cached % 4 == 0
     again = run(backend, request(0, prompt, 3, cached=cached))[0]
     assert again == run(make(FiberBackend, num_slots=1), request(0, prompt, 3))[0]
 
 
 def test_more_requests_than_seats_all_progress(expected, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_SEATS", 2)
-    monkeypatch.setattr(serving, "MOST_SILENT", 4)
+    monkeypatch.setattr(launcher, "MOST_SEATS", 2)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 4)
     prompts = [*THREE, PROMPTS[0], PROMPTS[1]]
     backend, order = make(FiberBackend, num_slots=5), []
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     push = mailbox.push
 
     def note(slot, step):

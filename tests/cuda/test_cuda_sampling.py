@@ -11,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kog_triton.backends.cuda import serving
-from kog_triton.backends.cuda.layout.protocol import Outcome
 
-from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends import BackendOptions, serving
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
+from kog_triton.backends.token_words import Outcome
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RequestError, RunError
 from kog_triton.model.spec import DType, Head, Reduce
@@ -116,7 +115,7 @@ def post(mailbox, prompt, count, params, slot=0, **fields):
 
 
 def steps_of(backend, prompt, count, params, **fields):
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, count, params, **fields)
     backend.generate(mailbox)
     steps = mailbox.read(0, 0)
@@ -356,7 +355,7 @@ def test_a_mask_hook_that_fails_ends_its_request_alone():
             time.sleep(0.3)  # the kernel waits, and asks for more before it hears of the error
             raise RequestError("the grammar allows nothing")
 
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, PROMPT, 6, params, mask=hook)
     post(mailbox, PROMPT, 6, params, slot=1)
     backend.generate(mailbox)
@@ -393,7 +392,7 @@ def assert_histories_are_apart(backend, prompt, count):
     vocab = backend.spec.vocab_size
     first = resolved(vocab, frequency_penalty=1.9, repetition_penalty=1.5, temperature=0.4)
     second = resolved(vocab, **EVERY)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, count, first)
     post(mailbox, [9, 1], count, second, slot=1)
     backend.generate(mailbox)
@@ -407,7 +406,7 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
     monkeypatch.setattr(serving, "SCORED", at_once)
     backend, params = backends("odd"), resolved(VOCAB, temperature=0)
     prompt = [4, 9, 300, 2, 9, 17, 5]
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     post(mailbox, prompt, 3, params, prompt_logprobs=2)
     backend.generate(mailbox)
     logits = backend.forward_logits(prompt)

@@ -13,7 +13,7 @@ from kog_triton import __main__ as kog
 from kog_triton import profile
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
-from kog_triton.backends.mailbox import Request
+from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import HEAD, Profiler, Recording, Span
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.resources import Resources
@@ -215,7 +215,7 @@ def test_bytes_of_lanes_are_those_of_the_stream():
 
 
 def test_a_profile_leaves_slots_alone(backend):
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(Request(0, (3, 50), SamplingParams(temperature=0), 0, 3))
     backend.generate(mailbox)
     before = backend.memory.cache.clone(), backend.memory.states.clone()

@@ -1,7 +1,7 @@
 """Command line of the fuzzers: which target, how many cases, which engine.
 
     python -m tests.fuzz --target all --cases 20000 --seed 7 --json record.json
-    python -m tests.fuzz --target chat --seed 7 --show 123       one case, in this process
+    python -m tests.fuzz --target header --seed 7 --show 123       one case, in this process
     python -m tests.fuzz --target config --engine atheris --cases 5000
 
 Exits with 1 if there was a fault; each is printed with the number of its first case.

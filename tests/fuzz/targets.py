@@ -25,8 +25,7 @@ from kog_triton.model.generation import read_generation
 from kog_triton.text import Tokenizer
 from tests.lib import fake_checkpoint, text_samples, tiny
 
-from . import templates
-from .mutate import damage_bytes, damage_json, damage_text, dump
+from .mutate import damage_bytes, damage_json, dump
 
 MAX_MESSAGE = 1000
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -232,6 +231,8 @@ class TokenizerFile(Target):
 class TokenizerConfig(Target):
     """tokenizer_config.json beside a good tokenizer.json."""
 
+    limit = 7.0  # a chat template may take 5 s
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         fake_checkpoint.byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -248,55 +249,6 @@ class TokenizerConfig(Target):
     def load(self, data: bytes) -> None:
         (self.folder / "tokenizer_config.json").write_bytes(data)
         use_tokenizer(Tokenizer.load(self.folder))
-
-
-class Chat(Target):
-    """A template and a conversation, from a JSON {"template", "messages", ...}; its own damage."""
-
-    limit = 7.0  # the sandbox promises 5 s
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        conversations = text_samples.CONVERSATIONS
-        cases = []
-        for i, template in enumerate(templates.SEEDS):
-            messages, extra = conversations[i % len(conversations)]
-            cases.append({"template": template, "messages": messages, **extra})
-        self.take(*cases)
-        self.talks = [messages for messages, _ in conversations]
-        self.backend = fake_checkpoint.byte_tokenizer()
-
-    def damage(self, draw: Random, data: bytes) -> bytes:
-        try:
-            case = json.loads(data)
-            text, messages = str(case["template"]), case["messages"]
-        except (ValueError, RecursionError, KeyError, TypeError):
-            return damage_bytes(draw, data)
-        kind = draw.random()
-        if kind < 0.3:
-            case["template"] = templates.build(draw)
-        elif kind < 0.8:
-            case["template"] = damage_text(draw, text, templates.PIECES)
-        else:
-            case["messages"] = damage_json(draw, messages, self.talks)
-        return json.dumps(case).encode()
-
-    def load(self, data: bytes) -> None:
-        try:
-            case = json.loads(data)
-        except (ValueError, RecursionError):
-            case = {"template": data.decode("utf-8", "replace"), "messages": self.talks[0]}
-        if not isinstance(case, dict):
-            return
-        template = case.pop("template", None)
-        messages = case.pop("messages", self.talks[0])
-        how = {name: case[name] for name in ("tools", "documents") if name in case}
-        tokenizer = Tokenizer(self.backend, {"eos_token": "<end>"}, {"default": str(template)})
-        text = tokenizer.render_chat(messages, **how)
-        assert isinstance(text, str) and len(text) <= 16 << 20
-        if len(text) <= 1 << 16:
-            ids = tokenizer.encode_chat(messages, **how)
-            assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
 SAID = "Hello <|im_end|> wörld 😀  <0x41> <end>\n"
@@ -362,5 +314,4 @@ TARGETS: dict[str, type[Target]] = {
     "generation": Generation,
     "tokenizer": TokenizerFile,
     "tokenizer_config": TokenizerConfig,
-    "chat": Chat,
 }

@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from kog_triton.backends.cuda import serving
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -87,7 +87,7 @@ def demo():
 
 def generate(backend, prompt, count, params):
     """Steps of one request."""
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(Request(0, tuple(prompt), params, params.seed or 0, count))
     server = threading.Thread(target=backend.generate, args=(mailbox,))
     server.start()
@@ -156,7 +156,7 @@ def alone(demo):
 def test_slots_take_turns_and_launches_resume_bit_for_bit(demo, alone, monkeypatch, most_steps):
     ours, _ = demo
     if most_steps:
-        monkeypatch.setattr(serving, "_most_steps", lambda live, slots: most_steps)
+        monkeypatch.setattr(launcher, "_most_steps", lambda running, slots: most_steps)
     got = run(ours, *(request(slot, prompt, 60) for slot, prompt in enumerate(THREE)))
     for slot, prompt in enumerate(THREE):
         assert_alone(ours, slot, prompt, got[slot], alone)
@@ -185,9 +185,9 @@ def test_requests_join_are_cancelled_and_yield_while_others_run(demo, alone):
 
 def test_a_prompt_longer_than_a_launch_is_computed_alike(demo, monkeypatch):
     ours, _ = demo
-    prompt = ids_of(ours.spec, 3 * serving.MOST_SILENT + 5)
+    prompt = ids_of(ours.spec, 3 * launcher.MOST_SILENT + 5)
     got = run(ours, request(1, prompt, 20))[1]
-    monkeypatch.setattr(serving, "MOST_SILENT", 10**6)
+    monkeypatch.setattr(launcher, "MOST_SILENT", 10**6)
     assert got == run(ours, request(0, prompt, 20))[0]
     cached = run(ours, request(1, prompt, 20, cached=300))[1]  # the slot holds them
     assert cached == got

@@ -9,7 +9,7 @@ import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Failure, Request, Step
+from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.backends.triton.kernel.decode import decode_kernel
@@ -143,7 +143,7 @@ def test_stop_limit_and_cancel(llm):
 
 
 def served(backend: TritonBackend, *requests: Request) -> list[list[Step]]:
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for request in requests:
         mailbox.post(request)
     backend.generate(mailbox)
@@ -169,7 +169,7 @@ def test_requests_are_the_same_alone_together_and_interrupted(small):
     alone = [[s.token for s in served(small, request)[0]] for request in requests]
     together = [[s.token for s in steps] for steps in served(small, *requests)]
     assert together == alone
-    mailbox = small.new_mailbox()
+    mailbox = Mailbox()
     for request in requests:
         mailbox.post(request)
     returns = 0

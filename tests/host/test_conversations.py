@@ -69,13 +69,19 @@ def test_a_slot_is_reused_if_it_keeps_at_least_half(llm, lost, cached):
     assert ask(llm, "k" * 20 + "x" * lost + "z") == kept
 
 
-def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken(llm):
-    ask(llm, "p" * 30 + "a" * 25)
-    ask(llm, "q" * 9)
-    ask(llm, "p" * 30 + "b" * 31)  # 30 of 55 are kept: takes the first slot
-    ask(llm, "p" * 30)  # 29 of 61 is too few: an empty slot
+@pytest.mark.parametrize(("longer", "taken"), [("b" * 19, "a"), ("b" * 5, "b"), ("b" * 9, "a")])
+def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken_else_the_older(
+    llm, longer, taken
+):
+    """Both keep 30 of what they hold, more than half."""
+    prompts = {"a": "p" * 30 + "a" * 9, "b": "p" * 30 + longer}
+    with llm.engine.paused():  # both start before one ends: neither finds the other's
+        streams = [llm.stream(prompt, ONE) for prompt in prompts.values()]
+    for stream in streams:
+        list(stream)
     assert ask(llm, "p" * 30 + "c") == 30
-    assert ask(llm, "p" * 30 + "b" * 31 + "?") == 61
+    other = "b" if taken == "a" else "a"
+    assert ask(llm, prompts[other] + "?") == len(prompts[other])
 
 
 @pytest.mark.parametrize("limit", [100, 300, 511])

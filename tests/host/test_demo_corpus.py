@@ -18,6 +18,7 @@ from kog_triton.demo.corpus import (
 )
 from kog_triton.demo.functions import functions
 from kog_triton.demo.licenses import decide
+from kog_triton.demo.model import Shape
 from kog_triton.demo.tokenizer import save_tokenizer, train_tokenizer
 from kog_triton.errors import RunError
 from tests.lib.text_samples import SNIPPET
@@ -109,7 +110,7 @@ def test_corpus_is_split_by_content_and_without_duplicates(
     twice = folder / "twice.py"
     twice.write_text(paths[0].read_text().replace("\n", "  \n"))
     source = Source("made-up", "1", "MIT", (*paths, twice))
-    manifest = build(tmp_path / "out", [source], [])
+    manifest = build(tmp_path / "out", Shape(), [source], [])
     splits = manifest["splits"]
     heldout = [
         p.read_text() for p in paths if int(content_hash(p.read_text())[:8], 16) < 2**32 / 50
@@ -141,7 +142,7 @@ def test_prefixes_are_of_unknown_functions_of_held_out_files() -> None:
 
 def test_corpus_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no usable Python source"):
-        build(tmp_path, [], [])
+        build(tmp_path, Shape(), [], [])
 
 
 def test_tokenizer_pieces_and_round_trip(tmp_path: Path) -> None:

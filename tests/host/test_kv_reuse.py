@@ -12,6 +12,7 @@ import pytest
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.demo import checkpoint_path
+from kog_triton.errors import RunError
 from tests.lib.fake_backend import GREEDY, FakeBackend, cold, next_logits
 
 
@@ -76,9 +77,22 @@ def test_salts_do_not_share_keys_and_values(narrow):
     engine = narrow.engine
     cached = []
     for salt in ("x", "y", "y", "x"):
-        generation = engine.start(engine.prepare(list(b"Hello"), GREEDY, cache_salt=salt))
-        cached.append(next(d.output.metrics.cached_tokens for d in generation if d.output))
+        claim = engine.start(engine.prepare(list(b"Hello"), GREEDY, cache_salt=salt))
+        while not claim.ended:
+            claim.read()
+        cached.append(claim.request.cached)
     assert cached == [0, 0, 4, 0]
+
+
+def test_a_crash_beside_a_free_slot_makes_it_forget(folder, llm):
+    """Its keys and values are still there, but who says that they are right?"""
+    one = replace(GREEDY, max_tokens=1)  # the slot then holds the prompt alone
+    llm.generate("Hello", one)
+    assert llm.generate("Hello", one)[0].metrics.cached_tokens == 4
+    with pytest.raises(RunError, match="the device is gone"):
+        llm.generate("crash of the other slot", GREEDY)
+    again = llm.generate("Hello", GREEDY)[0]
+    assert again.metrics.cached_tokens == 0 and again.outputs[0] == cold(folder, "Hello")
 
 
 def test_forget_empties_the_slots(narrow):
@@ -93,11 +107,12 @@ def test_reuse_after_a_cancel_in_the_middle_of_the_prompt(folder, narrow, monkey
 
     def tenth_of_51(seconds):
         if next(passes) == 10:
-            narrow.engine._mailbox.cancel(0)
+            stream.cancel()
 
+    stream = narrow.stream(prompt, GREEDY)
     with monkeypatch.context() as patched:
         patched.setattr("tests.lib.fake_backend.time.sleep", tenth_of_51)
-        (last,) = narrow.stream(prompt, GREEDY)
+        (last,) = stream
     assert last.output.outputs[0].finish_reason == "abort"
     again = narrow.generate(prompt, GREEDY)[0]
     assert 0 < again.metrics.cached_tokens < 400
@@ -111,13 +126,13 @@ def test_threads_that_share_the_slots_and_give_up_at_random_get_the_right_tokens
             held.append(int(next_logits(held, len(prompt)).argmax()))
         return held[len(prompt) :]
 
-    def client(engine, seed):
+    def client(llm, seed):
         draw = random.Random(seed)
         for _ in range(12):
             prompt = b"shared prefix " * draw.randint(1, 3) + bytes([97 + draw.randrange(3)])
-            generation = engine.start(engine.prepare(list(prompt), replace(GREEDY, max_tokens=20)))
+            stream = llm.stream(prompt.decode(), replace(GREEDY, max_tokens=20))
             give_up, seen = draw.randint(1, 30), []
-            for delta in generation:
+            for delta in stream:
                 seen += delta.token_ids
                 if len(seen) >= give_up:
                     break
@@ -125,7 +140,7 @@ def test_threads_that_share_the_slots_and_give_up_at_random_get_the_right_tokens
 
     wrong = [0] * 4
     with LLM(folder, backend=FakeBackend, num_slots=4) as llm:
-        threads = [threading.Thread(target=client, args=(llm.engine, i)) for i in range(4)]
+        threads = [threading.Thread(target=client, args=(llm, i)) for i in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

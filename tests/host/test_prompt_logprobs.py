@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.backends.serve import serve
-from tests import DATA
+from tests.lib.demo_cases import LLAMA
 from tests.lib.fake_backend import FakeBackend, next_logits
 from tests.lib.fake_checkpoint import VOCAB_SIZE, make_checkpoint
 
-TWIN = DATA / "twin"
 ASKED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
 
 
@@ -24,19 +23,19 @@ def llm(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def twin():
-    with LLM(TWIN, backend="reference") as llm:
+def trained():
+    with LLM(LLAMA, backend="reference") as llm:
         yield llm
 
 
 @pytest.mark.parametrize("length", [1, 2, 300])  # 300 is more than one chunk of the prefill
-def test_values_are_those_of_transformers(twin, length):
+def test_values_are_those_of_transformers(trained, length):
     transformers = pytest.importorskip("transformers")
-    ids = np.random.default_rng(length).integers(1, 4096, length).tolist()
-    model = transformers.AutoModelForCausalLM.from_pretrained(TWIN, dtype=torch.float32).eval()
+    ids = np.random.default_rng(length).integers(1, 512, length).tolist()
+    model = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
     with torch.inference_mode():
         want = model(torch.tensor([ids])).logits[0].double().log_softmax(-1).numpy()
-    got = twin.generate({"prompt_token_ids": ids}, ASKED)[0].prompt_logprobs
+    got = trained.generate({"prompt_token_ids": ids}, ASKED)[0].prompt_logprobs
     assert len(got) == length and got[0] is None
     for i, candidates in enumerate(got[1:], 1):
         token, row = ids[i], want[i - 1]
@@ -47,11 +46,13 @@ def test_values_are_those_of_transformers(twin, length):
             assert candidates[t].rank == rank
         for t, candidate in candidates.items():
             assert candidate.logprob == pytest.approx(row[t], abs=2e-3)
-            assert candidate.decoded_token == twin.tokenizer.decode([t], skip_special_tokens=False)
+            assert candidate.decoded_token == trained.tokenizer.decode(
+                [t], skip_special_tokens=False
+            )
 
 
-def test_the_prompt_is_run_once_and_the_answer_is_the_same(twin, monkeypatch):
-    backend, sizes = twin.engine.backend, []
+def test_the_prompt_is_run_once_and_the_answer_is_the_same(trained, monkeypatch):
+    backend, sizes = trained.engine.backend, []
     forward = backend.forward
 
     def counting(slot, token_ids, start, last_only):
@@ -60,10 +61,10 @@ def test_the_prompt_is_run_once_and_the_answer_is_the_same(twin, monkeypatch):
 
     monkeypatch.setattr(backend, "forward", counting)
     prompt = {"prompt_token_ids": list(range(100, 130))}
-    twin.engine.forget()
-    asked = twin.generate(prompt, ASKED)[0]
+    trained.engine.forget()
+    asked = trained.generate(prompt, ASKED)[0]
     assert sizes == [30, 1, 1]
-    again = twin.generate(prompt, replace(ASKED, prompt_logprobs=None))[0]
+    again = trained.generate(prompt, replace(ASKED, prompt_logprobs=None))[0]
     assert again.prompt_logprobs is None and again.metrics.cached_tokens == 29
     assert again.outputs[0].token_ids == asked.outputs[0].token_ids
 
@@ -86,10 +87,10 @@ def test_of_several_samples_one_looks_at_the_prompt(llm):
         assert candidates[b"Hello"[i]].logprob == pytest.approx(want)
 
 
-def test_minus_one_is_the_whole_vocabulary(twin):
+def test_minus_one_is_the_whole_vocabulary(trained):
     prompt = {"prompt_token_ids": [7, 8, 9]}
-    out = twin.generate(prompt, replace(ASKED, prompt_logprobs=-1))[0].prompt_logprobs
-    assert [len(c) for c in out[1:]] == [4096] * 2
+    out = trained.generate(prompt, replace(ASKED, prompt_logprobs=-1))[0].prompt_logprobs
+    assert [len(c) for c in out[1:]] == [512] * 2
     total = sum(np.exp(c.logprob) for c in out[1].values())
     assert total == pytest.approx(1)
 
@@ -103,7 +104,6 @@ def test_a_request_that_is_cancelled_on_the_way_has_none(llm):
     with llm.engine.paused():
         stream = llm.stream("slow " + "x" * 400, ASKED)
         stream.cancel()
-        stream._mailbox.cancel(stream._slot.index)
     stream.close()
     assert stream.output().prompt_logprobs is None
     assert llm.engine.num_free_slots == 2
@@ -116,10 +116,10 @@ def test_logits_that_are_not_numbers_void_the_run():
             rows[1, 5] = np.nan
             return rows[-1:] if last_only else rows
 
-    mailbox = Mailbox(1)
+    mailbox = Mailbox()
     params = replace(ASKED, seed=1)
     mailbox.post(Request(0, (1, 2, 3, 4), params, 1, 3, prompt_logprobs=2))
-    serve(Broken(), mailbox, 8)
+    HostServing(Broken(), mailbox, 8).run()
     (failure,) = mailbox.read(0)
     assert isinstance(failure, Failure)
     assert str(failure.error) == "the logits of position 2 hold NaN or +inf: the run is void"

@@ -28,26 +28,24 @@ def llm(tmp_path_factory):
 
 def stream(llm, answer, params, sizes, parser="hermes"):
     """The deltas of `say:answer` if steps are read in groups of `sizes`, then one by one."""
-    engine, held, sizes = llm.engine, [], iter(sizes)
-    read = type(engine).read
+    held, sizes = [], iter(sizes)
+    running = llm.stream({"prompt_token_ids": [*b"say:", *answer]}, params)
+    read = running._claim.read
 
-    def in_groups(slot, mailbox, timeout):
+    def in_groups(timeout):
         while not held or held[-1].finish is None:
-            held.extend(read(engine, slot, mailbox, timeout))
+            held.extend(read(timeout))
         size = next(sizes, 1)
         out, held[:] = held[:size], held[size:]
         return out
 
     calls = ToolCallParser(parser)
     content, found, texts, ids = "", [], "", []
-    engine.read = in_groups
-    try:
-        for delta in llm.stream({"prompt_token_ids": [*b"say:", *answer]}, params):
-            texts, ids = texts + delta.text, ids + delta.token_ids
-            piece = calls.feed(delta.text)
-            content, found = content + piece.content, found + list(piece.calls)
-    finally:
-        del engine.read
+    running._claim.read = in_groups
+    for delta in running:
+        texts, ids = texts + delta.text, ids + delta.token_ids
+        piece = calls.feed(delta.text)
+        content, found = content + piece.content, found + list(piece.calls)
     rest = calls.finish()
     final = delta.output.outputs[0]
     assert (texts, ids) == (final.text, final.token_ids)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kog_triton.errors import ModelError, RequestError
-from kog_triton.text import Tokenizer, chat
+from kog_triton.text import Tokenizer
 from tests import DATA
 from tests.lib.text_samples import CONVERSATIONS, KINDS, SPECIAL_TOKENS, TOOLS, make_tokenizer
 
@@ -275,65 +275,12 @@ def test_letters_that_normalize_to_a_special_token_are_text():
         "{{ missing.field.deep }}",
         "{{ 1 / 0 }}",
         "{{ range(10 ** 9) }}",
-        "{{ 'x'.encode() }}",
     ],
 )  # fmt: skip
 def test_what_a_template_may_not_do(source):
     with pytest.raises(RequestError, match="the chat template") as error:
         ours(source).render_chat([{"role": "user", "content": "x"}])
     assert "\n" not in str(error.value)
-
-
-LOOP = "{% set ns = namespace(x='ab', n=3, l=[1]) %}{% for i in range(200) %}BODY{% endfor %}"
-LOOP += "{{ ns.l|tojson }}"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}",
-        "{% for i in range(99999) %}" + "text " * 200 + "{% endfor %}",
-        "{% set x %}{% for i in range(99999) %}" + "text " * 200 + "{% endfor %}{% endset %}",
-        LOOP.replace("BODY", "{% set ns.x = ns.x ~ ns.x %}"),
-        LOOP.replace("BODY", "{% set ns.x = ns.x + ns.x %}"),
-        LOOP.replace("BODY", "{% set ns.x = ns.x * 2 %}"),
-        LOOP.replace("BODY", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
-        LOOP.replace("BODY", "{% set ns.x = ns.x.replace('a', ns.x) %}"),
-        LOOP.replace("BODY", "{% set ns.x = ns.x|replace('a', ns.x) %}"),
-        LOOP.replace("BODY", "{% set ns.x = [ns.x, ns.x]|join %}"),
-        LOOP.replace("BODY", "{% set ns.x = ns.x.join([ns.x, ns.x]) %}"),
-        LOOP.replace("BODY", "{% set ns.x = '{0}{0}'.format(ns.x) %}"),
-        LOOP.replace("BODY", "{% set ns.x = '%s%s' % (ns.x, ns.x) %}"),
-        LOOP.replace("BODY", "{% set ns.x = '%s%s'|format(ns.x, ns.x) %}"),
-        LOOP.replace("BODY", "{% set ns.n = ns.n * ns.n %}"),
-        LOOP.replace("BODY", "{% set ns.n = ns.n ** 9 %}"),
-        LOOP.replace("BODY", "{% set ns.l = [ns.l, ns.l] %}"),
-        LOOP.replace("BODY", "{% set ns.l = {'a': ns.l, 'b': ns.l} %}"),
-        "{{ 'x' * 10 ** 9 }}",
-        "{{ ([1] * 10 ** 9)|length }}",
-        "{{ 'x'.ljust(10 ** 9) }}",
-        "{{ '\t'.expandtabs(10 ** 9) }}",
-        "{{ 'x'|center(10 ** 9) }}",
-        "{{ 'x'|indent(10 ** 9, true) }}",
-        "{{ [1]|tojson(indent=10 ** 9) }}",
-        "{{ ['x']|map('center', 10 ** 9)|list }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ '%*d' % (999999999, 1) }}",
-        "{{ '{:>999999999}'.format(1) }}",
-        "{{ '{:{}}'.format(1, '999999999') }}",
-        "{{ 1.5|round(10 ** 9) }}",
-    ],
-)  # fmt: skip
-def test_a_template_that_would_run_or_grow_for_ever_is_stopped(source):
-    with pytest.raises(RequestError, match=r"refused: |recurses too deep"):
-        ours(source).render_chat([{"role": "user", "content": "x"}])
-
-
-def test_time_is_limited_too(monkeypatch):
-    monkeypatch.setattr("kog_triton.text.sandbox.MAX_SECONDS", -1.0)
-    with pytest.raises(RequestError, match="it took more than"):
-        chat.render("{% for i in range(3) %}{% endfor %}", {}, True)
 
 
 def test_long_conversations_are_within_the_limits():

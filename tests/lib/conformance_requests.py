@@ -8,16 +8,15 @@ import functools
 import itertools
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from kog_triton.backends.cuda import serving as cuda_serving
 
-from kog_triton.backends import BackendOptions, BackgroundCompiler
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends import BackendOptions, BackgroundCompiler, serving
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton.host import serving as triton_serving
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import SamplingParams
@@ -168,7 +167,7 @@ def said(mailbox, slot):
 
 def served(backend, *requests):
     """What requests say that are posted at once; after it nobody is left and nothing follows."""
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for r in requests:
         mailbox.post(r)
     backend.generate(mailbox)
@@ -178,7 +177,7 @@ def served(backend, *requests):
     assert all(mailbox.read(r.slot, 0) == [] for r in requests)
     for r, steps in zip(requests, out, strict=True):
         assert [s.finish is None for s in steps] == [True] * (len(steps) - 1) + [False]
-        assert mailbox.prefilled[r.slot] == len(r.prompt) + len(steps) - 1  # all but the last token
+        assert steps[-1].held == len(r.prompt) + len(steps) - 1  # all but the last token
     return out
 
 
@@ -189,7 +188,7 @@ def alone(backend, r, slot=2):
 
 def scored(backend, r):
     """What is told of a request's prompt, and what it says, with the backend to itself."""
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(r)
     backend.generate(mailbox)
     return mailbox.read_prompt(r.slot), said(mailbox, r.slot)
@@ -197,14 +196,15 @@ def scored(backend, r):
 
 def at_look(mailbox, number, act):
     """Call `act` when the backend looks for arrivals that often: at its second look it has begun to serve."""
-    looks, take = itertools.count(1), type(mailbox).take
+    looks = itertools.count(1)
 
-    def look():
+    def look(how):
         if next(looks) == number:
             act()
-        return take(mailbox)
+        return how(mailbox)
 
-    mailbox.take = look
+    mailbox.take = partial(look, type(mailbox).take)
+    mailbox.waiting = partial(look, type(mailbox).waiting)
 
 
 def resolved(vocab, bad=(), end=(), **settings):
@@ -219,8 +219,7 @@ def impatient(name, backend, monkeypatch):
     Triton's interpreter runs in the thread that brings the masks: there a kernel waits for none (but in
     test_triton_serving.py).
     """
-    for module in (cuda_serving, triton_serving):
-        monkeypatch.setattr(module, "MASK_S", 0.2)
+    monkeypatch.setattr(serving, "MASK_S", 0.2)
     if name.startswith("cuda"):
         monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
     elif name in ON_GPU:

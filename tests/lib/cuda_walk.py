@@ -23,16 +23,18 @@ from tests.lib.compiled import made_once, version_of
 if str(ROOT / "backends") not in kog_triton.backends.__path__:
     kog_triton.backends.__path__.append(str(ROOT / "backends"))
 
-from kog_triton.backends.cuda import memory, serving
+from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.chunks import POSITIONS
+from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import header, layout
 from kog_triton.backends.cuda.layout.columns import COUNTS
-from kog_triton.backends.cuda.serving import UNLIMITED
 
 from kog_triton.backends import Availability
 from kog_triton.backends.mailbox import Request
+from kog_triton.backends.pace import Pace
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
+from kog_triton.backends.token_words import NUMBER_MASK
 from kog_triton.sampling import SamplingParams
 
 HERE = Path(__file__).parent / "cuda_host"
@@ -170,7 +172,7 @@ class Walk:
         """What slot 0 said; -1 for logits that are not finite."""
         words = self.memory.outbox[0, :, 0].tolist()
         made = words.index(0)
-        assert [w >> 32 for w in words[:made]] == list(range(1, made + 1))
+        assert [w >> 32 & NUMBER_MASK for w in words[:made]] == list(range(1, made + 1))
         return [int(np.int32(np.uint32(w & 0xFFFFFFFF))) for w in words[:made]]
 
 
@@ -245,7 +247,7 @@ class FiberBackend(CudaBackend):
 
     def generate(self, mailbox):
         """Looks for tokens less often than beside a real GPU: the emulated one needs the CPU itself."""
-        with mock.patch.object(serving, "POLL_S", POLL_S):
+        with mock.patch.object(Pace, "wait", lambda *_: time.sleep(POLL_S)):
             super().generate(mailbox)
 
     def _open_device(self):

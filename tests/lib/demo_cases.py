@@ -1,4 +1,4 @@
-"""A small decoder of the demo's family with wide logits, and what its files hold."""
+"""Small decoders of the demo's family: a random one with wide logits, a trained one and what its files hold."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 
 from kog_triton.demo.model import Decoder, Shape
 from kog_triton.demo.train import Settings
+from tests import DATA
 
+LLAMA = DATA / "llama"  # trained: data/llama/train.py
 TINY = Shape(
     vocab_size=61,
     hidden_size=24,

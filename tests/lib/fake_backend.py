@@ -58,9 +58,6 @@ class FakeBackend:
         self.inside = False
         self.closed = False
 
-    def new_mailbox(self) -> Mailbox:
-        return Mailbox(self.options.num_slots)
-
     def generate(self, mailbox: Mailbox) -> None:
         assert not self.inside, "generate runs twice at once"
         self.inside = True
@@ -97,7 +94,7 @@ class FakeBackend:
         """One pass for one slot; True when its request has ended."""
         r, kv = state.request, self.kv[state.request.slot]
         if mailbox.cancelled(r.slot):
-            mailbox.push(r.slot, Step(-1, "cancel"))
+            mailbox.push(r.slot, Step(-1, "cancel", held=len(kv)))
             return True
         if state.made == 2 and b"fail" in words:
             kv[:] = [END] * len(kv)
@@ -107,7 +104,6 @@ class FakeBackend:
             time.sleep(0.02)
         kv += state.pending[:CHUNK]
         del state.pending[:CHUNK]
-        mailbox.prefilled[r.slot] = len(kv)
         if state.pending:
             return False
         if r.prompt_logprobs is not None and not state.made:
@@ -144,7 +140,7 @@ class FakeBackend:
         finish = "stop" if token in r.stop_token_ids else finish
         best = np.argsort(-logprobs)[: r.params.logprobs or 0]
         top = tuple((int(i), float(logprobs[i])) for i in best)
-        return Step(token, finish, float(logprobs[token]), top, time.perf_counter_ns())
+        return Step(token, finish, float(logprobs[token]), top, time.perf_counter_ns(), len(held))
 
     def run_stage(self, stage: str, layer: int, state: Any) -> dict[str, Any]:
         raise NotImplementedError

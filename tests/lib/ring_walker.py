@@ -14,7 +14,7 @@ from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
-from kog_triton.schedule.schedule import Stage, Wire
+from kog_triton.schedule.schedule import Stage
 
 
 class Stream:
@@ -38,20 +38,22 @@ class Stream:
 
 
 class Buffers:
-    """The rotating word buffers of one exchange, for every shard."""
+    """The rotating word buffers of one stage's outputs, for every shard; pairs of them a word, or one."""
 
-    def __init__(self, exchange, shards: int, dtype: DType, exact: bool):
-        self.exchange, self.dtype = exchange, dtype
-        self.pair = exchange.wire is Wire.PAIR and not exact
-        words = exchange.width // 2 if self.pair else exchange.width
-        self.words = np.zeros((exchange.buffers, shards, words), np.uint32)
-        self.exact = np.zeros((exchange.buffers, shards, exchange.width)) if exact else None
+    def __init__(
+        self, name: str, width: int, pair: bool, count: int, shards: int, dtype: DType, exact: bool
+    ):
+        self.name, self.width, self.count, self.dtype = name, width, count, dtype
+        self.pair = pair and dtype is not DType.F32 and not exact
+        words = width // 2 if self.pair else width
+        self.words = np.zeros((count, shards, words), np.uint32)
+        self.exact = np.zeros((count, shards, width)) if exact else None
 
     def _phase(self, iteration: int) -> int:
-        return (iteration // self.exchange.buffers + 1) & 1
+        return (iteration // self.count + 1) & 1
 
     def publish(self, iteration: int, shard: int, first: int, values: np.ndarray) -> None:
-        slot, phase = iteration % self.exchange.buffers, self._phase(iteration)
+        slot, phase = iteration % self.count, self._phase(iteration)
         if self.exact is not None:
             self.exact[slot, shard, first : first + len(values)] = values
         if self.pair:
@@ -62,13 +64,11 @@ class Buffers:
             self.words[slot, shard, first : first + len(values)] = wire.pack_f32(values, phase)
 
     def read(self, iteration: int, shard: int, first: int, last: int) -> np.ndarray:
-        slot = iteration % self.exchange.buffers
+        slot = iteration % self.count
         run = slice(first // 2, -(-last // 2)) if self.pair else slice(first, last)
         words = self.words[slot, shard, run]
         ready = wire.phases(words) == self._phase(iteration)
-        assert ready.all(), (
-            f"{self.exchange.name}: word {int(np.argmin(ready))} of {first} is stale"
-        )
+        assert ready.all(), f"{self.name}: word {int(np.argmin(ready))} of {first} is stale"
         if self.exact is not None:
             return self.exact[slot, shard, first:last].copy()
         if self.pair:
@@ -94,13 +94,21 @@ class RingWalker:
             for rank in range(self.s.num_ranks)
             for block in range(lowering.num_blocks)
         }
-        self.buffers = {
-            e.name: Buffers(e, self.s.num_shards, self.spec.dtype, exact) for e in self.s.exchanges
-        }
+        self.buffers = {}
+        for stage in (self.s.stage(n) for n in ("qkv_proj", "attention", "gate_up_proj")):
+            self._add(stage.target, stage.outputs, pair=True)
+        for name in ("attention_out", "mlp_out"):
+            self._add(name, self.spec.hidden_size)
+            if Reduce.DELAYED in self.spec.reduce_attention + self.spec.reduce_mlp:
+                self._add(name + "_past", self.spec.hidden_size, count=3 * self.spec.delay)
         shape = (self.spec.num_layers, self.s.num_shards)
         self.kv = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
         self.layers_done = 0  # counts over tokens: the iteration of every layer exchange
         self.tokens_done = 0
+
+    def _add(self, name: str, width: int, pair: bool = False, count: int = 1) -> None:
+        shards, dtype = self.s.num_shards, self.spec.dtype
+        self.buffers[name] = Buffers(name, width, pair, count, shards, dtype, self.exact)
 
     # ---- one token ----
 
@@ -131,7 +139,7 @@ class RingWalker:
             for name in ("qkv", "attention", "mlp"):
                 buffer = self.buffers[name]
                 seen[name] = np.stack(
-                    [buffer.read(it, i, 0, buffer.exchange.width) for i in range(s.num_shards)]
+                    [buffer.read(it, i, 0, buffer.width) for i in range(s.num_shards)]
                 )
             trace.append(seen)
             self.layers_done += 1

@@ -15,7 +15,7 @@ from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout import header
 
 from kog_triton.backends import BackendOptions, heart
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.sampling import SamplingParams
@@ -85,7 +85,7 @@ def ask(
     backend: CudaBackend, *prompts: Sequence[int], params: SamplingParams = GREEDY, count: int = 3
 ) -> None:
     """Requests that are posted at once; the last one under `params`."""
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for slot, prompt in enumerate(prompts):
         one = params if slot == len(prompts) - 1 else GREEDY
         mailbox.post(Request(slot, tuple(prompt), one, one.seed or 0, count))
@@ -117,7 +117,7 @@ def chunks(fault: str) -> None:
     """A prompt whose last chunk is not full, and one that goes on behind what is cached."""
     backend = opened(PLAIN_BF16, 4, chunk=8)
     ask(backend, LONG)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(Request(0, (*LONG, 1, 2, 3, 4), GREEDY, 0, 2, cached=len(LONG)))
     backend.generate(mailbox)
     print([getattr(step, "token", step) for step in mailbox.read(0)], flush=True)

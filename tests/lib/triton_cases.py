@@ -62,7 +62,7 @@ def serve(
     backend: TritonBackend, *requests: Request, seed: int = 0, host=None
 ) -> list[list[Step | Failure]]:
     """The steps of each request, all of them posted at once; `host` is called all the time."""
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     for request in requests:
         mailbox.post(request)
 

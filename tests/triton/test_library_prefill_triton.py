@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Request
+from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
@@ -79,7 +79,7 @@ def test_the_triton_kernel_goes_on_from_it():
     def serve(prefill):
         backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, 1, CPU)
         kv = backend.memory.pointers.kv[0]
-        mailbox = backend.new_mailbox()
+        mailbox = Mailbox()
         params = SamplingParams(temperature=0)
         mailbox.post(Request(0, prompt, params, 0, 3, frozenset()))
         with concurrent(0, "sc"):

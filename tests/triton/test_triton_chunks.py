@@ -19,9 +19,9 @@ import torch
 import triton.language as tl
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.mailbox import Request
+from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton.host import serving
+from kog_triton.backends.triton.host import launcher
 from kog_triton.backends.triton.host.backend import IN_CHUNKS
 from kog_triton.backends.triton.host.seats import seat
 from kog_triton.backends.triton.kernel import chunk, chunk_attention, cut
@@ -62,7 +62,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Chunks and steps so short that a prompt of eight tokens has several."""
-    for module in (chunk, serving):
+    for module in (chunk, launcher):
         monkeypatch.setattr(module, "CHUNKS_FROM", tl.constexpr(2))
     monkeypatch.setattr(chunk_attention, "KEYS", tl.constexpr(2))
 
@@ -86,13 +86,14 @@ def run_chunks(backend, seed: int, memory: str) -> torch.Tensor:
     """Keys and values of AHEAD tokens, as `expected`: chunk after chunk, each in a launch that has to yield."""
     pointers = backend.memory.pointers
     pointers.kv.fill_(torch.nan)
-    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1))
+    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1), 0)
     pointers.mailbox[0, HOST] = YIELD.value
+    pointers.turns[:2] = torch.tensor([1, 0])
     while pointers.states[0, 0, 0] < AHEAD:
         before = pointers.states[:, :, 0].clone()
         with concurrent(seed, memory):
-            backend.start([0], False, True)
-        assert not backend.expired() and (pointers.states[:, :, 0] > before).all()
+            backend._run(False, True)
+        assert backend.launcher._expired() is None and (pointers.states[:, :, 0] > before).all()
     held = pointers.kv[0]
     assert held[..., AHEAD:, :].isnan().all()
     return held[..., :AHEAD, :].clone()
@@ -187,7 +188,7 @@ def test_a_yield_cuts_a_prompt_between_chunks_and_changes_no_bit():
     whole = chunked(CASES["qwen3"], num_slots=2)
     want = serve(whole, *requests)
     backend = chunked(CASES["qwen3"], num_slots=2)
-    mailbox, returns, seen = backend.new_mailbox(), 0, []
+    mailbox, returns, seen = Mailbox(), 0, []
     for request in requests:
         mailbox.post(request)
 
@@ -222,11 +223,15 @@ def test_a_cancel_in_a_prompt_leaves_the_others_alone():
 def test_a_block_that_never_comes_is_named(stalled, cancelled):
     """Also to who has cancelled: keys and values of such a chunk are not to be used again."""
     backend = chunked(CASES["qwen3"], limit=5)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(Request(0, TOKENS[:8], GREEDY, 0, 1))
-    if cancelled:
-        mailbox.cancel(0)
-    with concurrent(0, "sc", backend.poll, stalled=stalled):
+
+    def host():
+        if cancelled:
+            mailbox.cancel(0)
+        backend.poll()
+
+    with concurrent(0, "sc", host, stalled=stalled):
         backend.generate(mailbox)
     error = mailbox.read(0, 0)[0].error
     assert isinstance(error, RunError)
@@ -245,7 +250,7 @@ def test_auto_takes_the_library_from_its_own_crossover_on():
     for cached, least in ((0, IN_CHUNKS.fresh), (5, IN_CHUNKS.behind)):
         for count in (least - 1, least):
             request = Request(0, (3,) * (cached + count + 1), GREEDY, 0, 1, cached=cached)
-            assert backend.prefill(request) == (cached + count if count == least else cached)
+            assert backend._prefill(request) == (cached + count if count == least else cached)
     assert taken == [(IN_CHUNKS.fresh, 0), (IN_CHUNKS.behind, 5)]
 
 

@@ -13,9 +13,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from kog_triton.backends import heart, silence
-from kog_triton.backends.mailbox import Request
-from kog_triton.backends.triton.host.serving import Serving
-from kog_triton.backends.triton.kernel.slots import BEAT, OUTCOME, YIELD, mailbox_offsets
+from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.serving import Launch, LaunchServing
+from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
 from kog_triton.errors import DeviceError
 from tests.lib.silent_gpu import assert_shut
 from tests.lib.triton_cases import GREEDY, Case, backend_of, plain, serve
@@ -49,21 +49,19 @@ class Mute:
 
     def __init__(self, backend, pulse):
         self._backend, self._pulse, self.asked = backend, pulse, 0
+        self._launcher = backend.launcher
 
-    def start(self, slots, rules, chunks):
+    def __getattr__(self, name):
+        return getattr(self._launcher, name)
+
+    def launch(self, running):
         self._backend.memory.pointers.states[0, 0, OUTCOME.value] = 1
-        return self._done
+        return Launch(list(running), self._done, lambda: self._settle(list(running)))
 
     def _done(self):
         self.asked += 1
         self._backend.memory.pointers.mailbox[0, BEAT] = self._pulse(self.asked)
         return self.asked > 2000
-
-    def expired(self):
-        return ""
-
-    def prefill(self, request):
-        return 0
 
 
 @pytest.mark.parametrize("stops", [0, 5])
@@ -73,24 +71,24 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
     monkeypatch.setattr(heart, "SILENCE_S", 0.05)
     for pulse in (lambda n: min(n, stops), lambda n: n):
         launcher = Mute(backend, pulse)
-        mailbox = backend.new_mailbox()
+        mailbox = Mailbox()
         mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
-        serving = Serving(backend.memory.pointers, backend.tiles, launcher)
+        serving = LaunchServing(launcher, mailbox)
         if pulse(100) == 100:
-            serving.generate(mailbox)
-            assert launcher.asked == 2001
+            serving.run()
+            assert launcher.asked > 2000
         else:
             with pytest.raises(
                 heart.Stalled, match="has not finished a step in 0 s: open a new LLM"
             ):
-                serving.generate(mailbox)
+                serving.run()
             assert launcher.asked < 2000
 
 
 def stall(backend, launcher):
     """A request on a GPU that falls silent at once."""
-    backend._serving = Serving(backend.memory.pointers, backend.tiles, launcher)
-    mailbox = backend.new_mailbox()
+    backend.launcher = launcher
+    mailbox = Mailbox()
     mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
     with pytest.raises(heart.Stalled):
         backend.generate(mailbox)
@@ -105,7 +103,7 @@ def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_wr
         patched.setattr(heart, "SILENCE_S", 0.01)
         stall(backend, launcher)
     pointers, asked = backend.memory.pointers, launcher.asked
-    assert pointers.mailbox[0, mailbox_offsets(backend.tiles)["host"]] == YIELD.value
+    assert pointers.mailbox[0, HOST] == YIELD.value
     assert_shut(backend)
     backend.close()
     kept = [weakref.ref(t) for t in (pointers.mailbox, pointers.kv, pointers.words)]
@@ -129,9 +127,9 @@ class Torn(Mute):
     def __init__(self, backend):
         super().__init__(backend, lambda asked: asked)
 
-    def start(self, slots, rules, chunks):
+    def launch(self, running):
         self.mailbox.post(Request(1, (7,), GREEDY, 0, 1))
-        return super().start(slots, rules, chunks)
+        return super().launch(running)
 
     def _done(self):
         if self.asked == 2:
@@ -143,13 +141,13 @@ class Torn(Mute):
 def test_a_request_that_came_beside_a_launch_that_failed_is_nobody_elses():
     backend = backend_of(ONE, num_slots=2)
     launcher = Torn(backend)
-    serving = Serving(backend.memory.pointers, backend.tiles, launcher)
-    launcher.mailbox = backend.new_mailbox()
+    backend.launcher = launcher
+    launcher.mailbox = Mailbox()
     launcher.mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
     with pytest.raises(RuntimeError, match="torn"):
-        serving.generate(launcher.mailbox)
-    serving._launcher = None  # there is nothing to launch
-    serving.generate(backend.new_mailbox())
+        backend.generate(launcher.mailbox)
+    backend.launcher = None  # there is nothing to launch
+    backend.generate(Mailbox())
 
 
 def test_prompts_that_run_before_a_launch_are_no_silence(monkeypatch):

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton.kernel import head, sample
 from kog_triton.backends.triton.kernel.noise import gumbel, random_word
 from kog_triton.backends.triton.kernel.slots import advance, ask_host, state_of
@@ -74,7 +74,7 @@ def draw(backend, logits, request: Request, seed: int = 0, memory: str = "sc", p
         choose_kernel[grid](pointers, backend.tiles, rules)
         return lambda: True
 
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(request)
     before, backend._launch = backend._launch, launch
     try:

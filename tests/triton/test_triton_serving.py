@@ -5,7 +5,6 @@ A request's tokens are the same whoever else is served, however often the kernel
 
 import os
 import re
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -20,9 +19,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
-from kog_triton.backends import StageTimer
+from kog_triton.backends import StageTimer, serving
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.backends.triton.host import serving
+from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
+from kog_triton.backends.triton.host import launcher
 from kog_triton.backends.triton.host.stages import StageRun
 from kog_triton.backends.triton.host.waits import describe_wait
 from kog_triton.backends.triton.kernel import slots
@@ -89,7 +89,7 @@ def test_a_token_carries_the_kernel_s_clock_or_none(monkeypatch):
     (steps,) = serve(backend_of(ONE), request)
     assert [s.device_ns for s in steps] == [0, 0, 0]
     monkeypatch.setattr(slots, "clock", striking)
-    for module in (slots, serving):
+    for module in (slots, launcher):
         monkeypatch.setattr(module, "stamps_tokens", lambda tiles: True)
     (stamped,) = serve(backend_of(ONE), request)
     assert [s.device_ns for s in stamped] == [1234567890123] * 3
@@ -110,22 +110,31 @@ def test_every_launch_of_a_stage_is_timed():
 
 
 def test_a_token_waits_for_its_stamp():
-    backend, mailbox = backend_of(ONE), Mailbox(1)
-    host = serving.Serving(
-        backend.memory.pointers, replace(backend.tiles, vendor="nvidia"), backend
-    )
+    backend, mailbox = backend_of(ONE), Mailbox()
+    backend.launcher.stamps = True
+    host = serving.LaunchServing(backend.launcher, mailbox)
     request = Request(0, (3, 42), SamplingParams(temperature=0.0), 0, 2)
     mailbox.post(request)
-    mailbox.take()
-    mailbox.resumed[0] = serving.Running(request, False, 1)
+    host.running[0] = host.begin(request)
     at, words = slots.mailbox_offsets(backend.tiles), backend.memory.pointers.mailbox[0]
-    host._mailbox = mailbox
     words[at["tokens"]] = 1 << 32 | 7
     host.poll()
     assert mailbox.read(0, 0) == []
     words[at["stamps"]] = 55
     host.poll()
     assert [(s.token, s.device_ns) for s in mailbox.read(0, 0)] == [(7, 55)]
+
+
+def test_the_kernel_says_why_a_request_ends_and_the_host_believes_it():
+    """The word of its last token; of a stop id that is also the last that was asked for, that it stops."""
+    backend, at = backend_of(ONE), slots.mailbox_offsets(backend_of(ONE).tiles)["tokens"]
+    (whole,) = serve(backend, Request(0, (3, 42), GREEDY, 0, 2))
+    words = backend.memory.pointers.mailbox[0, at : at + 2].tolist()
+    assert [word >> 32 + OUTCOME_SHIFT for word in words] == [Outcome.RUNNING, Outcome.LENGTH]
+    stop = frozenset({whole[-1].token})
+    (stopped,) = serve(backend, Request(0, (3, 42), GREEDY, 0, 2, stop_token_ids=stop))
+    assert backend.memory.pointers.mailbox[0, at + 1] >> 32 + OUTCOME_SHIFT == Outcome.STOP
+    assert [step.finish for step in (whole[-1], stopped[-1])] == ["length", "stop"]
 
 
 def test_stop_ids_and_kept_keys():
@@ -143,7 +152,7 @@ def test_slots_take_turns_and_do_not_touch_each_other():
     backend, watched, ahead = backend_of(ONE, num_slots=3), [], []
 
     def host(mailbox):
-        made = [len(mailbox._steps.get(slot, ())) for slot in range(2)]
+        made = [mailbox._inboxes[slot]._steps.qsize() for slot in range(2)]
         ahead.append(made[0] - made[1])
         if made[0] == 1 and not watched:
             watched.append(mailbox)
@@ -161,7 +170,7 @@ def test_slots_take_turns_and_do_not_touch_each_other():
 def test_a_yield_at_any_token_leaves_all_to_go_on():
     """Counts, masks of bad words and positions survive in device memory; prompts are left half done too."""
     backend = backend_of(ONE, num_slots=2)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     mailbox.post(Request(0, (3, 42), EDITED, 5, 3))
     mailbox.post(Request(1, (12, 8), GREEDY, 0, 3))
     first = backend.memory.pointers.states[:, 0, 0]
@@ -190,7 +199,7 @@ def test_cancel_ends_at_a_token(in_prompt):
     prompt = tuple(range(8)) if in_prompt else (3, 42)
 
     def host(mailbox):
-        if in_prompt or mailbox._steps[0]:
+        if in_prompt or mailbox._inboxes[0]._steps.qsize():
             mailbox.cancel(0)
 
     (steps,) = serve(backend, Request(0, prompt, GREEDY, 0, 8), host=host)
@@ -202,7 +211,7 @@ def test_cancel_ends_at_a_token(in_prompt):
 
 def test_prompt_log_probabilities():
     backend = backend_of(ONE)
-    mailbox = backend.new_mailbox()
+    mailbox = Mailbox()
     prompt = (3, 42, 12, 8)
     mailbox.post(Request(0, prompt, GREEDY, 0, 1, prompt_logprobs=2))
     with concurrent(0, "sc", backend.poll):
@@ -253,7 +262,7 @@ def let_wait(machine):
     machine.still = min(machine.still, 40)
 
 
-LATE = "the mask of this request took more than 4 s: find it faster, or before it is asked for"
+LATE = "the mask of this request took more than 2 s: find it faster, or before it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -264,9 +273,10 @@ def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
     """The host is busy from one token on, in a function that takes too long or elsewhere, and the kernel waits in vain,
     in whosever pass it is. The others go on, bit for bit; the next one has the slot."""
     seconds, backend = [0.0], backend_of(ONE, limit=200, num_slots=3)
-    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    clocks = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(serving, "time", clocks)
     words, at = backend.memory.pointers.mailbox, slots.mailbox_offsets(backend.tiles)["tokens"]
-    launches, mailbox = [], backend.new_mailbox()
+    launches, mailbox = [], Mailbox()
 
     def masks(output):
         seconds[0] += 10 * (slow and len(output) == 2)
@@ -285,17 +295,17 @@ def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
         else:
             backend.poll()
 
-    def expired():
-        launches.append(backend.waited_for_mask())
-        return describe()
+    def watched(slots):
+        launches.append(settle(slots))
+        return launches[-1]
 
-    describe = backend.expired
-    monkeypatch.setattr(backend, "expired", expired)
+    settle = backend.launcher._settle
+    monkeypatch.setattr(backend.launcher, "_settle", watched)
     for request in requests:
         mailbox.post(request)
     with concurrent(0, "stale", host) as machine:
         backend.generate(mailbox)
-    assert launches.count(True) == 1
+    assert sum(isinstance(one.error, serving.LateMask) for one in launches) == 1
     *first, last = mailbox.read(0, 0)
     expected = [alone(r.params, r.prompt, r.max_tokens) for r in requests]
     assert tokens(first) == expected[0][:2]
@@ -311,8 +321,8 @@ def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
 def test_a_launch_that_makes_nothing_for_want_of_a_mask_is_void(monkeypatch):
     """Rather than another one for ever."""
     backend = backend_of(ONE, limit=200)
-    monkeypatch.setattr(backend._serving, "_send_mask", lambda slot, running: None)
-    mailbox = backend.new_mailbox()
+    monkeypatch.setattr(serving.LaunchServing, "_bring_mask", lambda *_: None)
+    mailbox = Mailbox()
     mailbox.post(Request(0, (3,), COUNTED, 5, 2, mask=lambda output: None))
     with concurrent(0, "stale", lambda: let_wait(machine)) as machine:
         backend.generate(mailbox)

@@ -7,24 +7,14 @@ a word a unit. Activations that outgrow shared memory are refused.
 
 from dataclasses import replace
 
-from kog_triton.backends.cuda.layout import lanes
 from kog_triton.backends.cuda.layout.attention import MERGED, attention_bytes, head_bytes
 from kog_triton.backends.cuda.layout.batches import COLUMN_SMALL_BYTES, finished_pieces, up
-from kog_triton.backends.cuda.layout.layout import (
-    FLAGS_TOGETHER,
-    LINE_WORDS,
-    PARTIAL_BYTES,
-    Layout,
-    Region,
-    add_head_regions,
-    add_region,
-    add_split_regions,
-    check_model,
-)
+from kog_triton.backends.cuda.layout.exchanges import column_kernel
+from kog_triton.backends.cuda.layout.layout import PARTIAL_BYTES, Layout, check_model
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import Head
 from kog_triton.schedule.cuda import WINDOW_BYTES, CudaLowering
+from kog_triton.schedule.exchanges import check_kernel
 from kog_triton.schedule.lowering import matrix_stages
 
 COUNTS = (2, 4, 8)  # columns that kernels are made for
@@ -37,43 +27,14 @@ def lay_out_columns(
     `chunk`; ModelError if they do not fit."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    shards = schedule.num_shards
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    group = lowering.group_size(stages["qkv_proj"])
-    splits = max(1, group // spec.lane_kv_heads)
-    regions: dict[str, Region] = {}
-
-    def add(name: str, width: int, rows: int = 1, buffers: int = 1) -> None:
-        """`rows` a lane."""
-        add_region(regions, name, width, shards * rows, buffers)
-
-    add("qkv", -(-schedule.exchange("qkv").width // 2), columns)
-    for name, stage in (("attention", "o_proj"), ("mlp", "down_proj")):
-        add(name, lowering.padded_k(stages[stage]) // 2 * columns)
-    add("attention_heads", spec.lane_heads * columns)
-    heads = spec.lane_kv_heads * columns
-    add_split_regions(regions, spec, shards * heads, splits)
-    add("attention_flags", heads * splits)
-    for name, reduces in (
-        ("attention_out", spec.reduce_attention),
-        ("mlp_out", spec.reduce_mlp),
-    ):
-        add(name, spec.hidden_size, columns)
-        add(name + "_flags", -(-spec.hidden_size // 4))
-        buffers = lanes.num_buffers(reduces, spec.delay) if shards > 1 else 0
-        add(name + "_sent", spec.hidden_size if buffers else 0, columns, max(1, buffers))
-    add("mlp_flags", -(-group // FLAGS_TOGETHER) * LINE_WORDS)
-    mixed = spec.hidden_size if shards > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
-    add("part", mixed, columns)
-    add_region(regions, "y", mixed, columns)
-    add_region(regions, "y_flags", -(-mixed // 4))
-    add_region(regions, "column_best", 4 * 2 * lowering.num_blocks * columns)
-    add_region(regions, "column_winner", 2 * 2 * columns)
-    add_head_regions(regions, lowering.num_blocks)
+    splits = max(1, lowering.group_size(stages["qkv_proj"]) // spec.lane_kv_heads)
+    kernel = column_kernel(lowering, splits, columns)
+    check_kernel(kernel)
     layout = Layout(
         lowering,
         max_context,
-        regions,
+        kernel,
         splits,
         scratch_bytes=0,
         ring_chunks=0,
@@ -88,7 +49,7 @@ def lay_out_columns(
         head_bytes(spec, layout.part_queries, min(MERGED, splits), new_rows),
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
-    if lanes.shares(spec):
+    if any(e.is_used for e in kernel.exchanges if e.name.endswith("_sent")):
         # Beside all that o_proj and down_proj keep, where x is staged for other stages.
         at = up(max(behind, layout.stage_bytes(stages["down_proj"])), 128)
         joined = max(finished_pieces(lowering, stages[s], columns) for s in ("o_proj", "down_proj"))

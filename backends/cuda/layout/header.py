@@ -6,7 +6,7 @@ Numbers come from the spec, the schedule, the lowering and the layout; nothing i
 import math
 from collections.abc import Sequence
 
-from kog_triton.backends.cuda.layout import lanes, protocol
+from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.attention import (
     BUNDLE,
     JOINED,
@@ -26,14 +26,9 @@ from kog_triton.backends.cuda.layout.batches import (
     sums_in_place,
     sums_over,
 )
-from kog_triton.backends.cuda.layout.layout import (
-    BINS,
-    FLAGS_TOGETHER,
-    LINE_WORDS,
-    MOST_SEATS,
-    Layout,
-)
-from kog_triton.backends.cuda.layout.names import LAYER, POINTS, STEPS
+from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 
 from kog_triton.backends import request_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -41,6 +36,7 @@ from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import CALM_BYTES, WARPS, WINDOW_BYTES, is_wide, unit_period
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.topology import KB
 
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
@@ -174,14 +170,14 @@ def _flags(layout: Layout) -> dict[str, bool]:
 
 
 def _stages(layout: Layout) -> list[str]:
-    """A struct a matrix stage, and how many rows their biases have together."""
+    """A struct a matrix stage, a layer's in their order, and how many rows their biases have together."""
     lo = layout.lowering
     schedule = lo.schedule
     lines = []
     bias_at = 0
-    for name in (*LAYER, "lm_head"):
-        stage = schedule.stage(name)
-        tiling = lo.tilings[name]
+    layer = layer_matrices(schedule)
+    for stage in matrix_stages(schedule):
+        name, tiling = stage.name, lo.tilings[stage.name]
         fields = {
             "rows": stage.rows,
             "cols": stage.cols,
@@ -201,15 +197,21 @@ def _stages(layout: Layout) -> list[str]:
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
         }
-        bias_at += stage.rows * schedule.num_shards if name in LAYER else 0
+        bias_at += stage.rows * schedule.num_shards if stage in layer else 0
         body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
         wide = str(is_wide(stage)).lower()
         in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
         over = str(sums_over(lo, stage, layout.columns)).lower()
         lines.append(
             f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; }};"
+            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; "
+            f"static constexpr StageId kId = StageId::{_camel('k_' + name)}; }};"
         )
+    order = ", ".join(_camel(stage.name, True) for stage in layer)
+    lines += [
+        "template <class... Stages> struct Matrices;",
+        f"using LayerMatrices = Matrices<{order}>;",
+    ]
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
 
 
@@ -223,11 +225,13 @@ def _tables(layout: Layout) -> list[str]:
         "reduce_mlp": spec.reduce_mlp,
     }
     if layout.columns > 1:
-        for name, reduces in (
-            ("attention_sends", spec.reduce_attention),
-            ("mlp_sends", spec.reduce_mlp),
+        # Outputs that a step sends to other lanes before each layer, then those of all layers.
+        for name, sent in (
+            ("attention_sends", "attention_out_sent"),
+            ("mlp_sends", "mlp_out_sent"),
         ):
-            tables[name] = lanes.sends_before(reduces, spec.delay)
+            layers = layout.kernel.exchange(sent).layers or ()
+            tables[name] = [sum(n < i for n in layers) for i in range(spec.num_layers + 1)]
     for name, values in tables.items():
         text = ", ".join(str(int(v)) for v in values)
         lines.append(f"KOG_CONSTANT int {_camel('k_' + name)}[] = {{{text}}};")

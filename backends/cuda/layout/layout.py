@@ -10,11 +10,10 @@ A kernel of several token columns (include/kog/columns) has regions and scratch 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kog_triton.backends.cuda.layout.attention import (
-    BUNDLE,
     HEADS_AT_ONCE,
-    QUERY_TOPS,
     attention_bytes,
     part_queries,
     received_bytes,
@@ -30,41 +29,26 @@ from kog_triton.backends.cuda.layout.batches import (
     sums_over,
     up,
 )
+from kog_triton.backends.cuda.layout.exchanges import decode_kernel
 
-from kog_triton.backends import request_words
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import Head, ModelSpec, Reduce
 from kog_triton.schedule.cuda import PARTIAL_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.exchanges import Kernel, Region, check_kernel, lay_out_regions
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
-BINS = 256  # of a histogram of logits
 MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
-FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
-
-
-@dataclass(frozen=True)
-class Region:
-    """Words of one exchange: `buffers` x `rows` of `stride` words, the first at `offset`."""
-
-    offset: int
-    stride: int
-    rows: int = 1
-    buffers: int = 1
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.stride * self.rows * self.buffers
+ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
 
 
 @dataclass(frozen=True)
 class Layout:
     lowering: CudaLowering
     max_context: int
-    regions: dict[str, Region]
+    kernel: Kernel  # what its blocks exchange
     splits: int  # parts of the context, each with a block of its own
     scratch_bytes: int
     ring_chunks: int
@@ -84,6 +68,10 @@ class Layout:
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
         return part_queries(schedule.spec, self.columns, group)
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        return lay_out_regions(self.kernel.exchanges, ROW_WORDS)
 
     @property
     def total_words(self) -> int:
@@ -149,28 +137,9 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    lanes, group = schedule.num_shards, lowering.group_size(schedule.stage("qkv_proj"))
-    splits = max(1, group // spec.lane_kv_heads)
-    regions: dict[str, Region] = {}
-
-    def add(name: str, width: int, rows: int = lanes, buffers: int = 1) -> None:
-        add_region(regions, name, width, rows, buffers)
-
-    for name in ("qkv", "attention", "mlp"):
-        add(name, -(-schedule.exchange(name).width // 2))
-    for name in ("attention_out", "mlp_out"):
-        add(name, spec.hidden_size)
-    for name in ("attention_out", "mlp_out"):
-        # Written only in layers reduced NOW over lanes: a lane may write its next one before another
-        # has read the last, but not the one after.
-        add(name + "_now", spec.hidden_size if _uses(spec, Reduce.NOW) else 0, lanes, 2)
-        past = [e.buffers for e in schedule.exchanges if e.name == name + "_past"]
-        add(name + "_past", spec.hidden_size if past else 0, lanes, max(past, default=1))
-    add_split_regions(regions, spec, lanes * spec.lane_kv_heads, splits)
-    mixes = lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
-    add("part", spec.hidden_size if mixes else 0)
-    add("y", spec.hidden_size if mixes and spec.head is not Head.CONCAT else 0, 1)
-    add_head_regions(regions, lowering.num_blocks)
+    splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // spec.lane_kv_heads)
+    kernel = decode_kernel(lowering, splits)
+    check_kernel(kernel)
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
     attention = rooms["o_proj"] + attention_bytes(spec, splits)
     least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
@@ -184,7 +153,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
             f"{scratch} bytes of activations leave {ring} chunks of shared memory: "
             f"the cuda backend needs {2 * lowering.window_chunks}"
         )
-    return Layout(lowering, max_context, regions, splits, scratch, ring)
+    return Layout(lowering, max_context, kernel, splits, scratch, ring)
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int) -> int:
@@ -207,33 +176,3 @@ def check_model(lowering: CudaLowering) -> None:
             f"{spec.group} query heads a key/value head: the cuda backend takes "
             f"{HEADS_AT_ONCE * WARPS}"
         )
-    if spec.num_experts:
-        raise ModelError("the cuda backend has no experts")
-
-
-def add_region(
-    regions: dict[str, Region], name: str, width: int, rows: int = 1, buffers: int = 1
-) -> None:
-    at = up(max((r.end for r in regions.values()), default=0), 32)
-    regions[name] = Region(at, up(width, 4), rows, buffers)
-
-
-def add_split_regions(regions: dict[str, Region], spec: ModelSpec, heads: int, splits: int) -> None:
-    """Outputs of every split of `heads` key/value heads, and the logarithms of their sums."""
-    add_region(regions, "splits", spec.group * (spec.head_dim // 2), heads * splits)
-    add_region(regions, "split_tops", spec.group * QUERY_TOPS, heads * -(-splits // BUNDLE))
-
-
-def add_head_regions(regions: dict[str, Region], blocks: int) -> None:
-    """What all blocks tell each other about one token's logits."""
-    add_region(regions, "winner", 4 * 2 * blocks, 1, 2)
-    add_region(regions, "peak", 2 * 2 * blocks)
-    add_region(regions, "trial", 3 * 2 * 2 * blocks)
-    add_region(regions, "shares", 3 * 2 * 2 * blocks)
-    add_region(regions, "bin_part", BINS * 4 * 2 * blocks)
-    add_region(regions, "bin", BINS * 4 * 2)
-    add_region(regions, "best", 2 * 2 * (request_words.MOST_LOGPROBS + 1) * blocks, 1, 2)
-
-
-def _uses(spec: ModelSpec, how: Reduce) -> bool:
-    return spec.num_lanes > 1 and how in spec.reduce_attention + spec.reduce_mlp

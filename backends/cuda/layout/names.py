@@ -1,10 +1,7 @@
-"""Names that the generated header and the host share: matrices of a layer, stamps, waits.
+"""Names that the generated header and the host share: stamps, waits.
 
 Their order is the enumerators': a number from the kernel is an index here.
 """
-
-LAYER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-
 
 # What a warp has just done when it leaves a stamp in the profile.
 POINTS = (

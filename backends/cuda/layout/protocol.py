@@ -5,6 +5,8 @@ Defined here for both: `declarations` is the same as C++, for the generated head
 
 from enum import IntEnum
 
+from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
+
 
 class Word(IntEnum):
     """64-bit words of the mailbox, in pinned memory that the GPU sees.
@@ -12,7 +14,6 @@ class Word(IntEnum):
     CONTROL  the host's: Outcome.YIELD ends the launch behind the next token that has logits
     OUTCOME  and SLOT: why the launch ended, and whose step was its last
     STEPS    and TIME: the heartbeat, steps of this launch and when the last one ended
-    COLUMNS  and those behind it: the outcome of each column of a kernel of several
     """
 
     CONTROL = 0
@@ -20,19 +21,6 @@ class Word(IntEnum):
     SLOT = 3
     STEPS = 4
     TIME = 5
-    COLUMNS = 8
-
-
-class Outcome(IntEnum):
-    """How a launch ends; RUNNING is also a mailbox without a word of the host."""
-
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    YIELD = 3
-    FAILED = 4  # a wait expired
-    NOT_FINITE = 5
-    NOTHING_ALLOWED = 6
 
 
 class StageId(IntEnum):
@@ -48,7 +36,7 @@ class StageId(IntEnum):
     LM_HEAD = 7
 
 
-MAILBOX_WORDS = 16
+MAILBOX_WORDS = 8
 
 
 def declarations() -> list[str]:
@@ -56,6 +44,7 @@ def declarations() -> list[str]:
     return [
         f"struct Mailbox {{ static constexpr int {_members(Word)}; }};",
         f"enum Outcome : int {{ {_members(Outcome)} }};",
+        f"constexpr int kOutcomeShift = {OUTCOME_SHIFT};",
         f"enum class StageId : int {{ {_members(StageId)} }};",
     ]
 

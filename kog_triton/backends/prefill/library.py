@@ -115,7 +115,6 @@ class LibraryPrefill:
 
     embed  rows [vocab, hidden] that the caller holds already; loaded if None
     fused  Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
-    Raises ModelError for models with experts.
     """
 
     def __init__(
@@ -130,8 +129,6 @@ class LibraryPrefill:
         chunk: int = CHUNK,
         fused: bool | None = None,
     ) -> None:
-        if spec.num_experts:
-            raise ModelError("library prefill runs dense models only: choose --prefill kernel")
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
         self._owns_embed = embed is None
         if embed is None:

@@ -50,8 +50,9 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   // step ahead has met the others since they read.
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
-  if (is_speaker(b)) tell_host(b, seat.slot, token, made, turn.steps + 1, true);
-  return made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
+  int outcome = made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
+  if (is_speaker(b)) tell_host(b, seat.slot, token, outcome, made, turn.steps + 1, true);
+  return outcome;
 }
 
 // The steps of a launch, a request's each.

@@ -6,9 +6,13 @@
 // The 1 / rms of a norm is applied to the result: the multiplication starts before it is known.
 #pragma once
 #include <kog/join.h>
+#include <kog/produce.h>
 #include <kog/residual.h>
 
 namespace kog {
+
+static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
+              "run_layer's order");
 
 // Of a batch thread t has row t.
 template <class Stage>

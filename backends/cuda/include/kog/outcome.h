@@ -13,15 +13,18 @@ KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int m
   return static_cast<int>(b.small->control);
 }
 
-// The token that a step has made of a request, if it has, and its number; and, if the step `ends`, how many have.
-KOG_DEVICE void tell_host(const Block& b, int slot, int token, int made, int steps, bool ends) {
+// The token that a step has made of a request, if it has, its number and what it means for the request, in the
+// request's outbox (token_words.py); and, if the step `ends`, how many have.
+KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int made, int steps,
+                          bool ends) {
   u64 now = nanoseconds();
+  if (made > 0) {
+    u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
+    u64 high = static_cast<u64>(outcome << kOutcomeShift | made);
+    store_system_pair(b.p.outbox + 2 * at, high << 32 | static_cast<u32>(token), now);
+  }
   if (ends) store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
-  if (made <= 0) return;
-  u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
-  store_system_pair(b.p.outbox + 2 * at, static_cast<u64>(made) << 32 | static_cast<u32>(token), now);
 }
-
 
 // Steps until one ends a request or the launch: run(), then end(), which says whether it does. Block 0 then saves how
 // all requests stand: save() returns the slot of the one that ended. Methods, since a lambda so long may become a

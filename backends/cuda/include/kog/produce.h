@@ -23,15 +23,37 @@ KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   }
 }
 
-// A token's stream is a list of runs: four stages a layer, then the head.
-constexpr int kRuns = 4 * kLayers;
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+// The matrices of a layer in the schedule's order, which is that of their weights in the stream.
+template <class... Stages>
+struct Matrices {
+  static constexpr int kCount = sizeof...(Stages);
+
+  // Of number n, in one run by the block at a place of its lane.
+  KOG_DEVICE static int fragments(int n, int place, int layer) {
+    int i = 0, found = 0;
+    ((found = i++ == n ? fragments_of<Stages>(place, layer) : found), ...);
+    return found;
+  }
+  // The number of a stage; below 0 if it has no weights.
+  KOG_DEVICE static int number(StageId id) {
+    int i = 0, found = -1;
+    ((found = Stages::kId == id ? i : found, i++), ...);
+    return found;
+  }
+};
+
+// A token's stream is a list of runs: the matrices of each layer, then the head.
+constexpr int kRuns = LayerMatrices::kCount * kLayers;
+KOG_DEVICE int layer_of_run(int run) { return run / LayerMatrices::kCount; }
+KOG_DEVICE bool begins_layer(int run) { return run < kRuns && run % LayerMatrices::kCount == 0; }
 KOG_DEVICE int fragments_of_run(const Block& b, int run) {
   if (run == kRuns) return fragments_of<LmHead>(stage_place<LmHead>(b), 0);
-  int stage = run % 4, layer = run / 4;
-  if (stage == 0) return fragments_of<QkvProj>(b.place, layer);
-  if (stage == 1) return fragments_of<OProj>(b.place, layer);
-  if (stage == 2) return fragments_of<GateUpProj>(b.place, layer);
-  return fragments_of<DownProj>(b.place, layer);
+  return LayerMatrices::fragments(run % LayerMatrices::kCount, b.place, layer_of_run(run));
 }
 KOG_DEVICE int chunks_of_runs(const Block& b, int runs) {
   int chunks = 0;
@@ -72,7 +94,7 @@ KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
     Stream stream(b, 0, has_head(steps) ? all : layers);
     for (int run = 0; stream.left > 0; run++) {
       b.begin_stage();
-      if (run % 4 == 0 && run < kRuns) fetch(run / 4, steps);
+      if (begins_layer(run)) fetch(layer_of_run(run), steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);

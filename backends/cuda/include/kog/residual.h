@@ -105,12 +105,14 @@ struct Module {
     return asked;
   }
 
-  // Send one row's output as the layer's reduction asks; by whole warps.
+  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received: with
+  // that the proof of layout/exchanges.py gets by on three times kDelay buffers.
   KOG_DEVICE void put(const Item& item, float y, Asked& asked) const {
+    float own = y;
+    y = reduced(how, y, [&] { return kHasPast ? others(item, asked) : 0.f; });
     if constexpr (kHasPast)
       if (item.there)
-        store_relaxed(past(iteration, b.lane, item.row), pack_f32(y, past_phase(iteration)));
-    y = reduced(how, y, [&] { return kHasPast ? others(item, asked) : 0.f; });
+        store_relaxed(past(iteration, b.lane, item.row), pack_f32(own, past_phase(iteration)));
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
     u32 phase = phase_of(turns.own(iteration));
     if (kHasNow && how == kNow) {

@@ -126,20 +126,9 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
 
 // Which run of the stream is the stage's; -1 if it has no weights.
 KOG_DEVICE int run_of(StageId which, int layer) {
-  switch (which) {
-    case StageId::kQkvProj:
-      return 4 * layer;
-    case StageId::kOProj:
-      return 4 * layer + 1;
-    case StageId::kGateUpProj:
-      return 4 * layer + 2;
-    case StageId::kDownProj:
-      return 4 * layer + 3;
-    case StageId::kLmHead:
-      return kRuns;
-    default:
-      return -1;
-  }
+  if (which == LmHead::kId) return kRuns;
+  int number = LayerMatrices::number(which);
+  return number < 0 ? -1 : layer * LayerMatrices::kCount + number;
 }
 
 // The stage's part of the block's stream, and behind it the next one's, of which o_proj may read the

@@ -12,6 +12,7 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
 from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
+from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.silence import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
@@ -51,8 +52,8 @@ class TritonBackend:
         depth: int = 1,
         device: torch.device | None = None,
     ) -> None:
+        from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.memory import allocate
-        from kog_triton.backends.triton.host.serving import Serving
 
         if options.num_gpus != 1:
             raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
@@ -84,7 +85,10 @@ class TritonBackend:
             self.library = open_library(
                 options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
             )
-        self._serving = Serving(self.memory.pointers, self.tiles, self)
+        self.launcher = TritonLauncher(
+            self.spec, self.memory, self.tiles, self._prefill, self._logits, self._run
+        )
+        self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
@@ -96,17 +100,19 @@ class TritonBackend:
 
     # ---- doors ----
 
-    def new_mailbox(self) -> Mailbox:
-        return Mailbox(self.options.num_slots)
-
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
         with self._gpu_answers.serving(self._free):
-            self._serving.generate(mailbox)
+            self._serving = LaunchServing(self.launcher, mailbox)
+            try:
+                self._serving.run()
+            finally:
+                self._serving = None
 
     def poll(self) -> None:
         """The host's part of serving, for an interpreter in which `generate` cannot poll while the kernel runs."""
-        self._serving.poll()
+        if self._serving is not None:
+            self._serving.poll()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
@@ -179,49 +185,27 @@ class TritonBackend:
 
     def _free(self) -> None:
         self.library = None
-        del self.memory, self._serving
+        del self.memory, self.launcher
 
     # ---- launches ----
 
-    def prefill(self, request: Request) -> int:
+    def _prefill(self, request: Request) -> int:
         """The position from which the kernel computes; the slot holds keys and values of those before."""
         cache = self.memory.pointers.kv[request.slot]
         return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
-    def start(self, slots: Sequence[int], rules: bool, chunks: bool) -> Callable[[], bool]:
-        """Launch the kernel for these slots: with all sampling rules, and with prompts in chunks, if one needs them.
+    def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
+        """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
 
         The result tells whether it has left.
         """
-        turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
-        self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
         return self._launch(self.memory.pointers, rules, chunks)
 
-    def expired(self) -> str:
-        """What the last launch waited for in vain; "" if nothing."""
-        return self._expired(self.memory.pointers)
-
-    def waited_for_mask(self) -> bool:
-        """Whether that was the host's mask of a token."""
-        from kog_triton.backends.triton.host.waits import mask_was_late
-
-        return mask_was_late(self.memory.pointers.error.tolist())
-
-    def _expired(self, pointers: Any) -> str:
-        """The same of a launch with these pointers."""
+    def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
+        """Logits of positions [first, last), float32, run in a cache [1, ...]. RunError if a wait expires."""
+        from kog_triton.backends.triton.host.seats import seat_logits
         from kog_triton.backends.triton.host.waits import describe_wait
         from kog_triton.backends.triton.kernel.slots import BEAT
-
-        beat = int(pointers.mailbox.view(-1)[BEAT])
-        return describe_wait(pointers.error.tolist(), self.tiles, beat)
-
-    def score(self, slot: int, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
-        """Run positions [first, last) of a slot: their logits, float32 [last - first, vocab]."""
-        return self._logits(self.memory.pointers.kv[slot : slot + 1], tokens, first, last)
-
-    def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
-        """The same with any cache [1, ...]. RunError if a wait expires."""
-        from kog_triton.backends.triton.host.seats import seat_logits
 
         p = self.memory.pointers
         alone = p._replace(
@@ -237,7 +221,8 @@ class TritonBackend:
         self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        if expired := self._expired(alone):
+        beat = int(alone.mailbox[BEAT])
+        if expired := describe_wait(alone.error.tolist(), self.tiles, beat):
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 

@@ -12,10 +12,11 @@ from kog_triton.backends.triton.kernel.cut import scratch_sizes
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD
 from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import Schedule, Scope, Stage
+from kog_triton.schedule.schedule import Epilogue, Schedule, Scope
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
-from kog_triton.schedule.triton import LAYER, Tiles
+from kog_triton.schedule.triton import Tiles
 from kog_triton.schedule.triton_packing import pack_tiles
 
 Tensor = torch.Tensor
@@ -123,8 +124,7 @@ def _pack(
     arena = torch.empty(size, dtype=torch.int32, device=device)
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
-        for cut, name in zip(tiles.stages, LAYER, strict=False):
-            stage = schedule.stage(name)
+        for cut, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
             parts = [
                 shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
                 for w in stage.weights
@@ -156,8 +156,7 @@ def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
     """A layer's bias rows, stage after stage, every lane's; zeros where a stage has none."""
     parts: list[Tensor] = []
     for layer in range(schedule.spec.num_layers):
-        for name in LAYER:
-            stage: Stage = schedule.stage(name)
+        for stage in layer_matrices(schedule):
             if stage.biases:
                 rows = torch.cat(
                     [
@@ -166,7 +165,7 @@ def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
                     ],
                     1,
                 ).float()
-                if name == "gate_up_proj":  # woven like the rows
+                if stage.epilogue is Epilogue.SILU_MUL:  # woven like the rows
                     rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
             else:
                 rows = torch.zeros(schedule.num_shards, stage.rows, device=device)

@@ -12,14 +12,14 @@ from kog_triton.backends.triton.kernel.slots import MADE, POSITION, TOKEN, mailb
 from kog_triton.schedule.triton import Tiles
 
 
-def seat(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
-    """Make the request the slot's; what it asks for. RequestError if no kernel does that."""
+def seat(pointers: Pointers, tiles: Tiles, request: Request, position: int) -> None:
+    """Make the request the slot's, to be computed from `position` on. RequestError if no kernel does what it asks."""
     words, slot = encode(request, tiles.vocab_size), request.slot
     fields, lists = decode(words)
     flags = Flag(int(fields["flags"]))
     _write(pointers.requests[slot], words)
     _write(pointers.tokens[slot], np.array(request.prompt, np.uint32))
-    start(pointers.states[slot], request.cached, request.prompt[request.cached])
+    start(pointers.states[slot], position, request.prompt[position])
     if flags & Flag.EDITED:
         marks, bias = pointers.marks[slot], pointers.bias[slot]
         marks.zero_()
@@ -41,7 +41,6 @@ def seat(pointers: Pointers, tiles: Tiles, request: Request) -> Flag:
     mail[at["mask"] : at["records"]] = 0
     if flags & Flag.LOGPROBS:
         mail[at["records"] : at["records"] + request.max_tokens * RECORD_WORDS] = 0
-    return flags
 
 
 def seat_logits(pointers: Pointers, tokens: list[int], first: int, last: int) -> None:

@@ -24,8 +24,6 @@ from kog_triton.backends.triton.kernel.cut import begins, parts, width
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, bias_at
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
-    CANCEL,
-    CANCELLED,
     OUTCOME,
     POSITION,
     TOKEN,
@@ -35,7 +33,6 @@ from kog_triton.backends.triton.kernel.slots import (
     field,
     request_of,
     state_of,
-    tell_end,
 )
 from kog_triton.backends.triton.kernel.sync import meet, order
 from kog_triton.backends.triton.kernel.words import in_range, wait
@@ -158,7 +155,7 @@ def run_step(step, layer, base, pos, count, slot, block, lane, place, p, S: tl.c
 def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.constexpr):
     """Keys and values of `count` tokens from `pos` on: the number of the next meeting, the host's word, alive."""
     zero = block * 0  # a tensor also in the interpreter
-    control = ask_host(slot, block, p, S)
+    control = ask_host(block, p, S)
     heard = zero
     layers = p.half_weights + tl.zeros((), tl.int64)
     for i in tl.range(STEPS * (S.num_layers - 1) + 3, disable_licm=True):
@@ -195,12 +192,8 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
                 token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
                 tl.store(own + POSITION, pos + count)
                 tl.store(own + TOKEN, token)
-            if ((control & CANCEL) != 0) & (alive != 0):
-                tl.store(own + OUTCOME, CANCELLED)
-                if block == 0:
-                    tell_end(zero + CANCELLED, pos + count, zero, slot, p, S)
             meet(S)  # other threads of the block read them
-            stays = tl.where((control & YIELD) != 0, 0, stays)
+            stays = tl.where(control == YIELD, 0, stays)
     return alive, stays
 
 

@@ -100,7 +100,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
             pos, token, slot, passes * S.num_layers, block, lane, place, after, ring, alive, p, S
         )
         passes += 1
-        control = ask_host(slot, block, p, S)
+        control = ask_host(block, p, S)
         best, best_id = no_candidate(block)
         if scores:
             heads += 1
@@ -117,12 +117,12 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         if RULES:
             if scores:
                 keep(token, slot, block, lane, place, p, S)
-        outcome = advance(token, control, alive, slot, block, p, S)
+        outcome = advance(token, alive, slot, block, p, S)
         beat(tl.where(outcome == EXPIRED, passes - 1, passes), block, p, S)
         if (slots > 1) | (outcome != 0):
             meet(S)  # the block's own outcomes, which other threads wrote
             turn = next_turn(turn, slots, block, p, S)
-        left = ((control & YIELD) != 0) | (alive == 0) | (token == EXPIRED_ID)
+        left = (control == YIELD) | (alive == 0) | (token == EXPIRED_ID)
         turn = tl.where(left, -1, turn)
     if alive == 0:
         investigate(p, S)

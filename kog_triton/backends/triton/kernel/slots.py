@@ -4,9 +4,9 @@ A request is the words of backends/request_words.py. Progress is one small recor
 hold the same values, each reads only what it wrote, so a switch of slots costs no exchange, and a launch goes
 on where the last one left.
 
-    mailbox, int64 a slot    0  the host's word: CANCEL, YIELD     1  outcome | made << 8 | position << 32
+    mailbox, int64 a slot    0  of slot 0, the host's: YIELD has the launch leave at the next token boundary
                              2  of slot 0: see `beat`
-                             8 ..  tokens, number << 32 | id    stamps, mask, logprob records: mailbox_offsets
+                             8 ..  tokens (token_words.py), stamps, mask, logprob records: mailbox_offsets
 """
 
 from typing import Any
@@ -16,18 +16,16 @@ import triton.language as tl
 
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
+from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 from kog_triton.backends.triton.kernel.sync import clock, stamps_tokens
 
-# outcomes of a request
-STOP: tl.constexpr = tl.constexpr(1)
-LENGTH: tl.constexpr = tl.constexpr(2)
-CANCELLED: tl.constexpr = tl.constexpr(3)
-EXPIRED: tl.constexpr = tl.constexpr(4)  # a wait
-VOID: tl.constexpr = tl.constexpr(5)  # NaN or +inf among the logits
-NONE_ALLOWED: tl.constexpr = tl.constexpr(6)
-# bits of the host's word
-CANCEL: tl.constexpr = tl.constexpr(1)
-YIELD: tl.constexpr = tl.constexpr(2)
+STOP: tl.constexpr = tl.constexpr(int(Outcome.STOP))
+LENGTH: tl.constexpr = tl.constexpr(int(Outcome.LENGTH))
+YIELD: tl.constexpr = tl.constexpr(int(Outcome.YIELD))
+EXPIRED: tl.constexpr = tl.constexpr(int(Outcome.FAILED))
+VOID: tl.constexpr = tl.constexpr(int(Outcome.NOT_FINITE))
+NONE_ALLOWED: tl.constexpr = tl.constexpr(int(Outcome.NOTHING_ALLOWED))
+SHIFT: tl.constexpr = tl.constexpr(OUTCOME_SHIFT)
 # ids that are none: why there is no token
 NO_LOGITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 VOID_ID: tl.constexpr = tl.constexpr(-1)
@@ -44,7 +42,7 @@ ALL_LOGITS: tl.constexpr = tl.constexpr(int(Flag.ALL_LOGITS))
 EDITED: tl.constexpr = tl.constexpr(int(Flag.EDITED))
 
 STOPS: tl.constexpr = tl.constexpr(32)  # stop ids compared at once
-HOST, RESULT, BEAT, TOKENS = 0, 1, 2, 8  # words of a slot's mailbox; BEAT in that of slot 0
+HOST, BEAT, TOKENS = 0, 2, 8  # words of a slot's mailbox; the first two in that of slot 0
 
 
 @triton.constexpr_function
@@ -56,7 +54,6 @@ def mailbox_offsets(tiles: Any) -> dict[str, int]:
     end = records + tiles.max_context * RECORD_WORDS
     return {
         "host": HOST,
-        "result": RESULT,
         "beat": BEAT,
         "tokens": TOKENS,
         "stamps": stamps,
@@ -99,11 +96,11 @@ def mail_of(slot, p, name: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def ask_host(slot, block, p, S: tl.constexpr):
-    """The host's word for the slot, in block 0; the others hear of it with the candidates, so all act at one token."""
+def ask_host(block, p, S: tl.constexpr):
+    """The host's word, in block 0; the others hear of it with the candidates, so all act at one token."""
     control = block * 0
     if block == 0:
-        control = tl.load(mail_of(slot, p, "host", S), volatile=True).to(tl.int32)
+        control = tl.load(mail_of(control, p, "host", S), volatile=True).to(tl.int32)
     return control
 
 
@@ -128,7 +125,7 @@ def is_stop(token, request):
 
 
 @triton.jit
-def advance(token, control, alive, slot, block, p, S: tl.constexpr):
+def advance(token, alive, slot, block, p, S: tl.constexpr):
     """Write down a pass of the slot that chose `token`, if its position chooses one: the request's outcome."""
     request, own = request_of(slot, p, S), state_of(slot, block, p, S)
     position = tl.load(own + POSITION) + 1
@@ -136,7 +133,7 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
     flags = tl.load(request + field("flags"))
     keeps = (flags & ALL_LOGITS) != 0
     chooses = (position >= tl.load(request + field("prompt"))) & (keeps == 0)
-    outcome = tl.where((control & CANCEL) != 0, CANCELLED, 0)
+    outcome = token * 0
     if chooses | keeps:
         made += 1
         outcome = tl.where(made >= tl.load(request + field("most")), LENGTH, outcome)
@@ -147,8 +144,9 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
         outcome = tl.where(token == VOID_ID, VOID, outcome)
         outcome = tl.where(token == NONE_ALLOWED_ID, NONE_ALLOWED, outcome)
         if block == 0:
-            word = (made.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
-            if (token >= 0) & (alive != 0):
+            high = ((outcome << SHIFT) | made).to(tl.int64)
+            word = (high << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
+            if (token != EXPIRED_ID) & (alive != 0):
                 if stamps_tokens(S):
                     at = mail_of(slot, p, "stamps", S) + made - 1
                     tl.store(at, clock(S), cache_modifier=".wt")
@@ -163,16 +161,7 @@ def advance(token, control, alive, slot, block, p, S: tl.constexpr):
     tl.store(own + TOKEN, next_token)
     tl.store(own + MADE, made)
     tl.store(own + OUTCOME, outcome)
-    if (block == 0) & (outcome != 0):
-        tell_end(outcome, position, made, slot, p, S)
     return outcome
-
-
-@triton.jit
-def tell_end(outcome, position, made, slot, p, S: tl.constexpr):
-    """How a request ended, to the host; for one block."""
-    result = (position.to(tl.int64) << 32) | (made << 8).to(tl.int64) | outcome.to(tl.int64)
-    tl.store(mail_of(slot, p, "result", S), result, cache_modifier=".wt")
 
 
 @triton.jit

@@ -32,13 +32,15 @@ KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
 KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
   return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
 }
-// By all warps: the words of one of many splits are there. They keep no step.
+// By all warps: the words of one of many splits are there. Their phases do not keep step, the flag alone tells of
+// them: publish_block of docs/SYNC.md.
 KOG_DEVICE void finish_split(Block& b) {
-  fence_gpu();
   sync_consumers();
   Span span = take_unit(b);
   u32 epoch = epoch_of(iteration_of(b));
-  if (b.warp == 0) raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
+  if (b.warp != 0) return;
+  fence_gpu();  // pairs with the one in await_splits
+  raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
 }
 KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
   int at[(kSplits + 31) / 32];
@@ -48,7 +50,7 @@ KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
     at[i] = split < span.used ? split_flag(b, b.column, span.head, split) : -1;
   }
   await<false>(b, Step::kAttentionJoin, at, epoch);
-  fence_gpu();  // pairs with the one before the flags
+  fence_gpu();  // pairs with the one in finish_split
   sync_warp();
 }
 

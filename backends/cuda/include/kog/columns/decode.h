@@ -35,7 +35,8 @@ KOG_DEVICE void end_column(Block& b, int column) {
   if (b.in_warp != 0) return;
   seat.token = next;
   b.small->outcomes[column] = outcome;
-  if (b.block == 0) tell_host(b, seat.slot, token, made, steps_of(b) + 1, column == 0);
+  if (b.block == 0)
+    tell_host(b, seat.slot, token, outcome, made, steps_of(b) + 1, column == 0);
 }
 
 // The steps of a launch, all requests' each.
@@ -58,9 +59,6 @@ struct Steps {
       if (b.thread == 0) save_chunks(b, steps_of(b));
     } else {
       save_seats(b, [&](int) { return steps_of(b); });
-      if (b.thread < b.p.num_seats)
-        store_system(b.p.mailbox + Mailbox::kColumns + b.thread,
-                     static_cast<u64>(b.small->outcomes[b.thread]));
     }
     return b.small->seats[last].slot;
   }

@@ -1,0 +1,141 @@
+"""Launches of the CUDA kernels for requests (kog_triton/backends/serving.py): which kernel serves whom.
+
+A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
+kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. A prompt
+goes first, alone and in chunks (chunks.py), while the others wait.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
+from kog_triton.backends.cuda.columns import ColumnKernel, Columns
+from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.names import STEPS
+from kog_triton.backends.cuda.layout.protocol import Word
+from kog_triton.backends.cuda.memory import Memory
+
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
+from kog_triton.backends.token_words import Outcome
+from kog_triton.errors import RunError
+from kog_triton.model.spec import ModelSpec
+
+UNLIMITED = 1 << 62
+# The kernel looks at the host's word where it has logits. A launch that has none for longer than this ends by
+# itself: 128 prompt tokens of a 1B model are 30 ms, against 0.2 ms for the next launch.
+MOST_SILENT = 128
+
+
+class Finished(Protocol):
+    """The end of a launch, as torch.cuda.Event says it."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CudaLauncher:
+    """serving.Launcher.
+
+    admit   lays a request into its slot, one that asks for it behind its scored prompt; the position to start from
+    score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
+    run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
+    whole   a request alone is one launch: no cancel is heard before its first token
+    """
+
+    spec: ModelSpec
+    memory: Memory
+    columns: Columns
+    chunks: Chunks
+    admit: Callable[[Request], int]
+    score: Callable[[Request, int, int], np.ndarray]
+    run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
+    whole: bool = False
+    stamps = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.words.device
+
+    def words(self, slot: int) -> SlotWords:
+        m = self.memory
+        outbox = m.outbox[slot].numpy()
+        records = m.logprobs[slot].numpy().view(np.uint64)
+        return SlotWords(outbox[:, 0], outbox[:, 1], records, m.masks[slot].numpy().view(np.uint64))
+
+    def launch(self, running: Mapping[int, InSlot]) -> Launch:
+        for slot, one in running.items():
+            ahead = len(one.request.prompt) - one.position
+            if step := self.chunks.for_prompt(ahead, self.device):
+                return self._start([slot], MOST_CHUNKS, step)
+        count = len(running)
+        ready = self.columns.ready(count)
+        step = self.columns.take(count, self.device) if ready else None
+        slots = list(running)[: self.columns.most if step else MOST_SEATS]
+        alone = self.whole and count == 1
+        return self._start(slots, UNLIMITED if alone else _most_steps(running, slots), step, count)
+
+    def _start(
+        self, slots: list[int], most_steps: int, step: ColumnKernel | None, count: int = 0
+    ) -> Launch:
+        layout, finished = self.run(slots, most_steps, step)
+        settle = partial(self._settle, slots, layout)
+        return Launch(slots, finished.query, settle, lambda: not step and self.columns.ready(count))
+
+    def leave(self) -> None:
+        self.memory.mailbox[Word.CONTROL] = Outcome.YIELD
+
+    def steps(self) -> int:
+        return int(self.memory.mailbox[Word.STEPS])
+
+    def _settle(self, slots: Sequence[int], layout: Layout) -> Result:
+        positions = self.memory.states.cpu()[:, 0].tolist()
+        try:
+            outcome, last = check_launch(self.memory, layout)
+        except RunError as error:
+            return Result(positions, (), error=error)
+        ended = () if outcome is Outcome.YIELD else (last,)
+        in_turn = layout.columns == 1
+        return Result(positions, ended, slots[: slots.index(last) + 1] if in_turn else slots)
+
+    def take_back(self, one: InSlot) -> None:
+        self.memory.recount(one.request.slot, one.request.prompt, one.output)
+
+
+def _most_steps(running: Mapping[int, InSlot], slots: Sequence[int]) -> int:
+    """Steps after which the launch ends, so that a cancel in a long prompt is heard."""
+    ahead = (len(running[s].request.prompt) - running[s].position for s in slots)
+    silent = min(ahead) * len(slots)
+    waiting = len(running) > len(slots)  # for a seat
+    return MOST_SILENT if waiting or silent > MOST_SILENT else UNLIMITED
+
+
+def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
+    """Outcome and last slot of a launch that has ended; RunError if it did not end well."""
+    check_waits(memory, layout)
+    words = memory.mailbox.numpy()
+    outcome = Outcome(int(words[Word.OUTCOME]))
+    if outcome in (Outcome.RUNNING, Outcome.FAILED):
+        raise RunError("the cuda kernel ended without an outcome")
+    return outcome, int(words[Word.SLOT])
+
+
+def check_waits(memory: Memory, layout: Layout) -> None:
+    """RunError that names the first wait of a launch that expired."""
+    flag, block, step, layer, word, seen, wanted, told = memory.error.tolist()
+    if not flag:
+        return
+    what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
+    if not told:
+        what = "for a word that came while it gave up"
+    kind = LateMask if told and STEPS[step] == "mask" else RunError
+    raise kind(
+        f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
+        f"after {memory.mailbox[Word.STEPS]} steps"
+    )

@@ -1,0 +1,75 @@
+"""When a host that polls looks for tokens: just before the next one is due, and often from then on.
+
+A token of a 1B model takes 0.5 ms. To look every 50 us costs a tenth of that in jitter, and a fifth on Linux, which by
+default rounds a thread's sleeps up by 50 us more. To look all the time costs more: the looks hold Python's lock, which
+the caller's thread needs to get the token, and one that misses its chance waits 5 ms for the next.
+
+A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
+caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
+"""
+
+import ctypes
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PR_SET_TIMERSLACK = 29
+EARLY = 0.2  # of a step: the host wakes so much before the next token is due
+GROWTH = 1.1  # of what is taken for a step, from one to the next
+KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
+FINE_S = 10e-6  # between glances around that time
+COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that others wait for
+AGAIN_S = 20e-6  # after a token: those of other requests may be on their way
+LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
+ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
+
+
+class Pace:
+    """The waits of one launch between looks; a glance asks only whether there is something to look at."""
+
+    def __init__(self) -> None:
+        self._told: float | None = None
+        self._wake = 0.0
+        self._fine_until = time.perf_counter() + ENDING_S
+        self._step = self._due = math.inf  # seconds from token to token; when the next one comes
+
+    def wait(self, told: int, ends: bool, glance: Callable[[], bool]) -> None:
+        """After a look that told so many tokens of one request; `ends`: the launch may end now."""
+        now = time.perf_counter()
+        if told:
+            self._wake, self._fine_until = now, now + ENDING_S
+            if self._told is not None:
+                # A token told late, as the host was busy, makes a long gap and a short one: the short one is to be
+                # believed, and what is due next is hardly later for it.
+                step = self._step = min((now - self._told) / told, GROWTH * self._step)
+                late = min(max(now - self._due, 0.0), step)
+                self._due = now - KEPT_PACE * late + step
+                if not ends:
+                    self._wake, self._fine_until = self._due - EARLY * step, self._due + step
+            self._told = now
+            time.sleep(AGAIN_S)
+        elif now < self._wake:
+            time.sleep(min(self._wake - now, LONGEST_S))
+        else:
+            until = now + LONGEST_S
+            while now < until:
+                time.sleep(FINE_S if now < self._fine_until else COARSE_S)
+                if glance():
+                    return
+                now = time.perf_counter()
+
+
+@contextmanager
+def exact_sleeps() -> Iterator[None]:
+    """Inside, Linux does not round this thread's sleeps up, to wake it together with others."""
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0)  # the thread's default

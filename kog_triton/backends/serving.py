@@ -1,0 +1,392 @@
+"""Requests on a GPU's kernel: gathered into launches, read while they run, taken up where they stood.
+
+    admit ---> launch ---> tokens ... ---> the launch ends ---> finished, failed, cancelled: gone
+       ^                                                        the others: next launch
+       a request that arrives, is cancelled or yields ends the launch at a token boundary
+
+`Serving` is what every backend's loop does with its requests; `LaunchServing` is the loop of backends whose kernels
+make the tokens: each brings a `Launcher`. Why a request ends is the kernel's to say, in the word of its last token
+(token_words.py). A prompt whose tokens' log-probabilities are asked for goes first, in pieces, while the others
+wait. All that a request needs is in the memory of its slot, so that the next launch goes on bit for bit.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from kog_triton.backends.heart import Heart, Stalled, reached
+from kog_triton.backends.logprob_words import read_record
+from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
+from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
+from kog_triton.backends.request_words import mask_words, slow_mask
+from kog_triton.backends.token_words import Outcome, read_word
+from kog_triton.errors import KogError, RunError
+from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.sampling import raw_logprobs
+from kog_triton.sampling.definition import nothing_allowed
+
+FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
+# Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B on
+# the CUDA backend, at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+SCORED = 64
+# What the function behind a request's masks may take for a token after the first: every request of the launch waits
+# for it meanwhile, the kernel as long as the backend has it wait, or longer.
+MASK_S = 2.0
+
+
+@dataclass
+class Running:
+    """A request in its slot. `position` is that of the token that runs next, as far as the host has heard."""
+
+    request: Request
+    position: int
+
+
+R = TypeVar("R", bound=Running)
+
+
+class Serving(ABC, Generic[R]):
+    """Serves one mailbox; `mailbox.resumed` holds what runs, slot by slot."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self.running: dict[int, R] = mailbox.resumed
+
+    @abstractmethod
+    def begin(self, request: Request) -> R:
+        """Lay a request into its slot."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Go on with those that run."""
+
+    def run(self) -> None:
+        """Until the mailbox is idle, closed or yields; a yield leaves every request resumable."""
+        mailbox = self.mailbox
+        while not mailbox.stops:
+            for request in mailbox.take():
+                self.attempt(request.slot, partial(self._admit, request))
+            for slot, one in list(self.running.items()):
+                if mailbox.cancelled(slot):
+                    self.tell(one, Step(-1, "cancel"))
+            if not self.running:
+                return
+            self.advance()
+
+    def attempt(self, slot: int, action: Callable[[], None]) -> None:
+        """What goes wrong is the error of this slot's request alone."""
+        try:
+            action()
+        except Exception as error:  # torch's, too: a library may run out of memory
+            self.fail(slot, error)
+
+    def tell(self, one: R, step: Step) -> None:
+        """A step to the caller; a request whose step is its last is gone."""
+        slot = one.request.slot
+        if step.finish is not None:
+            del self.running[slot]
+            step = replace(step, held=one.position)
+        self.mailbox.push(slot, step)
+
+    def fail(self, slot: int, error: Exception) -> None:
+        self.running.pop(slot, None)
+        self.mailbox.push(slot, Failure(error))
+
+    def _admit(self, request: Request) -> None:
+        self.running[request.slot] = self.begin(request)
+
+
+def prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogprob]:
+    """The prompt's tokens from position `first` on, each by the logits of the position before.
+
+    rows float32 [positions, vocab], from `first - 1` on. RunError if one holds NaN or +inf.
+    """
+    out = []
+    for position, (row, token) in enumerate(zip(rows, r.prompt[first:], strict=False), first):
+        logprob, top = raw_logprobs(row, token, r.prompt_logprobs or 0)
+        if math.isnan(logprob):
+            raise RunError(f"the logits of position {position} hold NaN or +inf: the run is void")
+        out.append(PromptLogprob(token, logprob, top))
+    return out
+
+
+# ---- launches ----
+
+
+class LateMask(RunError):
+    """A launch waited for a mask in vain. What it had not ended by then can run again."""
+
+
+class SlotWords(NamedTuple):
+    """What a slot's kernel and the host write for each other, in memory that both see; one a token, but for `mask`."""
+
+    tokens: np.ndarray  # int64: see token_words
+    stamps: np.ndarray  # int64: the GPU's clock in ns
+    records: np.ndarray  # uint64 [tokens, RECORD_WORDS]: see logprob_words
+    mask: np.ndarray  # uint64 [ceil(vocab / 32)]: see request_words.mask_words
+
+
+@dataclass
+class InSlot(Running):
+    """A request of a kernel. `words` is None until its prompt was scored, if it is to be."""
+
+    words: SlotWords | None = None
+    output: list[int] = field(default_factory=list)
+    error: Exception | None = None  # of the caller's mask; ends the request once the launch has
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a launch left.
+
+    positions  of every slot's next token
+    ended      slots whose requests the kernel ended
+    served     slots that go to the end of the line
+    error      what it waited for in vain
+    """
+
+    positions: Sequence[int]
+    ended: Collection[int]
+    served: Sequence[int] = ()
+    error: RunError | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch in flight.
+
+    settle    what it left, once it has ended
+    outdated  whether a kernel that serves those who run faster is ready by now
+    """
+
+    slots: Sequence[int]
+    ended: Callable[[], bool]
+    settle: Callable[[], Result]
+    outdated: Callable[[], bool] = lambda: False
+
+
+class Launcher(Protocol):
+    """What serving needs of a backend."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def stamps(self) -> bool:
+        """Whether every token brings its time."""
+
+    def admit(self, request: Request) -> int:
+        """Lay a request into its slot, its prompt run by other means where that pays, to be run from a position on:
+        the last of a prompt that was scored."""
+
+    def words(self, slot: int) -> SlotWords: ...
+
+    def score(self, request: Request, first: int, last: int) -> np.ndarray:
+        """Run positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]."""
+
+    def launch(self, running: Mapping[int, InSlot]) -> Launch:
+        """Start a kernel for some of those that run, in their order."""
+
+    def leave(self) -> None:
+        """Have the launch end at the next token boundary."""
+
+    def steps(self) -> int:
+        """The heartbeat of the launch: another number after every step."""
+
+    def take_back(self, one: InSlot) -> None:
+        """Undo what a step that waited for a mask in vain has done to its request."""
+
+
+class LaunchServing(Serving[InSlot]):
+    def __init__(self, launcher: Launcher, mailbox: Mailbox) -> None:
+        super().__init__(mailbox)
+        self._launcher = launcher
+        self._heart: Heart | None = None  # of the launch in flight
+        self._leaving = False  # it was told to
+
+    def run(self) -> None:
+        with exact_sleeps():
+            super().run()
+
+    def begin(self, request: Request) -> InSlot:
+        one = InSlot(request, request.cached)
+        if request.prompt_logprobs is None:
+            self._enter(one)
+        return one
+
+    def advance(self) -> None:
+        """A piece of a prompt that is to be scored, or else a launch."""
+        for slot, one in self.running.items():
+            if one.words is None:
+                return self.attempt(slot, partial(self._score_piece, one))
+        self._launch()
+
+    def _enter(self, one: InSlot) -> None:
+        one.position = self._launcher.admit(one.request)
+        one.words = self._launcher.words(one.request.slot)
+        self._bring_mask(one)
+
+    def _score_piece(self, one: InSlot) -> None:
+        """Log-probabilities of the next piece of a prompt; after the last one the request enters its slot."""
+        request, first = one.request, one.position
+        end = len(request.prompt) - 1  # the logits of the last token are those of the answer
+        last = min(first + SCORED, end)
+        if first < last:
+            rows = self._launcher.score(request, first, last)
+            self.mailbox.push_prompt(request.slot, prompt_logprobs(request, rows, first + 1))
+            one.position = last
+        if last == end:
+            self._enter(one)
+
+    def _launch(self) -> None:
+        launcher = self._launcher
+        before = reached(launcher.device)
+        self._leaving = False
+        launch = launcher.launch(self.running)
+        heart, pace = Heart(before, launch.ended), Pace()
+        self._heart = heart
+        try:
+            while not launch.ended():
+                heart.listen(launcher.steps())
+                told = self.poll()
+                if launch.outdated():
+                    self._leave()
+                ends = self._leaving or any(slot not in self.running for slot in launch.slots)
+                pace.wait(told, ends, lambda: launch.ended() or self._has_news())
+        except BaseException as error:
+            # The kernel must not write into slots that others have got meanwhile.
+            self._leave()
+            while not isinstance(error, Stalled) and not launch.ended():
+                heart.listen(launcher.steps())
+                time.sleep(COARSE_S)
+            raise
+        self.poll()  # what it left behind is complete
+        self._settle(launch)
+
+    def poll(self) -> int:
+        """Bring over what the kernel wrote, write what it waits for, and have it leave if the host is to speak.
+
+        How many tokens one request got at most.
+        """
+        told = 0
+        for one in list(self.running.values()):
+            if one.words is not None:
+                told = max(told, self._read(one, one.words))
+        mailbox = self.mailbox
+        if (
+            mailbox.stops
+            or mailbox.waiting()
+            or any(one.error or mailbox.cancelled(slot) for slot, one in self.running.items())
+        ):
+            self._leave()
+        return told
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._launcher.leave()
+
+    def _has_news(self) -> bool:
+        return any(one.words and one.words.tokens[len(one.output)] for one in self.running.values())
+
+    def _read(self, one: InSlot, words: SlotWords) -> int:
+        """Tell the tokens that have come since, and how many they are."""
+        before = len(one.output)
+        while len(one.output) < one.request.max_tokens and one.request.slot in self.running:
+            if not self._read_one(one, words, len(one.output) + 1):
+                break
+        return len(one.output) - before
+
+    def _read_one(self, one: InSlot, words: SlotWords, number: int) -> bool:
+        """Whether token `number` had come, or what says why there is none."""
+        request, vocab = one.request, self._launcher.spec.vocab_size
+        read = read_word(int(words.tokens[number - 1]), number)
+        stamp = int(words.stamps[number - 1])
+        # a stamp may be on its way: the GPU's stores reach the host in any order
+        if read is None or (self._launcher.stamps and not stamp):
+            return False
+        outcome, token = read
+        position = len(request.prompt) + number - 1
+        if outcome in (Outcome.NOT_FINITE, Outcome.NOTHING_ALLOWED):
+            self.fail(request.slot, one.error or self._no_token(outcome, position))
+            return True
+        step = Step(token, FINISH.get(outcome), device_ns=stamp)
+        if request.params.logprobs is not None:
+            best = min(request.params.logprobs, vocab)
+            logprobs = read_record(words.records[number - 1], number, best)
+            if logprobs is None:
+                return False
+            step = replace(step, logprob=logprobs[0], top=logprobs[1])
+        one.output.append(token)
+        if one.error is None:
+            if step.finish is not None:
+                one.position = position  # the last token never gets keys and values
+            self.tell(one, step)
+        if step.finish is None and request.mask is not None:
+            self._bring_next_mask(one)
+        return True
+
+    def _bring_mask(self, one: InSlot, allowed: bool = False) -> None:
+        """The mask of the next token, which the kernel waits for; every id is `allowed` where it is of no use."""
+        if one.request.mask is None or one.words is None:
+            return
+        mask = None if allowed else one.request.mask(one.output)
+        one.words.mask[:] = mask_words(mask, self._launcher.spec.vocab_size, len(one.output) + 1)
+
+    def _bring_next_mask(self, one: InSlot) -> None:
+        """As `_bring_mask` while the kernel runs; it goes on, though the caller's function fails."""
+        begun = time.monotonic()
+        try:
+            if one.error is None:
+                self._bring_mask(one)
+                if time.monotonic() - begun > MASK_S:
+                    raise slow_mask(MASK_S)
+        except Exception as error:
+            one.error = error
+        if one.error is not None:
+            self._bring_mask(one, allowed=True)
+        if self._heart is not None:
+            self._heart.restart()  # a caller's function is not the GPU's silence
+
+    def _no_token(self, outcome: Outcome, position: int) -> KogError:
+        if outcome is Outcome.NOTHING_ALLOWED:
+            return nothing_allowed(position)
+        half = self._launcher.spec.dtype is DType.F16
+        advice = "; float16 holds up to 65504: try --dtype bf16" if half else ""
+        return RunError(
+            f"the logits of position {position} hold NaN or +inf: the run is void{advice}"
+        )
+
+    def _settle(self, launch: Launch) -> None:
+        """After a launch: requests that failed leave; the others stand at a token, from which the next one goes on."""
+        result = launch.settle()
+        still = [self.running[slot] for slot in launch.slots if slot in self.running]
+        error: Exception | None = result.error
+        # Of a launch that made nothing, the masks were there when it began. Another one would make nothing for ever.
+        if isinstance(error, LateMask) and (
+            len(still) < len(launch.slots)
+            or any(result.positions[one.request.slot] > one.position for one in still)
+        ):
+            error = None
+            for one in still:
+                self._launcher.take_back(one)
+        for one in still:
+            slot = one.request.slot
+            one.position = result.positions[slot]
+            why = error or one.error
+            if why is None and slot in result.ended:
+                why = RunError("the kernel ended a request and did not say why")
+            if why is not None:
+                self.fail(slot, why)
+        for slot in result.served:
+            if slot in self.running:
+                self.running[slot] = self.running.pop(slot)

@@ -1,0 +1,110 @@
+"""Launches of the Triton kernel for requests (backends/serving.py): one serves all slots, until none runs or it is to
+leave. What slots keep is in device memory (slots.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.request_words import Flag, flags_of
+from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
+from kog_triton.backends.token_words import Outcome
+from kog_triton.backends.triton.host.memory import Memory
+from kog_triton.backends.triton.host.seats import seat, start
+from kog_triton.backends.triton.host.waits import describe_wait, mask_was_late
+from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
+from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, POSITION, mailbox_offsets
+from kog_triton.backends.triton.kernel.sync import stamps_tokens
+from kog_triton.errors import RunError
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.triton import Tiles
+
+RULES = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # what only the kernel that knows them does
+
+
+@dataclass
+class TritonLauncher:
+    """serving.Launcher.
+
+    prefill  the position from which the kernel computes a request; the slot holds those before
+    logits   of positions [first, last) of a prompt, run in a cache [1, ...]
+    run      launches the kernel: whether with all sampling rules, and with prompts in chunks; asks whether it has left
+    """
+
+    spec: ModelSpec
+    memory: Memory
+    tiles: Tiles
+    prefill: Callable[[Request], int]
+    logits: Callable[[torch.Tensor, Sequence[int], int, int], np.ndarray]
+    run: Callable[[bool, bool], Callable[[], bool]]
+    outcomes: list[int] = field(default_factory=list)  # slot by slot, of the last launch
+
+    def __post_init__(self) -> None:
+        self.device = self.memory.pointers.words.device
+        self.stamps = stamps_tokens(self.tiles)
+        self._mail: np.ndarray = self.memory.pointers.mailbox.numpy()
+
+    def admit(self, request: Request) -> int:
+        scored = request.prompt_logprobs is not None
+        position = len(request.prompt) - 1 if scored else self.prefill(request)
+        seat(self.memory.pointers, self.tiles, request, position)
+        return position
+
+    def words(self, slot: int) -> SlotWords:
+        mail, at = self._mail[slot], mailbox_offsets(self.tiles)
+        return SlotWords(
+            mail[at["tokens"] : at["stamps"]],
+            mail[at["stamps"] : at["mask"]],
+            mail[at["records"] : at["end"]].view(np.uint64).reshape(-1, RECORD_WORDS),
+            mail[at["mask"] : at["records"]].view(np.uint64),
+        )
+
+    def score(self, request: Request, first: int, last: int) -> np.ndarray:
+        kv = self.memory.pointers.kv[request.slot : request.slot + 1]
+        return self.logits(kv, request.prompt, first, last)
+
+    def launch(self, running: Mapping[int, InSlot]) -> Launch:
+        self._mail[0, HOST] = self._mail[0, BEAT] = 0
+        slots = list(running)
+        turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
+        self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
+        ruled = any(
+            flags_of(one.request, self.tiles.vocab_size) & RULES for one in running.values()
+        )
+        # whether enough of a prompt is left for a pass of many tokens; the last token is not for it
+        ahead = max(len(one.request.prompt) - 1 - one.position for one in running.values())
+        ended = self.run(ruled, ahead >= CHUNKS_FROM.value)
+        return Launch(slots, ended, partial(self._settle, slots))
+
+    def leave(self) -> None:
+        self._mail[0, HOST] = Outcome.YIELD
+
+    def steps(self) -> int:
+        return int(self._mail[0, BEAT])
+
+    def _settle(self, slots: Sequence[int]) -> Result:
+        states = self.memory.pointers.states.cpu()[:, 0]
+        self.outcomes = states[:, OUTCOME.value].tolist()
+        # A pass that failed has counted its position already.
+        failed = (states[:, OUTCOME.value] == Outcome.FAILED).int()
+        positions = (states[:, POSITION.value] - failed).tolist()
+        ended = [s for s in slots if self.outcomes[s] not in (0, Outcome.FAILED)]
+        return Result(positions, ended, error=self._expired())
+
+    def take_back(self, one: InSlot) -> None:
+        # The block that waited told all of them to leave, in a pass of one slot's token.
+        if self.outcomes[one.request.slot] == Outcome.FAILED:
+            known = [*one.request.prompt, *one.output]
+            states = self.memory.pointers.states[one.request.slot]
+            start(states, len(known) - 1, known[-1], len(one.output))
+
+    def _expired(self) -> RunError | None:
+        errors = self.memory.pointers.error.tolist()
+        expired = describe_wait(errors, self.tiles, self.steps())
+        kind = LateMask if mask_was_late(errors) else RunError
+        return kind(f"{expired}: the run is void") if expired else None

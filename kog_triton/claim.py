@@ -1,0 +1,70 @@
+"""One sample's claim on a slot: it waits in the queue, has a slot, has ended.
+
+A claim is where the backend's steps arrive. It notes every token as it comes, whether or not anybody reads, so that
+with the last step it knows what the slot holds and frees it at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kog_triton.backends.mailbox import Failure, Inbox, Request, Step
+
+WAITS = -1  # the slot of a request that has none yet
+
+
+class Claim(Inbox):
+    """`request` has the slot WAITS and nothing cached until `admit`.
+
+    salt      only prompts with the same one may share keys and values
+    ended     called once, as the backend's last word arrives: the claim, and the ids that its slot holds now
+    withdraw  called by a reader of a cancelled claim: ends one that still waits
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        salt: str,
+        ended: "Callable[[Claim, list[int]], None]",
+        withdraw: "Callable[[Claim], None]",
+    ) -> None:
+        super().__init__()
+        self.request, self.salt, self.ended = request, salt, False
+        self._on_end, self._withdraw = ended, withdraw
+        self._on_news: Callable[[], None] | None = None
+        self._made: list[int] = []
+
+    def admit(self, slot: int, cached: int) -> None:
+        self.request = replace(self.request, slot=slot, cached=cached)
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """Call `news` now and whenever there may be something to read, in whichever thread brings it."""
+        self._on_news = news
+        news()
+
+    def cancel(self) -> None:
+        """Ask for an early end, from any thread, a signal handler or the collector."""
+        self.cancelled = True
+        self._steps.put(None)
+        if self._on_news is not None:
+            self._on_news()
+
+    def push(self, step: Step | Failure) -> None:
+        if isinstance(step, Failure):
+            self._end([])
+        else:
+            if step.token >= 0:
+                self._made.append(step.token)
+            if step.finish is not None:
+                self._end([*self.request.prompt, *self._made][: step.held])
+        super().push(step)
+        if self._on_news is not None:
+            self._on_news()
+
+    def read(self, timeout: float | None = None) -> list[Step | Failure]:
+        if self.cancelled:
+            self._withdraw(self)
+        return super().read(timeout)
+
+    def _end(self, held: list[int]) -> None:
+        self.ended = True
+        self._on_end(self, held)

@@ -1,0 +1,204 @@
+"""Every interleaving of small kernels in weak memory, their programs made of what kernels declare; faults are caught.
+
+What exchanges.py proves by knowledge is searched here state by state. docs/SYNC.md says what the machine stands for.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from kog_triton.model.spec import Head, Reduce
+from kog_triton.schedule.exchanges import Exchange, Kernel, Of, Reader, check_kernel, fewest_buffers
+from tests.host.test_exchanges import KERNELS, MODELS, change, kernel_of
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.protocol_model import Machine, Op, programs_of
+
+OWN, DELAYED = Reduce.OWN, Reduce.DELAYED
+HANGS = "all wait for ever"
+
+
+def plain(which, layers=3):
+    return replace(kernel_of(MODELS["plain"], which), layers=layers)
+
+
+def late_lanes(which, delay):
+    """Two lanes whose attention adds what the other sent `delay` layers ago, in all layers but the first ones."""
+    reduces = (OWN,) * delay + (DELAYED,) * 2
+    own = (OWN,) * len(reduces)
+    spec = mixed_lanes(
+        Head.MEAN,
+        num_layers=len(reduces),
+        delay=delay,
+        reduce_attention=reduces,
+        reduce_mlp=own,
+    )
+    return replace(kernel_of(spec, which), lanes=2)
+
+
+# ---- a layer's words ----
+
+LAYER = {
+    "decode": ("qkv", "splits", "mlp", "attention_out", "mlp_out"),
+    "columns": ("mlp", "mlp_flags", "attention_out", "mlp_out"),
+    "triton": ("qkv", "splits", "attention", "mlp", "attention_out", "mlp_out"),
+    "prompt": ("x", "qkv", "attention_vectors", "mlp", "arrivals"),
+}
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_words_of_one_buffer_are_never_overtaken(which):
+    layers = 1 if which == "prompt" else 3
+    kernel = plain(which, layers)
+    machine = Machine(programs_of(kernel, LAYER[which], tokens=4 - layers))
+    assert machine.explore() == "" and machine.states > 100
+
+
+def test_three_blocks_agree_with_two():
+    assert Machine(programs_of(plain("decode"), ("qkv", "mlp_out"), blocks=3)).explore() == ""
+
+
+@pytest.mark.parametrize("which", KERNELS[:-1])
+def test_words_whose_readers_never_answer_are_overtaken(which):
+    assert Machine(programs_of(plain(which), ("qkv",))).explore() == HANGS
+
+
+def test_a_reader_that_does_not_wait_for_outputs_is_caught():
+    kernel = change(plain("decode"), "mlp_out", readers=())
+    assert Machine(programs_of(kernel, ("qkv", "mlp_out"))).explore() == HANGS
+
+
+def test_a_phase_that_does_not_flip_is_caught():
+    still = [
+        [replace(op, value=(op.value[0], 1)) if op.value[0] >= 0 else op for op in program]
+        for program in programs_of(plain("decode"), ("qkv", "mlp_out"))
+    ]
+    assert "taken for" in Machine(still).explore()
+
+
+@pytest.mark.parametrize(("which", "name"), [("decode", "winner"), ("triton", "winner")])
+def test_candidates_take_turns_with_two_buffers(which, name):
+    kernel = plain(which, layers=0)
+    end = kernel.ends.index(("candidate", "winner"))
+    assert Machine(programs_of(kernel, (name,), 4, 3, end)).explore() == ""
+    single = change(kernel, name, buffers=1)
+    assert Machine(programs_of(single, (name,), 4, 3, end)).explore() == HANGS
+
+
+# ---- a late lane ----
+
+
+@pytest.mark.parametrize(
+    ("which", "delay", "name"),
+    [
+        ("decode", 1, "attention_out_past"),
+        ("decode", 2, "attention_out_past"),
+        ("triton", 1, "attention_out_past"),
+        ("columns", 1, "attention_out_sent"),
+        ("columns", 2, "attention_out_sent"),
+    ],
+)
+def test_a_late_lane_is_never_overtaken(which, delay, name):
+    kernel = late_lanes(which, delay)
+    names = (name, "mlp_out")
+    assert Machine(programs_of(kernel, names, 3, 1)).explore() == ""
+    fewer = change(kernel, name, buffers=kernel.exchange(name).buffers - 1)
+    assert Machine(programs_of(fewer, names, 3, 1)).explore() == HANGS
+
+
+def test_late_outputs_that_leave_before_the_others_came_are_overtaken():
+    """As test_exchanges.py proves: with three times the delay, a lane at a token's first layers is too fast."""
+    name = "attention_out_past"
+    kernel = late_lanes("decode", 1)
+    (late,) = kernel.exchange(name).readers
+    kernel = change(kernel, name, readers=(replace(late, step="o_proj_sum"),))
+    assert Machine(programs_of(kernel, (name, "mlp_out"), 3, 1)).explore() == HANGS
+    enough = change(kernel, name, buffers=fewest_buffers(kernel, name))
+    check_kernel(enough)
+    assert Machine(programs_of(enough, (name, "mlp_out"), 3, 1)).explore() == ""
+
+
+# ---- what nobody reads ----
+
+
+def test_a_word_that_nobody_reads_must_land_before_its_successor_is_waited_for():
+    """The one thing that no order gives: an old use of the same phase would be taken. docs/SYNC.md says what does."""
+    seldom = Exchange("seldom", "a", (Reader("b", layers=(2,)),), 1)
+    more = (
+        Exchange("first", "b", (Reader("c"),), 1, buffers=2),
+        Exchange("second", "c", (Reader("d"),), 1, buffers=2),
+    )
+    kernel = Kernel(1, 3, (seldom, *more), ("a", "b", "c", "d"), ((),))
+    check_kernel(kernel)
+    programs = programs_of(kernel, ("seldom", "first", "second"), tokens=2)
+    assert Machine(programs).explore() == "seldom: use 0 taken for 2"
+    assert Machine(programs, patience=2).explore() == ""
+
+
+# ---- words that a flag alone tells of: publish_block ----
+
+DATA, FLAG = ("data", 0, 0), ("flag", 0, 0)
+STORE = [Op("store", (f"data {i}", 0, i), (0, 1)) for i in range(2)]
+RAISE = Op("store", FLAG, (0, 1))
+FENCE, DRAIN, BARRIER = Op("fence"), Op("drain"), Op("barrier")
+READ = [Op("wait", FLAG, (0, 1)), FENCE, *(Op("load", s.word, s.value) for s in STORE)]
+PUBLISH = {  # what the two threads of a block do; the first raises the flag
+    "nvidia": ([STORE[0], BARRIER, FENCE, RAISE], [STORE[1], BARRIER]),
+    "amd": ([STORE[0], DRAIN, BARRIER, FENCE, RAISE], [STORE[1], DRAIN, BARRIER]),
+}
+
+
+def published(vendor, first, second, read=READ):
+    return Machine([first, second, read], (0, 0, 1), vendor).explore()
+
+
+@pytest.mark.parametrize("vendor", PUBLISH)
+def test_a_block_publishes_by_barrier_fence_flag(vendor):
+    assert published(vendor, *PUBLISH[vendor]) == ""
+
+
+@pytest.mark.parametrize(
+    ("vendor", "first", "second", "read"),
+    [
+        ("nvidia", [STORE[0], BARRIER, RAISE, FENCE], [STORE[1], BARRIER], READ),
+        ("nvidia", [STORE[0], BARRIER, RAISE], [STORE[1], BARRIER], READ),
+        ("nvidia", [STORE[0], FENCE, BARRIER, RAISE], [STORE[1], BARRIER], READ),
+        ("nvidia", [STORE[0], FENCE, RAISE], [STORE[1]], READ),
+        ("nvidia", *PUBLISH["nvidia"], [op for op in READ if op != FENCE]),
+        ("nvidia", *PUBLISH["nvidia"], READ[1:]),
+        ("amd", *PUBLISH["nvidia"], READ),
+    ],
+    ids=[
+        "flag before fence",
+        "no fence",
+        "fence before barrier, by one thread",
+        "no barrier",
+        "no fence of the reader's",
+        "a reader that does not wait",
+        "no drain on AMD",
+    ],
+)
+def test_other_ways_to_publish_are_caught(vendor, first, second, read):
+    assert "taken for" in published(vendor, first, second, read)
+
+
+@pytest.mark.parametrize("name", ["splits", "x"])
+def test_fences_of_the_declarations_are_needed(name):
+    which = "columns" if name == "splits" else "prompt"
+    tells = "attention_flags" if name == "splits" else "arrivals"
+    kernel = plain(which, 1)
+    assert Machine(programs_of(kernel, (name, tells))).explore() == ""
+    for fence in kernel.fences:
+        if fence.layers is None:
+            fewer = tuple(f for f in kernel.fences if f != fence)
+            found = Machine(programs_of(replace(kernel, fences=fewer), (name, tells))).explore()
+            assert found.startswith(f"{name}: ")
+
+
+def test_rows_of_all_lanes_are_waited_for():
+    """The machine itself: a reader OWN of another lane, and not of its own."""
+    kernel = late_lanes("decode", 1)
+    waits = [
+        op for op in programs_of(kernel, ("attention_out_past",), 1, 1)[0] if op.kind == "wait"
+    ]
+    assert {op.word[2] for op in waits} == {1}
+    assert kernel.exchange("attention_out_past").readers[0].of is Of.OWN

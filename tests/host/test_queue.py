@@ -1,0 +1,270 @@
+"""Who waits for a slot and who gets it: threads and tasks that share an LLM, cancels, dropped streams, ends in line."""
+
+import asyncio
+import gc
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from kog_triton import LLM
+from kog_triton.errors import RequestError, RunError
+from tests.lib.fake_backend import GREEDY, FakeBackend, cold
+
+ENDLESS = replace(GREEDY, max_tokens=None)
+
+
+def await_that(true, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def text_of(stream):
+    """What a stream says; or its error."""
+    try:
+        return [delta.output for delta in stream][-1].outputs[0]
+    except RunError as error:
+        return str(error)
+
+
+class Together:
+    """Calls of one function in threads of their own."""
+
+    def __init__(self, function, arguments):
+        self.results = [None] * len(arguments)
+
+        def call(i, argument):
+            self.results[i] = function(argument)
+
+        self._threads = [
+            threading.Thread(target=call, args=(i, argument), daemon=True)
+            for i, argument in enumerate(arguments)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return self.results
+
+
+# ---- sharing ----
+
+
+def test_threads_and_tasks_that_share_two_slots_get_what_each_gets_alone(folder, llm):
+    def conversation(name):
+        return [text_of(llm.stream(f"{name} {i}", GREEDY)) for i in range(12)]
+
+    async def task(name):
+        outputs = [delta.output async for delta in llm.stream(name, GREEDY)]
+        return outputs[-1].outputs[0]
+
+    async def tasks():
+        return await asyncio.gather(*(task(f"task {i}") for i in range(10)))
+
+    names = ["thread a", "thread b"]
+    threads = Together(conversation, names)
+    answers = asyncio.run(tasks())
+    for name, said in zip(names, threads.join(), strict=True):
+        assert said == [cold(folder, f"{name} {i}") for i in range(12)]
+    assert answers == [cold(folder, f"task {i}") for i in range(10)]
+    assert (llm.engine.num_free_slots, llm.engine.num_waiting) == (2, 0)
+    assert llm.engine.backend.most_at_once == 2
+
+
+def test_tasks_on_a_real_model_say_what_they_say_alone(folder):
+    prompts = ["def f(x):", "import os\n", "class A", "for i in"]
+    params = replace(GREEDY, max_tokens=6, ignore_eos=True)
+
+    async def task(llm, prompt):
+        return [d.output async for d in llm.stream(prompt, params)][-1].outputs[0].token_ids
+
+    async def tasks(llm):
+        return await asyncio.gather(*(task(llm, prompt) for prompt in prompts))
+
+    with LLM(folder, backend="reference", max_model_len=64, num_slots=2) as llm:
+        together = asyncio.run(tasks(llm))
+        llm.engine.forget()
+        alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+def test_a_loop_of_events_is_free_while_tasks_wait(narrow):
+    async def beside():
+        waits = asyncio.ensure_future(anext(aiter(narrow.stream("slow b", GREEDY))))
+        ticks = 0
+        while not waits.done():
+            ticks += 1
+            await asyncio.sleep(0.001)
+        return ticks, (await waits).token_ids
+
+    first = narrow.stream("slow a", GREEDY)
+    ticks, ids = asyncio.run(beside())
+    assert ids and ticks > 20  # the first took twelve passes of 20 ms
+    assert text_of(first).finish_reason == "length"
+
+
+# ---- the line ----
+
+
+def test_who_came_first_is_served_first(narrow):
+    first = narrow.stream("slow a", ENDLESS)
+    streams = [narrow.stream(f"say:{i}", GREEDY) for i in range(5)]
+    readers = Together(text_of, streams[::-1])
+    first.close()
+    assert [said.text for said in readers.join()] == ["4", "3", "2", "1", "0"]
+    made = [stream._device_ns[0] for stream in streams]
+    assert made == sorted(made)
+
+
+def test_a_list_of_many_prompts_lets_others_in_between(narrow):
+    prompts = [f"slow say:{i}" for i in range(40)]
+    batch = Together(narrow.generate, [prompts])
+    await_that(lambda: narrow.engine.num_free_slots == 0)
+    assert narrow.generate("say:b", GREEDY)[0].outputs[0].text == "b"
+    assert len(narrow.engine.backend.computed) < 10
+    (outputs,) = batch.join()
+    assert [output.outputs[0].text for output in outputs] == [str(i) for i in range(40)]
+
+
+def test_a_line_that_is_full_refuses_and_says_what_to_do(folder):
+    with LLM(folder, backend=FakeBackend, max_waiting=2) as llm:
+        first = llm.stream("slow a", ENDLESS)
+        waiting = [llm.stream(f"say:{i}", GREEDY) for i in range(2)]
+        for start in (llm.stream, llm.generate):
+            with pytest.raises(RequestError, match=r"2 requests wait: try again later, or [^\n]*$"):
+                start("b", GREEDY)
+        waiting[0].cancel()  # makes room at once, though nobody has read its end
+        waiting.append(llm.stream("say:2", GREEDY))
+        first.close()
+        said = [text_of(stream) for stream in waiting]
+        assert [(one.text, one.finish_reason) for one in said] == [
+            ("", "abort"),
+            ("1", "stop"),
+            ("2", "stop"),
+        ]
+
+
+def test_a_list_waits_where_the_line_is_full_as_long_as_one_of_its_own_runs(folder):
+    with LLM(folder, backend=FakeBackend, num_slots=2, max_waiting=0) as llm:
+        first = llm.stream("slow a", ENDLESS)
+        outputs = llm.generate([f"say:{i}" for i in range(6)], GREEDY)
+        first.close()
+    assert [o.outputs[0].text for o in outputs] == [str(i) for i in range(6)]
+
+
+def test_who_waits_can_be_cancelled(narrow):
+    first = narrow.stream("slow a", ENDLESS)
+    waiting = narrow.stream("slow b", GREEDY)
+    reader = Together(text_of, [waiting])
+    await_that(lambda: narrow.engine.num_waiting == 1)
+    waiting.cancel()
+    (said,) = reader.join()
+    assert (said.finish_reason, said.token_ids) == ("abort", [])
+    assert narrow.engine.num_waiting == 0 and narrow.engine.num_free_slots == 0
+    first.close()
+    assert narrow.engine.backend.computed == [len("slow a")]
+
+
+def test_a_task_that_waits_can_be_cancelled(narrow):
+    async def give_up(stream):
+        async def read():
+            async for _ in stream:
+                pass
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    first = narrow.stream("slow a", ENDLESS)
+    asyncio.run(give_up(narrow.stream("slow b", GREEDY)))
+    assert (narrow.engine.num_waiting, narrow.engine.num_free_slots) == (0, 0)
+    first.close()
+    asyncio.run(give_up(narrow.stream("slow c", ENDLESS)))  # one that runs
+    assert narrow.engine.num_free_slots == 1
+
+
+# ---- nobody reads ----
+
+
+def test_a_stream_that_is_dropped_before_its_first_read_frees_its_slot(narrow):
+    narrow.stream("slow a", ENDLESS)
+    gc.collect()
+    await_that(lambda: narrow.engine.num_free_slots == 1)
+
+
+def test_a_stream_that_is_dropped_in_line_is_never_served(folder, narrow):
+    first = narrow.stream("slow a", ENDLESS)
+    narrow.stream("slow b", ENDLESS)
+    gc.collect()
+    first.close()
+    assert narrow.generate("c", GREEDY)[0].outputs[0] == cold(folder, "c")
+    assert narrow.engine.backend.computed == [len("slow a"), len("c")]
+
+
+def test_a_stream_that_nobody_reads_ends_by_itself_and_its_slot_serves_the_next(folder, narrow):
+    unread = narrow.stream("slow say:abc", GREEDY)
+    assert narrow.generate("slow say:abc", GREEDY)[0].metrics.cached_tokens == 11
+    assert text_of(unread) == cold(folder, "slow say:abc")
+
+
+def test_a_loop_of_events_that_closed_reads_no_more_and_harms_nobody(narrow):
+    async def leave(stream):
+        return await anext(aiter(stream))
+
+    loop = asyncio.new_event_loop()
+    stream = narrow.stream("slow a", replace(GREEDY, max_tokens=20))
+    loop.run_until_complete(leave(stream))
+    loop.close()
+    assert narrow.generate("say:b", GREEDY)[0].outputs[0].text == "b"
+    assert stream is not None
+
+
+# ---- ends ----
+
+
+def test_closing_ends_who_waits(folder):
+    llm = LLM(folder, backend=FakeBackend)
+    streams = [llm.stream(f"slow {i}", ENDLESS) for i in range(4)]
+    readers = Together(text_of, streams[1:])
+    llm.close()
+    assert all("the engine was closed" in said for said in [*readers.join(), text_of(streams[0])])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")]
+)
+def test_who_waits_is_served_after_a_backend_that_failed(folder, llm, word, says):
+    with llm.engine.paused():  # all are there before one of them runs
+        failing = [llm.stream(f"{word} a", GREEDY), llm.stream("slow neighbour", ENDLESS)]
+        waiting = [llm.stream(f"say:{i}", GREEDY) for i in range(5)]
+    assert all(says in text_of(stream) for stream in failing)
+    assert [text_of(stream).text for stream in waiting] == [str(i) for i in range(5)]
+    assert llm.engine.num_free_slots == 2
+
+
+class Gone(FakeBackend):
+    """A backend that can serve nobody any more."""
+
+    def generate(self, mailbox):
+        raise RunError("the GPU fell silent")
+
+
+def test_an_error_that_stays_reaches_everybody_who_waits(folder):
+    with LLM(folder, backend=Gone) as llm:
+        streams = [llm.stream(f"say:{i}", GREEDY) for i in range(4)]
+        assert [text_of(stream) for stream in streams] == ["the GPU fell silent"] * 4
+        assert (llm.engine.num_waiting, llm.engine.num_free_slots) == (0, 1)
+
+
+def test_a_failure_is_that_of_its_request_alone(narrow):
+    streams = [narrow.stream(prompt, GREEDY) for prompt in ("say:a", "fail b", "say:c")]
+    said = [text_of(stream) for stream in streams]
+    assert (said[0].text, said[1], said[2].text) == ("a", "NaN in layer 3", "c")
