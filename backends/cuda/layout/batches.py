@@ -1,7 +1,7 @@
 """What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
 
 A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
-sums where they leave room; what finds none is read again for each unit (include/kog/columns/operands.h).
+sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
 """
 
 from kog_triton.schedule.cuda import (
