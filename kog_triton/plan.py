@@ -15,7 +15,7 @@ from kog_triton.cli.command import run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
-from kog_triton.schedule.cuda import CudaLowering, lower
+from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
@@ -55,12 +55,12 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]
         if stage.op is Op.MATVEC:
             real = read = weight_bytes(s, stage, segment.repeat)
-            size, unit_rows = partition.group_size(stage), partition.tilings[stage.name].unit_rows
+            size, tiling = partition.group_size(stage), partition.tilings[stage.name]
             most = max(len(partition.block_units(stage, 0, b)) for b in range(size))
-            cells += [str(size), str(most * unit_rows)]
+            cells += [str(size), str(most * tiling.unit_rows)]
             if cuda:
                 read = stream_bytes(cuda, stage, segment.repeat)
-                cells.append(f"{cuda.tilings[stage.name].k_parts} x {unit_rows // 8}")
+                cells.append(f"{tiling.k_parts} x {WARPS // tiling.k_parts}")
             cells.append(f"{real / 1e6:.1f}")
             if cuda:
                 cells.append(f"{read / real - 1:.1%}")

@@ -1,19 +1,18 @@
-"""run_stage: one stage of the kernel on logical tensors, as ReferenceBackend.run_stage names them.
+"""run_stage: one stage of the kernel on logical tensors (STAGE_READS, STAGE_WRITES).
 
 A token at a time: what the stage reads is laid out as the kernel's own words, cache and vectors, the kernel
 `kog_stage` (include/kog/stage.h) runs it, and what it wrote is read back. Inputs that travel in words are
 rounded as they would be on their way.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.protocol import StageId
-from kog_triton.backends.cuda.memory import Memory, Pointers
+from kog_triton.backends.cuda.layout.protocol import StageCall, StageId
+from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.errors import RequestError
@@ -23,18 +22,6 @@ from kog_triton.schedule import wire
 Tensor = torch.Tensor
 STAGES = tuple(stage.name.lower() for stage in StageId)
 PHASE = 1  # of the words of an even iteration
-
-
-class StageCall(ctypes.Structure):
-    """`kog::StageCall` (include/kog/stage.h)."""
-
-    _fields_ = (
-        ("p", Pointers),
-        ("x", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("which", "layer", "token", "position")),
-    )
-
 
 Before = Callable[[], None]
 Launch = Callable[[StageCall, Before], float]

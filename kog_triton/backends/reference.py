@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource, block_walk
+from kog_triton.backends import STAGE_WRITES, Availability, BackendOptions, WeightSource, block_walk
 from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
@@ -40,16 +40,6 @@ STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch
 Values = dict[str, Tensor]  # exchanges and x, by name
 Delayed = dict[str, list[Tensor]]  # outputs of o_proj and down_proj, layer by layer
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new k and v to all
-WRITTEN = {  # what run_stage gives back
-    "embed": ("x",),
-    "qkv_proj": ("q", "k", "v"),
-    "attention": ("attention", "keys", "values"),
-    "o_proj": ("attention_out", "x"),
-    "gate_up_proj": ("mlp",),
-    "down_proj": ("mlp_out", "x"),
-    "mix": ("y",),
-    "lm_head": ("logits",),
-}
 
 
 class ReferenceBackend:
@@ -177,17 +167,7 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """One stage on logical tensors.
-
-        embed         token_ids [T]                                       -> x [S, T, hidden]
-        qkv_proj      x                                                   -> q [S, T, H, d], k, v
-        attention     q, k, v, keys, values [S, K, n, d] (n cached)       -> attention [S, T, H * d],
-                      (positions are n ..)                                   keys, values [S, K, n + T, d]
-        o_proj        attention, x, delayed [S, T, hidden] if DELAYED     -> attention_out, x
-        gate_up_proj  x                                                   -> mlp [S, T, F]
-        down_proj     mlp, x, delayed                                     -> mlp_out, x
-        mix           x (lanes whose streams are mixed for the head)      -> y [1, T, cols]
-        lm_head       y if there is a mix, else x                         -> logits [T, vocab]
+        """One stage on logical tensors (STAGE_READS, STAGE_WRITES); float32.
 
         Sampling is kog_triton.sampling's. RequestError if the model has no such stage.
         """
@@ -211,7 +191,7 @@ class ReferenceBackend:
         self.run(known[0], layer, values, delayed, start, append)
         if stage == "qkv_proj":
             values["q"], values["k"], values["v"] = self.split_heads(values["qkv"])
-        return {name: values[name] for name in WRITTEN[stage]}
+        return {name: values[name] for name in STAGE_WRITES[stage]}
 
     # ---- stages ----
 

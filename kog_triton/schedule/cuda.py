@@ -52,18 +52,6 @@ FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take th
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`.
-
-    Of a stage's last chunk less may be read (`CudaLowering.stage_bytes`)."""
-
-    address: int
-    bytes: int
-    stride: int
-    count: int
-
-
-@dataclass(frozen=True)
 class CudaLowering(Partition):
     """A partition with the stream's layout. Tilings: unit_rows = fragment_rows * warps_rows, k_parts = warps_k."""
 
@@ -169,12 +157,6 @@ class CudaLowering(Partition):
         """Chunks of the longest stream; the others are as long in memory and stop earlier."""
         return max(self.block_chunks(block, rank) for block in range(self.num_blocks))
 
-    def extents(self, block: int, rank: int = 0) -> tuple[Extent, ...]:
-        """A block's stream in the rank's weight arena. A dense model has one extent."""
-        side_by_side = self.num_blocks * self.chunk_bytes
-        count = self.block_chunks(block, rank)
-        return (Extent(block * self.chunk_bytes, self.chunk_bytes, side_by_side, count),)
-
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
         return sum(
@@ -263,12 +245,17 @@ def unit_period(steps: int, fragments: int) -> int:
     return math.lcm(steps, fragments) // steps
 
 
+def slice_values(schedule: Schedule, frag_k: int) -> int:
+    """Of x, that a warp stages: of the residual stream, in whole fragments."""
+    return -(-schedule.spec.hidden_size // (WARPS * frag_k)) * frag_k
+
+
 def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) -> bool:
-    """Whether what the warps stage of x covers what they multiply. Each stages a slice of its own
-    (kSlice of include/kog/matvec.h), which must be its part of K where it waits for no other warp."""
+    """Whether what the warps stage of x, a slice each, covers what they multiply: it must be a warp's own part of
+    K where it waits for no other."""
     if stage.source not in ("x", "y") or stage.cols != schedule.spec.hidden_size:
         return True
-    staged = -(-stage.cols // (WARPS * frag_k)) * WARPS * frag_k
+    staged = WARPS * slice_values(schedule, frag_k)
     multiplied = tiling.padded_k(stage.cols)
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
 

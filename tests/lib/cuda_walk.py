@@ -12,17 +12,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-
-import kog_triton.backends
-from kog_triton.schedule.cuda import lower
-from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
-from tests import ROOT
-from tests.lib.compiled import made_once, version_of
-
-if str(ROOT / "backends") not in kog_triton.backends.__path__:
-    kog_triton.backends.__path__.append(str(ROOT / "backends"))
-
 from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.chunks import POSITIONS
@@ -36,6 +25,11 @@ from kog_triton.backends.pace import Pace
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
 from kog_triton.backends.token_words import NUMBER_MASK
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests import ROOT
+from tests.lib.compiled import made_once, version_of
 
 HERE = Path(__file__).parent / "cuda_host"
 INCLUDE = ROOT / "backends/cuda/include"

@@ -20,10 +20,11 @@ from kog_triton.schedule.schedule import Stage
 class Stream:
     """One block's weights: chunks in order, each taken once."""
 
-    def __init__(self, arena: np.ndarray, extents, dtype: DType):
-        self.arena, self.dtype = arena, dtype
-        self.addresses = [e.address + i * e.stride for e in extents for i in range(e.count)]
-        self.bytes = extents[0].bytes
+    def __init__(self, arena: np.ndarray, lowering: CudaLowering, rank: int, block: int):
+        self.arena, self.dtype = arena, lowering.schedule.spec.dtype
+        self.bytes = lowering.chunk_bytes
+        count = lowering.block_chunks(block, rank)
+        self.addresses = [(i * lowering.num_blocks + block) * self.bytes for i in range(count)]
         self.at = 0
 
     def take(self) -> np.ndarray:
@@ -90,7 +91,7 @@ class RingWalker:
             exact,
         )
         self.streams = {
-            (rank, block): Stream(arenas[rank], lowering.extents(block, rank), self.spec.dtype)
+            (rank, block): Stream(arenas[rank], lowering, rank, block)
             for rank in range(self.s.num_ranks)
             for block in range(lowering.num_blocks)
         }
@@ -307,7 +308,7 @@ class RingWalker:
 
 def pack_model(lowering: CudaLowering, weights) -> tuple:
     """Arenas of every rank and the small tensors, from canonical weights {name: float32 array}."""
-    from kog_triton.schedule.packing import pack_stage
+    from kog_triton.schedule.packing import pack_blocks
     from kog_triton.schedule.schedule import Op, Scope
     from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 
@@ -317,7 +318,7 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
         arena = np.zeros(
             lowering.stream_chunks(rank) * lowering.num_blocks * lowering.chunk_bytes, np.uint8
         )
-        cursors = {b: lowering.extents(b, rank)[0].address for b in range(lowering.num_blocks)}
+        cursors = {b: b * lowering.chunk_bytes for b in range(lowering.num_blocks)}
         for segment in s.segments:
             for layer in range(segment.repeat):
                 for stage in segment.stages:
@@ -333,7 +334,7 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
                         if stage.scope is Scope.ALL:
                             first, last = s.head_rows(rank)
                             w = w[first:last]
-                        chunks = pack_stage(lowering, stage, layer, block, rank, w)
+                        (chunks,) = pack_blocks(lowering, stage, layer, [block], rank, w)
                         for chunk in chunks:
                             at = cursors[block]
                             arena[at : at + lowering.chunk_bytes] = chunk.reshape(-1).view(np.uint8)

@@ -25,7 +25,6 @@ namespace kog {
 // The residual stream, a copy in every block. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
 // a lane four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
 // stages for itself.
-constexpr int kSlice = (kHidden + kWarps * kFragK - 1) / (kWarps * kFragK) * kFragK;
 constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
 constexpr int kColumnWords = kFragK / 4;  // of a fragment's scratch: a word is two values

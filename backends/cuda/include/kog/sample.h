@@ -44,10 +44,9 @@ KOG_DEVICE Candidate best_of_lanes(Candidate c) {
 }
 KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_lanes<32>(c); }
 
-// Words of one head: two slots, because lanes that never meet may be a token apart.
-KOG_DEVICE u64* winner_words(const Block& b, int heads) {
-  u64* all = reinterpret_cast<u64*>(b.p.words + WinnerWords::kOffset);
-  return all + (heads & 1) * (WinnerWords::kStride / 2);
+// A block's words of one head: two slots, because lanes that never meet may be a token apart.
+KOG_DEVICE u64* winner_words(const Block& b, int heads, int block) {
+  return words_of_block<WinnerWords, 4>(b, block, heads & 1);
 }
 
 // A warp's best, for `best_of_block` behind a barrier.
@@ -67,7 +66,7 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
   u64 epoch = static_cast<u64>(heads + 1) << 32, bits = bits_of(best.key);
-  u64* to = winner_words(b, heads) + 4 * b.block;
+  u64* to = winner_words(b, heads, b.block);
   store_relaxed_pair(to, epoch | bits >> 32, epoch | (bits & 0xffffffffu));
   store_relaxed_pair(to + 2, epoch | static_cast<u32>(best.id), epoch | control);
 }
@@ -75,7 +74,7 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
 // The best of all blocks, known to every thread after the barrier at the token's end (`agreed`).
 KOG_DEVICE void gather_candidates(Block& b, int heads) {
   if (b.warp * 32 < kBlocks) {
-    const u64* from = winner_words(b, heads) + 4 * b.thread;
+    const u64* from = winner_words(b, heads, b.thread);
     u64 epoch = static_cast<u64>(heads + 1);
     ulonglong2 key = {epoch << 32, epoch << 32}, rest = key;
     u64 oldest = epoch;

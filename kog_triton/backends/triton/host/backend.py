@@ -13,7 +13,7 @@ from kog_triton.backends.prefill.library import Crossover, open_library, run_pro
 from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
-from kog_triton.backends.silence import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
@@ -129,7 +129,7 @@ class TritonBackend:
         return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """One stage alone, a token at a time, on the logical tensors that ReferenceBackend.run_stage names.
+        """One stage alone, a token at a time, on logical tensors (STAGE_READS, STAGE_WRITES).
 
         RequestError if the model has no such stage; RunError if a wait expires.
         """

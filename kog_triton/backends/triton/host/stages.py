@@ -1,6 +1,6 @@
 """The host's side of one stage alone: logical tensors into the words that a stage reads, and back.
 
-Tensors are those that ReferenceBackend.run_stage names. A token at a time: the kernel knows no other way.
+Tensors are those of STAGE_READS and STAGE_WRITES. A token at a time: the kernel knows no other way.
 """
 
 import math
