@@ -45,6 +45,13 @@ def shown(value: object) -> str:
         return "a deeply nested value"
 
 
+def first_line(error: BaseException | str) -> str:
+    """What an error says, as part of a message of one line."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    line = lines[0][:300] if lines else type(error).__name__
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
+
+
 def run_error(error: BaseException) -> KogError:
     """What a request raises for an error of its backend."""
     if isinstance(error, KogError):

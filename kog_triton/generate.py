@@ -40,9 +40,8 @@ SAMPLING_FLAGS = (
 
 
 def build_parser() -> Parser:
-    from kog_triton.backends.choose import (
-        known_names,  # imported inside `run`, where Ctrl-C is one line
-    )
+    from kog_triton.backends import PREFILLS  # imported inside `run`, where Ctrl-C is one line
+    from kog_triton.backends.choose import known_names
 
     parser = Parser(
         prog="kog generate",
@@ -98,7 +97,7 @@ def build_parser() -> Parser:
     machine.add_argument(
         "--prefill",
         default="auto",
-        choices=("auto", "kernel", "library"),
+        choices=PREFILLS,
         help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
     )
     machine.add_argument(
@@ -241,7 +240,7 @@ def _body(argv: Sequence[str] | None) -> int:
 def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", text: str) -> int:
     """One prompt: stream its text, then show and record the figures."""
     from kog_triton.cli.interactive import show
-    from kog_triton.cli.report import record, stats
+    from kog_triton.cli.stats import record, stats
 
     prompt: Any = text
     if args.chat:

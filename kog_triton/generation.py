@@ -15,7 +15,7 @@ from kog_triton.errors import run_error
 from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import FINISH_REASONS, CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.sampling.params import SamplingParams
-from kog_triton.text import StopMatcher, Tokenizer
+from kog_triton.text import Detokenizer, StopMatcher, Tokenizer
 
 
 class Generation:
@@ -236,7 +236,7 @@ class TextStream:
         self._detokenize = params.detokenize
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._pieces = tokenizer.detokenizer(params.skip_special_tokens)
+        self._pieces = Detokenizer(tokenizer, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop or (), params.include_stop_str_in_output)
 
     def push(self, token: int) -> str:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kog_triton.backends import DTYPE_NAMES, Backend, BackendOptions
+from kog_triton.backends import DTYPE_NAMES, PREFILLS, Backend, BackendOptions
 from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.demo import checkpoint_path
@@ -42,7 +42,6 @@ from kog_triton.text.tool_calls import ToolCallParser
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-PREFILLS = ("auto", "kernel", "library")
 MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
 
 

@@ -1,7 +1,7 @@
-"""`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, floor. Needs no GPU.
+"""`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
 For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
-own yet: their rows are dealt out evenly to blocks, which is enough for bytes and floors.
+own yet: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
 """
 
 import sys
@@ -15,7 +15,7 @@ from kog_triton.cli.command import run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
-from kog_triton.schedule.cuda import CudaLowering, lower
+from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
@@ -46,8 +46,8 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
     table = plain_table(title)
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
-    names += ["warps K x rows", "MB/token", "padding", "floor us"] if cuda else []
-    names += [] if cuda else ["MB/token", "floor us"]
+    names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else []
+    names += [] if cuda else ["MB/token", "roofline us"]
     for name in names:
         table.add_column(name, justify="left" if name == "stage" else "right")
     for segment, stage in s.walk():
@@ -55,12 +55,12 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]
         if stage.op is Op.MATVEC:
             real = read = weight_bytes(s, stage, segment.repeat)
-            size, unit_rows = partition.group_size(stage), partition.tilings[stage.name].unit_rows
+            size, tiling = partition.group_size(stage), partition.tilings[stage.name]
             most = max(len(partition.block_units(stage, 0, b)) for b in range(size))
-            cells += [str(size), str(most * unit_rows)]
+            cells += [str(size), str(most * tiling.unit_rows)]
             if cuda:
                 read = stream_bytes(cuda, stage, segment.repeat)
-                cells.append(f"{cuda.tilings[stage.name].k_parts} x {unit_rows // 8}")
+                cells.append(f"{tiling.k_parts} x {WARPS // tiling.k_parts}")
             cells.append(f"{real / 1e6:.1f}")
             if cuda:
                 cells.append(f"{read / real - 1:.1%}")
@@ -76,7 +76,7 @@ def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
 
 
 def stream_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> int:
-    """The same as the kernel reads them, with padding."""
+    """Weight bytes of a token as the kernel reads them, with padding."""
     return sum(
         lowering.stage_bytes(stage, layer, rank)
         for layer in range(repeat)
@@ -102,10 +102,10 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         )
         per_gpu = -(-total // s.num_ranks)
         cut = f"rows dealt out evenly: there is no lowering for {gpu.vendor} GPUs yet"
-    floor = per_gpu / gpu.bandwidth
+    roofline = per_gpu / gpu.bandwidth
     return (
         f"{per_gpu / 1e9:.3f} GB a token and GPU; {gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow "
-        f"{1 / floor:,.0f} tokens/s: {floor * 1e6:.0f} us a token, KV cache not counted.\n"
+        f"{1 / roofline:,.0f} tokens/s: {roofline * 1e6:.0f} us a token, KV cache not counted.\n"
         f"{partition.num_blocks} blocks; {cut}; "
         f"{s.spec.kv_bytes_per_position:,} bytes of KV cache a position."
     )

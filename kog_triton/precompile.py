@@ -14,7 +14,8 @@ from kog_triton.backends import DTYPE_NAMES, BackendOptions
 from kog_triton.backends.choose import AUTO_ORDER, serves
 from kog_triton.checkpoint.hub import INDEX, SINGLE, local_file
 from kog_triton.demo import checkpoint_path
-from kog_triton.model.config import Config, read_json
+from kog_triton.json_file import read_json
+from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import ModelSpec

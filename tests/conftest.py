@@ -55,7 +55,7 @@ def llm(folder):
 
 @pytest.fixture
 def narrow(folder):
-    """The same with one slot only."""
+    """That backend's engine, with one slot."""
     from tests.lib.fake_backend import open_llm
 
     with open_llm(folder) as llm:

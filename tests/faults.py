@@ -148,8 +148,8 @@ FAULTS = (
     # ---- lowering, packing, wire ----
     Fault(
         "schedule/lowering.py",
-        "return range(place * units // size, (place + 1) * units // size)",
-        "return range(place * (units // size), (place + 1) * (units // size))",
+        "return range(group_index * units // size, (group_index + 1) * units // size)",
+        "return range(group_index * (units // size), (group_index + 1) * (units // size))",
         "host/test_walks.py",
         "a partition drops the units that do not divide",
         quick=True,
@@ -163,15 +163,15 @@ FAULTS = (
     ),
     Fault(
         "schedule/packing.py",
-        "(0, 4, 1, 3, 2, 5)",
-        "(0, 4, 3, 1, 2, 5)",
+        "(0, 1, 5, 2, 4, 3, 6)",
+        "(0, 1, 5, 4, 2, 3, 6)",
         "host/test_lowering.py",
         "warps of row groups and of K parts change places",
         quick=True,
     ),
     Fault(
         "schedule/packing.py",
-        ": stage.cols] = w[_index(w, rows[real])]",
+        ": stage.cols] = w[_index(w, rows.reshape(-1)[real])]",
         ": stage.cols] = w[: len(real)]",
         "host/test_lowering.py",
         "every block packs the first rows",

@@ -26,9 +26,10 @@ from kog_triton.backends.cuda.launcher import (
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.memory import HALF, TENSORS, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
-from kog_triton.backends.cuda.stages import StageCall, StageRunner
+from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request
@@ -38,7 +39,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
-from kog_triton.backends.silence import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
@@ -151,7 +152,7 @@ class CudaBackend:
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
         return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields."""
@@ -288,12 +289,12 @@ class CudaBackend:
     def _launch_slots(
         self, slots: Sequence[int], most_steps: int, step: ColumnKernel | None
     ) -> tuple[Layout, Finished]:
-        """Start the kernel of one token on slots in turn, or one of columns on all of them together."""
+        """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
             return self.layout, self._launch(self.memory, slots, most_steps)
         memory = replace(self.memory, words=step.words, scores=step.scores)
-        seats = [*slots] * step.layout.columns if step.layout.chunk else slots
-        return step.layout, self._launch(memory, seats, most_steps, step.kernel)
+        cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
+        return step.layout, self._launch(memory, cursors, most_steps, step.kernel)
 
     def _launch(
         self,

@@ -85,7 +85,7 @@ def _place(header: str, source: str, compiler: str = "") -> tuple[str, str, Path
 def _compile(text: str, source: str, compiler: str, place: Path) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
-    cubin = _by_nvrtc(text) if compiler.startswith("nvrtc") else _by_nvcc(text)
+    cubin = (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source)
     log.info("compiled %s in %.1f s", source, time.perf_counter() - begun)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
@@ -110,9 +110,9 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _by_nvrtc(text: str) -> bytes:
+def _by_nvrtc(text: str, source: str) -> bytes:
     nvrtc = _nvrtc()
-    program = nvrtc.createProgram(text, "decode.cu", (), ())
+    program = nvrtc.createProgram(text, source, (), ())
     try:
         nvrtc.compileProgram(program, (*FLAGS, f"-I{INCLUDE}"))
         return nvrtc.getCUBIN(program)
@@ -123,11 +123,11 @@ def _by_nvrtc(text: str) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-def _by_nvcc(text: str) -> bytes:
+def _by_nvcc(text: str, source: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "decode.cu"), Path(folder, "decode.cubin")
-        source.write_text(text)
-        command = ["nvcc", "-cubin", *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(cubin)]
+        path, cubin = Path(folder, source), Path(folder, "cubin")
+        path.write_text(text)
+        command = ["nvcc", "-cubin", *FLAGS, f"-I{INCLUDE}", str(path), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise DeviceError(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
-from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import STEPS
-from kog_triton.backends.cuda.layout.protocol import Word
+from kog_triton.backends.cuda.layout.protocol import MOST_SEATS, Word
 from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.mailbox import Request

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout import protocol
+from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
-from kog_triton.backends.cuda.layout.protocol import MAILBOX_WORDS
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
@@ -32,82 +32,52 @@ Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 ERROR_WORDS = 8
 
-
-TENSORS = (
-    "weights",
-    "embed",
-    "gains",
-    "biases",
-    "qk_gains",
-    "rope",
-    "cache",
-    "words",
-    "logits",
-    "tokens",
-    "request",
-    "counts",
-    "scores",
-    "masks",
-    "logprobs",
-    "states",
-    "mailbox",
-    "outbox",
-    "error",
-    "profile",
-    "clocks",
-)
 BY_SLOT = ("cache", "tokens", "request", "states", "outbox")
-
-
-class Pointers(ctypes.Structure):
-    """`kog::Pointers` (include/kog/block.h), member by member: TENSORS, then what a launch is told."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in TENSORS),
-        ("limit", ctypes.c_int64),
-        ("most_steps", ctypes.c_int64),
-        ("num_seats", ctypes.c_int32),
-        ("order", ctypes.c_int32 * MOST_SEATS),
-    )
 
 
 @dataclass
 class Memory:
-    """One model's tensors, by the names of `Pointers`; those of BY_SLOT have a row a slot."""
+    """One model's tensors, by the names and shapes of TENSORS (protocol.py); those of BY_SLOT have a row a slot.
 
-    weights: Tensor  # uint8
+    Mapped ones are int64 on the host; `counts` and `scores` are the kernel's own.
+    """
+
+    weights: Tensor
     embed: Tensor
     gains: Tensor
     biases: Tensor
     qk_gains: Tensor
     rope: Tensor
-    cache: Tensor  # [slots, *Layout.cache_shape]
+    cache: Tensor
     words: Tensor
     logits: Tensor
-    tokens: Tensor  # int32 [slots, positions + 1]
-    request: Tensor  # int32 [slots, request_words.capacity]
-    counts: Tensor  # int32 [slots, vocab], the kernel's own
-    scores: Tensor  # float32 [1 + columns, vocab], the kernel's own
-    masks: Tensor  # int64 [slots, ceil(vocab / 32)], on the host: see request_words.mask_words
-    logprobs: Tensor  # int64 [slots, positions + 1, RECORD_WORDS], on the host: see logprob_words
-    states: Tensor  # int32 [slots, 2]: the next position and its token
-    mailbox: Tensor  # int64, on the host
-    outbox: Tensor  # int64 [slots, positions + 1, 2], on the host
+    tokens: Tensor
+    request: Tensor
+    counts: Tensor
+    scores: Tensor
+    masks: Tensor
+    logprobs: Tensor
+    states: Tensor
+    mailbox: Tensor
+    outbox: Tensor
     error: Tensor
-    profile: Tensor  # int64 [tokens, blocks, warps, layers + 1, points, 2], if asked for
-    clocks: Tensor  # int64 [tokens + 1, blocks, 2], with it: ticks and nanoseconds as they begin, and at the end
+    profile: Tensor
+    clocks: Tensor
 
     def pointers(
         self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
-    ) -> Pointers:
-        """The kernel's argument for a launch that serves `slots` in turn, for `most_steps` at most.
+    ) -> protocol.Pointers:
+        """The kernel's argument for a launch that serves `slots` round robin, for `most_steps` at most.
 
         `others` stand in for tensors of the same name.
         """
-        tensors = {name: getattr(self, name) for name in TENSORS} | others
-        order = (ctypes.c_int32 * MOST_SEATS)(*slots)
+        tensors = {name: getattr(self, name) for name in protocol.TENSORS} | others
+        for name, tensor in tensors.items():
+            held, seen = tensor.element_size(), protocol.item_bytes(name)
+            assert held == seen, f"{name}: {held} bytes an element, the kernel sees {seen}"
+        order = (ctypes.c_int32 * protocol.MOST_SEATS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
-        return Pointers(*addresses, limit, most_steps, len(slots), order)
+        return protocol.Pointers(*addresses, limit, most_steps, len(slots), order)
 
     def write_request(
         self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
@@ -137,7 +107,7 @@ class Memory:
         upload(torch.from_numpy(counts), self.counts[slot])
 
     def apart(self) -> "Memory":
-        """The same model with one slot of its own, a mailbox and words: it leaves all slots alone."""
+        """This model with one slot of its own, a mailbox and words: it leaves all slots alone."""
         rows = {name: _zeros_like(getattr(self, name)[:1]) for name in BY_SLOT}
         return replace(self, **rows, mailbox=_zeros_like(self.mailbox))
 
@@ -192,7 +162,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         masks=mapped(num_slots, -(-spec.vocab_size // 32)),
         logprobs=mapped(num_slots, positions, RECORD_WORDS),
         states=ints(num_slots, 2),
-        mailbox=mapped(MAILBOX_WORDS),
+        mailbox=mapped(protocol.MAILBOX_WORDS),
         outbox=mapped(num_slots, positions, 2),
         error=ints(ERROR_WORDS),
         **stamp_tensors(layout, device),
@@ -241,7 +211,7 @@ def _place(
     """Pack one stage for all blocks and write it where each block's stream has got to."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.place(stage, block)))
+        units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
         by_kind.setdefault((lo.shard(stage, block, 0), units), []).append(block)
     for (shard, units), blocks in by_kind.items():
         if not units:

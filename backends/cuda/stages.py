@@ -1,19 +1,18 @@
-"""run_stage: one stage of the kernel on logical tensors, as ReferenceBackend.run_stage names them.
+"""run_stage: one stage of the kernel on logical tensors (STAGE_READS, STAGE_WRITES).
 
 A token at a time: what the stage reads is laid out as the kernel's own words, cache and vectors, the kernel
 `kog_stage` (include/kog/stage.h) runs it, and what it wrote is read back. Inputs that travel in words are
 rounded as they would be on their way.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.protocol import StageId
-from kog_triton.backends.cuda.memory import Memory, Pointers
+from kog_triton.backends.cuda.layout.protocol import StageCall, StageId
+from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.errors import RequestError
@@ -23,18 +22,6 @@ from kog_triton.schedule import wire
 Tensor = torch.Tensor
 STAGES = tuple(stage.name.lower() for stage in StageId)
 PHASE = 1  # of the words of an even iteration
-
-
-class StageCall(ctypes.Structure):
-    """`kog::StageCall` (include/kog/stage.h)."""
-
-    _fields_ = (
-        ("p", Pointers),
-        ("x", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("which", "layer", "token", "position")),
-    )
-
 
 Before = Callable[[], None]
 Launch = Callable[[StageCall, Before], float]
@@ -88,9 +75,9 @@ class StageRunner:
             self._put_pairs(words, "attention", v["attention"])
         if "mlp" in v:
             self._put_pairs(words, "mlp", v["mlp"])
-        if "past" in v:
-            slot, phase = self._past(self.spec.delay)
-            self._put_floats(words, self._module(stage) + "_past", slot, v["past"], phase)
+        if "delayed" in v:
+            slot, phase = self._delayed_slot(self.spec.delay)
+            self._put_floats(words, self._module(stage) + "_past", slot, v["delayed"], phase)
         if "x" in v:
             self._put_x(v["x"])
         scale = 1.0
@@ -205,7 +192,7 @@ class StageRunner:
     def _module(self, stage: str) -> str:
         return "attention_out" if stage == "o_proj" else "mlp_out"
 
-    def _past(self, iteration: int) -> tuple[int, int]:
+    def _delayed_slot(self, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
         buffers = self.layout.regions["mlp_out_past"].buffers
         return iteration % buffers, (iteration // buffers + 1) & 1
@@ -214,7 +201,9 @@ class StageRunner:
         """A module's output as its rows made it, before it joins the streams."""
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
         if self.layout.regions[name + "_past"].stride:
-            return self._get_floats(words, name + "_past", self._past(2 * self.spec.delay)[0])
+            return self._get_floats(
+                words, name + "_past", self._delayed_slot(2 * self.spec.delay)[0]
+            )
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")
         scale = self.lanes**0.5 if how is Reduce.OWN else 1.0

@@ -1,6 +1,6 @@
 """The protocol of a backend, and where backends are found.
 
-A backend runs one model on one machine. It has two doors, which share every function that computes:
+A backend runs one model on one machine. It has two entry points, which share every function that computes:
 `generate` serves the mailbox, `run_stage` runs one stage alone, for tests, timing and bisection.
 Backends are found by entry point, group `kog_triton.backends`; a third party adds its own the same way.
 """
@@ -29,16 +29,35 @@ DTYPE_NAMES = {
     "float16": "fp16",
     "half": "fp16",
 }
-# Logical tensors that `run_stage` takes, as ReferenceBackend.run_stage names them.
+PREFILLS = (
+    "auto",
+    "kernel",
+    "library",
+)  # who runs a prompt, as a caller may choose: BackendOptions.prefill
+# Logical tensors that `run_stage` takes and gives, by stage, of T tokens at positions n ... and S shards:
+#     token_ids [T]    x, delayed, attention_out, mlp_out [S, T, hidden]    q, k, v [S, T, H or K, d]
+#     keys, values [S, K, n, d], given back with T positions more        attention [S, T, H * d]
+#     mlp [S, T, F]    y [1, T, cols]    logits [T, vocab]
+# `delayed` is read where a module's outputs are delayed; the head reads y if there is a mix, else x.
 STAGE_READS: dict[str, tuple[str, ...]] = {
     "embed": ("token_ids",),
     "qkv_proj": ("x",),
     "attention": ("q", "k", "v", "keys", "values"),
-    "o_proj": ("attention", "x", "past"),
+    "o_proj": ("attention", "x", "delayed"),
     "gate_up_proj": ("x",),
-    "down_proj": ("mlp", "x", "past"),
+    "down_proj": ("mlp", "x", "delayed"),
     "mix": ("x",),
     "lm_head": ("x", "y"),
+}
+STAGE_WRITES: dict[str, tuple[str, ...]] = {
+    "embed": ("x",),
+    "qkv_proj": ("q", "k", "v"),
+    "attention": ("attention", "keys", "values"),
+    "o_proj": ("attention_out", "x"),
+    "gate_up_proj": ("mlp",),
+    "down_proj": ("mlp_out", "x"),
+    "mix": ("y",),
+    "lm_head": ("logits",),
 }
 
 
@@ -62,8 +81,8 @@ class BackendOptions:
     # Weights in memory: "fp32", "bf16", "fp16", or "auto": as in the checkpoint, but float32 on the
     # reference backend, whose arithmetic is.
     dtype: str = "auto"
-    # Who runs a prompt: "kernel", "library", whichever is faster ("auto"), or "decode": the kernel that decodes,
-    # in the same launch, so that a request is one kernel however long that takes.
+    # One of PREFILLS ("auto": whichever is faster), or "decode": the kernel that decodes, in the same launch, so
+    # that a request is one kernel however long that takes; `kog bench decode --no-kernel-switches` asks for it.
     prefill: str = "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
 
@@ -99,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one stage alone on logical tensors, which ReferenceBackend.run_stage names."""
+        """Run one stage alone: STAGE_READS in, STAGE_WRITES out. RequestError if the model has no such stage."""
         ...
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:

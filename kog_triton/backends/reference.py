@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource, block_walk
+from kog_triton.backends import STAGE_WRITES, Availability, BackendOptions, WeightSource, block_walk
 from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
@@ -38,18 +38,8 @@ STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch
 
 
 Values = dict[str, Tensor]  # exchanges and x, by name
-Past = dict[str, list[Tensor]]  # outputs of o_proj and down_proj, layer by layer
+Delayed = dict[str, list[Tensor]]  # outputs of o_proj and down_proj, layer by layer
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new k and v to all
-WRITTEN = {  # what run_stage gives back
-    "embed": ("x",),
-    "qkv_proj": ("q", "k", "v"),
-    "attention": ("attention", "keys", "values"),
-    "o_proj": ("attention_out", "x"),
-    "gate_up_proj": ("mlp",),
-    "down_proj": ("mlp_out", "x"),
-    "mix": ("y",),
-    "lm_head": ("logits",),
-}
 
 
 class ReferenceBackend:
@@ -129,7 +119,7 @@ class ReferenceBackend:
         self._weights.clear()
         self.kv.clear()
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until idle: prompts in chunks, then one token a step, slot by slot."""
@@ -152,13 +142,13 @@ class ReferenceBackend:
             return self.kv.append(layer, slot, start, k, v)
 
         values = {"token": torch.tensor(list(token_ids), device=self.device)}
-        past: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
+        delayed: dict[str, list[Tensor]] = {"o_proj": [], "down_proj": []}
         for segment in self.schedule.segments:
             if segment.name == "tail" and last_only:
                 values["x"] = values["x"][:, -1:]
             for layer in range(segment.repeat):
                 for stage in segment.stages:
-                    self.run(stage, layer, values, past, start, append)
+                    self.run(stage, layer, values, delayed, start, append)
         return values["logits"].cpu().numpy()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -177,22 +167,13 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """One stage on logical tensors.
-
-        embed         token_ids [T]                                       -> x [S, T, hidden]
-        qkv_proj      x                                                   -> q [S, T, H, d], k, v
-        attention     q, k, v, keys, values [S, K, n, d] (n cached)       -> attention [S, T, H * d],
-                      (positions are n ..)                                   keys, values [S, K, n + T, d]
-        o_proj        attention, x, past [S, T, hidden] if DELAYED        -> attention_out, x
-        gate_up_proj  x                                                   -> mlp [S, T, F]
-        down_proj     mlp, x, past                                        -> mlp_out, x
-        mix           x (lanes whose streams are mixed for the head)      -> y [1, T, cols]
-        lm_head       y if there is a mix, else x                         -> logits [T, vocab]
+        """One stage on logical tensors (STAGE_READS, STAGE_WRITES); float32.
 
         Sampling is kog_triton.sampling's. RequestError if the model has no such stage.
         """
         values = dict(state)
-        start, past = 0, {stage: [state["past"]] * (layer + 1)} if "past" in state else {stage: []}
+        start = 0
+        delayed = {stage: [state["delayed"]] * (layer + 1) if "delayed" in state else []}
         if stage == "embed":
             values["token"] = state["token_ids"]
         elif stage == "attention":
@@ -207,15 +188,15 @@ class ReferenceBackend:
         known = [s for _, s in self.schedule.walk() if s.name == stage and s.op is not Op.SAMPLE]
         if not known:
             raise RequestError(f"the reference backend has no stage named {stage!r} in this model")
-        self.run(known[0], layer, values, past, start, append)
+        self.run(known[0], layer, values, delayed, start, append)
         if stage == "qkv_proj":
             values["q"], values["k"], values["v"] = self.split_heads(values["qkv"])
-        return {name: values[name] for name in WRITTEN[stage]}
+        return {name: values[name] for name in STAGE_WRITES[stage]}
 
     # ---- stages ----
 
     def run(
-        self, stage: Stage, layer: int, v: Values, past: Past, start: int, append: Append
+        self, stage: Stage, layer: int, v: Values, delayed: Delayed, start: int, append: Append
     ) -> None:
         """One stage of the schedule: its source read from `v`, its target (and x) written there."""
         if stage.op is Op.EMBED:
@@ -229,7 +210,7 @@ class ReferenceBackend:
             if stage.epilogue is Epilogue.SILU_MUL:
                 out = self.silu_mul(out)
             elif stage.epilogue is Epilogue.RESIDUAL:
-                v["x"] = self.residual(stage.name, layer, v["x"], out, past[stage.name])
+                v["x"] = self.residual(stage.name, layer, v["x"], out, delayed[stage.name])
             elif stage.epilogue is Epilogue.LOGITS:  # the lanes' own rows, or one for all
                 own = self.spec.head is Head.VOCAB_PARALLEL
                 out = out.transpose(0, 1).flatten(1) if own else out[0]
@@ -264,7 +245,7 @@ class ReferenceBackend:
         return y[:, :, :heads], y[:, :, heads : heads + kv], y[:, :, heads + kv :]
 
     def rotate(self, layer: int, x: Tensor, norm: str, start: int) -> Tensor:
-        """[S, T, heads, d] normalized per head if the model asks, then turned to positions start.. ."""
+        """[S, T, heads, d] normalized per head if the model asks, then rotated to positions start.. ."""
         if self.spec.qk_norm:
             x = self.rms_norm(x, self._gains[norm, layer])
         table = self._rope_rows(start + x.shape[1])[start:]
@@ -296,15 +277,17 @@ class ReferenceBackend:
         out = torch.matmul(torch.softmax(score, -1), values)
         return out.reshape(shards, heads, count, d).transpose(1, 2).flatten(2)
 
-    def residual(self, name: str, layer: int, x: Tensor, o: Tensor, past: list[Tensor]) -> Tensor:
-        """x joined with the module outputs o [S, T, hidden] as the layer's `Reduce` says; o joins `past`."""
-        past.append(o)
+    def residual(
+        self, name: str, layer: int, x: Tensor, o: Tensor, delayed: list[Tensor]
+    ) -> Tensor:
+        """x joined with the module outputs o [S, T, hidden] as the layer's `Reduce` says; o joins `delayed`."""
+        delayed.append(o)
         how = self.schedule.reduce(name, layer)
         if how is Reduce.NOW:
             return x + (o if len(o) == 1 else o.sum(0, keepdim=True))
         if how is Reduce.OWN:
             return x + math.sqrt(self.spec.num_lanes) * o
-        old = past[layer - self.spec.delay]
+        old = delayed[layer - self.spec.delay]
         return x + o + (old.sum(0, keepdim=True) - old)
 
     def silu_mul(self, y: Tensor) -> Tensor:  # [S, T, 2 F] to [S, T, F]

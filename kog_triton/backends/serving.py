@@ -21,12 +21,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kog_triton.backends.heart import Heart, Stalled, reached
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
 from kog_triton.backends.request_words import mask_words, slow_mask
 from kog_triton.backends.token_words import Outcome, read_word
+from kog_triton.backends.watchdog import Heart, Stalled, reached
 from kog_triton.errors import KogError, RunError
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.sampling import raw_logprobs

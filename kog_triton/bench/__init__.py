@@ -1,6 +1,6 @@
-"""`kog bench`: tokens/s beside the floor that memory sets, beside peers, text checked before time.
+"""`kog bench`: tokens/s beside the roofline that memory sets, beside peers, text checked before time.
 
-    cli ─ measure ─ subjects (our backends), peers/          what is timed
+    cli ─ measure ─ engines (our backends), peers/          what is timed
                   ├ check          is the text right, against the fp32 reference
                   ├ timing         rounds, medians, percentiles
                   ├ machine, bandwidth, trace                 where it ran, and what that can do

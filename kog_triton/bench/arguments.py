@@ -16,7 +16,7 @@ REQUESTS = (1, 2, 4, 8)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments. RequestError for files and names that would fail only behind the measurement."""
+    """The arguments. RequestError for files and names that would fail only after the measurement."""
     args = build_parser().parse_args(argv)
     if args.kind == "table":
         return args
@@ -51,7 +51,7 @@ def each_depth(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 def build_parser() -> Parser:
     parser = Parser(
         prog="kog bench",
-        description="Measure one request at batch 1: text first, then time, beside the floor.",
+        description="Measure one request at batch 1: text first, then time, beside the roofline.",
         epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 wrong text, failed "
         "run or missed target, 130 Ctrl-C.",
     )
@@ -129,7 +129,7 @@ def build_parser() -> Parser:
     kinds.add_parser(
         "stages",
         parents=[common, _repeated(), deep],
-        help="each stage alone, against the floor of its own bytes",
+        help="each stage alone, against the roofline of its own bytes",
     )
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     startup.add_argument(

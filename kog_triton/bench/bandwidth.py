@@ -1,4 +1,4 @@
-"""The read bandwidth of this very GPU, measured in the same run as the tokens: the floor to compare with.
+"""The read bandwidth of this very GPU, measured in the same run as the tokens: the roofline to compare with.
 
     triton  plain 16-byte loads into registers, on any GPU that Triton compiles for
     bulk    cp.async.bulk into a ring of shared memory (sm_90 and newer, through cupy): bulk_read.cu

@@ -63,18 +63,18 @@ extern "C" __global__ void __launch_bounds__(32 * (READERS + 1))
     }
     __syncthreads();
     int warp = threadIdx.x / 32, stage = 0;
-    word turn = 0, seen = 0;  // turn: how often the ring went round, odd or even
+    word phase = 0, seen = 0;  // phase: how often the ring went round, odd or even
     if (warp == READERS) {
         if (threadIdx.x % 32) return;
         for (long long c = blockIdx.x; c < num_chunks; c += gridDim.x) {
-            wait(&empty[stage], turn ^ 1);  // the first time round every place is free
+            wait(&empty[stage], phase ^ 1);  // the first time round every place is free
             copy(ring + stage * CHUNK, data + c * CHUNK, &full[stage]);
-            if (++stage == STAGES) stage = 0, turn ^= 1;
+            if (++stage == STAGES) stage = 0, phase ^= 1;
         }
         return;
     }
     for (long long c = blockIdx.x; c < num_chunks; c += gridDim.x) {
-        wait(&full[stage], turn);
+        wait(&full[stage], phase);
         const uint4 *words = (const uint4 *)(ring + stage * CHUNK);
         for (int i = threadIdx.x; i < CHUNK / 16; i += 32 * READERS) {
             uint4 w = words[i];
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(32 * (READERS + 1))
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&empty[stage]);
-        if (++stage == STAGES) stage = 0, turn ^= 1;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     if (seen == 0x12345678) *out = seen;  // keeps the reads, almost never stores
 }

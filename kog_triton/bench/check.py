@@ -1,8 +1,8 @@
-"""Is it the right model at all? Asked of every subject before it is timed, against the fp32 reference.
+"""Is it the right model at all? Asked of every engine before it is timed, against the fp32 reference.
 
 Two questions, on the prompt that is timed:
-    logits  top-1 agreement and KL(reference || subject) at its first CHECK_POSITIONS, by a forward pass
-    text    each greedy token that the timed path makes behind its first CHECK_DEPTH positions: how far
+    logits  top-1 agreement and KL(reference || engine) at its first CHECK_POSITIONS, by a forward pass
+    text    each greedy token that the timed path makes after its first CHECK_DEPTH positions: how far
             its logit lies below the largest one of the reference, which reads the same tokens; in
             standard deviations of the logits
 Rounding moves a choice only between near-equal logits, a wrong kernel anywhere.
@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kog_triton.backends import BackendOptions, WeightSource, find_backend
-from kog_triton.bench.subjects import Subject
+from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.errors import RunError
 
 CHECK_POSITIONS = 128
@@ -24,17 +24,17 @@ CHECK_DEPTH = 32768
 CHECK_TOKENS = 32
 PASS = 256  # of them that the reference takes at once: bounds its scores at PASS x depth a head
 # Nats, mean. Random weights whose logits deviate by 6 are hard on bf16: on an H200 transformers differs by
-# up to 0.100 behind 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
+# up to 0.100 after 32 tokens (benchmarks/results, qwen3-0.6b), ours by up to 0.042 (triton, the same
 # shape, a development run).
 MAX_KL = {"backend": 0.08, "peer": 0.25}
 # Standard deviations. Two kernels that share no code chose the same token 0.23 and 0.25 below the largest (H200,
-# llama-3.2-1b behind 256 ids): rounding. A token drawn at random lies about four below, by calculation.
+# llama-3.2-1b after 256 ids): rounding. A token drawn at random lies about four below, by calculation.
 MAX_GAP = 0.5
 
 
 @dataclass(frozen=True)
 class Check:
-    """How a subject compares with the reference; `passed` is both limits kept."""
+    """How an engine compares with the reference; `passed` is both limits kept."""
 
     positions: int
     depth: int  # positions before the first token judged
@@ -74,17 +74,17 @@ class Judge:
         self._prompt = list(prompt[:CHECK_DEPTH])
         self._count = min(count, CHECK_TOKENS)
         self._logits = reference.forward_logits(self._prompt[:CHECK_POSITIONS])
-        # The prompt's keys and values stay in the slot; each subject's tokens are read behind them.
+        # The prompt's keys and values stay in the slot; each engine's tokens are read after them.
         for i in range(0, len(self._prompt), PASS):
             self._last = reference.forward(0, self._prompt[i : i + PASS], i, last_only=True)
 
-    def examine(self, subject: Subject, kind: str = "backend") -> Check:
-        """`kind`: a key of MAX_KL. RunError if the subject computes NaN or infinity."""
-        logits = subject.logits(self._prompt[:CHECK_POSITIONS])
+    def examine(self, engine: EngineUnderTest, kind: str = "backend") -> Check:
+        """`kind`: a key of MAX_KL. RunError if the engine computes NaN or infinity."""
+        logits = engine.logits(self._prompt[:CHECK_POSITIONS])
         if not np.isfinite(logits).all():
             raise RunError("its logits hold NaN or infinity")
         same, kl = compare(self._logits, logits)
-        tokens = subject.generate(self._prompt, self._count).tokens
+        tokens = engine.generate(self._prompt, self._count).tokens
         gaps = token_gaps(self._seen_by(tokens), tokens)
         return Check(
             positions=len(logits),

@@ -1,10 +1,10 @@
-"""`kog bench` and `python -m kog_triton.bench`: tokens/s of one request beside floor and peers.
+"""`kog bench` and `python -m kog_triton.bench`: tokens/s of one request beside roofline and peers.
 
-    decode    tg128 @ d32: tokens behind a prompt of --depth ids; several depths, a record each
+    decode    tg128 @ d32: tokens after a prompt of --depth ids; several depths, a record each
     prefill   pp512: the prompt, as the time to its first token
     compare   decode over every backend and peer that can run here, round by round
     concurrency  several requests at a time, over one
-    stages    each stage alone, against the floor of its own bytes
+    stages    each stage alone, against the roofline of its own bytes
     startup   from nothing to a token, in fresh processes
     table     the results that were kept, as the README's table
 
@@ -86,9 +86,9 @@ def _say(args: argparse.Namespace) -> "Say":
 
 def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of decode, prefill or compare."""
+    from kog_triton.bench.engines import GREEDY, Sampling
     from kog_triton.bench.measure import Task, measure
     from kog_triton.bench.model import SEED, find_device
-    from kog_triton.bench.subjects import GREEDY, Sampling
 
     sampling = GREEDY if args.kind == "prefill" else Sampling(args.temperature, args.top_p)
     if args.kind == "prefill":
@@ -151,8 +151,8 @@ def _asked(argv: Sequence[str]) -> list[str]:
 def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The record of concurrency."""
     from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
+    from kog_triton.bench.engines import Sampling
     from kog_triton.bench.model import SEED
-    from kog_triton.bench.subjects import Sampling
 
     if args.max_tokens < 2:
         raise RequestError("--max-tokens 1 leaves no time between tokens: 2 or more")
@@ -279,7 +279,7 @@ def _body(argv: Sequence[str] | None) -> int:
 
 
 def _failures(record: dict[str, Any]) -> list[str]:
-    """What makes the command fail, behind the name of the test; a missed target is one of them."""
+    """What makes the command fail, after the name of the test; a missed target is one of them."""
     failures, target = list(record["failures"]), record["target"]
     if target and not target["met"]:
         failures.append(

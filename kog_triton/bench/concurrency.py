@@ -1,6 +1,6 @@
 """`kog bench concurrency`: the tokens/s of all requests that one backend serves at a time, over that of one.
 
-Numbers of requests take turns within a round, so that drift meets all alike. Every request's tokens
+Within a round, each number of requests is measured once, so that drift meets all alike. Every request's tokens
 must be those that it gets alone; the text of the first is compared with the fp32 reference before.
 
 tokens/s = (tokens of all requests - 1) / (last stamp of any - first stamp of any)
@@ -18,10 +18,10 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
+from kog_triton.bench.engines import BackendUnderTest, Run, Sampling
 from kog_triton.bench.record import make_row, note_of
-from kog_triton.bench.subjects import BackendSubject, Run, Sampling
 from kog_triton.bench.task import Common, Say
-from kog_triton.bench.timing import decode_bytes, figures_of_all, floor
+from kog_triton.bench.timing import decode_bytes, figures_of_all, roofline
 from kog_triton.model.spec import ModelSpec
 
 
@@ -36,7 +36,7 @@ class ConcurrencyTask(Common):
 
 
 @dataclass
-class _Turn:
+class _Measurement:
     """One number of requests on one backend."""
 
     requests: int
@@ -75,7 +75,7 @@ def _rows(
     )
     say(f"open {choice.name}")
     started = time.perf_counter()
-    subject = BackendSubject(choice.backend, task.model.weights, options)
+    engine = BackendUnderTest(choice.backend, task.model.weights, options)
     load_s = time.perf_counter() - started
     try:
         prompts = [task.model.prompt(task.prompt_tokens, i) for i in range(most)]
@@ -86,83 +86,81 @@ def _rows(
             task.tokens,
         )
         try:
-            check = asdict(judge.examine(subject))
+            check = asdict(judge.examine(engine))
         finally:
             judge.close()
-        common = {"check": check, "load_s": load_s, "version": subject.version}
-        common["dtype"] = subject.spec.dtype.name.lower()
-        subject.settle()
-        common["memory_bytes"] = subject.memory_bytes()
+        common = {"check": check, "load_s": load_s, "version": engine.version}
+        common["dtype"] = engine.spec.dtype.name.lower()
+        engine.settle()
+        common["memory_bytes"] = engine.memory_bytes()
         if not check["passed"]:
             row = make_row(choice.name, "backend", "wrong", "its text is wrong: not timed")
             return [row | common]
         alone = [
-            subject.generate_all([prompt], task.tokens, task.sampling, seed)[0].tokens
+            engine.generate_all([prompt], task.tokens, task.sampling, seed)[0].tokens
             for seed, prompt in enumerate(prompts)
         ]
-        turns = _time(task, subject, prompts, say)
-        rows = [_row(task, choice, subject.spec, turn, alone, bandwidth) | common for turn in turns]
+        measurements = _time(task, engine, prompts, say)
+        rows = [_row(task, choice, engine.spec, m, alone, bandwidth) | common for m in measurements]
         one = next((row["host"]["tokens_per_s"] for row in rows if row["requests"] == 1), None)
         for row in rows:
             row["over_one"] = row["host"]["tokens_per_s"] / one if one else None
         return rows
     finally:
-        subject.close()
+        engine.close()
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _time(
-    task: ConcurrencyTask, subject: BackendSubject, prompts: list[list[int]], say: Say
-) -> list[_Turn]:
-    turns = [_Turn(n) for n in task.requests]
+    task: ConcurrencyTask, engine: BackendUnderTest, prompts: list[list[int]], say: Say
+) -> list[_Measurement]:
+    measurements = [_Measurement(n) for n in task.requests]
     for index in range(task.warmup + task.rounds):
         timed = index >= task.warmup
         say(f"round {index + 1 - task.warmup} of {task.rounds}" if timed else "warm up")
-        for turn in turns:
-            runs = subject.generate_all(prompts[: turn.requests], task.tokens, task.sampling)
+        for m in measurements:
+            runs = engine.generate_all(prompts[: m.requests], task.tokens, task.sampling)
             if timed:
-                turn.rounds.append(runs)
+                m.rounds.append(runs)
             if index == 0:
-                subject.settle()  # by turns until then: the warm-up behind it is as the rounds are
-    return turns
+                engine.settle()  # without its kernel until then: the warm-up after it is as the rounds are
+    return measurements
 
 
 def _row(
     task: ConcurrencyTask,
     choice: Choice,
     spec: ModelSpec,
-    turn: _Turn,
+    m: _Measurement,
     alone: list[list[int]],
     bandwidth: dict[str, Any],
 ) -> dict[str, Any]:
     row = make_row(choice.name, "backend", "timed", choice.reason)
-    runs = [run for one in turn.rounds for run in one]
+    runs = [run for one in m.rounds for run in one]
     on_device = all(run.device_ns and all(run.device_ns) for run in runs)
     ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
     row |= {
-        "requests": turn.requests,
+        "requests": m.requests,
         "host": figures_of_all(
-            [[[t * 1e6 for t in run.arrivals] for run in one] for one in turn.rounds]
+            [[[t * 1e6 for t in run.arrivals] for run in one] for one in m.rounds]
         ),
         "device": figures_of_all(
-            [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in turn.rounds]
+            [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in m.rounds]
         )
         if on_device
         else None,
         "ttft_us": median(ttft),
         "ttft_us_rounds": ttft,
-        "repeatable": all(
-            [run.tokens for run in one] == alone[: turn.requests] for one in turn.rounds
-        ),
+        "repeatable": all([run.tokens for run in one] == alone[: m.requests] for one in m.rounds),
     }
     # a step reads the weights once, and the keys and values of every request
     weights = spec.bytes_per_token
     num_bytes = decode_bytes(spec, task.prompt_tokens, task.tokens) - weights
-    num_bytes = weights + turn.requests * num_bytes
-    steps_per_s = row["host"]["tokens_per_s"] / turn.requests
-    row["floor"] = floor(num_bytes, steps_per_s, bandwidth["datasheet"], bandwidth["measured"])
+    num_bytes = weights + m.requests * num_bytes
+    steps_per_s = row["host"]["tokens_per_s"] / m.requests
+    row["floor"] = roofline(num_bytes, steps_per_s, bandwidth["datasheet"], bandwidth["measured"])
     if not row["repeatable"]:
-        note = f"{turn.requests} at a time give other tokens than each alone"
+        note = f"{m.requests} at a time give other tokens than each alone"
         row |= {"status": "wrong", "note": note}
     return row

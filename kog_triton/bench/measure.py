@@ -1,8 +1,8 @@
-"""One measurement: open every subject, check its text, warm up, time round by round, write it down.
+"""One measurement: open every engine, check its text, warm up, time round by round, write it down.
 
-Subjects stay open together and take turns within a round, each round beginning with another, so that
-whatever drifts (clocks, heat, neighbors) meets all of them alike. A subject that is wrong is not timed;
-one that fails is told with its reason, and the others go on.
+Engines stay open together and are timed one after another within a round, each round beginning with another, so that
+whatever drifts (clocks, heat, neighbors) meets all of them alike. An engine that is wrong is not timed;
+one that fails is reported with its reason, and the others go on.
 """
 
 import time
@@ -17,12 +17,12 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
+from kog_triton.bench.engines import GREEDY, BackendUnderTest, EngineUnderTest, Run, Sampling
 from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
-from kog_triton.bench.subjects import GREEDY, BackendSubject, Run, Sampling, Subject
 from kog_triton.bench.task import Common, Say
-from kog_triton.bench.timing import decode_bytes, floor, summarize
+from kog_triton.bench.timing import decode_bytes, roofline, summarize
 from kog_triton.bench.trace import trace_kernels
 
 MOST_NAMES = 160  # characters of kernels' names in an error
@@ -39,7 +39,7 @@ class Task(Common):
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
     one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
-    profile_tokens: int = 0  # of each backend that takes stamps, behind the timed rounds
+    profile_tokens: int = 0  # of each backend that takes stamps, after the timed rounds
     sampling: Sampling = GREEDY  # of what is timed, of our backends
 
     @property
@@ -60,13 +60,13 @@ class _Entry:
     """A row in the making."""
 
     row: dict[str, Any]
-    subject: Subject | None = None
+    engine: EngineUnderTest | None = None
     runs: list[Run] = field(default_factory=list)
 
 
 def measure(task: Task, say: Say) -> dict[str, Any]:
     """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures; and `rounds`, and
-    whether it was `interrupted`: what Ctrl-C leaves behind the first round is kept.
+    whether it was `interrupted`: what Ctrl-C leaves after the first round is kept.
     """
     bandwidth = task.read_bandwidth(say)
     entries = [_open_backend(task, choice, say) for choice in task.backends]
@@ -100,7 +100,7 @@ def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
     say(f"open {choice.name}")
     entry = _Entry(make_row(choice.name, "backend", "timed", choice.reason))
     return _opened(
-        entry, lambda: BackendSubject(choice.backend, task.model.weights, task.options())
+        entry, lambda: BackendUnderTest(choice.backend, task.model.weights, task.options())
     )
 
 
@@ -117,37 +117,37 @@ def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
     )
 
 
-def _opened(entry: _Entry, make: Callable[[], Subject]) -> _Entry:
+def _opened(entry: _Entry, make: Callable[[], EngineUnderTest]) -> _Entry:
     started = time.perf_counter()
     with _Guard(entry):
-        entry.subject = make()
+        entry.engine = make()
         entry.row["load_s"] = time.perf_counter() - started
-        if isinstance(entry.subject, BackendSubject):
-            entry.subject.settle()  # nothing is timed while kernels are compiled beside
-        entry.row["version"] = entry.subject.version
-        entry.row["dtype"] = entry.subject.spec.dtype.name.lower()
-        entry.row["memory_bytes"] = entry.subject.memory_bytes()
+        if isinstance(entry.engine, BackendUnderTest):
+            entry.engine.settle()  # nothing is timed while kernels are compiled beside
+        entry.row["version"] = entry.engine.version
+        entry.row["dtype"] = entry.engine.spec.dtype.name.lower()
+        entry.row["memory_bytes"] = entry.engine.memory_bytes()
     return entry
 
 
 def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> None:
-    """Compare every subject with the fp32 reference; whoever is wrong is closed."""
-    if not any(entry.subject for entry in entries):
+    """Compare every engine with the fp32 reference; one that is wrong is closed."""
+    if not any(entry.engine for entry in entries):
         return
     say("the reference's logits")
     reference = open_oracle(task.model.weights, task.options())
     judge = Judge(reference, prompt, task.tokens)
     try:
         for entry in entries:
-            if entry.subject is None:
+            if entry.engine is None:
                 continue
-            if not entry.subject.checks_text:
+            if not entry.engine.checks_text:
                 entry.row["note"] = "it shows no tokens: text not checked"
                 continue
             say(f"check {entry.row['name']}")
             with _Guard(entry):
-                entry.row["check"] = asdict(judge.examine(entry.subject, entry.row["kind"]))
-            if entry.subject and not entry.row["check"]["passed"]:
+                entry.row["check"] = asdict(judge.examine(entry.engine, entry.row["kind"]))
+            if entry.engine and not entry.row["check"]["passed"]:
                 entry.row |= {"status": "wrong", "note": "its text is wrong: not timed"}
                 _close(entry)
     finally:
@@ -160,16 +160,16 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
 def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> None:
     for entry in entries:
         for _ in range(task.warmup):
-            if entry.subject:
+            if entry.engine:
                 say(f"warm up {entry.row['name']}")
                 with _Guard(entry):
-                    _request(task, entry.subject, prompt)
+                    _request(task, entry.engine, prompt)
 
 
 def _time(
     task: Task, entries: list[_Entry], prompt: list[int], say: Say
 ) -> tuple[list[dict[str, Any] | None], int]:
-    """The rounds: samples of the clocks right behind the warm-up and behind the last one, and how many there
+    """The rounds: samples of the clocks right after the warm-up and after the last one, and how many there
     were. KeyboardInterrupt ends them; it is raised if it comes before one is whole."""
     samples, done = [machine.sample()], 0
     try:
@@ -177,9 +177,9 @@ def _time(
             say(f"round {done + 1} of {task.rounds}")
             first = done % max(len(entries), 1)
             for entry in entries[first:] + entries[:first]:
-                if entry.subject:
+                if entry.engine:
                     with _Guard(entry):
-                        entry.runs.append(_request(task, entry.subject, prompt))
+                        entry.runs.append(_request(task, entry.engine, prompt))
             done += 1
     except KeyboardInterrupt:
         if not done:
@@ -191,42 +191,42 @@ def _time(
     return samples, done
 
 
-def _request(task: Task, subject: Subject, prompt: list[int]) -> Run:
-    if isinstance(subject, BackendSubject):
-        return subject.generate(prompt, task.tokens, task.sampling)
-    return subject.generate(prompt, task.tokens)
+def _request(task: Task, engine: EngineUnderTest, prompt: list[int]) -> Run:
+    if isinstance(engine, BackendUnderTest):
+        return engine.generate(prompt, task.tokens, task.sampling)
+    return engine.generate(prompt, task.tokens)
 
 
 def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
-    if entry.subject is None:
+    if entry.engine is None:
         return
     row = entry.row
     row |= summarize(entry.runs, task.prompt_tokens)
-    row["version"] = entry.subject.version
-    if task.sampling != GREEDY and not isinstance(entry.subject, BackendSubject):
+    row["version"] = entry.engine.version
+    if task.sampling != GREEDY and not isinstance(entry.engine, BackendUnderTest):
         row["version"] += ", greedy"
     if task.tokens > 1:
-        size = decode_bytes(entry.subject.spec, task.prompt_tokens, task.tokens)
+        size = decode_bytes(entry.engine.spec, task.prompt_tokens, task.tokens)
         rate = row["host"]["tokens_per_s"]
     else:  # a prompt takes one pass over the weights at least, however long it is
-        size, rate = entry.subject.spec.bytes_per_token, 1e6 / row["ttft_us"]
-    row["floor"] = floor(size, rate, bandwidth["datasheet"], bandwidth["measured"])
+        size, rate = entry.engine.spec.bytes_per_token, 1e6 / row["ttft_us"]
+    row["floor"] = roofline(size, rate, bandwidth["datasheet"], bandwidth["measured"])
 
 
 def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
     """The kernels of one more request like those timed."""
-    subject = entry.subject
-    if subject is not None:
+    engine = entry.engine
+    if engine is not None:
         with _Guard(entry):
-            entry.row["kernels"] = trace_kernels(lambda: _request(task, subject, prompt))
+            entry.row["kernels"] = trace_kernels(lambda: _request(task, engine, prompt))
 
 
 def _look(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> bool:
     """What more can be said of each than its times; False if Ctrl-C ended that."""
     try:
         for entry in entries:
-            if isinstance(entry.subject, BackendSubject):
-                _look_inside(task, entry.row, entry.subject, prompt, say)
+            if isinstance(entry.engine, BackendUnderTest):
+                _look_inside(task, entry.row, entry.engine, prompt, say)
             if task.one_kernel and entry.row["kind"] == "backend":
                 _trace(task, entry, prompt)
     except KeyboardInterrupt:
@@ -236,16 +236,16 @@ def _look(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> boo
 
 
 def _look_inside(
-    task: Task, row: dict[str, Any], subject: BackendSubject, prompt: list[int], say: Say
+    task: Task, row: dict[str, Any], engine: BackendUnderTest, prompt: list[int], say: Say
 ) -> None:
     """What a backend can say of its kernel: what it takes and, if asked for, where a token goes."""
     try:
-        held = subject.resources()
+        held = engine.resources()
         if held is not None:
             row["resources"] = asdict(held)
         if task.profile_tokens:
-            say(f"profile {subject.name}")
-            spans = subject.profile(prompt, min(task.profile_tokens, task.tokens))
+            say(f"profile {engine.name}")
+            spans = engine.profile(prompt, min(task.profile_tokens, task.tokens))
             if spans is not None:
                 row["profile"] = written(spans)
     except Exception as error:  # what was timed stays
@@ -269,7 +269,7 @@ def _failures(task: Task, entries: list[_Entry]) -> list[str]:
 
 
 class _Guard:
-    """Around what a subject does: an error becomes its row's note, and the subject leaves."""
+    """Around what an engine does: an error becomes its row's note, and the engine leaves."""
 
     def __init__(self, entry: _Entry) -> None:
         self._entry = entry
@@ -286,6 +286,6 @@ class _Guard:
 
 
 def _close(entry: _Entry) -> None:
-    if entry.subject is not None:
-        entry.subject.close()
-        entry.subject = None
+    if entry.engine is not None:
+        entry.engine.close()
+        entry.engine = None

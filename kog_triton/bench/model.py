@@ -22,7 +22,7 @@ SEED = 0  # of weights and of prompts
 
 @dataclass(frozen=True)
 class Model:
-    """`weights` may be read any number of times: every subject makes its own copy from it."""
+    """`weights` may be read any number of times: every engine makes its own copy from it."""
 
     name: str
     weights: WeightSource
@@ -59,7 +59,7 @@ def open_model(
 ) -> Model:
     """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened.
 
-    dtype  of its weights for every subject, a key of DTYPES; "auto": its own
+    dtype  of its weights for every engine, a key of DTYPES; "auto": its own
     """
     if shape:
         spec = named_shape(shape)

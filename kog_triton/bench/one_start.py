@@ -1,4 +1,4 @@
-"""The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch behind it.
+"""The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch after it.
 
 Prints its phases (startup.PHASES) as JSON, in seconds.
 """
@@ -25,19 +25,19 @@ def one_start(args: argparse.Namespace) -> dict[str, float]:
         max_model_len=MAX_CONTEXT,
     )
     from kog_triton.backends.choose import choose
+    from kog_triton.bench.engines import BackendUnderTest
     from kog_triton.bench.model import find_device, open_model
-    from kog_triton.bench.subjects import BackendSubject
 
     imported = time.time()
     device, word = find_device(args.device)
     model = open_model(args.model, args.shape, device, args.dtype)
     options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
-    subject = BackendSubject(choose(args.backend, word).backend, model.weights, options)
+    engine = BackendUnderTest(choose(args.backend, word).backend, model.weights, options)
     loaded = time.time()
     prompt = model.prompt(PROMPT_TOKENS)
-    first, second = (subject.generate(prompt, 1) for _ in range(2))
+    first, second = (engine.generate(prompt, 1) for _ in range(2))
     times = [run.arrivals[0] - run.submitted for run in (first, second)]
-    subject.close()
+    engine.close()
     return {
         "import_s": imported - args.started,
         "load_s": loaded - imported,

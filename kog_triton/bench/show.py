@@ -39,17 +39,17 @@ def show(record: dict[str, Any]) -> None:
 
 
 def speed_table(record: dict[str, Any]) -> Table:
-    """A row a subject; a subject that was not timed says why below the table."""
+    """A row an engine; an engine that was not timed says why below the table."""
     decoding = record["test"]["tokens"] > 1
     names = ["", "dtype", "top-1", "KL mean", "text"]
     if decoding:
-        names += ["tokens/s", "device t/s", "p50 us", "p99 us", "p99/p50", "floor us", "MBU"]
-    names += ["TTFT ms"] if decoding else ["tokens/s", "floor ms", "TTFT ms"]
+        names += ["tokens/s", "device t/s", "p50 us", "p99 us", "p99/p50", "roofline us", "MBU"]
+    names += ["TTFT ms"] if decoding else ["tokens/s", "roofline ms", "TTFT ms"]
     table = _table(names)
     for row in record["rows"]:
         if row["status"] == "absent":
             continue
-        check, host, floor = row["check"], row["host"], row["floor"] or {}
+        check, host, roofline = row["check"], row["host"], row["floor"] or {}
         cells = [row["name"], row["dtype"] or "-"]
         cells += [_n(check and check["top1"], ".3f"), _n(check and check["kl_mean"], ".1e")]
         cells.append("-" if not check else "right" if check["passed"] else "WRONG")
@@ -61,12 +61,12 @@ def speed_table(record: dict[str, Any]) -> Table:
                 _n(host and host["itl_p99_us"], ",.1f"),
                 f"{_n((host or {}).get('p99_over_p50'), '.3f')} / "
                 f"{_n((row['device'] or {}).get('p99_over_p50'), '.3f')}",
-                _n(floor.get("measured_us"), ",.1f"),
-                _n(floor.get("measured_mbu"), ".1%"),
+                _n(roofline.get("measured_us"), ",.1f"),
+                _n(roofline.get("measured_mbu"), ".1%"),
             ]
         else:
             cells.append(_n(row["prompt_tokens_per_s"], ",.1f"))
-            pass_us = floor.get("measured_us")
+            pass_us = roofline.get("measured_us")
             cells.append(_n(pass_us and pass_us / 1e3, ",.2f"))
         cells.append(_n(row["ttft_us"] and row["ttft_us"] / 1e3, ",.2f"))
         table.add_row(*cells)
@@ -83,11 +83,11 @@ def _device_rate(row: dict[str, Any]) -> str:
 def concurrency_table(record: dict[str, Any]) -> Table:
     """A row a backend and number of requests at a time; tokens/s are those of all of them."""
     names = ["", "requests", "text", "as alone", "tokens/s", "device t/s", "over one", "p50 us"]
-    table = _table([*names, "p99 us", "floor us", "MBU", "TTFT ms"])
+    table = _table([*names, "p99 us", "roofline us", "MBU", "TTFT ms"])
     for row in record["rows"]:
         if not row["host"]:
             continue
-        floor = row["floor"]
+        roofline = row["floor"]
         table.add_row(
             row["name"],
             str(row["requests"]),
@@ -98,8 +98,8 @@ def concurrency_table(record: dict[str, Any]) -> Table:
             _n(row["over_one"], ".2f"),
             _n(row["host"]["itl_p50_us"], ",.1f"),
             _n(row["host"]["itl_p99_us"], ",.1f"),
-            _n(floor["measured_us"], ",.1f"),
-            _n(floor["measured_mbu"], ".1%"),
+            _n(roofline["measured_us"], ",.1f"),
+            _n(roofline["measured_mbu"], ".1%"),
             _n(row["ttft_us"] / 1e3, ",.2f"),
         )
     return table
@@ -107,7 +107,7 @@ def concurrency_table(record: dict[str, Any]) -> Table:
 
 def stage_table(record: dict[str, Any]) -> Table:
     """A row a stage and backend; below them what a token's runs add up to."""
-    table = _table(["", "stage", "runs", "error", "us", "floor us", "ratio", "MB", "us/token"])
+    table = _table(["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"])
     for row in record["rows"]:
         stages = row.get("stages") or []
         for s in stages:

@@ -1,4 +1,4 @@
-"""`kog bench stages`: each stage of a decode step alone, against the floor of the bytes it must read.
+"""`kog bench stages`: each stage of a decode step alone, against the roofline of the bytes it must read.
 
 Every stage runs through `run_stage` on random tensors of one token, in the last layer, and is first compared
 with the fp32 reference on the same tensors. Two clocks:
@@ -28,9 +28,9 @@ from kog_triton.backends import (
 )
 from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
+from kog_triton.bench.engines import check_devices
 from kog_triton.bench.model import SEED
 from kog_triton.bench.record import make_row, note_of
-from kog_triton.bench.subjects import check_devices
 from kog_triton.bench.task import Common, Say
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -128,7 +128,7 @@ def _fill(
             )
             num_bytes = stage_bytes(backend.spec, stage, layer, task.depth)
             took = median(seconds)
-            floor = num_bytes / bandwidth if num_bytes and bandwidth else None
+            roofline = num_bytes / bandwidth if num_bytes and bandwidth else None
             row["stages"].append(
                 {
                     "stage": stage.name,
@@ -139,8 +139,8 @@ def _fill(
                     "us": took * 1e6,
                     "us_rounds": [s * 1e6 for s in seconds],
                     "bytes": num_bytes,
-                    "floor_us": None if floor is None else floor * 1e6,
-                    "ratio": None if floor is None else floor / took,
+                    "floor_us": None if roofline is None else roofline * 1e6,
+                    "ratio": None if roofline is None else roofline / took,
                 }
             )
     finally:
@@ -184,15 +184,15 @@ def inputs(schedule: Schedule, stage: Stage, layer: int, depth: int, device: tor
         "keys": (shards, kv_heads, depth, d),
         "values": (shards, kv_heads, depth, d),
         "attention": (shards, 1, heads * d),
-        "past": (shards, 1, spec.hidden_size),
+        "delayed": (shards, 1, spec.hidden_size),
         "mlp": (shards, 1, spec.intermediate_size // shards),
         "y": (1, 1, stage.cols),
     }
     names = list(STAGE_READS[stage.name])
     if stage.name == "lm_head":
         names = [stage.source]
-    elif "past" in names and schedule.reduce(stage.name, layer) is not Reduce.DELAYED:
-        names.remove("past")
+    elif "delayed" in names and schedule.reduce(stage.name, layer) is not Reduce.DELAYED:
+        names.remove("delayed")
     generator = torch.Generator().manual_seed(SEED)
     if names == ["token_ids"]:
         return {"token_ids": torch.randint(spec.vocab_size, (1,), generator=generator).to(device)}

@@ -5,7 +5,7 @@
     first     the first token of the first request: compiles whatever was not compiled before
     second    the first token of the next request
 
-The first round compiles: its compilers find nothing kept. The ones behind it find what it has kept. Files of the
+The first round compiles: its compilers find nothing kept. The later ones find what it has kept. Files of the
 model may lie in the page cache of either.
 """
 

@@ -2,7 +2,7 @@
 
 `table(read_results(folder))` gives the Markdown that stands between MARKERS; a test compares. Of
 several files of one GPU, model, test and number of GPUs the newest counts. Rows say what qualifies them:
-a GPU that was held back, and a text that was judged behind fewer tokens than were timed. Of several
+a GPU that was held back, and a text that was judged after fewer tokens than were timed. Of several
 requests at a time tokens/s are those of all; starts stand below the table.
 """
 

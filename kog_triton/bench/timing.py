@@ -1,4 +1,4 @@
-"""Rounds of requests to figures. The first token is TTFT's; tokens/s and gaps start behind it.
+"""Rounds of requests to figures. The first token is TTFT's; tokens/s and gaps start after it.
 
 tokens/s of a round = (tokens - 1) / (t_last - t_first)
 figure              = median over rounds; p50 and p99 of the gaps between tokens pool all rounds
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.bench.subjects import Run
+from kog_triton.bench.engines import Run
 from kog_triton.metrics import percentile
 from kog_triton.model.spec import ModelSpec
 
@@ -29,7 +29,7 @@ def figures(stamps_us: Sequence[Sequence[float]]) -> dict[str, Any] | None:
 
 
 def figures_of_all(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """The same of rounds of several requests at a time: tokens/s of all of them, gaps of each."""
+    """Decode figures of rounds of several requests at a time: tokens/s of all of them, gaps of each."""
     gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for one in rounds for stamps in one]
     rates = [
         (sum(map(len, one)) - 1)
@@ -80,13 +80,13 @@ def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
 def decode_bytes(spec: ModelSpec, prompt_tokens: int, tokens: int) -> int:
     """Weight and KV bytes of one decode step at the mean depth of the steps that are timed.
 
-    The steps behind the first token stand at positions prompt .. prompt + tokens - 2.
+    The steps after the first token are at positions prompt .. prompt + tokens - 2.
     """
     mean = prompt_tokens + max(tokens - 2, 0) / 2
     return spec.bytes_per_token + spec.kv_bytes_read(int(mean))
 
 
-def floor(
+def roofline(
     num_bytes: int, tokens_per_s: float | None, datasheet: float | None, measured: float | None
 ) -> dict[str, Any]:
     """The time that bandwidth (bytes / s) alone asks for, and how much of it a rate uses (MBU)."""

@@ -16,8 +16,9 @@ import torch
 
 from kog_triton.checkpoint.hub import model_folder
 from kog_triton.checkpoint.tensor_files import StoredTensor, TensorFiles
-from kog_triton.errors import ModelError
-from kog_triton.model.config import Config, read_json, show
+from kog_triton.errors import ModelError, shown
+from kog_triton.json_file import read_json
+from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.family import HARMLESS_SUFFIXES
 from kog_triton.model.generation import read_generation
@@ -97,7 +98,7 @@ class Checkpoint:
         """
         weight = self._weights.get(name)
         if weight is None:
-            raise ModelError(f"{self.folder}: the model has no weight {show(name)}")
+            raise ModelError(f"{self.folder}: the model has no weight {shown(name)}")
         tensor = self._files.read(weight.stored_name).reshape(weight.shape)
         return half_split_rows(tensor, self.spec.head_dim) if weight.interleaved_rope else tensor
 
@@ -131,7 +132,7 @@ def _match(spec: ModelSpec, files: TensorFiles, folder: Path) -> dict[str, Weigh
     unknown = sorted(n for n in unused if not n.endswith(HARMLESS_SUFFIXES))
     if unknown:
         raise ModelError(
-            f"{files.stored[unknown[0]].file}: tensor {show(unknown[0])} is not part of"
+            f"{files.stored[unknown[0]].file}: tensor {shown(unknown[0])} is not part of"
             f" a {spec.family} model with this config.json"
         )
     return weights
@@ -154,7 +155,7 @@ def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
     wanted = shape[1:] if shape[0] == 1 and len(stored.shape) < len(shape) else shape
     if stored.shape != wanted:
         raise ModelError(
-            f"{stored.file}: tensor {name!r} has shape {show(list(stored.shape))},"
+            f"{stored.file}: tensor {name!r} has shape {shown(list(stored.shape))},"
             f" config.json asks for {list(wanted)}"
         )
     if stored.dtype not in _DTYPES:

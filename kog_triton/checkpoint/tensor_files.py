@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kog_triton.checkpoint.hub import INDEX, SINGLE
-from kog_triton.errors import ModelError
-from kog_triton.model.config import read_json, show
+from kog_triton.errors import ModelError, shown
+from kog_triton.json_file import read_json
 
 MAX_TENSORS = 1 << 17  # of a file and of an index; no supported model has a hundredth of it
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -49,7 +49,7 @@ class TensorFiles:
             return self._handles[file].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(
-                f"{file}: tensor {show(name)} cannot be read: {_reason(error)}"
+                f"{file}: tensor {shown(name)} cannot be read: {_reason(error)}"
             ) from error
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
@@ -74,7 +74,7 @@ class TensorFiles:
         if expected is not None and names != expected:
             name = min(names ^ expected)
             where = "in the file but not in" if name in names else "not in the file but in"
-            raise ModelError(f"{file}: tensor {show(name)} is {where} {INDEX}")
+            raise ModelError(f"{file}: tensor {shown(name)} is {where} {INDEX}")
         self._handles[file] = handle
         self.stored |= found
 
@@ -111,14 +111,14 @@ def _index(index: Path) -> dict[str, set[str]]:
     """An index as file name -> tensor names; only files beside the index are followed."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: weight_map is {show(weight_map)}: it must be a filled object")
+        raise ModelError(f"{index}: weight_map is {shown(weight_map)}: it must be a filled object")
     if len(weight_map) > MAX_TENSORS:
         raise ModelError(f"{index}: {len(weight_map)} tensors: at most {MAX_TENSORS} are read")
     out: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
             raise ModelError(
-                f"{index}: {show(tensor)} lies in {show(file)}:"
+                f"{index}: {shown(tensor)} lies in {shown(file)}:"
                 " it must be the plain name of a .safetensors file"
             )
         out.setdefault(file, set()).add(tensor)

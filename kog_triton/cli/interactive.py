@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from kog_triton.cli.report import stats
+from kog_triton.cli.stats import stats
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 from kog_triton.generation import Generation

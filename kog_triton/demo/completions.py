@@ -61,8 +61,8 @@ class Stepper:
         outputs: list[tuple[Tensor, Tensor]] = []
         for layer_idx, layer in enumerate(model.model.layers):
             assert isinstance(layer, Layer)
-            delayed = layer_idx - model.shape.delay
-            past = outputs[delayed] if delayed >= 0 else (None, None)
+            source = layer_idx - model.shape.delay
+            delayed = outputs[source] if source >= 0 else (None, None)
             q, k, v = layer.attention.heads(rms_norm(x, layer.attention_norm.weight, eps), rope)
             self.keys[layer_idx, :, :, here] = k[:, :, 0]
             self.values[layer_idx, :, :, here] = v[:, :, 0]
@@ -70,9 +70,9 @@ class Stepper:
                 q, self.keys[layer_idx, :, :, : here + 1], self.values[layer_idx, :, :, : here + 1]
             )
             attended = layer.attention.merge(mixed, x.shape)
-            x = x + model.reduce(attended, past[0])
+            x = x + model.reduce(attended, delayed[0])
             fed = layer.feed_forward(rms_norm(x, layer.ffn_norm.weight, eps), rope)
-            x = x + model.reduce(fed, past[1])
+            x = x + model.reduce(fed, delayed[1])
             outputs.append((attended, fed))
         self.position += 1
         x = rms_norm(x, model.model.norm.weight, eps).mean(dim=0)

@@ -48,7 +48,7 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     def twin(self) -> "Shape":
-        """The same sizes as an ordinary decoder: one lane is what blocking reductions compute."""
+        """An ordinary decoder of these sizes: one lane is what blocking reductions compute."""
         return Shape(**{**asdict(self), "num_lanes": 1, "reduce": "blocking"})
 
 
@@ -143,22 +143,22 @@ class Decoder(nn.Module):
         x = x.expand(shape.num_lanes, *x.shape)
         outputs: list[tuple[Tensor, Tensor]] = []  # raw module outputs of each layer
         for layer_idx, layer in enumerate(cast("list[Layer]", self.model.layers)):
-            past = outputs[layer_idx - shape.delay] if layer_idx >= shape.delay else (None, None)
+            delayed = outputs[layer_idx - shape.delay] if layer_idx >= shape.delay else (None, None)
             attended = layer.attention(rms_norm(x, layer.attention_norm.weight, eps), rope)
-            x = x + self.reduce(attended, past[0])
+            x = x + self.reduce(attended, delayed[0])
             fed = layer.feed_forward(rms_norm(x, layer.ffn_norm.weight, eps), rope)
-            x = x + self.reduce(fed, past[1])
+            x = x + self.reduce(fed, delayed[1])
             outputs.append((attended, fed))
         x = rms_norm(x, self.model.norm.weight, eps).mean(dim=0)
         return F.linear(x, self.lm_head.weight.to(x.dtype))
 
-    def reduce(self, output: Tensor, past: Tensor | None) -> Tensor:
+    def reduce(self, output: Tensor, delayed: Tensor | None) -> Tensor:
         """What a module adds to each lane, of its raw output and that of `delay` layers earlier."""
         if self.shape.reduce == "blocking":
             return output.sum(dim=0, keepdim=True)
-        if past is None:
+        if delayed is None:
             return self.shape.num_lanes**0.5 * output
-        return output + (past.sum(dim=0, keepdim=True) - past)
+        return output + (delayed.sum(dim=0, keepdim=True) - delayed)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -211,5 +211,5 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of interleaved pairs (2k, 2k+1): x is [..., T, head_dim]."""
     cosine, sine = rope
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (first * cosine - second * sine, first * sine + second * cosine)
-    return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+    rotated = (first * cosine - second * sine, first * sine + second * cosine)
+    return torch.stack(rotated, dim=-1).flatten(-2).to(x.dtype)

@@ -9,42 +9,13 @@ front.
 import json
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from kog_triton.errors import ModelError
+from kog_triton.errors import ModelError, shown
 from kog_triton.model.spec import DType
 
-MAX_JSON_BYTES = 64 << 20  # an index of a million tensors stays below; a mistake does not
 _REQUIRED: Any = object()
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
-
-
-def show(value: object) -> str:
-    """A value as an error message can carry it: one line, at most 60 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits has no decimal form
-        text = "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ModelError if it is missing, too large, malformed or no object."""
-    try:
-        if not path.is_file():
-            raise ModelError(f"{path}: no such file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, not a model's JSON")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or 'I/O error'}") from error
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "malformed"
-        raise ModelError(f"{path}: not valid JSON: {reason[:120]}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {show(value)}")
-    return value
 
 
 class Config:
@@ -68,7 +39,7 @@ class Config:
         value = self.get(*names)
         if value is None:
             return ModelError(f"{self.label(*names)} is missing: it must be {wanted}")
-        return ModelError(f"{self.label(*names)} is {show(value)}: it must be {wanted}")
+        return ModelError(f"{self.label(*names)} is {shown(value)}: it must be {wanted}")
 
     def integer(self, *names: str, low: int = 1, high: int, default: Any = _REQUIRED) -> int:
         value = self.get(*names)
@@ -142,4 +113,6 @@ class Config:
         if value is None or any(type(value) is type(a) and value == a for a in allowed):
             return
         wanted = " or ".join(["absent", *(json.dumps(a) for a in allowed)])
-        raise ModelError(f"{self.label(name)} is {show(value)}: not supported, it must be {wanted}")
+        raise ModelError(
+            f"{self.label(name)} is {shown(value)}: not supported, it must be {wanted}"
+        )

@@ -9,8 +9,8 @@ refused by name.
 
 import math
 
-from kog_triton.errors import ModelError
-from kog_triton.model.config import Config, show
+from kog_triton.errors import ModelError, shown
+from kog_triton.model.config import Config
 from kog_triton.model.spec import Rope, RopeScaling
 
 MAX_CONTEXT = (
@@ -34,7 +34,7 @@ def read_rope(config: Config, max_context: int) -> Rope:
     """
     for name, value in config.values.items():
         if name.startswith("rope_") and name not in _KNOWN_TOP_LEVEL and value is not None:
-            raise ModelError(f"{show(name)} is {show(value)}: this RoPE option is not supported")
+            raise ModelError(f"{shown(name)} is {shown(value)}: this RoPE option is not supported")
     config.only("partial_rotary_factor", 1, 1.0)
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     if old and new:
@@ -43,7 +43,7 @@ def read_rope(config: Config, max_context: int) -> Rope:
     parameters.only("partial_rotary_factor", 1, 1.0)
     for name in parameters.values:
         if isinstance(parameters.values[name], dict):
-            raise ModelError(f"RoPE per kind of layer, as for {show(name)}, is not supported")
+            raise ModelError(f"RoPE per kind of layer, as for {shown(name)}, is not supported")
     theta = config.number("rope_theta", low=1.01, high=1e15, default=10_000.0)
     theta = parameters.number("rope_theta", low=1.01, high=1e15, default=theta)
     scaling = _SCALINGS[parameters.choice("rope_type", "type", of=_SCALINGS, default="default")]

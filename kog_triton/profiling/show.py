@@ -2,9 +2,9 @@
 
     us/run     a mean run of a block that takes the span            us/token  of a mean block; adds up
     weights    of that, what a mean warp waits for weights          critical  see analysis.py
-    GB/s       the stage's bytes over us/run                        floor us  bytes over bandwidth, a run
+    GB/s       the stage's bytes over us/run                        roofline us bytes over bandwidth, a run
 
-A stage whose weights came while its block waited elsewhere can be faster than its floor; the step cannot.
+A stage whose weights came while its block waited elsewhere can be faster than its roofline; the step cannot.
 """
 
 from rich.table import Table
@@ -30,12 +30,12 @@ def show(
 def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:
     names = ["span", "runs", "us/run", "largest", "us/token", "share", "weights", "critical"]
     table = plain_table(title)
-    for name in [*names, "GB/s", "floor us"]:
+    for name in [*names, "GB/s", "roofline us"]:
         table.add_column(name, justify="left" if name == "span" else "right", no_wrap=True)
     total = sum(row.token for row in rows)
     for row in rows:
         rate = row.num_bytes / row.mean if row.num_bytes and row.mean else None  # bytes / ns
-        floor = row.num_bytes / gpu.bandwidth * 1e6 if row.num_bytes and gpu else None
+        roofline = row.num_bytes / gpu.bandwidth * 1e6 if row.num_bytes and gpu else None
         table.add_row(
             f"{row.name} (wait)" if row.waits else row.name,
             str(row.runs),
@@ -46,7 +46,7 @@ def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:
             f"{row.weights / 1e3:.1f}",
             f"{row.critical / 1e3:.1f}",
             "-" if rate is None else f"{rate:,.0f}",
-            "-" if floor is None else f"{floor:.2f}",
+            "-" if roofline is None else f"{roofline:.2f}",
         )
     return table
 
@@ -66,9 +66,9 @@ def notes(recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | N
     rate = recording.token_bytes / line.token_ns
     bytes_line = f"{recording.token_bytes / 1e9:.3f} GB of weights a token: {rate:,.0f} GB/s"
     if gpu:
-        floor = recording.token_bytes / gpu.bandwidth * 1e6
+        roofline = recording.token_bytes / gpu.bandwidth * 1e6
         share = rate * 1e9 / gpu.bandwidth
-        bytes_line += f", {share:.1%} of {gpu.name}'s datasheet, whose floor is {floor:.1f} us"
+        bytes_line += f", {share:.1%} of {gpu.name}'s datasheet: its roofline is {roofline:.1f} us"
     out.append(bytes_line)
     if len(recording.plain_step_ns):
         plain = float(recording.plain_step_ns.mean())

@@ -43,7 +43,6 @@ from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.philox import random_words, vocab_words
 
 LOG2E_SCALE = math.log2(math.e) * 2.0**fixed.DISTANCE_BITS
-NOISE_SCALE = -726817 * 2.0**-44  # -ln 2 / 2^24 rounded to 20 bits: relative error 7e-7
 
 # no noise exceeds another's by more: (log2 33 + log2(2^33 / log2 e)) * ln 2 = 26.004
 NOISE_SPAN = 26.01
@@ -248,13 +247,13 @@ def draw(
     np.log2(rough, out=rough)
     np.negative(rough, out=rough)
     np.log2(rough, out=rough)
-    rough *= NOISE_SCALE * 2.0**fixed.GUMBEL_BITS
+    rough *= fixed.NOISE_SCALE * 2.0**fixed.GUMBEL_BITS
     rough += scaled
     top = rough.max()
     close = np.flatnonzero(rough >= top - NOISE_SLACK - abs(top) * 2.0**-48)
     if close.size == 1:
         return int(ids[close[0]])
-    keys = scaled[close] + fixed.gumbel(words[close]) * NOISE_SCALE
+    keys = scaled[close] + fixed.gumbel(words[close]) * fixed.NOISE_SCALE
     return int(ids[close[keys.argmax()]])
 
 

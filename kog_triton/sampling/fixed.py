@@ -34,6 +34,9 @@ WEIGHT_BITS = 40
 DISTANCE_BITS = 26  # an integer distance e stands for 2^(-e / 2^26)
 MAX_DISTANCE = (WEIGHT_BITS + 1) << DISTANCE_BITS  # from here on weights are zero
 
+# -ln 2 / 2^24 rounded to 20 bits, relative error 7e-7: gumbel(r) times it is noise of the definition
+NOISE_SCALE = -726817 * 2.0**-44
+
 # 2^31 times the coefficients, signs alternating, of 1 - x q(x) ~ 2^-x on [0, 1]: q interpolates
 # (1 - 2^-x) / x at the seven Chebyshev points of [0, 1]; relative error below 2^-32
 EXP2 = (2147483648, 1488522236, 515882469, 119193747, 20652244, 2856024, 319744, 24275)

@@ -52,18 +52,6 @@ FOUR_ROWS_COST = 1.03  # the same for fragments of four rows, whose sums take th
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Part of a weight stream: `count` chunks of `bytes`, `stride` bytes apart, the first at `address`.
-
-    Of a stage's last chunk less may be read (`CudaLowering.stage_bytes`)."""
-
-    address: int
-    bytes: int
-    stride: int
-    count: int
-
-
-@dataclass(frozen=True)
 class CudaLowering(Partition):
     """A partition with the stream's layout. Tilings: unit_rows = fragment_rows * warps_rows, k_parts = warps_k."""
 
@@ -90,7 +78,7 @@ class CudaLowering(Partition):
         else the exchanges do."""
         stages = [s for s in matrix_stages(self.schedule) if s.name != "lm_head"]
         most = max(
-            sum(self.stage_chunks(stage, 0, self.place(stage, block)) for stage in stages)
+            sum(self.stage_chunks(stage, 0, self.group_index(stage, block)) for stage in stages)
             for block in range(self.num_blocks)
         )
         return most > 2 * self.ring_chunks
@@ -131,22 +119,22 @@ class CudaLowering(Partition):
         return self.padded_k(stage) // self.tilings[stage.name].k_parts // k
 
     def stage_fragments(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
-        """Fragments of one warp in one run of a stage by the block at this place of its group."""
+        """Fragments of one warp in one run of a stage by the block with this group index."""
         return len(self.block_units(stage, layer, block, rank)) * self.steps(stage)
 
     def stage_chunks(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
-        """The same in chunks, of which the last may be read in part."""
+        """Ring chunks of one warp in one run of a stage, of which the last may be read in part."""
         return -(-self.stage_fragments(stage, layer, block, rank) // self.fragments)
 
     def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
         """Weight bytes that all blocks of a rank read in one run of a stage, padding included."""
         return self.fragment_bytes * sum(
-            self.stage_fragments(stage, layer, self.place(stage, block), rank)
+            self.stage_fragments(stage, layer, self.group_index(stage, block), rank)
             for block in range(self.num_blocks)
         )
 
-    def place(self, stage: Stage, block: int) -> int:
-        """A rank's block as its place in the group that runs the stage."""
+    def group_index(self, stage: Stage, block: int) -> int:
+        """A rank's block as its index in the group that runs the stage."""
         return block % self.group_size(stage)
 
     def shard(self, stage: Stage, block: int, rank: int) -> int:
@@ -158,7 +146,7 @@ class CudaLowering(Partition):
     def block_chunks(self, block: int, rank: int = 0) -> int:
         """Chunks that one block reads for one token."""
         return sum(
-            self.stage_chunks(stage, layer, self.place(stage, block), rank)
+            self.stage_chunks(stage, layer, self.group_index(stage, block), rank)
             for segment in self.schedule.segments
             for stage in segment.stages
             if stage.name in self.tilings
@@ -168,12 +156,6 @@ class CudaLowering(Partition):
     def stream_chunks(self, rank: int = 0) -> int:
         """Chunks of the longest stream; the others are as long in memory and stop earlier."""
         return max(self.block_chunks(block, rank) for block in range(self.num_blocks))
-
-    def extents(self, block: int, rank: int = 0) -> tuple[Extent, ...]:
-        """A block's stream in the rank's weight arena. A dense model has one extent."""
-        side_by_side = self.num_blocks * self.chunk_bytes
-        count = self.block_chunks(block, rank)
-        return (Extent(block * self.chunk_bytes, self.chunk_bytes, side_by_side, count),)
 
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
@@ -222,7 +204,7 @@ def _shifted(lowering: CudaLowering) -> dict[str, Tiling]:
         if stage.name == "lm_head":
             continue
         size, own = lowering.group_size(stage), read[: lowering.group_size(stage)]
-        fragments = np.array([lowering.stage_fragments(stage, 0, place) for place in range(size)])
+        fragments = np.array([lowering.stage_fragments(stage, 0, index) for index in range(size)])
         shift = min(range(size), key=lambda by: int((own + np.roll(fragments, by)).max()))
         tilings[stage.name] = replace(tilings[stage.name], shift=shift)
         own += np.roll(fragments, shift)
@@ -246,10 +228,11 @@ def _cost(lowering: CudaLowering) -> float:
     """Bytes of one token, as if every block read as many as the busiest of its stage does."""
     fragments = sum(
         segment.repeat
-        * max(lowering.stage_fragments(stage, 0, lowering.place(stage, b), rank) for b in blocks)
+        * max(
+            lowering.stage_fragments(stage, 0, i, rank) for i in range(lowering.group_size(stage))
+        )
         * (FOUR_ROWS_COST if lowering.fragment(stage)[0] != MMA_ROWS else 1)
         for rank in range(lowering.schedule.num_ranks)
-        for blocks in [range(lowering.num_blocks)]
         for segment in lowering.schedule.segments
         for stage in segment.stages
         if stage.name in lowering.tilings
@@ -262,12 +245,17 @@ def unit_period(steps: int, fragments: int) -> int:
     return math.lcm(steps, fragments) // steps
 
 
+def slice_values(schedule: Schedule, frag_k: int) -> int:
+    """Of x, that a warp stages: of the residual stream, in whole fragments."""
+    return -(-schedule.spec.hidden_size // (WARPS * frag_k)) * frag_k
+
+
 def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) -> bool:
-    """Whether what the warps stage of x covers what they multiply. Each stages a slice of its own
-    (kSlice of include/kog/matvec.h), which must be its part of K where it waits for no other warp."""
+    """Whether what the warps stage of x, a slice each, covers what they multiply: it must be a warp's own part of
+    K where it waits for no other."""
     if stage.source not in ("x", "y") or stage.cols != schedule.spec.hidden_size:
         return True
-    staged = -(-stage.cols // (WARPS * frag_k)) * WARPS * frag_k
+    staged = WARPS * slice_values(schedule, frag_k)
     multiplied = tiling.padded_k(stage.cols)
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
 

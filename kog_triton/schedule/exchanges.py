@@ -151,7 +151,7 @@ def lay_out_regions(exchanges: Sequence[Exchange], align: int) -> dict[str, Regi
         name = exchange.region or exchange.name
         stride = -(-exchange.words // align) * align
         buffers = max(1, exchange.buffers)
-        if name in regions:  # behind the buffers of the exchange that shares its region
+        if name in regions:  # after the buffers of the exchange that shares its region
             regions[name] = replace(regions[name], buffers=regions[name].buffers + buffers)
         else:
             regions[name] = Region(at, stride, exchange.rows, buffers)
@@ -284,7 +284,7 @@ class _Run:
                 self.take(step, token, -1)
 
     def take(self, step: str, token: int, layer: int) -> None:
-        """A step of all blocks: what they wait for, a fence, what is read behind it, then what they write."""
+        """A step of all blocks: what they wait for, a fence, what is read after it, then what they write."""
         reads = list(self.reads_of(step, token, layer))
         self.pass_time()
         for exchange, reader, n in reads:

@@ -26,7 +26,7 @@ class Tiling:
     fragment_rows: int = (
         0  # rows of what one warp multiplies at once, where that is the stage's own
     )
-    shift: int = 0  # places by which the blocks with one unit more lie further on
+    shift: int = 0  # blocks by which the blocks with one unit more lie further on
 
     def padded_k(self, cols: int) -> int:
         part = self.k_parts * self.k_step
@@ -57,18 +57,18 @@ class Partition:
         return -(-self.num_rows(stage, rank) // self.tilings[stage.name].unit_rows)
 
     def block_units(self, stage: Stage, layer: int, block: int, rank: int = 0) -> range:
-        """Units of the block at place `block` of its group. Consecutive, so that a block publishes a run."""
+        """Units of the block whose group index is `block`. Consecutive, so that a block publishes a run."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
-        # Places with one unit more lie evenly spread, so moving on by one place a layer keeps any two
+        # Blocks with one unit more lie evenly spread, so moving on by one block a layer keeps any two
         # blocks within one unit of each other after any number of layers.
-        place = (block - layer - self.tilings[stage.name].shift) % size
-        return range(place * units // size, (place + 1) * units // size)
+        group_index = (block - layer - self.tilings[stage.name].shift) % size
+        return range(group_index * units // size, (group_index + 1) * units // size)
 
     def owner(self, stage: Stage, layer: int, unit: int, rank: int = 0) -> int:
-        """The place in its group of the block that computes a unit."""
+        """The group index of the block that computes a unit."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
-        place = ((unit + 1) * size - 1) // units
-        return (place + layer + self.tilings[stage.name].shift) % size
+        group_index = ((unit + 1) * size - 1) // units
+        return (group_index + layer + self.tilings[stage.name].shift) % size
 
     def block_rows(self, stage: Stage, layer: int, block: int, rank: int = 0) -> np.ndarray:
         """Row ids that the block computes, in its own order; PADDING where a unit outgrows the stage.
@@ -78,11 +78,11 @@ class Partition:
         """
         unit = self.tilings[stage.name].unit_rows
         units = self.block_units(stage, layer, block, rank)
-        place = np.arange(units.start * unit, units.stop * unit)
+        index = np.arange(units.start * unit, units.stop * unit)
         order = row_order(stage, self.num_rows(stage, rank))
-        out = np.full(len(place), PADDING)
-        inside = place < len(order)
-        out[inside] = order[place[inside]]
+        out = np.full(len(index), PADDING)
+        inside = index < len(order)
+        out[inside] = order[index[inside]]
         return out
 
 

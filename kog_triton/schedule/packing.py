@@ -13,43 +13,23 @@ from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
 
 
-def pack_stage(
-    lowering: CudaLowering, stage: Stage, layer: int, block: int, rank: int, w: Any
-) -> Any:
-    """One block's chunks of one stage: [chunks, fragments, warps, *fragment] of w [rows, cols].
-
-    `w` is the shard's matrix, gate above up; of the head, the rows that the rank scores.
-    """
-    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
-    steps, parts = lowering.steps(stage), tiling.k_parts
-    rows = lowering.block_rows(stage, layer, lowering.place(stage, block), rank)
-    units = len(rows) // tiling.unit_rows
-    flat = _new(w, (len(rows), lowering.padded_k(stage)))
-    real = np.flatnonzero(rows != PADDING)
-    flat[_index(w, real), : stage.cols] = w[_index(w, rows[real])]
-    # rows: unit, group of 8, row; K: part, step, value  ->  unit, step, warp (group, part), row, value
-    shape = (units, WARPS // parts, high, parts, steps, wide)
-    ordered = _permute(flat.reshape(shape), (0, 4, 1, 3, 2, 5))
-    ordered = ordered.reshape(units * steps, WARPS, high * wide)
-    chunks = -(-units * steps // lowering.fragments)
-    out = _new(w, (chunks * lowering.fragments, WARPS, high * wide))
-    out[: units * steps] = ordered
-    return out.reshape(chunks, lowering.fragments, WARPS, high, wide)
-
-
 def pack_blocks(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
 ) -> Any:
-    """`pack_stage` of several blocks with equally many units: [blocks, chunks, fragments, warps, *fragment]."""
+    """Chunks of one stage, of blocks with equally many units: [blocks, chunks, fragments, warps, *fragment].
+
+    `w` [rows, cols] is the shard's matrix, gate above up; of the head, the rows that the rank scores.
+    """
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
     rows = np.stack(
-        [lowering.block_rows(stage, layer, lowering.place(stage, b), rank) for b in blocks]
+        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     flat = _new(w, (rows.size, lowering.padded_k(stage)))
     real = np.flatnonzero(rows.reshape(-1) != PADDING)
     flat[_index(w, real), : stage.cols] = w[_index(w, rows.reshape(-1)[real])]
+    # rows: unit, group of warps, row; K: part, step, value  ->  unit, step, group, part, row, value
     shape = (count, units, WARPS // parts, high, parts, steps, wide)
     ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
     chunks = -(-units * steps // lowering.fragments)

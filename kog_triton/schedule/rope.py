@@ -11,27 +11,27 @@ from kog_triton.model.spec import Rope, RopeScaling
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians a position turns pair i, float64 [head_dim / 2]."""
+    """Radians by which a position rotates pair i, float64 [head_dim / 2]."""
     half = head_dim // 2
     freq = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
     if rope.scaling is RopeScaling.LINEAR:
         return freq / rope.factor
     if rope.scaling is RopeScaling.LLAMA3:
         # Long waves are slowed by `factor`, short ones kept, and those between are blended.
-        turns = rope.original_context * freq / (2 * math.pi)  # over the original context
-        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        rotations = rope.original_context * freq / (2 * math.pi)  # over the original context
+        blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
         return freq * (blend + (1 - blend) / rope.factor)
     if rope.scaling is RopeScaling.YARN:
 
-        def pair_that_turns(times: float) -> float:
+        def pair_that_rotates(times: float) -> float:
             return (
                 half
                 * math.log(rope.original_context / (times * 2 * math.pi))
                 / math.log(rope.theta)
             )
 
-        low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+        low, high = pair_that_rotates(rope.beta_fast), pair_that_rotates(rope.beta_slow)
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)

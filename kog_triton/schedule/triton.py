@@ -1,11 +1,9 @@
 """The Triton megakernel's lowering: tiles of 32-bit words, read in one static order.
 
 A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Each block reads its tiles
-in the order of the layer, through a ring of `depth` tiles that are always on their way, also while the block
-waits for its inputs. The ring is registers, so its places must be known at compile time: the layer's tiles,
-with `phantoms` that hold a place and load nothing, are a multiple of `depth`.
+in the order of the layer; one tile is always on its way, also while the block waits for its inputs.
 
-    layer:  qkv_proj | o_proj | gate_up_proj | down_proj | phantoms
+    layer:  qkv_proj | o_proj | gate_up_proj | down_proj
     memory: tile i of all blocks lie side by side
 
 Vectors travel as even and odd planes (element 2 j, element 2 j + 1), to match the halves of a word.
@@ -40,10 +38,10 @@ WIDE = 4096
 # Tokens that one pass of the kernel takes of a prompt: as many as cost little more than one (H200, Llama-3.2-1B: 16 in
 # 1.03 ms, 64 in 1.21, 128 in 1.84).
 COLUMNS = 64
-# Tiles of one stage that are laid out behind each other; with more of them there is a loop.
+# Tiles of one stage whose code is written out; for more of them there is a loop.
 UNROLLED = 32
 # What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
-# for 235); in those read by chunks it is not measured, and has to save more than that.
+# for 235); in those whose input is gathered it is not measured, and has to save more than that.
 LOOPED = 1.5
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
@@ -51,7 +49,7 @@ WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 
 @dataclass(frozen=True)
 class StageTiles:
-    """How one matrix stage is cut: `units` row tiles a block, `chunks` tiles along K each."""
+    """How one matrix stage is cut into tiles: `units` row tiles a block, of `k_tiles` tiles along K each."""
 
     name: str
     index: int
@@ -59,14 +57,14 @@ class StageTiles:
     cols: int
     tile_rows: int
     tile_words: int  # along K: two weights a word
-    chunks: int
+    k_tiles: int
     units: int
     offset: int  # words from the start of the layer (or of the arena, for the head)
-    turn: int = 0  # of the units of a chunk, those in one turn of a loop; 0: no loop
+    loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
 
     @property
     def tiles(self) -> int:
-        return self.units * self.chunks
+        return self.units * self.k_tiles
 
     @property
     def block_rows(self) -> int:
@@ -100,40 +98,23 @@ class Tiles:
     lane_norms: bool
     lanes: int
     delay: int
-    past_buffers: int
+    delayed_buffers: int
     mixed_reduce: bool  # layers differ in how they reduce
     head_mode: int
     num_blocks: int
     group: int  # blocks of one lane
     splits: int  # of the context, for each key/value head
     max_context: int
-    depth: int
     stages: tuple[StageTiles, ...]  # qkv_proj, o_proj, gate_up_proj, down_proj, lm_head
     layer_words: int
     columns: int = COLUMNS  # tokens of a prompt's chunk
     profile: int = 0  # layer runs whose times are written down
 
-    # ---- the ring ----
-
-    @property
-    def phantoms(self) -> int:
-        return -sum(s.tiles for s in self.stages[:4]) % self.depth
-
-    def position(self, stage: int, tile: int) -> int:
-        """Where a tile stands in the layer's sequence."""
-        return sum(s.tiles for s in self.stages[:stage]) + tile
-
-    def at(self, position: int) -> tuple[int, int, int]:
-        """(stage, tile, layers on) at a place of the endless sequence; stage -1 is a phantom."""
-        tiles = sum(s.tiles for s in self.stages[:4])
-        ahead, position = divmod(position, tiles + self.phantoms)
-        if position >= tiles:
-            return -1, 0, ahead
-        for s in self.stages[:4]:
-            if position < s.tiles:
-                return s.index, position, ahead
-            position -= s.tiles
-        raise AssertionError(position)
+    def after(self, stage: int, tile: int) -> tuple[int, int, bool]:
+        """Stage and tile that a block reads after this one, and whether they are of the next layer (or token)."""
+        if tile + 1 < self.stages[stage].tiles:
+            return stage, tile + 1, False
+        return (stage + 1, 0, False) if stage < 3 else (0, 0, True)
 
     @property
     def head_words(self) -> int:
@@ -172,15 +153,15 @@ class Tiles:
 
 # ---- what blocks exchange ----
 #
-# SOME blocks own rows of qkv_proj and gate_up_proj, and units of attention; EACH owns rows of the others (_owners).
+# SOME blocks own rows of qkv_proj and gate_up_proj, and KV tasks of attention; EACH owns rows of the others (_owners).
 
 MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
-AGREE, VOTE, MEET = ("candidate", "winner"), ("vote", "votes"), ("arrive", "arrivals")
+AGREE, ALL_REDUCE, MEET = ("candidate", "winner"), ("partial", "all_reduce"), ("arrive", "arrivals")
 DECODE_STEPS = {
     "attention": ("attention", "attention_join"),
     "down_proj": ("down_proj", "layer_end"),
 }
-PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet behind each
+PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after each
     "qkv_proj": ("feed_mlp", "feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET),
     "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
@@ -193,7 +174,7 @@ def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     """The walk of a token at a time."""
     spec, layers = schedule.spec, distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
-    ends = (AGREE, VOTE + AGREE, VOTE + VOTE + AGREE, mix + AGREE)
+    ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE, mix + AGREE)
     fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
     words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
     steps = layer_steps(schedule, DECODE_STEPS)
@@ -220,13 +201,13 @@ def _decode_exchanges(
         alone = tuple(n for n in range(len(hows)) if n not in now) if now else None
         own, all_lanes = Reader(reader, Of.LANE, layers=alone), Reader(reader, layers=now)
         # Where outputs are late, those that all lanes read at once are read from the ring as well.
-        near = (own,) if t.past_buffers else (own, all_lanes)
+        near = (own,) if t.delayed_buffers else (own, all_lanes)
         scope = Scope.ALL if len(near) > 1 else Scope.SHARD
         out.append(Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
         far = (Reader(stage, Of.OWN, layers=delayed, delay=t.delay), all_lanes)
-        words, buffers = (t.hidden_size, t.past_buffers) if t.past_buffers else (0, 1)
+        words, buffers = (t.hidden_size, t.delayed_buffers) if t.delayed_buffers else (0, 1)
         ring = Exchange(f"{name}_past", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
-        late.append(replace(ring, region="past"))
+        late.append(replace(ring, region="delayed"))
     mixes = t.lanes > 1 and t.head_mode != Head.VOCAB_PARALLEL
     adds = mixes and t.head_mode != Head.CONCAT
     sent, added = "part" if mixes else "", "mix" if adds else ""
@@ -242,7 +223,7 @@ def _decode_exchanges(
         *late,
         Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
         Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
-        every("votes", VOTE, 8, restarts=True),  # four values in halves
+        every("all_reduce", ALL_REDUCE, 8, restarts=True),  # four values in halves
         every("winner", AGREE, 4),
     )
 
@@ -284,7 +265,6 @@ def lower_tiles(
     num_blocks: int,
     max_context: int,
     vendor: str = "nvidia",
-    depth: int = 1,
     tile_bytes: int = 0,
 ) -> Tiles:
     """The tiles of a model on one GPU, at most `tile_bytes` each (0: the vendor's best).
@@ -306,7 +286,7 @@ def lower_tiles(
     sizes = SIZES[vendor]
     if not tile_bytes:
         tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
-    group, stages = _cut(schedule, num_blocks // lanes, tile_bytes)
+    group, stages = _tile_stages(schedule, num_blocks // lanes, tile_bytes)
     tiles = Tiles(
         vendor=vendor,
         sizes=sizes,
@@ -326,14 +306,13 @@ def lower_tiles(
         lane_norms=spec.lane_norms,
         lanes=lanes,
         delay=spec.delay if delayed else 0,
-        past_buffers=3 * spec.delay if delayed else 0,
+        delayed_buffers=3 * spec.delay if delayed else 0,
         mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,
         group=group,
         splits=max(1, group // spec.lane_kv_heads),
         max_context=max_context,
-        depth=min(depth, stages[0].tiles),  # the ring at a layer's start is qkv_proj's
         stages=stages,
         layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
     )
@@ -345,11 +324,13 @@ def lower_tiles(
     return tiles
 
 
-Cut = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
+Option = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
 
 
-def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
-    """Blocks of a lane, at most `most`, and every stage's cut.
+def _tile_stages(
+    schedule: Schedule, most: int, tile_bytes: int
+) -> tuple[int, tuple[StageTiles, ...]]:
+    """Blocks of a lane, at most `most`, and every stage's tiling.
 
     As many blocks as share rows in tiles that need no loop, or those with loops if a block then reads less.
     """
@@ -360,16 +341,16 @@ def _cut(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[Sta
             "choose a GPU with more multiprocessors, or --backend reference"
         )
     groups = {_owners(spec.hidden_size, n) for n in range(-(-most // 2), most + 1)}
-    options = [cut for group in groups for cut in _cuts_over(schedule, group, tile_bytes)]
+    options = [o for group in groups for o in _options_over(schedule, group, tile_bytes)]
     if not options:
         raise ModelError(
             f"the triton backend has no tiles for hidden_size {spec.hidden_size} over {most} blocks a "
             "lane: choose a GPU with more multiprocessors, or --backend reference"
         )
-    looped = [cut for cut in options if any(stage.turn for stage in cut[3])]
-    straight = [cut for cut in options if cut not in looped]
-    straight = sorted(straight, key=lambda cut: (cut[1], cut[0], cut[2]))[:1]
-    _, fewer, _, stages = min(looped + straight, key=lambda cut: cut[:3])
+    looped = [o for o in options if any(stage.loop_units for stage in o[3])]
+    straight = [o for o in options if o not in looped]
+    straight = sorted(straight, key=lambda o: (o[1], o[0], o[2]))[:1]
+    _, fewer, _, stages = min(looped + straight, key=lambda o: o[:3])
     return -fewer, stages
 
 
@@ -379,12 +360,12 @@ def _owners(rows: int, most: int) -> int:
     return -(-rows // share)
 
 
-def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
-    """The cuts of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
+def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Option]:
+    """Tilings of every stage over `group` blocks a lane, one for each width of the residual stream that fits."""
     spec = schedule.spec
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
-    options: list[Cut] = []
+    options: list[Option] = []
     for words in WIDTHS:
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
@@ -397,41 +378,41 @@ def _cuts_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Cut]:
             least = 256 if stage.cols > 256 else 32
             widths = (words,) if shared else [w for w in WIDTHS if w >= least]
             size = blocks if stage.scope is Scope.ALL else group
-            cuts = [c for w in widths for c in _stage_cuts(stage, index, size, w, tile_bytes)]
-            if name == "lm_head":  # takes over the ring where qkv_proj would
-                cuts = [c for c in cuts if c.tile_rows == stages[0].tile_rows]
-            cut = min(cuts, key=_cost, default=None)
-            if cut is None:
+            tilings = [t for w in widths for t in _stage_tilings(stage, index, size, w, tile_bytes)]
+            if name == "lm_head":  # the tile before it asks for its first as for qkv_proj's
+                tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
+            tiling = min(tilings, key=_cost, default=None)
+            if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            cut = StageTiles(**(cut.__dict__ | {"offset": base}))
-            offset += cut.tiles * cut.words * blocks
-            cost += _cost(cut) * (1 if name == "lm_head" else spec.num_layers)
-            stages.append(cut)
-        if len(stages) == 5 and _chunks_fit(stages):
+            tiling = StageTiles(**(tiling.__dict__ | {"offset": base}))
+            offset += tiling.tiles * tiling.words * blocks
+            cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
+            stages.append(tiling)
+        if len(stages) == 5 and _stream_fits(stages):
             options.append((cost, -group, -words, tuple(stages)))
     return options
 
 
-def _chunks_fit(stages: list[StageTiles]) -> bool:
-    """The residual stream is held in registers, at most eight chunks a plane."""
-    return stages[0].chunks <= 8
+def _stream_fits(stages: list[StageTiles]) -> bool:
+    """The residual stream is held in registers, at most eight tensors a plane."""
+    return stages[0].k_tiles <= 8
 
 
 def _cost(s: StageTiles) -> float:
     """Bytes that a block reads, and what tiles and a loop cost beside them."""
-    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.turn else 1.0)
+    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.loop_units else 1.0)
 
 
-def _turn(units: int, chunks: int) -> int | None:
-    """Units of a chunk in one turn of a loop, so that the code has few tiles; 0: no loop; None: too many chunks."""
-    if units * chunks <= UNROLLED:
+def _loop_units(units: int, k_tiles: int) -> int | None:
+    """Row tiles in one iteration of a loop, so that the code has few tiles; 0: no loop; None: too many K tiles."""
+    if units * k_tiles <= UNROLLED:
         return 0
-    fitting = (n for n in range(1, units) if chunks * (n + units % n) <= UNROLLED)
+    fitting = (n for n in range(1, units) if k_tiles * (n + units % n) <= UNROLLED)
     return max(fitting, default=None)
 
 
-def _stage_cuts(
+def _stage_tilings(
     stage: Stage, index: int, size: int, words: int, tile_bytes: int
 ) -> list[StageTiles]:
     """Cuts of a stage with tiles `words` wide over `size` blocks."""
@@ -441,18 +422,20 @@ def _stage_cuts(
     step = 4 if woven else 2  # a block publishes whole words
     share = -(-rows // size)
     share = -(-share // step) * step
-    chunks = -(-stage.cols // (2 * words))
+    k_tiles = -(-stage.cols // (2 * words))
     wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
         fits = 4 * tile_rows * words <= tile_bytes
-        turn = _turn(units, chunks) if wired else 0
+        loop_units = _loop_units(units, k_tiles) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)
-            fits = fits and units * tile_rows * (size - 1) < rows and (not turn or sums <= SUMS)
-        if fits and turn is not None:
-            shape = (rows, stage.cols, tile_rows, words, chunks, units)
-            out.append(StageTiles(stage.name, index, *shape, offset=0, turn=turn))
+            fits = (
+                fits and units * tile_rows * (size - 1) < rows and (not loop_units or sums <= SUMS)
+            )
+        if fits and loop_units is not None:
+            shape = (rows, stage.cols, tile_rows, words, k_tiles, units)
+            out.append(StageTiles(stage.name, index, *shape, offset=0, loop_units=loop_units))
         tile_rows *= 2
     return out

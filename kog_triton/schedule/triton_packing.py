@@ -7,7 +7,7 @@ from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.triton import StageTiles
 
 
-def pack_tiles(stage: Stage, cut: StageTiles, group: int, shards: Any) -> Any:
+def pack_tiles(stage: Stage, t: StageTiles, group: int, shards: Any) -> Any:
     """All blocks' tiles of one stage, [tiles, blocks, tile_rows, 2 * tile_words].
 
     `shards` [S, rows, cols] are the matrices of the lanes on this GPU, gate above up; of a head that all
@@ -17,15 +17,15 @@ def pack_tiles(stage: Stage, cut: StageTiles, group: int, shards: Any) -> Any:
     order = row_order(stage, rows)
     if stage.epilogue is Epilogue.SILU_MUL:
         shards = shards[:, order.tolist()]
-    padded = _zeros(shards, (shards_on, group * cut.block_rows, cut.chunks * 2 * cut.tile_words))
+    padded = _zeros(shards, (shards_on, group * t.block_rows, t.k_tiles * 2 * t.tile_words))
     padded[:, :rows, :cols] = shards
-    shape = (shards_on, group, cut.units, cut.tile_rows, cut.chunks, 2 * cut.tile_words)
-    # stages that gather their input go chunk by chunk, the others row tile by row tile
+    shape = (shards_on, group, t.units, t.tile_rows, t.k_tiles, 2 * t.tile_words)
+    # stages that gather their input go K tile by K tile, the others row tile by row tile
     wired = stage.epilogue is Epilogue.RESIDUAL
     axes = (4, 2, 0, 1, 3, 5) if wired else (2, 4, 0, 1, 3, 5)
     tiles = padded.reshape(shape)
     tiles = tiles.permute(axes) if hasattr(tiles, "permute") else tiles.transpose(axes)
-    return tiles.reshape(cut.tiles, shards_on * group, cut.tile_rows, 2 * cut.tile_words)
+    return tiles.reshape(t.tiles, shards_on * group, t.tile_rows, 2 * t.tile_words)
 
 
 def _zeros(like: Any, shape: tuple[int, ...]) -> Any:

@@ -5,9 +5,9 @@ one bit of the value: of a float32 (F32), or of the first of two 16-bit values (
 
     F32          value[31:1] phase              truncated: 2^-23 relative
     PAIR, fp16   second[31:16] first[15:1] phase    first is rounded to nearest, ties to even, on 15 bits
-    PAIR, bf16   second[31:16] first[15:0], both times 2^64, then turned right by 14 bits
+    PAIR, bf16   second[31:16] first[15:0], both times 2^64, then rotated right by 14 bits
 
-The turn brings the top bit of first's exponent to bit 0. That bit is one from 2^-63 on: it can give way to the
+The rotation brings the top bit of first's exponent to bit 0. That bit is one from 2^-63 on: it can give way to the
 phase, and no mantissa is touched. A smaller first, zero too, counts as 2^-63 of its sign. Readers may multiply by
 values that still carry the factor: a power of two changes no rounding.
 
@@ -22,8 +22,8 @@ Array = np.ndarray
 NAN = {DType.BF16: 0x7FC0, DType.F16: 0x7E00}  # quiet NaNs whose low bit is free
 LEAST_NAN_PAYLOAD = 0x7FC00000
 SCALE = {DType.BF16: 2.0**64, DType.F16: 1.0}  # of both values of a pair
-TURN = 14  # of a pair in bf16: what brings the top bit of first's exponent to bit 0
-EXPONENT_TOP = 1 << TURN
+PAIR_ROTATION = 14  # of a pair in bf16: what brings the top bit of first's exponent to bit 0
+EXPONENT_TOP = 1 << PAIR_ROTATION
 
 
 def pack_f32(values: Array, phase: int) -> Array:
@@ -44,7 +44,7 @@ def pack_pair(values: Array, phase: int, dtype: DType) -> Array:
     first, second = bits[0::2], bits[1::2]
     if dtype is DType.BF16:
         first = np.where(first & EXPONENT_TOP, first, first & 0x8000)
-        words = _turned_right(second << 16 | first, TURN)
+        words = _rotated_right(second << 16 | first, PAIR_ROTATION)
     else:
         nan = np.isnan(values[0::2])
         first = np.where(nan, np.uint32(NAN[dtype]), first + ((first >> 1) & 1))
@@ -55,14 +55,14 @@ def pack_pair(values: Array, phase: int, dtype: DType) -> Array:
 def unpack_pair(words: Array, dtype: DType) -> Array:
     """Words uint32 [n] to float32 [2 n]."""
     if dtype is DType.BF16:
-        both = _turned_right(words, 32 - TURN) | np.uint32(EXPONENT_TOP)
+        both = _rotated_right(words, 32 - PAIR_ROTATION) | np.uint32(EXPONENT_TOP)
     else:
         both = words & np.uint32(0xFFFFFFFE)
     halves = np.stack([both & 0xFFFF, both >> 16], 1).ravel().astype(np.uint16)
     return from_half(halves, dtype) / np.float32(SCALE[dtype])
 
 
-def _turned_right(words: Array, by: int) -> Array:
+def _rotated_right(words: Array, by: int) -> Array:
     return words >> np.uint32(by) | words << np.uint32(32 - by)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.errors import ModelError, RequestError, shown
+from kog_triton.errors import ModelError, RequestError, first_line, shown
 from kog_triton.text.sandbox import RENDERER, Renderer
 
 MAX_TEMPLATE_CHARS = 1 << 16  # the longest in use have a third of it
@@ -142,10 +142,3 @@ def render(
     raise (ModelError if reply["invalid"] else RequestError)(
         first_line(f"the chat template{reply['error']}")
     )
-
-
-def first_line(error: BaseException | str) -> str:
-    """What an error says, as part of a message of one line."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    line = lines[0][:300] if lines else type(error).__name__
-    return "".join(c if c.isprintable() else "\ufffd" for c in line)

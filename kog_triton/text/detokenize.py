@@ -12,16 +12,14 @@ character come out as U+FFFD. The cost per token does not grow with the text.
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kog_triton.text.tokenizer import Tokenizer
+from kog_triton.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """Turns one sequence of ids into text, piece by piece."""
 
-    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: _Bytes | _Pieces
         self._stream = _Bytes(tokenizer) if tokenizer.is_byte_level else _Pieces(tokenizer)
@@ -37,7 +35,7 @@ class Detokenizer:
 
 
 class _Bytes:
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes_of = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -53,7 +51,7 @@ class _Bytes:
 class _Pieces:
     """`context` + `pending` is what gets decoded; `shown` is the text of `context`, already out."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._anchor: list[int] = []  # enough ids to have text: what follows is not at the start
         self._context: list[int] = []  # the anchor and, if it is another one, the last id

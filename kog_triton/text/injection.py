@@ -50,7 +50,7 @@ class Guard:
         self._secret = SECRET + secrets.token_hex(8)
 
     def mark(self, value: Any) -> Any:
-        """The same JSON data with marks in its strings; equal to it if none was needed."""
+        """JSON data with marks in its strings; equal to `value` if none was needed."""
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, dict):

@@ -15,9 +15,9 @@ from typing import Any
 
 import tokenizers
 
-from kog_triton.errors import KogError, ModelError, RequestError
+from kog_triton.errors import KogError, ModelError, RequestError, first_line
+from kog_triton.json_file import read_json
 from kog_triton.text import chat
-from kog_triton.text.detokenize import Detokenizer
 from kog_triton.text.injection import Guard
 from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
@@ -33,7 +33,6 @@ NAMED_TOKENS = (
 )
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json")
-MAX_JSON_BYTES = 64 << 20
 MAX_TOKENIZER_BYTES = 256 << 20  # of tokenizer.json; the largest in use have an eighth of it
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -79,9 +78,9 @@ class Tokenizer:
         with library_errors(f"{path} is not a readable tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
             check_growth(backend, path)
-        config = read_json(folder / "tokenizer_config.json")
+        config = _read_optional(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
-            config |= read_json(folder / "special_tokens_map.json")
+            config |= _read_optional(folder / "special_tokens_map.json")
         templates = chat.load_templates(folder, config)
         if templates:
             RENDERER.start()  # ready when the weights are
@@ -108,10 +107,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         with library_errors("tokenizer.json cannot decode"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one sequence."""
-        return Detokenizer(self, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes that an id stands for inside a text, None for an id that is not in use.
@@ -208,7 +203,7 @@ def library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         # It raises bare Exception, and where it panics a BaseException that cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ModelError(f"{what}: {chat.first_line(error)}") from error
+            raise ModelError(f"{what}: {first_line(error)}") from error
         raise
 
 
@@ -253,19 +248,8 @@ def text_of(token: Any) -> str:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no such file; ModelError if it is anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not readable JSON: {chat.first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}: it must be an object")
-    return value
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _byte_characters() -> dict[str, int]:

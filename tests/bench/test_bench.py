@@ -19,12 +19,12 @@ from kog_triton.backends.choose import choose
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
 from kog_triton.bench import measure
+from kog_triton.bench.engines import GREEDY, BackendUnderTest, Sampling
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import MODULES
 from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.startup import CACHES, PHASES
-from kog_triton.bench.subjects import GREEDY, BackendSubject, Sampling
 from kog_triton.bench.table import MARKERS, read_results, table
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -114,7 +114,7 @@ def test_prefill_times_the_prompt_alone(cli):
         "prefill", "--prompt-tokens", "40", "--rounds", "3", "--warmup", "1", "--backend=reference"
     )
     (row,) = record["rows"]
-    assert code == 0 and "pp40" in out and row["host"] is None and "floor ms" in out
+    assert code == 0 and "pp40" in out and row["host"] is None and "roofline ms" in out
     assert "tokens/s are the prompt's" in out
     weights = Checkpoint.open(checkpoint_path()).spec.replace(dtype=DType.F32).bytes_per_token
     assert row["floor"]["bytes"] == weights, "one pass over them, in the reference's own type"
@@ -161,12 +161,12 @@ def test_a_laneformer_has_no_transformers(cli):
 
 def test_every_round_begins_with_another(cli, llama, monkeypatch):
     begun = []
-    of_ours, of_theirs = BackendSubject.generate, TransformersEager.generate
+    of_ours, of_theirs = BackendUnderTest.generate, TransformersEager.generate
 
     def seen(name, generate):
         return lambda self, *asked: begun.append(name) or generate(self, *asked)
 
-    monkeypatch.setattr(BackendSubject, "generate", seen("reference", of_ours))
+    monkeypatch.setattr(BackendUnderTest, "generate", seen("reference", of_ours))
     monkeypatch.setattr(TransformersEager, "generate", seen("transformers", of_theirs))
     rest = ("--rounds=3", "--warmup=1", "--max-tokens=2", "--depth=3")
     only = ("--backend=reference", "--peer=transformers")
@@ -314,10 +314,10 @@ def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
 )
 def test_a_backend_that_breaks_ends_with_its_reason(llama, word, said):
     """The fake backend obeys words in its prompt; the request after a crash is served again."""
-    subject = BackendSubject(FakeBackend, Checkpoint.open(llama), BackendOptions(max_context=64))
+    engine = BackendUnderTest(FakeBackend, Checkpoint.open(llama), BackendOptions(max_context=64))
     with pytest.raises(RunError, match=said):
-        subject.generate(list(word.encode()), 5)
-    assert len(subject.generate(list(b"abc"), 5).tokens) == 5
+        engine.generate(list(word.encode()), 5)
+    assert len(engine.generate(list(b"abc"), 5).tokens) == 5
 
 
 def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch):
@@ -370,7 +370,7 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
 
 @pytest.mark.parametrize(("request_of", "rounds"), [(3, 0), (5, 1), (6, 2)])
 def test_an_interrupt_keeps_the_rounds_that_are_whole(cli, llama, monkeypatch, request_of, rounds):
-    """Of two subjects: a warm-up each, then two requests a round."""
+    """Of two engines: a warm-up each, then two requests a round."""
     asked, one = [], measure._request
 
     def request(*what):
@@ -380,8 +380,8 @@ def test_an_interrupt_keeps_the_rounds_that_are_whole(cli, llama, monkeypatch, r
         return one(*what)
 
     monkeypatch.setattr(measure, "_request", request)
-    subjects = ("--backend=reference", "--peer=transformers", "--profile=2")
-    code, record, out, err = cli("compare", "--model", str(llama), *subjects, *FEW, "--rounds=3")
+    engines = ("--backend=reference", "--peer=transformers", "--profile=2")
+    code, record, out, err = cli("compare", "--model", str(llama), *engines, *FEW, "--rounds=3")
     assert code == 130 and err.endswith("interrupted\n")
     if not rounds:
         assert record is None
@@ -397,7 +397,7 @@ def test_a_time_limit_behind_the_rounds_keeps_them(cli, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(BackendSubject, "profile", terminate)
+    monkeypatch.setattr(BackendUnderTest, "profile", terminate)
     code, record, out, err = cli("decode", "--backend", "reference", "--profile", "2", *FEW)
     assert signal.getsignal(signal.SIGTERM) is before
     assert code == 130 and "interrupted: the rounds are kept" in err and "reference" in out
@@ -407,7 +407,7 @@ def test_a_time_limit_behind_the_rounds_keeps_them(cli, monkeypatch):
 @pytest.mark.parametrize(("launches", "failures"), [(1, 0), (3, 1)])
 def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, launches, failures):
     """What a profiler would see stands in for a GPU; the request runs in the reference."""
-    asked, generate = [], BackendSubject.generate
+    asked, generate = [], BackendUnderTest.generate
 
     def seen(self, prompt, count, sampling=GREEDY):
         asked.append((len(prompt), count, sampling, self._backend.options.prefill))
@@ -418,7 +418,7 @@ def test_kernels_of_a_request_like_those_timed_are_counted(llama, monkeypatch, l
         request()
         return {"launches": launches, "kernels": {"k": 1, "j": 2}, "copies": 4, "fills": 0}
 
-    monkeypatch.setattr(BackendSubject, "generate", seen)
+    monkeypatch.setattr(BackendUnderTest, "generate", seen)
 
     monkeypatch.setattr(measure, "trace_kernels", traced)
     task = measure.Task(

@@ -13,9 +13,9 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
 from kog_triton.bench import task as bench_task
 from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
+from kog_triton.bench.engines import GREEDY, Sampling
 from kog_triton.bench.model import Model
 from kog_triton.bench.show import concurrency_table
-from kog_triton.bench.subjects import GREEDY, Sampling
 from kog_triton.bench.timing import figures_of_all
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType

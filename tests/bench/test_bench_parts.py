@@ -6,10 +6,10 @@ import torch
 
 from kog_triton.backends import BackendOptions, find_backend
 from kog_triton.bench.check import compare, token_gaps
+from kog_triton.bench.engines import BackendUnderTest, Run
 from kog_triton.bench.model import open_model
 from kog_triton.bench.record import make_row, target_of
-from kog_triton.bench.subjects import BackendSubject, Run
-from kog_triton.bench.timing import decode_bytes, figures, floor, summarize
+from kog_triton.bench.timing import decode_bytes, figures, roofline, summarize
 from kog_triton.bench.trace import count
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
@@ -60,7 +60,7 @@ class Liar:
 def test_wrong_text_behind_right_logits_is_found(swap):
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
     backend = find_backend("reference")
-    honest = BackendSubject(backend, weights, BackendOptions(max_context=64))
+    honest = BackendUnderTest(backend, weights, BackendOptions(max_context=64))
     judge = judge_of(weights)
     assert judge.examine(honest).passed
     check = judge.examine(Liar(honest, swap))
@@ -68,11 +68,11 @@ def test_wrong_text_behind_right_logits_is_found(swap):
 
 
 def test_text_is_judged_behind_the_whole_prompt(monkeypatch):
-    """A subject that loses what lies deeper than the positions whose logits are compared."""
+    """An engine that loses what lies deeper than the positions whose logits are compared."""
     monkeypatch.setattr("kog_triton.bench.check.CHECK_POSITIONS", 8)
     monkeypatch.setattr("kog_triton.bench.check.PASS", 7)
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
-    honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))
+    honest = BackendUnderTest(find_backend("reference"), weights, BackendOptions(max_context=64))
     judge = judge_of(weights)
     check = judge.examine(honest)
     assert check.passed and (check.positions, check.depth, check.largest_gap) == (8, 20, 0)
@@ -84,7 +84,7 @@ def test_text_is_judged_behind_the_whole_prompt(monkeypatch):
 
 def test_wrong_logits_behind_right_text_are_found():
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
-    honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))
+    honest = BackendUnderTest(find_backend("reference"), weights, BackendOptions(max_context=64))
     flat = Liar(honest, 0)
     flat.generate = honest.generate
     flat.logits = lambda ids: honest.logits(ids) / 2  # the same choices, with less confidence
@@ -94,7 +94,7 @@ def test_wrong_logits_behind_right_text_are_found():
 
 def test_nan_is_an_error():
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
-    honest = BackendSubject(find_backend("reference"), weights, BackendOptions(max_context=64))
+    honest = BackendUnderTest(find_backend("reference"), weights, BackendOptions(max_context=64))
     liar = Liar(honest, 0)
     liar.logits = lambda ids: np.full((len(ids), 97), np.nan)
     with pytest.raises(RunError, match="NaN"):
@@ -155,14 +155,14 @@ def test_the_first_token_is_ttft_s_alone():
     assert summarize([other], 8)["device"]["tokens_per_s"] == pytest.approx(1e8)
 
 
-def test_the_floor_by_hand():
+def test_the_roofline_by_hand():
     spec = named_shape("llama-3.2-1b")
     size = decode_bytes(spec, prompt_tokens=100, tokens=22)
     assert size == 1_235_814_400 * 2 + 32_768 * 111  # positions 100 .. 120, the mean sees 111 keys
-    got = floor(size, 1000.0, 4.8e12, 4.4e12)
+    got = roofline(size, 1000.0, 4.8e12, 4.4e12)
     assert got["datasheet_us"] == pytest.approx(size / 4.8e6)
     assert got["measured_mbu"] == pytest.approx(size * 1000 / 4.4e12)
-    assert floor(size, None, None, 1e12)["measured_mbu"] is None
+    assert roofline(size, None, None, 1e12)["measured_mbu"] is None
 
 
 def test_the_target_is_about_our_backends():

@@ -29,37 +29,37 @@ def test_a_peer_is_the_same_model(model, peer):
     """On a CPU nothing is compiled or captured; the maths and the loop are those of a GPU."""
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
     setting = Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
-    subject = find_peer(peer).open_peer(setting)
-    check = judge_of(weights).examine(subject)
+    engine = find_peer(peer).open_peer(setting)
+    check = judge_of(weights).examine(engine)
     assert check.passed and check.top1 == 1 and check.kl_max < 1e-9 and check.largest_gap < 1e-4
-    runs = [subject.generate(PROMPT, 16) for _ in range(2)]
+    runs = [engine.generate(PROMPT, 16) for _ in range(2)]
     assert runs[0].tokens == runs[1].tokens and len(runs[0].tokens) == 16
     assert runs[0].arrivals == sorted(runs[0].arrivals)
-    assert subject.memory_bytes()["weights"] == weights.spec.num_parameters * 4
-    subject.close()
+    assert engine.memory_bytes()["weights"] == weights.spec.num_parameters * 4
+    engine.close()
 
 
 def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
     """Traced once a length and never again: whatever changes from token to token is on the device."""
-    trials = []
+    tries = []
 
     def traced(work, before, device, options=None):
         compiled = torch.compile(work, fullgraph=True, dynamic=False, backend="eager")
         for _ in range(2):
             before()
             compiled()
-        trials.append(compiled)
+        tries.append(compiled)
         return compiled
 
     monkeypatch.setattr(transformers_compiled, "captured", traced)
     weights = RandomWeights(read_spec(SMALL | MODELS["mistral"]))  # with a window
-    subject = find_peer("transformers-compiled").open_peer(
+    engine = find_peer("transformers-compiled").open_peer(
         Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        check = judge_of(weights).examine(subject)
-    assert check.passed and check.largest_gap < 1e-4 and len(trials) == 2
+        check = judge_of(weights).examine(engine)
+    assert check.passed and check.largest_gap < 1e-4 and len(tries) == 2
 
 
 def test_weights_without_a_place_are_refused():
@@ -115,10 +115,10 @@ def test_llama_bench_is_asked_and_read(llama_cpp):
     setting = llama_cpp()
     assert llama_bench.absent(setting) == ""
     assert "--gguf" in llama_bench.absent(Setting(setting.weights, setting.device, 64))
-    subject = llama_bench.open_peer(setting)
-    assert subject.version == "llama.cpp 0c1e570 (CPU), llama ?B all F32"
-    assert subject.memory_bytes() == {"weights": 4 * setting.weights.spec.num_parameters}
-    got = summarize([subject.generate(PROMPT, 4)], 20)
+    engine = llama_bench.open_peer(setting)
+    assert engine.version == "llama.cpp 0c1e570 (CPU), llama ?B all F32"
+    assert engine.memory_bytes() == {"weights": 4 * setting.weights.spec.num_parameters}
+    got = summarize([engine.generate(PROMPT, 4)], 20)
     assert got["ttft_us"] == pytest.approx(9000)
     assert got["host"]["itl_p50_us"] == pytest.approx(2000, abs=0.1)
 

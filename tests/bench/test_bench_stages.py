@@ -156,9 +156,9 @@ def test_delayed_outputs_are_given_where_they_are_read():
     )  # fmt: skip
     schedule = build(spec)
     given = {n: inputs(schedule, schedule.stage(n), 2, 7, CPU) for n in ("o_proj", "down_proj")}
-    assert set(given["o_proj"]) == {"attention", "x", "past"}
+    assert set(given["o_proj"]) == {"attention", "x", "delayed"}
     assert set(given["down_proj"]) == {"mlp", "x"}
-    assert given["o_proj"]["past"].shape == (2, 1, spec.hidden_size)
+    assert given["o_proj"]["delayed"].shape == (2, 1, spec.hidden_size)
     keys = inputs(schedule, schedule.stage("attention"), 2, 7, CPU)["keys"]
     assert keys.shape == (2, 1, 7, spec.head_dim)
 

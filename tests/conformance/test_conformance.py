@@ -115,7 +115,7 @@ def inputs(spec, stage, layer):
         "keys": (s, kv, CACHED, d),
         "values": (s, kv, CACHED, d),
         "attention": (s, TOKENS, heads * d),
-        "past": (s, TOKENS, spec.hidden_size),
+        "delayed": (s, TOKENS, spec.hidden_size),
         "mlp": (s, TOKENS, spec.intermediate_size // s),
         "y": (1, TOKENS, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
     }
@@ -126,10 +126,10 @@ def inputs(spec, stage, layer):
     }
     if stage == "embed":
         return {"token_ids": torch.randint(spec.vocab_size, (TOKENS,), generator=g)}
-    if "past" in state:
+    if "delayed" in state:
         how = (spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp)[layer]
         if how is not DELAYED or s == 1:
-            del state["past"]
+            del state["delayed"]
     if stage == "lm_head":
         del state["x" if mixes(spec) else "y"]
     return state
@@ -212,9 +212,9 @@ def test_a_key_that_float16_cannot_hold_shows(name):
     ours, _ = opened(name, "lanes, sum")
     state = inputs(ours.spec, "attention", 0)
     state = {key: t[:, :1] if key in "qkv" else t for key, t in state.items()}
-    half, turn = ours.spec.head_dim // 2, np.exp(-1j * CACHED)
-    for key, size in (("k", 80_000), ("q", -1)):  # what the first pair is once it is turned
-        state[key][..., 0], state[key][..., half] = size * turn.real, size * turn.imag
+    half, rotation = ours.spec.head_dim // 2, np.exp(-1j * CACHED)
+    for key, size in (("k", 80_000), ("q", -1)):  # what the first pair is once it is rotated
+        state[key][..., 0], state[key][..., half] = size * rotation.real, size * rotation.imag
     assert state["k"].abs().max() < 65_504
     got = ours.run_stage("attention", 0, state)
     assert got["keys"][:, :, -1, 0].isnan().all()

@@ -20,7 +20,7 @@ from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import History, SamplingParams, sample
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import matrix_stages
-from kog_triton.schedule.packing import pack_blocks, pack_stage
+from kog_triton.schedule.packing import pack_blocks
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.column_cases import layout_of as columns_of
@@ -88,7 +88,8 @@ def test_blocks_pack_together_as_they_do_alone(lanes):
             for blocks in units.values():
                 packed = pack_blocks(lowering, stage, layer, blocks, 0, w)
                 for block, chunks in zip(blocks, packed, strict=True):
-                    assert np.array_equal(chunks, pack_stage(lowering, stage, layer, block, 0, w))
+                    (alone,) = pack_blocks(lowering, stage, layer, [block], 0, w)
+                    assert np.array_equal(chunks, alone)
 
 
 def test_rows_beyond_sixteen_bits_pack():
@@ -96,8 +97,8 @@ def test_rows_beyond_sixteen_bits_pack():
     lowering = lower(build(spec), GPUS["h200"], 2)
     stage = lowering.schedule.stage("lm_head")
     w = torch.arange(40_000).to(torch.int16)[:, None].expand(-1, 16).contiguous()
-    packed = pack_stage(lowering, stage, 0, 1, 0, w)
-    assert np.array_equal(packed, pack_stage(lowering, stage, 0, 1, 0, w.numpy()))
+    packed = pack_blocks(lowering, stage, 0, [1], 0, w)
+    assert np.array_equal(packed, pack_blocks(lowering, stage, 0, [1], 0, w.numpy()))
 
 
 @pytest.mark.parametrize("lanes", [False, True])

@@ -6,9 +6,9 @@ from tests.lib.column_cases import layout_of
 from tests.lib.machine_code import (
     SHAPES,
     assert_no_loop_spills,
-    in_turn,
     is_local,
     machine_code,
+    one_always,
     spec_named,
 )
 from tests.lib.real_shapes import real_shape
@@ -19,7 +19,7 @@ MOST_SPILLS = 80
 
 
 @pytest.mark.parametrize("chunk", [False, True], ids=["requests", "chunk"])
-@pytest.mark.parametrize("name", in_turn(SHAPES))
+@pytest.mark.parametrize("name", one_always(SHAPES))
 def test_no_loop_that_streams_or_waits_spills(name, chunk):
     """On an H200, 8 requests of Llama-3.2-1B got 13 % more tokens/s once sums, marks, weights that wait and the
     ring's places were in registers; a step of 8 of Qwen3-0.6B took 670 us for 745 with 76

@@ -67,7 +67,7 @@ def is_overtaken(reduces, delay, buffers):
     """Whether one of two lanes can, in some order of their steps, overwrite what the other has yet to read."""
     program = list(steps_of(reduces, delay))
     sent = [n for what, n in program if what == "send"]
-    turn = {n: i for i, n in enumerate(sent)}
+    order = {n: i for i, n in enumerate(sent)}
     seen, states = {(0, 0)}, [(0, 0)]
     while states:
         at = states.pop()
@@ -78,8 +78,8 @@ def is_overtaken(reduces, delay, buffers):
             what, n = program[mine]
             if what == "read" and ("send", n) not in program[:other]:
                 continue  # it waits
-            if what == "send" and turn[n] >= buffers:
-                lost = sent[turn[n] - buffers]
+            if what == "send" and order[n] >= buffers:
+                lost = sent[order[n] - buffers]
                 if ("read", lost) in program[other:]:
                     return True
             following = (mine + 1, other) if lane == 0 else (other, mine + 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kog_triton.backends.cuda import launcher
 
-from kog_triton.backends import heart, serving
+from kog_triton.backends import serving, watchdog
 from kog_triton.backends.serving import LateMask, LaunchServing
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
@@ -115,7 +115,7 @@ def test_a_mask_that_never_comes_is_an_error(hasty, expected):
 def test_a_callers_function_is_not_the_gpus_silence(hasty, expected, monkeypatch):
     """Though the host had heard of the step by then whose token it reads."""
     monkeypatch.setattr(serving, "MASK_S", 60.0)
-    monkeypatch.setattr(heart, "SILENCE_S", 3.0)
+    monkeypatch.setattr(watchdog, "SILENCE_S", 3.0)
     monkeypatch.setattr(hasty, "wait_ticks", 5 * ROUNDS)
     read, looked = LaunchServing._read, []
 

@@ -18,7 +18,7 @@ from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.protocol import Outcome, Word
 
 from kog_triton import LLM
-from kog_triton.backends import BackendOptions, heart, silence
+from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -262,10 +262,10 @@ def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_wr
     expected, monkeypatch
 ):
     """Its kernel runs after all, once everybody has let go of it; then another backend works."""
-    monkeypatch.setattr(silence, "_kept", [])
+    monkeypatch.setattr(watchdog, "_kept", [])
     backend, late = make(FiberBackend, num_slots=2), []
-    with monkeypatch.context() as patched, pytest.raises(heart.Stalled):
-        patched.setattr(heart, "SILENCE_S", 0.05)
+    with monkeypatch.context() as patched, pytest.raises(watchdog.Stalled):
+        patched.setattr(watchdog, "SILENCE_S", 0.05)
         patched.setattr(cuda_walk, "FiberLaunch", lambda *a: late.append(LateLaunch(*a)) or late[0])
         run(backend, request(0, PROMPTS[0]))
     assert_shut(backend)

@@ -7,9 +7,9 @@ from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import (
     SHAPES,
     assert_no_loop_spills,
-    in_turn,
     is_local,
     machine_code,
+    one_always,
     sass_of,
 )
 from tests.lib.ring_walker import spec_of
@@ -18,7 +18,7 @@ from tests.lib.sass_hazards import Instruction, instructions
 MOST_SPILLS = 48  # loads and stores, once a token's included
 
 
-@pytest.mark.parametrize("name", in_turn([*SHAPES, "qwen2.5-0.5b", "odd"]))
+@pytest.mark.parametrize("name", one_always([*SHAPES, "qwen2.5-0.5b", "odd"]))
 def test_no_loop_that_streams_or_waits_spills(name):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
     assert_no_loop_spills(machine_code(layout_of(spec, max_context=1024)))
@@ -46,21 +46,21 @@ def test_a_register_moved_out_of_a_loads_way_is_found():
     assert used_too_early([load, poll, move]) == []
 
 
-@pytest.mark.parametrize("name", in_turn(["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"]))
+@pytest.mark.parametrize("name", one_always(["qwen3-0.6b", "llama-3.2-1b", "laneformer-2b"]))
 def test_no_wait_for_the_cache_comes_before_the_wait_for_queries(name):
     """A register moved out of a load's way cost 2 us a layer of Qwen3-0.6B on an H200."""
     code = instructions(sass_of(layout_of(named_shape(name), max_context=1024)))
     assert used_too_early(code) == []
 
 
-@pytest.mark.parametrize("name", in_turn(SHAPES))
+@pytest.mark.parametrize("name", one_always(SHAPES))
 def test_the_walk_hardly_spills(name):
     """Beside the ring little is left of the L1: on an H200, 50 spilled registers cost 15 % of the speed."""
     code = machine_code(layout_of(named_shape(name), max_context=1024))
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
 
 
-@pytest.mark.parametrize("name", in_turn(["laneformer-2b", "qwen3-8b"]))
+@pytest.mark.parametrize("name", one_always(["laneformer-2b", "qwen3-8b"]))
 def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name):
     """Or it would be other code, and its time nobody's."""
     code = machine_code(layout_of(named_shape(name), max_context=1024), "stage.cu")

@@ -1,4 +1,4 @@
-"""`kog profile`: stamps of the emulated kernel, the analysis of a recording worked out by hand, the door."""
+"""`kog profile`: stamps of the emulated kernel, the analysis of a recording worked out by hand, the command."""
 
 import json
 import sys
@@ -84,10 +84,10 @@ def test_a_clock_that_strays_is_told():
 def test_clocks_may_change_their_rate_between_tokens():
     """Twice as fast from the second token on, on one block: where it was, and when, is the same."""
     recording, line = by_hand(), timeline(by_hand())
-    turn = recording.clocks[1, 0, 0]
+    change = recording.clocks[1, 0, 0]
 
     def bent(ticks):
-        return np.where(ticks > turn, turn + 2 * (ticks - turn), ticks)
+        return np.where(ticks > change, change + 2 * (ticks - change), ticks)
 
     recording.ticks[:, 0], recording.clocks[:, 0, 0] = (
         bent(recording.ticks[:, 0]),
@@ -230,7 +230,7 @@ def test_a_profile_beyond_the_context_is_refused(backend):
         backend.profile((1, 2), 63)
 
 
-# ---- the door ----
+# ---- the command ----
 
 
 class Recorded:
@@ -255,7 +255,7 @@ class Reporting(Recorded):
 
 
 @pytest.fixture
-def door(monkeypatch, capsys):
+def command(monkeypatch, capsys):
     def call(*argv, backend=Recorded):
         choice = Choice(backend, "recorded", "")
         monkeypatch.setattr(profile, "choose", lambda name, device: choice)
@@ -265,8 +265,8 @@ def door(monkeypatch, capsys):
     return call
 
 
-def test_the_table_says_where_the_time_goes(door):
-    code, out, err = door()
+def test_the_table_says_where_the_time_goes(command):
+    code, out, err = command()
     assert code == 0 and not err
     rows = {line.split()[0]: line.split() for line in out.splitlines() if "%" in line}
     assert rows["rows"][1:] == [
@@ -281,18 +281,18 @@ def test_the_table_says_where_the_time_goes(door):
         assert text in " ".join(out.split()), text
 
 
-def test_no_kernel_of_prompts_is_compiled(door, monkeypatch):
+def test_no_kernel_of_prompts_is_compiled(command, monkeypatch):
     """None would run: the prompt goes a token at a time through the kernels that are compared."""
     sources, spec = [], spec_of(dtype=DType.F16)
     monkeypatch.setattr(profile, "_open_weights", lambda *_: ("tiny", RandomWeights(spec)))
-    code, out, _ = door(backend=noting(sources))
+    code, out, _ = command(backend=noting(sources))
     assert code == 0 and "qkv_proj" in out and sources == ["decode.cu"]
 
 
-def test_the_trace_is_written(door, tmp_path):
-    code, out, _ = door("--out", str(tmp_path / "trace.json"))
+def test_the_trace_is_written(command, tmp_path):
+    code, out, _ = command("--out", str(tmp_path / "trace.json"))
     document = json.loads((tmp_path / "trace.json").read_text())
-    assert code == 0 and out == door()[1], "the table comes, too"
+    assert code == 0 and out == command()[1], "the table comes, too"
     assert document["otherData"]["model"] == "llama-3.2-1b" and document["otherData"]["depth"] == 7
     assert sum(e["ph"] == "X" for e in document["traceEvents"]) == 9 + 7 + 9
     with pytest.raises(RequestError, match=r"trace\.json: cannot be written"):
@@ -300,11 +300,11 @@ def test_the_trace_is_written(door, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--out", "--picture"])
-def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, door, tmp_path):
+def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, command, tmp_path):
     def opened(weights, options):
         raise AssertionError
 
-    code, _, err = door(flag, str(tmp_path / "none" / "trace.json"), backend=opened)
+    code, _, err = command(flag, str(tmp_path / "none" / "trace.json"), backend=opened)
     assert (
         code == 2
         and "none/trace.json: there is no folder" in err
@@ -312,16 +312,16 @@ def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, door, t
     )
 
 
-def test_what_the_kernel_takes_is_told_if_the_backend_knows(door, tmp_path):
+def test_what_the_kernel_takes_is_told_if_the_backend_knows(command, tmp_path):
     """Below the title, and in the trace's metadata."""
-    _, out, _ = door(backend=Reporting)
+    _, out, _ = command(backend=Reporting)
     assert out.splitlines()[1].rstrip() == (
         "168 registers and 16 bytes of local memory a thread, "
         "230,400 bytes of shared memory a block"
     )
-    assert "registers" not in door()[1]
+    assert "registers" not in command()[1]
     for backend in (Recorded, Reporting):
-        door("--out", str(tmp_path / "trace.json"), backend=backend)
+        command("--out", str(tmp_path / "trace.json"), backend=backend)
         about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
         held = {"registers": 168, "local_bytes": 16, "shared_bytes": 230_400}
         assert about.get("resources") == (held if backend is Reporting else None)
@@ -336,9 +336,9 @@ def test_a_backend_without_stamps_is_refused_in_a_line(argv, capsys):
     assert issubclass(FiberBackend, Profiler) and not issubclass(ReferenceBackend, Profiler)
 
 
-def test_a_picture_needs_matplotlib(door, monkeypatch, tmp_path):
+def test_a_picture_needs_matplotlib(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, err = door("--picture", str(tmp_path / "token.png"))
+    code, out, err = command("--picture", str(tmp_path / "token.png"))
     assert (code, out) == (4, "") and err.count("\n") == 1
     assert 'pip install "kog-triton[bench]"' in err
     with pytest.raises(DeviceError):

@@ -4,7 +4,7 @@ import pytest
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 
 from tests.lib.cuda_walk import layout_of
-from tests.lib.machine_code import SHAPES, in_turn, sass_of, spec_named
+from tests.lib.machine_code import SHAPES, one_always, sass_of, spec_named
 from tests.lib.sass_hazards import Instruction, instructions, read_too_early
 
 # Of a kernel that loaded from address 0 where P4 was false, and the cycle counts of its encodings.
@@ -67,7 +67,9 @@ def test_an_instruction_is_taken_apart():
 
 
 # Always of the model in which one was found.
-@pytest.mark.parametrize("name", ["laneformer-2b", *in_turn(s for s in SHAPES if "lane" not in s)])
+@pytest.mark.parametrize(
+    "name", ["laneformer-2b", *one_always(s for s in SHAPES if "lane" not in s)]
+)
 def test_a_step_of_one_token_has_no_hazard(name):
     # Where a kernel had it: lanes with this context. The others are compiled for other tests as well.
     max_context = 288 if name == "laneformer-2b" else 1024
@@ -76,7 +78,7 @@ def test_a_step_of_one_token_has_no_hazard(name):
     assert read_too_early(code) == []
 
 
-@pytest.mark.parametrize("name", in_turn(["llama-3.2-1b", "laneformer-2b"]))
+@pytest.mark.parametrize("name", one_always(["llama-3.2-1b", "laneformer-2b"]))
 def test_a_step_of_columns_has_no_hazard(name):
     layout = lay_out_columns(layout_of(spec_named(name)).lowering, 1024, 8)
     code = instructions(sass_of(layout, "columns.cu"))

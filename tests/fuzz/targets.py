@@ -22,7 +22,7 @@ from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import KogError, ModelError
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.generation import read_generation
-from kog_triton.text import Tokenizer
+from kog_triton.text import Detokenizer, Tokenizer
 from tests.lib import fake_checkpoint, text_samples, tiny
 
 from .mutate import damage_bytes, damage_json, dump
@@ -259,7 +259,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(SAID)
     assert all(type(i) is int and 0 <= i < 2**32 for i in ids)
     text = tokenizer.decode(ids, skip_special_tokens=False)
-    stream = tokenizer.detokenizer(skip_special_tokens=False)
+    stream = Detokenizer(tokenizer, skip_special_tokens=False)
     assert isinstance(text, str)
     assert isinstance("".join([*(stream.feed(i) for i in ids), stream.finish()]), str)
     for token in (0, 5, 70, 300, tokenizer.vocab_size, 2**32 - 1):

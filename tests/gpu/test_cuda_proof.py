@@ -1,6 +1,6 @@
 """What the CUDA monokernel withstands on a Hopper GPU: faults that are planted, delays, a long day's work.
 
-The faults and what is asked of them are test_cuda_injection.py's; after each the same GPU serves a request.
+The faults and what is asked of them are cuda_injection.py's; after each the same GPU serves a request.
 """
 
 import time
@@ -14,7 +14,7 @@ from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
-from tests.cuda.test_cuda_injection import (
+from tests.lib.cuda_injection import (
     EDITS,
     MODELS,
     SPECS,

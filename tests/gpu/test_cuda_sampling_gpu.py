@@ -1,6 +1,6 @@
 """What the CUDA monokernel samples on a Hopper GPU: the definition's tokens on its own logits.
 
-The settings and the comparison are those of test_cuda_sampling.py; vocabularies, grids and the order
+The settings and the comparison are those of cuda_sampling.py; vocabularies, grids and the order
 of memory are real ones.
 """
 
@@ -10,7 +10,7 @@ from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends import BackendOptions
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
-from tests.cuda.test_cuda_sampling import (
+from tests.lib.cuda_sampling import (
     LANES,
     SETTINGS,
     Triplets,

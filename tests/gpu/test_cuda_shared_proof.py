@@ -1,4 +1,4 @@
-"""What the CUDA kernels of columns and of chunks withstand on a Hopper GPU: test_cuda_shared_injection.py's faults.
+"""What the CUDA kernels of columns and of chunks withstand on a Hopper GPU: cuda_shared_injection.py's faults.
 
 The oracle is the kernel of one token on the same GPU, a request at a time.
 """
@@ -11,12 +11,13 @@ from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
 from kog_triton.checkpoint.random_weights import RandomWeights
-from tests.cuda.test_cuda_shared_injection import (
+from tests.lib.cuda_injection import Weights
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_shared_injection import (
     SHARED_EDITS,
     SHARED_MODELS,
     SLOTS,
     SPECS,
-    Weights,
     answers,
     assert_alike,
     assert_delays_change_nothing,
@@ -24,7 +25,6 @@ from tests.cuda.test_cuda_shared_injection import (
     assert_nan_is_nobodys_answer,
     assert_silence_is_named,
 )
-from tests.lib.cuda_planting import plant
 
 pytestmark = pytest.mark.gpu
 BLOCKS, SEEDS = 12, 20

@@ -251,8 +251,8 @@ def test_a_stage_is_timed_without_its_tensors():
     flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").zero_
     backend.run_stage("lm_head", 0, state)
     seconds = [backend.time_stage("lm_head", 0, state, flush)[0] for _ in range(5)]
-    floor = 2 * spec.vocab_size * spec.hidden_size / 4.8e12
-    assert all(s > floor for s in seconds) and min(seconds) < 4 * floor
+    roofline = 2 * spec.vocab_size * spec.hidden_size / 4.8e12
+    assert all(s > roofline for s in seconds) and min(seconds) < 4 * roofline
 
 
 @pytest.mark.skipif(bool(torch.version.hip), reason="the rate of an AMD GPU's clock is not known")

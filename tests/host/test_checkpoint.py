@@ -237,7 +237,7 @@ def test_extra_tensor_is_named(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [torch.ones(16, 40), torch.ones(640), torch.ones(1, 40, 16), torch.ones(40, 16).double()],
-    ids=["turned", "flat", "deep", "double"],
+    ids=["rotated", "flat", "deep", "double"],
 )
 def test_wrong_shape_or_dtype_is_named(tmp_path, wrong):
     folder = tiny.save_folder(

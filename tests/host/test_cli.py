@@ -11,9 +11,11 @@ import json
 import logging
 import sys
 import tomllib
+from dataclasses import replace
 
 import jsonschema
 import pytest
+from kog_triton.cli.report import stats
 
 import kog_triton
 from kog_triton import LLM, doctor, generate
@@ -66,6 +68,27 @@ def test_stdout_is_the_text_and_nothing_else(cli):
         assert word in err
 
 
+def test_figures_are_shown_by_value_and_unit(llm):
+    output = llm.generate("say:x")[0]
+    metrics = replace(
+        output.metrics, backend="fake", seed=5, prompt_tokens=7, cached_tokens=3, output_tokens=9,
+        total_s=1.25, ttft_s=0.5, prompt_tokens_per_s=8.0, decode_tokens_per_s=64.0, itl_p50_us=2_000.0,
+        itl_p99_us=4_000.0, itl_max_us=9_000.0, clock="device", bytes_per_token=3_000_000,
+        gb_per_s=6.5, peak="h200 datasheet", mbu=0.75, kv_depth_start=7, kv_depth_end=15,
+    )  # fmt: skip
+    assert stats(replace(output, metrics=metrics)).splitlines() == [
+        "prompt  7 tokens, 3 of them cached; 8.00 tokens/s; first token after 500.00 ms",
+        "output  9 tokens, 64.00 tokens/s without the first; between tokens p50 2.00 ms, p99 4.00 ms, "
+        "by the backend's stamps",
+        "memory  3.0 MB a token, 6.50 GB/s, MBU 75.00 % of h200 datasheet; KV depth 7 to 15",
+        "end     stop; seed 5; backend fake; 1.25 s",
+    ]
+    metrics = replace(metrics, clock="host", ttft_s=None, gb_per_s=None, mbu=None)
+    text = stats(replace(output, metrics=metrics))
+    assert "first token after - ms" in text and "- GB/s, MBU unknown;" in text
+    assert "as they arrived" in text
+
+
 def test_stderr_says_what_is_compiled(cli, monkeypatch):
     """A compiler takes seconds before the first token."""
     opened = LLM.__init__
@@ -82,6 +105,33 @@ def test_stderr_says_what_is_compiled(cli, monkeypatch):
 
 def test_quiet_says_nothing_else(cli):
     assert cli("-p", "say:x", "--quiet") == (0, "x", "")
+
+
+def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
+    sampling = {
+        "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,
+        "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logprobs": 2,
+    }  # fmt: skip
+    machine = {
+        "device": "cpu",
+        "gpus": 2,
+        "dtype": "fp16",
+        "max_model_len": 64,
+        "prefill": "kernel",
+    }
+    machine |= {"walk": "block"}
+    said = [f"--{name.replace('_', '-')}={value}" for name, value in (sampling | machine).items()]
+    file = tmp_path / "run.json"
+    flags = [*said, "--stop", "zz", "--ignore-eos", "--json", str(file)]
+    assert cli("-p", "abc", "--quiet", *flags)[0] == 0
+    record = json.loads(file.read_text())
+    wanted = sampling | {"stop": ["zz"], "ignore_eos": True}
+    assert set(wanted) == set(generate.SAMPLING_FLAGS)
+    params = {name: record["params"][name] for name in wanted}
+    assert params | {"stop": list(params["stop"])} == wanted
+    renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
+    options = {renamed.get(name, name): value for name, value in machine.items()}
+    assert record["backend"]["options"] == options | {"num_slots": 1}
 
 
 def test_flags_reach_the_sampling(cli):
@@ -170,13 +220,26 @@ def test_the_record_follows_its_schema(cli, tmp_path):
 
 
 def test_interactive_holds_a_conversation(cli, monkeypatch):
-    lines = "say:one\n\n/reset\nsay:two\n" + "x" * 600 + "\nsay:three\n/exit\nsay:four\n"
+    lines = "say:one\n\nsay:more\n/reset\nsay:two\n" + "x" * 600 + "\nsay:three\n/exit\nsay:four\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    asked, rendered = [], LLM.chat_prompt
+
+    def noted(self, messages):
+        asked.append([f"{m['role']} {m['content']}" for m in messages])
+        return rendered(self, messages)
+
+    monkeypatch.setattr(LLM, "chat_prompt", noted)
     code, out, err = cli("--interactive", "--quiet", "--system", "s")
-    assert code == 0 and out == "".join(
-        f"{word}\n[assistant]\n" for word in ("one", "two", "three")
-    )
+    one, more, two, three = (f"{word}\n[assistant]" for word in ("one", "more", "two", "three"))
+    assert code == 0 and out == "".join(f"{answer}\n" for answer in (one, more, two, three))
     assert err.count("error:") == 1 and "tokens and the context holds 512" in err
+    assert asked == [
+        ["system s", "user say:one"],
+        ["system s", "user say:one", f"assistant {one}", "user say:more"],
+        ["system s", "user say:two"],
+        ["system s", "user say:two", f"assistant {two}", f"user {'x' * 600}"],
+        ["system s", "user say:two", f"assistant {two}", "user say:three"],
+    ]
 
 
 def test_interactive_raw_continues_each_line_alone(cli, monkeypatch):

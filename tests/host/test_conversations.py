@@ -103,20 +103,20 @@ def test_the_stated_bound_holds_and_is_reached(folder, limit):
 # ---- random walks ----
 
 
-def walk(llm, seed, turns, say):
+def walk(llm, seed, rounds, say):
     """Turns of 4 conversations in random order, some cancelled; (prompt ids, tokens, cached) each.
 
-    A turn goes on where its conversation ended, or now and then drops its last tokens first.
+    A round goes on where its conversation ended, or now and then drops its last tokens first.
     """
     draw = random.Random(seed)
     system = llm.tokenizer.encode(say)
     talks = [[*system, *llm.tokenizer.encode(f"talk {i}: ")] for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    for turn in range(turns):
+    for number in range(rounds):
         talk = talks[draw.randrange(4)]
         if draw.random() < 0.25:
             del talk[max(len(system), len(talk) - draw.randint(1, 30)) :]
-        talk += llm.tokenizer.encode(f"and {turn}? ")
+        talk += llm.tokenizer.encode(f"and {number}? ")
         if len(talk) > 200:
             del talk[len(system) :]
             talk += llm.tokenizer.encode("again ")

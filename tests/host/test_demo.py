@@ -45,15 +45,15 @@ def plain_forward(model: Decoder, ids: list[int]) -> torch.Tensor:
     def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * gain
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        turned = x.clone()
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        rotated = x.clone()
         for t in range(len(x)):
             for k in range(width // 2):
                 angle = t * shape.rope_theta ** (-2 * k / width)
                 a, b = x[t, 2 * k].item(), x[t, 2 * k + 1].item()
-                turned[t, 2 * k] = a * math.cos(angle) - b * math.sin(angle)
-                turned[t, 2 * k + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return turned
+                rotated[t, 2 * k] = a * math.cos(angle) - b * math.sin(angle)
+                rotated[t, 2 * k + 1] = a * math.sin(angle) + b * math.cos(angle)
+        return rotated
 
     def attention(x: torch.Tensor, prefix: str, lane: int) -> torch.Tensor:
         q, k, v = (
@@ -62,7 +62,7 @@ def plain_forward(model: Decoder, ids: list[int]) -> torch.Tensor:
         heads = []
         for first in range(0, q.shape[1], width):
             part = slice(first, first + width)
-            scores = turn(q[:, part]) @ turn(k[:, part]).T / math.sqrt(width)
+            scores = rotate(q[:, part]) @ rotate(k[:, part]).T / math.sqrt(width)
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
             heads.append(scores.softmax(-1) @ v[:, part])
         return torch.cat(heads, 1) @ weights[f"{prefix}.attention.wo.weight"][lane].T
@@ -88,8 +88,8 @@ def plain_forward(model: Decoder, ids: list[int]) -> torch.Tensor:
                 if layer < shape.delay:
                     streams[i] = streams[i] + math.sqrt(shape.num_lanes) * own
                 else:
-                    past = raw[name, layer - shape.delay]
-                    streams[i] = streams[i] + own + sum(past[j] for j in lanes if j != i)
+                    delayed = raw[name, layer - shape.delay]
+                    streams[i] = streams[i] + own + sum(delayed[j] for j in lanes if j != i)
     final = [norm(stream, weights["model.norm.weight"]) for stream in streams]
     return sum(final) / shape.num_lanes @ weights["lm_head.weight"].T
 

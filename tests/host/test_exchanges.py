@@ -28,33 +28,11 @@ from kog_triton.schedule.exchanges import (
 )
 from kog_triton.schedule.schedule import Scope, build
 from kog_triton.schedule.topology import GPUS
+from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
-from tests.lib.ring_walker import spec_of
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-MODELS = {
-    "plain": spec_of(),
-    "laneformer": named_shape("laneformer-2b"),
-    "one layer of two lanes": spec_of(num_layers=1, num_lanes=2, reduce_mlp=(OWN,)),
-    **{f"lanes, {head.name}": mixed_lanes(head) for head in Head},
-}
 ENDS = ("plain", "lanes, MEAN", "lanes, CONCAT")  # the ways in which tokens end
-KERNELS = ("decode", "columns", "triton", "prompt")
-
-
-def kernel_of(spec, which):
-    schedule = build(spec)
-    if which in ("triton", "prompt"):
-        tiles = triton.lower_tiles(schedule, 132, 1024)
-        make = triton.decode_kernel if which == "triton" else triton.prompt_kernel
-        return make(tiles, schedule)
-    lowering = lower(schedule, GPUS["h200"])
-    return decode_kernel(lowering, 4) if which == "decode" else column_kernel(lowering, 4, 8)
-
-
-def change(kernel, name, **changes):
-    changed = (replace(e, **changes) if e.name == name else e for e in kernel.exchanges)
-    return replace(kernel, exchanges=tuple(changed))
 
 
 def without_fence(kernel, step):
@@ -75,7 +53,7 @@ def test_every_exchange_of_every_kernel_is_proved(model, which):
         ("decode", "winner"),
         ("columns", "attention_out_sent"),
         ("columns", "winner"),
-        ("triton", "votes"),
+        ("triton", "all_reduce"),
         ("triton", "winner"),
         ("prompt", "arrivals"),
         ("prompt", "attention_out"),
@@ -85,7 +63,7 @@ def test_one_buffer_fewer_is_refused(which, name):
     kernel = kernel_of(named_shape("laneformer-2b"), which)
     fewer = change(kernel, name, buffers=kernel.exchange(name).buffers - 1)
     with pytest.raises(ModelError, match=f"{name}: [0-9] buffers rotate, and .* could rewrite one"):
-        check_kernel(fewer, ends=name in ("winner", "votes"))
+        check_kernel(fewer, ends=name in ("winner", "all_reduce"))
 
 
 def test_outputs_for_all_lanes_need_two_buffers_beside_layers_that_need_none():

@@ -183,8 +183,8 @@ def test_permuting_lanes_leaves_logits_unchanged(tmp_path):
     want = plain_forward(config, tensors, ids)
     shared = ("model.tok_embeddings.weight", "lm_head.weight")
     order = torch.tensor([2, 0, 3, 1])
-    turned = {n: t if n in shared else t[order] for n, t in tensors.items()}
-    assert_same_logits(tiny.save_folder(tmp_path, config, turned), ids, want)
+    reordered = {n: t if n in shared else t[order] for n, t in tensors.items()}
+    assert_same_logits(tiny.save_folder(tmp_path, config, reordered), ids, want)
 
 
 def test_all_early_communication_is_a_plain_llama(tmp_path):

@@ -15,10 +15,11 @@ from tests import ROOT
 PACKAGE = ROOT / "kog_triton"
 MAX_LINES = 600
 
-# room -> the rooms it may import from; the others (engine, LLM, doors) may import any of these
-BASE = {"errors"}
+# room -> the rooms it may import from; the others (engine, LLM, entry points) may import any of these
+BASE = {"errors", "json_file"}
 ARROWS = {
     "errors": set(),
+    "json_file": {"errors"},
     "model": BASE,
     "schedule": BASE | {"model"},
     "sampling": BASE,
@@ -30,6 +31,7 @@ ARROWS = {
 # modules and packages below kog_triton
 NO_TORCH = (
     "errors",
+    "json_file",
     "model",
     "schedule",
     "sampling",
@@ -40,7 +42,7 @@ NO_TORCH = (
     "checkpoint.hub",
     "cli.command",
 )
-DOORS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
+ENTRY_POINTS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -115,6 +117,26 @@ def test_arrows_point_one_way():
     assert not offenders(lambda m: room(m) in ARROWS, beyond)
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """An import inside a function, or for types alone, counts; `from package import file` names the file."""
+    named = {}
+    for module, path in MODULES.items():
+        found = imports(path) & set(MODULES)
+        packages = {name for name in found if MODULES[name].name == "__init__.py"}
+        holding = {name for name in packages if any(n.startswith(f"{name}.") for n in found)}
+        named[module] = found - holding
+
+    def reached_from(module):
+        seen, todo = set(), [module]
+        while todo:
+            new = named[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    assert not {module for module in MODULES if module in reached_from(module)}
+
+
 def test_what_needs_no_torch_imports_none():
     def heavy(module, name):
         return name.split(".")[0] in ("torch", "triton", "cupy", "transformers")
@@ -147,23 +169,32 @@ def test_only_entry_points_name_a_backend():
     assert not offenders(lambda m: room(m) != "backends", lambda m, name: backend(name))
 
 
-def test_doors_are_at_the_end_of_the_arrows():
-    """Only doors and what they share open doors, and `kog` finds its commands by name."""
+def test_entry_points_are_at_the_end_of_the_arrows():
+    """Only entry points and what they share import entry points, and `kog` finds its commands by name."""
 
-    def door(module, name):
-        return name in MODULES and room(name) in DOORS - {room(module)}
+    def entry_point(module, name):
+        return name in MODULES and room(name) in ENTRY_POINTS - {room(module)}
 
-    def shared_by_doors(module, name):
+    def shared_by_entry_points(module, name):
         return room(name) == "cli"
 
-    assert not offenders(lambda m: room(m) not in DOORS | {"cli"}, door)
-    assert not offenders(lambda m: room(m) not in DOORS | {"cli", "profiling"}, shared_by_doors)
-    assert not offenders(lambda m: room(m) == "__main__", door)
+    assert not offenders(lambda m: room(m) not in ENTRY_POINTS | {"cli"}, entry_point)
+    assert not offenders(
+        lambda m: room(m) not in ENTRY_POINTS | {"cli", "profiling"}, shared_by_entry_points
+    )
+    assert not offenders(lambda m: room(m) == "__main__", entry_point)
 
 
 def test_nothing_imports_the_tests():
     own = {path.stem for path in sources(ROOT / "tests")} | {"tests", "pytest"}
     assert not offenders(lambda m: True, lambda m, name: name.split(".")[0] in own)
+
+
+def test_test_files_import_no_test_file():
+    """But for the one that asks whether the faults of other tests can still be planted."""
+    files = [path for path in sources(ROOT / "tests") if path.parent.name != "fuzz"]
+    found = {path.name for path in files if any(".test_" in name for name in imports(path))}
+    assert found == {"test_cuda_planting.py"}
 
 
 def dangerous(node):

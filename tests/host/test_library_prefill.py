@@ -225,15 +225,15 @@ def without_bias(x, w, bias):
     return PRODUCT(x, w, None)
 
 
-def early(self, x, o, how, past):
+def early(self, x, o, how, delayed):
     """What should arrive `delay` layers late arrives one layer late."""
     if how is DELAYED:
-        past[0] = past[-1]
-    JOIN(self, x, o, how, past)
+        delayed[0] = delayed[-1]
+    JOIN(self, x, o, how, delayed)
 
 
-def plain_sum(self, x, o, how, past):
-    JOIN(self, x, o, NOW if how is OWN else how, past)
+def plain_sum(self, x, o, how, delayed):
+    JOIN(self, x, o, NOW if how is OWN else how, delayed)
 
 
 def gate_alone(x, inplace=False):

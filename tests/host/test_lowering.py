@@ -45,7 +45,7 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
     spec, shards = reference.spec, reference.schedule.num_shards
     kv = kv or [None] * spec.num_layers
     x = reference.run_stage("embed", 0, {"token_ids": torch.tensor([token])})["x"]
-    past = {"o_proj": [], "down_proj": []}
+    outputs = {"o_proj": [], "down_proj": []}
 
     def same(got, want, what):
         want = want.reshape(shards, -1).numpy()
@@ -76,9 +76,9 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
                 same(seen["mlp"], mlp, f"mlp of layer {layer}")
             state = {source: tensor(source), "x": x}
             if reference.schedule.reduce(stage, layer) is Reduce.DELAYED:
-                state["past"] = past[stage][layer - spec.delay]
+                state["delayed"] = outputs[stage][layer - spec.delay]
             done = reference.run_stage(stage, layer, state)
-            past[stage].append(done[target])
+            outputs[stage].append(done[target])
             joined = done["x"].expand(shards, -1, -1)
             same(seen[f"x_after_{stage}"], joined, f"x after {stage} of layer {layer}")
             x = tensor(f"x_after_{stage}")

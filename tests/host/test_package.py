@@ -4,10 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
 from tests import ROOT
@@ -52,9 +52,9 @@ def python(wheel, tmp_path_factory):
     run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home.parent)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(new, "-c", code, cwd=home.parent).stdout.strip())
-    # Named in a .pth file, our packages are found while the .pth files among them are not read: so
-    # the editable install of the checkout does not take part.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Named in a .pth file, the packages beside numpy are found while the .pth files among them are not read:
+    # so the editable install of the checkout does not take part.
+    (site / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
     return new
 
 

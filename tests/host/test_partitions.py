@@ -71,7 +71,7 @@ def test_the_block_that_reads_most_says_whether_the_stream_sets_the_pace():
     lowering = lower(build(spec), H200)
     head = lowering.schedule.stage("lm_head")
     layer = [
-        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.place(head, b))
+        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.group_index(head, b))
         for b in range(lowering.num_blocks)
     ]
     assert layer[0] < 2 * lowering.ring_chunks < max(layer)
@@ -113,10 +113,10 @@ def test_fragment_layout_is_the_stated_one(high, hidden):
     stage = lowering.schedule.stage("qkv_proj" if high == 8 else "down_proj")
     assert lowering.fragment(stage) == (high, 8 // high * lowering.frag_k)
     wide = lowering.fragment(stage)[1]
-    from kog_triton.schedule.packing import pack_stage
+    from kog_triton.schedule.packing import pack_blocks
 
     w = np.arange(stage.rows * stage.cols, dtype=np.uint16).reshape(stage.rows, stage.cols)
-    chunks = pack_stage(lowering, stage, 0, 1, 0, w)
+    (chunks,) = pack_blocks(lowering, stage, 0, [1], 0, w)
     tiling, rows = lowering.tilings[stage.name], lowering.block_rows(stage, 0, 1)
     flat = chunks.reshape(-1, 16, high, wide)
     steps = lowering.steps(stage)
@@ -129,14 +129,14 @@ def test_fragment_layout_is_the_stated_one(high, hidden):
 
 
 def test_packing_with_torch_equals_numpy():
-    from kog_triton.schedule.packing import pack_stage
+    from kog_triton.schedule.packing import pack_blocks
 
     lowering = lower(build(spec_of()), H200, 12)
     for stage in matrix_stages(lowering.schedule):
         w = np.random.default_rng(1).integers(0, 2**15, (stage.rows, stage.cols)).astype(np.int16)
         for block in (0, 7):
-            ours = pack_stage(lowering, stage, 2, block, 0, w)
-            theirs = pack_stage(lowering, stage, 2, block, 0, torch.from_numpy(w))
+            ours = pack_blocks(lowering, stage, 2, [block], 0, w)
+            theirs = pack_blocks(lowering, stage, 2, [block], 0, torch.from_numpy(w))
             np.testing.assert_array_equal(ours, theirs.numpy())
 
 

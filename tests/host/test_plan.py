@@ -6,6 +6,7 @@ import pytest
 
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.plan import main
+from kog_triton.schedule.cuda import WARPS
 from tests.lib import tiny
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
@@ -37,6 +38,11 @@ def table(text):
         cells = re.split(r"\s{2,}", line)
         rows[cells[0]] = dict(zip(names, cells, strict=False))
     raise AssertionError("the table has no end")
+
+
+def split_warps(cell):
+    """(K parts, groups of rows) of a cell such as "8 x 2"."""
+    return map(int, cell.split(" x "))
 
 
 def matrix_bytes(spec):
@@ -74,6 +80,9 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     rows, spec = table(out), named_shape(shape)
     mixes = ["mix"] if spec.num_lanes > 1 else []
     assert list(rows) == [*STAGES, *mixes, "lm_head", "sample"]
+    if device == "h200":
+        warps = [row["warps K x rows"] for row in rows.values() if "warps K x rows" in row]
+        assert len(warps) == 5 and all(k * by == WARPS for k, by in map(split_warps, warps))
     read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
     assert read == pytest.approx(matrix_bytes(spec) / 1e6, abs=0.3)
     assert int(rows["qkv_proj"]["runs"]) == spec.num_layers

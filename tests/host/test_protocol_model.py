@@ -9,7 +9,7 @@ import pytest
 
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.exchanges import Exchange, Kernel, Of, Reader, check_kernel, fewest_buffers
-from tests.host.test_exchanges import KERNELS, MODELS, change, kernel_of
+from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.protocol_model import Machine, Op, programs_of
 

@@ -131,5 +131,21 @@ def test_every_file_in_the_tree_exists():
         assert any((home / path).exists() for home in (ROOT, ROOT / "kog_triton")), path
 
 
+def test_every_file_that_contributing_names_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w./]+/[\w./]*|\.ci/\w+)`", text)
+    assert len(paths) > 50
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(re.search(r"`tests/[^`]+` \|$", line) for line in table[2:])  # behind its head
+
+
+def test_what_contributing_runs_is_the_host_s_tests():
+    words = "python -m pytest -q -m host -n 2"
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert words in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert any(marker.startswith("host: ") for marker in markers["markers"])
+
+
 def test_the_number_of_faults_is_right():
     assert f"plants {len(faults.FAULTS)} errors" in README

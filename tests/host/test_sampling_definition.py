@@ -11,7 +11,7 @@ import pytest
 
 from kog_triton.errors import RequestError
 from kog_triton.sampling import History, SamplingParams, fixed, sample
-from kog_triton.sampling.definition import NOISE_SCALE, adjust, inverse_temperature, survivors
+from kog_triton.sampling.definition import adjust, inverse_temperature, survivors
 from kog_triton.sampling.philox import random_words
 from tests.lib.sampling_cases import VOCAB, bitmask, make_logits, params_of
 
@@ -61,7 +61,7 @@ def draw_many(edited: np.ndarray, params: SamplingParams, positions: np.ndarray)
     ids = np.flatnonzero(edited > -np.inf) if ids is None else ids
     words = random_words(ids[None], positions[:, None], 0, params.seed)
     keys = edited[ids].astype(np.float64) * inverse_temperature(params)
-    return ids[(keys[None] + fixed.gumbel(words) * NOISE_SCALE).argmax(axis=1)]
+    return ids[(keys[None] + fixed.gumbel(words) * fixed.NOISE_SCALE).argmax(axis=1)]
 
 
 def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -144,7 +144,7 @@ def test_keys_closer_than_floating_point_are_compared_exactly():
     params, float_is_wrong = params_of(2), 0
     for position in range(300):
         words = random_words(np.arange(2), position, 0, params.seed)
-        gap = (fixed.gumbel(words) * NOISE_SCALE) @ [1, -1]
+        gap = (fixed.gumbel(words) * fixed.NOISE_SCALE) @ [1, -1]
         rough = -np.log(-np.log((words + 0.5) / 2.0**32))
         for step in (-2, -1, 0, 1, 2):
             logits = np.array([0, gap], np.float32)

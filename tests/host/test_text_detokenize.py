@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kog_triton.text import Tokenizer
+from kog_triton.text import Detokenizer, Tokenizer
 from tests.lib.text_samples import KINDS, SPECIAL_TOKENS, make_tokenizer
 
 LOADED = {kind: Tokenizer(make_tokenizer(kind)) for kind in KINDS}
@@ -21,7 +21,7 @@ TEXTS = [
 
 
 def stream(tokenizer: Tokenizer, pieces: list[list[int]], skip: bool) -> list[str]:
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.feed(piece) for piece in pieces), detokenizer.finish()]
 
 
@@ -98,7 +98,7 @@ def test_text_comes_as_soon_as_it_is_certain():
 
 
 def test_finish_ends_once():
-    detokenizer = LOADED["byte_level"].detokenizer()
+    detokenizer = Detokenizer(LOADED["byte_level"])
     tokenizer = LOADED["byte_level"]
     lead = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xf0")
     assert detokenizer.feed(lead) == ""

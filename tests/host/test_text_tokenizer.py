@@ -109,9 +109,9 @@ def test_missing_and_broken_files_are_named(tmp_path):
         Tokenizer.load(tmp_path)
     assert "\n" not in str(error.value)
     make_tokenizer("byte_level").save(str(tmp_path / "tokenizer.json"))
-    for content, word in [("{", "readable JSON"), ("[1]", "holds a list"), ("\xff", "JSON")]:
+    for content, word in [("{", "valid JSON"), ("[1]", r"found \[1\]"), ("\xff", "JSON")]:
         (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
-        with pytest.raises(ModelError, match=f"tokenizer_config.json .*{word}"):
+        with pytest.raises(ModelError, match=f"tokenizer_config.json: .*{word}"):
             Tokenizer.load(tmp_path)
     for bad in [{"added_tokens_decoder": {"x": {"content": "a"}}}, {"added_tokens_decoder": [1]}]:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(bad))

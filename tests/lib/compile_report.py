@@ -54,7 +54,6 @@ def compile_report(
     target: str,
     num_blocks: int = 128,
     max_context: int = 4096,
-    depth: int = 1,
     rules: bool = False,
     chunks: bool = False,
     stage: str = "",
@@ -65,7 +64,7 @@ def compile_report(
     in chunks; with a `stage`, that of run_stage.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
-    tiles = lower_tiles(build(spec), num_blocks, max_context, vendor, depth)
+    tiles = lower_tiles(build(spec), num_blocks, max_context, vendor)
     half = "*fp16" if tiles.f16 else "*bf16"
     types = dict.fromkeys(Pointers._fields, "*i32") | {"limit": "i32"}
     types |= dict.fromkeys(HALVES, half)

@@ -64,7 +64,7 @@ def serve(backend, *requests):
 
 
 def run(backend, *requests):
-    """The same of requests that go well, without the times at which they were said."""
+    """What `serve` gives for requests that go well, without the times of their tokens."""
     return {slot: timeless(steps) for slot, steps in serve(backend, *requests).items()}
 
 
@@ -169,7 +169,7 @@ def interrupt(backend, monkeypatch, word, *requests):
 
 
 def staggered(backend, requests):
-    """The same steps from different positions on: what every other slot begins with is there already."""
+    """The requests' steps where every other slot begins with its prompt in the cache already."""
     out = []
     for r in requests:
         cached = len(r.prompt) - 1 if r.slot % 2 else 0

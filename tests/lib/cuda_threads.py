@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
+from kog_triton.backends.cuda.layout.protocol import TENSORS
 
 from kog_triton.backends.request_words import encode
 from kog_triton.schedule.schedule import build
@@ -75,7 +76,7 @@ class ThreadWalk(Walk):
 
     def _launch(self, slots, seed, limit, **others):
         m = self.memory
-        tensors = {name: getattr(m, name) for name in memory.TENSORS} | others
+        tensors = {name: getattr(m, name) for name in TENSORS} | others
         pointers = m.pointers(slots, limit, UNLIMITED)
         at = -(-ctypes.sizeof(pointers) // ALIGNMENT) * ALIGNMENT
         places = {}
@@ -106,7 +107,7 @@ class ThreadWalk(Walk):
 
 
 class ColumnThreadWalk(ThreadWalk):
-    """The same of a kernel of several columns: requests, or positions of one prompt if it is a `chunk`."""
+    """ThreadWalk of a kernel of several columns: requests, or positions of one prompt if it is a `chunk`."""
 
     source = "columns.cu"
 

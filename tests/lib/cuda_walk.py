@@ -12,17 +12,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-
-import kog_triton.backends
-from kog_triton.schedule.cuda import lower
-from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
-from tests import ROOT
-from tests.lib.compiled import made_once, version_of
-
-if str(ROOT / "backends") not in kog_triton.backends.__path__:
-    kog_triton.backends.__path__.append(str(ROOT / "backends"))
-
 from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.chunks import POSITIONS
@@ -36,6 +25,11 @@ from kog_triton.backends.pace import Pace
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
 from kog_triton.backends.token_words import NUMBER_MASK
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests import ROOT
+from tests.lib.compiled import made_once, version_of
 
 HERE = Path(__file__).parent / "cuda_host"
 INCLUDE = ROOT / "backends/cuda/include"
@@ -229,7 +223,7 @@ class FiberLaunch(threading.Thread):
 
 
 class FiberBackend(CudaBackend):
-    """The CUDA backend with the emulated GPU in the place of a real one; requests take turns."""
+    """The CUDA backend with the emulated GPU in place of a real one; requests go round robin."""
 
     column_counts = ()
     chunk_positions = 0
@@ -240,7 +234,7 @@ class FiberBackend(CudaBackend):
 
     def __init__(self, weights, options, num_blocks=2, seed=0):
         self._seed = seed
-        # The kernel's own prefill is what is on trial, unless another is asked for.
+        # The kernel's own prefill is what is tested, unless another is asked for.
         prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
         self.wait_ticks = 1 << 20  # rounds
@@ -261,7 +255,7 @@ class FiberBackend(CudaBackend):
 
 
 class ColumnBackend(FiberBackend):
-    """The same with kernels of columns, compiled before anybody asks."""
+    """FiberBackend with kernels of columns, compiled before a request comes."""
 
     def __init__(self, weights, options, num_blocks=2, seed=0, counts=COUNTS):
         self.column_counts = counts
@@ -274,7 +268,7 @@ class ColumnBackend(FiberBackend):
 
 
 class ChunkBackend(FiberBackend):
-    """The same with prompts in chunks of so many positions; requests take turns."""
+    """FiberBackend with prompts in chunks of so many positions; requests go round robin."""
 
     def __init__(self, weights, options, num_blocks=2, seed=0, positions=POSITIONS):
         self.chunk_positions = positions

@@ -25,7 +25,7 @@ WEIGHTS = r"\bHMMA"  # what multiplies them
 WORDS = r"\bLDG.*STRONG\.GPU"  # what asks for other blocks' words
 
 
-def in_turn(names):
+def one_always(names):
     """Shapes whose kernels are compiled: one and the odd one always, the others with the slow tests."""
     always = ("llama-3.2-1b", "odd")
     return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]

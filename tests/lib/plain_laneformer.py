@@ -13,8 +13,8 @@ def rms_norm(x, gain, eps):
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
 
-def turn(x, angles):
-    """Neighbors (2k, 2k + 1) of x [tokens, d] as complex numbers, turned by [tokens, d / 2]."""
+def rotate(x, angles):
+    """Neighbors (2k, 2k + 1) of x [tokens, d] as complex numbers, rotated by [tokens, d / 2]."""
     z = torch.view_as_complex(x.reshape(x.shape[0], -1, 2).contiguous())
     return torch.view_as_real(z * torch.exp(1j * angles)).reshape(x.shape)
 
@@ -28,8 +28,8 @@ def attention(x, wq, wk, wv, wo, d, angles, window):
     out = []
     for h in range(heads):
         g = h // (heads // kv_heads)
-        qh = turn(q[:, h * d : (h + 1) * d], angles)
-        kh = turn(k[:, g * d : (g + 1) * d], angles)
+        qh = rotate(q[:, h * d : (h + 1) * d], angles)
+        kh = rotate(k[:, g * d : (g + 1) * d], angles)
         score = (qh @ kh.T / math.sqrt(d)).masked_fill(~seen, -math.inf)
         out.append(torch.softmax(score, -1) @ v[:, g * d : (g + 1) * d])
     return torch.cat(out, -1) @ wo.T
@@ -71,8 +71,8 @@ def plain_forward(config, tensors, token_ids):
             elif layer < delay or not on:
                 h[lane] = h[lane] + math.sqrt(lanes) * out[lane]
             else:
-                past = raw[kind][layer - delay]
-                h[lane] = h[lane] + out[lane] + sum(past) - past[lane]
+                delayed = raw[kind][layer - delay]
+                h[lane] = h[lane] + out[lane] + sum(delayed) - delayed[lane]
 
     for layer in range(layers):
         p = f"model.layers.{layer}."

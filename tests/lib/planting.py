@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kog_triton.backends.triton.kernel import (
+    all_reduce,
     attention,
     chunk,
     chunk_attention,
@@ -26,14 +27,13 @@ from kog_triton.backends.triton.kernel import (
     sample,
     slots,
     sync,
-    trials,
-    votes,
+    top_p_check,
     words,
 )
 
 DEVICE_MODULES = (
-    sync, words, matvec, attention, residual, layer, noise, slots, sample, votes, trials, edits, logprobs, head,
-    columns, chunk_attention, chunk, decode,
+    sync, words, matvec, attention, residual, layer, noise, slots, sample, all_reduce, top_p_check, edits,
+    logprobs, head, columns, chunk_attention, chunk, decode,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}
 

@@ -20,10 +20,11 @@ from kog_triton.schedule.schedule import Stage
 class Stream:
     """One block's weights: chunks in order, each taken once."""
 
-    def __init__(self, arena: np.ndarray, extents, dtype: DType):
-        self.arena, self.dtype = arena, dtype
-        self.addresses = [e.address + i * e.stride for e in extents for i in range(e.count)]
-        self.bytes = extents[0].bytes
+    def __init__(self, arena: np.ndarray, lowering: CudaLowering, rank: int, block: int):
+        self.arena, self.dtype = arena, lowering.schedule.spec.dtype
+        self.bytes = lowering.chunk_bytes
+        count = lowering.block_chunks(block, rank)
+        self.addresses = [(i * lowering.num_blocks + block) * self.bytes for i in range(count)]
         self.at = 0
 
     def take(self) -> np.ndarray:
@@ -90,7 +91,7 @@ class RingWalker:
             exact,
         )
         self.streams = {
-            (rank, block): Stream(arenas[rank], lowering.extents(block, rank), self.spec.dtype)
+            (rank, block): Stream(arenas[rank], lowering, rank, block)
             for rank in range(self.s.num_ranks)
             for block in range(lowering.num_blocks)
         }
@@ -129,9 +130,9 @@ class RingWalker:
                 if name == "o_proj":
                     self._attention(layer, it, position)
                 stage = s.stage(name)
-                past = self._past(stage, layer, it)
+                delayed = self._delayed(stage, layer, it)
                 for key in self.streams:
-                    self._matvec_block(stage, layer, it, key, x[key], source, target, past)
+                    self._matvec_block(stage, layer, it, key, x[key], source, target, delayed)
                 if target.endswith("_out"):
                     for key in self.streams:
                         self._join(stage, layer, it, key, x)
@@ -151,10 +152,10 @@ class RingWalker:
 
     # ---- stages ----
 
-    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, past) -> None:
+    def _matvec_block(self, stage: Stage, layer, it, key, x, source, target, delayed) -> None:
         rank, block = key
         shard = self.lo.shard(stage, block, rank)
-        place = self.lo.place(stage, block)
+        place = self.lo.group_index(stage, block)
         rows = self.lo.block_rows(stage, layer, place, rank)
         scale = 1.0
         if source == "x":
@@ -181,12 +182,12 @@ class RingWalker:
             if target + "_past" in self.buffers:
                 self.buffers[target + "_past"].publish(it, shard, ids[0], values)
             if how is Reduce.DELAYED:
-                values = values + past[shard][ids]
+                values = values + delayed[shard][ids]
             elif how is Reduce.OWN:
                 values = values * np.sqrt(self.spec.num_lanes)
         self.buffers[target].publish(it, shard, ids[0], values)
 
-    def _past(self, stage, layer, it):
+    def _delayed(self, stage, layer, it):
         """What the other lanes sent `delay` layers ago, for every shard."""
         if (
             not stage.target.endswith("_out")
@@ -270,7 +271,7 @@ class RingWalker:
         logits = np.full(spec.vocab_size, np.nan)
         for rank, block in self.streams:
             shard = self.lo.shard(stage, block, rank)
-            rows = self.lo.block_rows(stage, 0, self.lo.place(stage, block), rank)
+            rows = self.lo.block_rows(stage, 0, self.lo.group_index(stage, block), rank)
             if spec.head is Head.VOCAB_PARALLEL:
                 inputs, first = self._normed(streams[shard], shard), shard * stage.rows
             else:
@@ -307,7 +308,7 @@ class RingWalker:
 
 def pack_model(lowering: CudaLowering, weights) -> tuple:
     """Arenas of every rank and the small tensors, from canonical weights {name: float32 array}."""
-    from kog_triton.schedule.packing import pack_stage
+    from kog_triton.schedule.packing import pack_blocks
     from kog_triton.schedule.schedule import Op, Scope
     from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 
@@ -317,7 +318,7 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
         arena = np.zeros(
             lowering.stream_chunks(rank) * lowering.num_blocks * lowering.chunk_bytes, np.uint8
         )
-        cursors = {b: lowering.extents(b, rank)[0].address for b in range(lowering.num_blocks)}
+        cursors = {b: b * lowering.chunk_bytes for b in range(lowering.num_blocks)}
         for segment in s.segments:
             for layer in range(segment.repeat):
                 for stage in segment.stages:
@@ -333,7 +334,7 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
                         if stage.scope is Scope.ALL:
                             first, last = s.head_rows(rank)
                             w = w[first:last]
-                        chunks = pack_stage(lowering, stage, layer, block, rank, w)
+                        (chunks,) = pack_blocks(lowering, stage, layer, [block], rank, w)
                         for chunk in chunks:
                             at = cursors[block]
                             arena[at : at + lowering.chunk_bytes] = chunk.reshape(-1).view(np.uint8)
@@ -384,5 +385,5 @@ def spec_of(**changes) -> ModelSpec:
 
 
 def f16_spec(**changes) -> ModelSpec:
-    """The same in float16."""
+    """As `spec_of`, in float16."""
     return spec_of(dtype=DType.F16, **changes)

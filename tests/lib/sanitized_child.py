@@ -14,7 +14,7 @@ from kog_triton.backends.cuda import jit
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout import header
 
-from kog_triton.backends import BackendOptions, heart
+from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, ModelSpec
@@ -162,7 +162,7 @@ def main(case: str, fault: str, folder: str) -> None:
     edits = [edit for name in fault.split("+") for edit in EDITS.get(name, ())]
     if edits:
         jit.INCLUDE = plant(Path(folder), *edits)
-    heart.SILENCE_S *= PATIENCE
+    watchdog.SILENCE_S *= PATIENCE
     CASES[case](fault)
 
 

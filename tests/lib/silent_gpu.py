@@ -8,15 +8,15 @@ from kog_triton.errors import DeviceError
 
 
 def assert_shut(backend):
-    """No door opens any more, and each says what to do."""
-    doors = [
+    """No entry point works any more, and each says what to do."""
+    entry_points = [
         lambda: backend.generate(Mailbox()),
         lambda: backend.forward_logits([1, 2]),
         lambda: backend.run_stage("embed", 0, {}),
         lambda: backend.time_stage("embed", 0, {}, lambda: None),
     ]
     if isinstance(backend, Profiler):
-        doors.append(lambda: backend.profile([1, 2], 1))
-    for door in doors:
+        entry_points.append(lambda: backend.profile([1, 2], 1))
+    for entry_point in entry_points:
         with pytest.raises(DeviceError, match=r"^the GPU fell silent .* open a new LLM or,[^\n]*$"):
-            door()
+            entry_point()

@@ -43,7 +43,6 @@ def lanes(reduce: tuple[Reduce, ...], delay: int, head: Head = Head.MEAN, **chan
 class Case:
     spec: ModelSpec
     num_blocks: int = 4
-    depth: int = 1
     tokens: tuple[int, ...] = PROMPT
     split_least: int = 16  # attention.SPLIT_LEAST, BLOCK_N and FEW: small ones give a short context
     block_n: int = 64  # what a long one has
@@ -53,7 +52,7 @@ class Case:
 def backend_of(case: Case, weights=None, limit: int = 1 << 22, num_slots: int = 1) -> TritonBackend:
     options = BackendOptions(max_context=16, num_slots=num_slots)
     weights = weights or ArrayWeights(case.spec)
-    backend = TritonBackend(weights, options, case.num_blocks, case.depth, CPU)
+    backend = TritonBackend(weights, options, case.num_blocks, CPU)
     backend.memory.pointers = backend.memory.pointers._replace(limit=limit)
     return backend
 

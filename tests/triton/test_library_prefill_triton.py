@@ -46,14 +46,14 @@ def test_fused_kernels_compute_the_same(name, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["normed", "turned", "gated"])
+@pytest.mark.parametrize("kernel", ["normed", "rotated", "gated"])
 def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
     from kog_triton.backends.prefill import fused as kernels
 
     right = getattr(kernels, kernel)
     wrong = {
         "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
-        "turned": lambda qkv, norms, rope, spec, first, cache: right(
+        "rotated": lambda qkv, norms, rope, spec, first, cache: right(
             qkv, None, rope, spec, first, cache
         ),
         "gated": lambda h: right(h.flip(-1)),
@@ -77,7 +77,7 @@ def test_the_triton_kernel_goes_on_from_it():
     prompt = (3, 42, 12, 7, 8)
 
     def serve(prefill):
-        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, 1, CPU)
+        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, CPU)
         kv = backend.memory.pointers.kv[0]
         mailbox = Mailbox()
         params = SamplingParams(temperature=0)

@@ -22,9 +22,9 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.host import launcher
+from kog_triton.backends.triton.host.admission import admit
 from kog_triton.backends.triton.host.backend import IN_CHUNKS
-from kog_triton.backends.triton.host.seats import seat
-from kog_triton.backends.triton.kernel import chunk, chunk_attention, cut
+from kog_triton.backends.triton.kernel import chunk, chunk_attention, partition
 from kog_triton.backends.triton.kernel.slots import HOST, YIELD
 from kog_triton.errors import RunError
 from kog_triton.model.spec import DType, Head, Reduce
@@ -86,9 +86,9 @@ def run_chunks(backend, seed: int, memory: str) -> torch.Tensor:
     """Keys and values of AHEAD tokens, as `expected`: chunk after chunk, each in a launch that has to yield."""
     pointers = backend.memory.pointers
     pointers.kv.fill_(torch.nan)
-    seat(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1), 0)
+    admit(pointers, backend.tiles, Request(0, TOKENS[: AHEAD + 1], GREEDY, 0, 1), 0)
     pointers.mailbox[0, HOST] = YIELD.value
-    pointers.turns[:2] = torch.tensor([1, 0])
+    pointers.slot_order[:2] = torch.tensor([1, 0])
     while pointers.states[0, 0, 0] < AHEAD:
         before = pointers.states[:, :, 0].clone()
         with concurrent(seed, memory):
@@ -149,8 +149,8 @@ def test_what_stood_there_before_does_not_matter():
     backend.memory.pointers.chunk.fill_(torch.nan)
     tiles, half = backend.tiles, backend.memory.pointers.half_chunk
     for name, stage in (("x", 0), ("attention", 1), ("mlp", 3)):
-        rows, wide = tiles.lanes * tiles.columns, cut.width(tiles, stage)
-        at = cut.begins(tiles, name)
+        rows, wide = tiles.lanes * tiles.columns, partition.width(tiles, stage)
+        at = partition.begins(tiles, name)
         half[at : at + rows * wide].view(rows, wide)[:, : tiles.stages[stage].cols] = torch.nan
     assert error_of(case, run_chunks(backend, 0, "sc")) < 1
 
@@ -290,8 +290,8 @@ FAULTS = {
     "the window is one position long": Fault(
         "chunk_attention", "pos + token - window, -1)", "pos + token - window - 1, -1)", "window",
     ),
-    "keys are appended unturned": Fault(
-        "chunk_attention", "lower, upper = turned(lower, upper, gains + D", "_ = turned(lower, upper, gains + D",
+    "keys are appended unrotated": Fault(
+        "chunk_attention", "lower, upper = rotated(lower, upper, gains + D", "_ = rotated(lower, upper, gains + D",
         "qwen3",
     ),
     "the cache is not looked at": Fault(

@@ -51,13 +51,16 @@ def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, 
     assert TritonBackend.availability().ok
     assert _known_gpu(DEVICE) is None and _blocks(None, DEVICE) == multiprocessors
     for shape in ("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b"):
-        tiles = lower_tiles(build(named_shape(shape)), multiprocessors, 4096, "nvidia", 1)
+        tiles = lower_tiles(build(named_shape(shape)), multiprocessors, 4096, "nvidia")
         assert 0.75 * multiprocessors <= tiles.num_blocks <= multiprocessors
-        for cut in tiles.stages:
-            blocks = tiles.num_blocks if cut.name == "lm_head" else tiles.group
-            assert cut.block_rows * blocks >= cut.rows  # every row has a block
-            if cut.name in ("o_proj", "down_proj"):  # and every block rows of the residual stream
-                assert cut.block_rows * (blocks - 1) < cut.rows
+        for tiling in tiles.stages:
+            blocks = tiles.num_blocks if tiling.name == "lm_head" else tiles.group
+            assert tiling.block_rows * blocks >= tiling.rows  # every row has a block
+            if tiling.name in (
+                "o_proj",
+                "down_proj",
+            ):  # and every block rows of the residual stream
+                assert tiling.block_rows * (blocks - 1) < tiling.rows
 
 
 @pytest.mark.parametrize(
@@ -67,17 +70,23 @@ def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, 
 def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
     """A block reads little more than its share, and the code of a stage has few tiles, if need be by a loop."""
     spec = named_shape(shape)
-    tiles = lower_tiles(build(spec), blocks, 4096, "nvidia", 1)
+    tiles = lower_tiles(build(spec), blocks, 4096, "nvidia")
     assert 0.75 * blocks <= tiles.num_blocks <= blocks
     read = 0
-    for cut in tiles.stages:
-        assert cut.block_rows * tiles.num_blocks >= cut.rows
-        assert 2 * cut.chunks * cut.tile_words >= cut.cols
-        read += 4 * cut.tiles * cut.words * (1 if cut.name == "lm_head" else spec.num_layers)
-        if cut.name in ("o_proj", "down_proj"):
-            assert cut.block_rows * (tiles.num_blocks - 1) < cut.rows
-            written = cut.turn + cut.units % cut.turn if cut.turn else cut.units
-            assert written * cut.chunks <= 32
+    for tiling in tiles.stages:
+        assert tiling.block_rows * tiles.num_blocks >= tiling.rows
+        assert 2 * tiling.k_tiles * tiling.tile_words >= tiling.cols
+        read += (
+            4 * tiling.tiles * tiling.words * (1 if tiling.name == "lm_head" else spec.num_layers)
+        )
+        if tiling.name in ("o_proj", "down_proj"):
+            assert tiling.block_rows * (tiles.num_blocks - 1) < tiling.rows
+            written = (
+                tiling.loop_units + tiling.units % tiling.loop_units
+                if tiling.loop_units
+                else tiling.units
+            )
+            assert written * tiling.k_tiles <= 32
     rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size
     layer = rows * spec.hidden_size + spec.num_heads * spec.head_dim * spec.hidden_size
     whole = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
@@ -86,10 +95,10 @@ def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
 
 def test_fewer_blocks_than_asked_for_where_they_share_rows_in_larger_tiles():
     """Llama-3.1-8B on an A100: 108 blocks would own 38 rows, in tiles of two; 103 own 40, in tiles of eight."""
-    tiles = lower_tiles(build(named_shape("llama-3.1-8b")), 108, 4096, "nvidia", 1)
+    tiles = lower_tiles(build(named_shape("llama-3.1-8b")), 108, 4096, "nvidia")
     down = tiles.stages[3]
     assert (tiles.num_blocks, down.units, down.tile_rows) == (103, 5, 8)
-    assert down.chunks * down.units > 32 and down.turn == 2
+    assert down.k_tiles * down.units > 32 and down.loop_units == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_fewer_blocks_than_asked_for_where_they_share_rows_in_larger_tiles():
 )
 def test_too_few_blocks_are_refused_with_what_to_do(shape, blocks, said):
     with pytest.raises(ModelError, match=said) as told:
-        lower_tiles(build(named_shape(shape)), blocks, 4096, "nvidia", 1)
+        lower_tiles(build(named_shape(shape)), blocks, 4096, "nvidia")
     assert "\n" not in str(told.value) and "more multiprocessors, or --backend reference" in str(
         told.value
     )

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
-from kog_triton.backends import heart, silence
+from kog_triton.backends import watchdog
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.serving import Launch, LaunchServing
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
@@ -68,7 +68,7 @@ class Mute:
 def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
     """Whether it never counted a step or stops at the fifth; who counts on is left alone."""
     backend = backend_of(ONE)
-    monkeypatch.setattr(heart, "SILENCE_S", 0.05)
+    monkeypatch.setattr(watchdog, "SILENCE_S", 0.05)
     for pulse in (lambda n: min(n, stops), lambda n: n):
         launcher = Mute(backend, pulse)
         mailbox = Mailbox()
@@ -79,7 +79,7 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
             assert launcher.asked > 2000
         else:
             with pytest.raises(
-                heart.Stalled, match="has not finished a step in 0 s: open a new LLM"
+                watchdog.Stalled, match="has not finished a step in 0 s: open a new LLM"
             ):
                 serving.run()
             assert launcher.asked < 2000
@@ -90,17 +90,17 @@ def stall(backend, launcher):
     backend.launcher = launcher
     mailbox = Mailbox()
     mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
-    with pytest.raises(heart.Stalled):
+    with pytest.raises(watchdog.Stalled):
         backend.generate(mailbox)
 
 
 def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(monkeypatch):
     """Until its kernel has ended: then another backend works, and frees it."""
-    monkeypatch.setattr(silence, "_kept", [])
+    monkeypatch.setattr(watchdog, "_kept", [])
     backend = backend_of(ONE)
     launcher = Mute(backend, lambda asked: 0)
     with monkeypatch.context() as patched:
-        patched.setattr(heart, "SILENCE_S", 0.01)
+        patched.setattr(watchdog, "SILENCE_S", 0.01)
         stall(backend, launcher)
     pointers, asked = backend.memory.pointers, launcher.asked
     assert pointers.mailbox[0, HOST] == YIELD.value
@@ -152,13 +152,13 @@ def test_a_request_that_came_beside_a_launch_that_failed_is_nobody_elses():
 
 def test_prompts_that_run_before_a_launch_are_no_silence(monkeypatch):
     now, busy = [0.0], [True]
-    monkeypatch.setattr(heart.time, "monotonic", lambda: now[0])
-    one = heart.Heart(lambda: not busy[0], lambda: False)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    one = watchdog.Heart(lambda: not busy[0], lambda: False)
     for now[0] in (20.0, 40.0, 60.0):
         one.listen(0)
     busy[0] = False
     now[0] = 89.0
     one.listen(0)
     now[0] = 91.0
-    with pytest.raises(heart.Stalled):
+    with pytest.raises(watchdog.Stalled):
         one.listen(0)

@@ -36,12 +36,12 @@ TOLERANCE = {F16: 0.01, BF16: 0.06}  # root mean square of the error over the lo
 
 
 CASES = {
-    "llama": Case(plain(2, intermediate_size=64), depth=2),
+    "llama": Case(plain(2, intermediate_size=64)),
     "qwen2": Case(plain(qkv_bias=True, tied_embeddings=True, dtype=BF16), 6),
     "qwen3": Case(plain(qk_norm=True), 6),
-    "long": Case(plain(num_heads=6), 4, 1, (3, 42, 12, 7, 8), 1, 2),
-    "longer": Case(plain(qk_norm=True, windows=(5,)), 2, 1, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
-    "window": Case(plain(windows=(3,)), 4, 1, (3, 42, 12, 7, 8), 1, 2),
+    "long": Case(plain(num_heads=6), 4, (3, 42, 12, 7, 8), 1, 2),
+    "longer": Case(plain(qk_norm=True, windows=(5,)), 2, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
+    "window": Case(plain(windows=(3,)), 4, (3, 42, 12, 7, 8), 1, 2),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
     "lanes at once": Case(lanes((NOW,), 0)),
     "lanes, own then late": Case(  # three blocks a lane: their rows in three tiles, which leave together
@@ -103,35 +103,36 @@ def test_logits_equal_the_reference_in_many_runs(name, seed, monkeypatch):
     assert error_of(case, logits) < 1
 
 
-def test_blocks_and_ring_depth_leave_the_function_alone(monkeypatch):
+def test_one_block_computes_what_several_do(monkeypatch):
     case = CASES["qwen3"]
-    for num_blocks, depth in ((1, 1), (6, 2)):
-        other = replace(case, num_blocks=num_blocks, depth=depth)
-        assert error_of(case, logits_of(other, 0, "stale", monkeypatch)) < 1
+    alone = replace(case, num_blocks=1)
+    assert error_of(case, logits_of(alone, 0, "stale", monkeypatch)) < 1
 
 
 def test_matrices_of_several_tiles_along_k(monkeypatch):
-    """Loops over tiles and over chunks of words, and the tiles behind them that ask for the next stage's."""
+    """Loops over row tiles and over K tiles, and the tiles after them that ask for the next stage's."""
     monkeypatch.setattr(tiles, "WIDTHS", (32,))
     spec = plain(hidden_size=68, intermediate_size=132)
-    for depth in (1, 2):
-        case = Case(spec, depth=depth, tokens=PROMPT[:2])
-        assert [s.chunks for s in backend_of(case).tiles.stages] == [2, 1, 2, 3, 2]
-        assert error_of(case, logits_of(case, depth, "stale", monkeypatch)) < 1
+    case = Case(spec, tokens=PROMPT[:2])
+    assert [s.k_tiles for s in backend_of(case).tiles.stages] == [2, 1, 2, 3, 2]
+    assert error_of(case, logits_of(case, 1, "stale", monkeypatch)) < 1
 
 
-@pytest.mark.parametrize(("lines_axis", "depth"), [(0, 1), (1, 2)])  # Triton from 3.7 on wants 0
-def test_tiles_in_a_loop(lines_axis, depth, monkeypatch):
-    """Of a stage that has too many for straight code: turns, what is left of a chunk, and the ring across both."""
+@pytest.mark.parametrize("lines_axis", [0, 1])  # Triton from 3.7 on wants 0
+def test_tiles_in_a_loop(lines_axis, monkeypatch):
+    """Of a stage that has too many for straight code: iterations, what they leave over, and the tile across both."""
     monkeypatch.setattr(tiles, "WIDTHS", (32,))
     monkeypatch.setattr(tiles, "UNROLLED", 6)
     monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], tile_bytes=4 * 4 * 32))
     monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
     spec = plain(num_heads=6, hidden_size=68, intermediate_size=132)
-    case = Case(spec, depth=depth, tokens=PROMPT[:2])
-    cuts = backend_of(case).tiles.stages
-    assert [(s.units, s.chunks, s.turn) for s in (cuts[1], cuts[3])] == [(5, 2, 2), (5, 3, 1)]
-    assert error_of(case, logits_of(case, depth, "stale", monkeypatch)) < 1
+    case = Case(spec, tokens=PROMPT[:2])
+    stages = backend_of(case).tiles.stages
+    assert [(s.units, s.k_tiles, s.loop_units) for s in (stages[1], stages[3])] == [
+        (5, 2, 2),
+        (5, 3, 1),
+    ]
+    assert error_of(case, logits_of(case, 2, "stale", monkeypatch)) < 1
 
 
 # ---- planted faults ----
@@ -176,7 +177,7 @@ FAULTS = {
         "residual", "if S.delay > 0:\n            # Lanes", "if S.delay < 0:\n            # Lanes",
         "lanes, at once then late",
     ),
-    "rope turns backwards": Fault(
+    "rope rotates backwards": Fault(
         "attention", "a0 * cos0 - b0 * sin0", "a0 * cos0 + b0 * sin0", "llama",
     ),
     "gate and up are swapped": Fault(
@@ -193,14 +194,14 @@ FAULTS = {
     "splits are added as if their maxima were equal": Fault(
         "attention", "tl.exp2(top - tl.max(top, axis=0)[None, :])", "top * 0 + 1", "long",
     ),
-    "the value is turned like a key": Fault(
+    "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, S), S)",
         "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
     ),
     "a poll tests its first words alone": Fault(
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",
     ),
-    "rows of units stand in turns": Fault(
+    "rows of units are interleaved": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",
         "lanes, own then late",
     ),
@@ -219,7 +220,7 @@ def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
 
 def test_a_ring_of_late_outputs_that_is_too_short_is_seen(monkeypatch):
     case = CASES["lanes, own then late"]
-    assert is_red(case, "sc", monkeypatch, past_buffers=case.spec.delay)
+    assert is_red(case, "sc", monkeypatch, delayed_buffers=case.spec.delay)
 
 
 def is_red(case: Case, memory: str, patch: pytest.MonkeyPatch, **change) -> bool:

@@ -40,21 +40,19 @@ CASE = Case(plain(vocab_size=VOCAB), 3)
 def choose_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
     """Slot 0 chooses token after token of the same logits, as decode_kernel does after a pass."""
     block = tl.program_id(0)
-    lane, place = block // S.group, block % S.group
+    coords = (block, block // S.group, block % S.group)
     alive, passes = block * 0 + 1, block * 0
     going = alive
     while going != 0:
         passes += 1
-        control = ask_host(block * 0, block, p, S)
+        control = ask_host(block, p, S)
         position = tl.load(state_of(block * 0, block, p, S)) + 1
-        best, best_id, alive = head.choose(
-            position, passes, block * 0, block, lane, place, alive, p, S, RULES
-        )
+        best, best_id, alive = head.choose(position, passes, block * 0, coords, alive, p, S, RULES)
         sample.publish_candidate(best, best_id, control, passes, alive, block, p, S)
-        token, control, alive = sample.winner(passes, alive, p, S)
+        token, control, alive = sample.argmax(passes, alive, p, S)
         if RULES:
-            head.keep(token, block * 0, block, lane, place, p, S)
-        going = (advance(token, control, alive, block * 0, block, p, S) == 0).to(tl.int32)
+            head.keep(token, block * 0, coords, p, S)
+        going = (advance(token, alive, block * 0, block, p, S) == 0).to(tl.int32)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +136,7 @@ def test_tokens_are_the_definitions(name, backend):
         assert [s.token for s in steps] == [s.token for s in want]
 
 
-# The last vote of a token: of a first trial, of a second, or one of a search at least.
+# The last all-reduce of a token: of a first check, of a second, or one of a search at least.
 ONE, TWO, CUT = 1, 3, 16
 WAYS = {
     "min_p": ({"min_p": 0.3, "temperature": 3.0}, {ONE, TWO}),
@@ -151,7 +149,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_cut_is_searched_where_trials_do_not_settle_it(name, backend):
+def test_a_cut_is_searched_where_checks_do_not_settle_it(name, backend):
     settings, ways = WAYS[name]
     seen = set()
     for seed in range(30):
@@ -159,8 +157,8 @@ def test_a_cut_is_searched_where_trials_do_not_settle_it(name, backend):
         logits = logits_of(seed % 3, 0.5)
         (step,) = draw(backend, logits, Request(0, PROMPT, params, seed, 1))
         assert step.token == expected(logits, params, PROMPT, 1)[0].token
-        votes = backend.memory.pointers.wide[backend.tiles.region("votes") // 2 :][:48] >> 32
-        last = int(votes.max()) % 64
+        rounds = backend.memory.pointers.wide[backend.tiles.region("all_reduce") // 2 :][:48] >> 32
+        last = int(rounds.max()) % 64
         seen.add(min(last, CUT))
     assert seen == ways
 
@@ -250,13 +248,15 @@ FAULTS = {
         "sample", "(epoch & 1) * (4 * S.num_blocks)", "(epoch & 0) * (4 * S.num_blocks)", "greedy",
     ),
     "a cut loses its first digit": (
-        "votes", "for step in range(DIGITS)", "for step in range(1, DIGITS)", "top_k",
+        "all_reduce", "for step in range(DIGITS)", "for step in range(1, DIGITS)", "top_k",
     ),
-    "a cut is too high": ("votes", ">= target) &", "> target) &", "top_k"),
-    "every winner survives": ("trials", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
-    "as many before a winner as top_k": ("trials", "(first >= k)", "(first > k)", "top_k of one"),
-    "a share of all, not of the top_k": ("trials", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat"),
-    "weights ignore the cut before": ("votes", "tl.where(left, weight(whole), 0)", "weight(whole)", "all cuts"),
+    "a cut is too high": ("all_reduce", ">= target) &", "> target) &", "top_k"),
+    "every argmax survives": ("top_p_check", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
+    "as many before the argmax as top_k": ("top_p_check", "(first >= k)", "(first > k)", "top_k of one"),
+    "a share of all, not of the top_k": (
+        "top_p_check", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
+    ),
+    "weights ignore the cut before": ("all_reduce", "tl.where(left, weight(whole), 0)", "weight(whole)", "all cuts"),
 }  # fmt: skip
 
 

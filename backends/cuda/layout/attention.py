@@ -1,5 +1,7 @@
 """How attention is cut: splits of the context, tiles of positions, and the room that they take."""
 
+from itertools import accumulate
+
 from kog_triton.backends.cuda.layout.batches import up
 
 from kog_triton.model.spec import ModelSpec
@@ -35,49 +37,79 @@ def head_groups(spec: ModelSpec) -> int:
     return -(-spec.group // HEADS_AT_ONCE)
 
 
+def group_heads(spec: ModelSpec) -> int:
+    """Query heads of such a group."""
+    return -(-spec.group // head_groups(spec))
+
+
 def result_slots(spec: ModelSpec) -> int:
     """Places for results in a group: those of half of its warps find room at once."""
     return -(-(WARPS // head_groups(spec)) // 2)
 
 
-def slot_bytes(spec: ModelSpec) -> int:
-    """Of one query head's results of one warp: its outputs, padded, a maximum and a sum."""
-    return 4 * (row_dim(spec) + 4 + 2)
+def result_stride(spec: ModelSpec) -> int:
+    """Words from one query head's results to the next's: a row, and four that turn the banks."""
+    return row_dim(spec) + 4
+
+
+def numbers(spec: ModelSpec) -> dict[str, int]:
+    """What kernels know of the above, by the names of their constants."""
+    return {
+        "bundle": BUNDLE,
+        "query_tops": QUERY_TOPS,
+        "joined": JOINED,
+        "row_dim": row_dim(spec),
+        "tile_rows": tile_rows(spec),
+        "head_groups": head_groups(spec),
+        "group_heads": group_heads(spec),
+        "slots": result_slots(spec),
+        "result_stride": result_stride(spec),
+    }
+
+
+def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
+    """What a unit keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/unit.h)."""
+    row = row_dim(spec)
+    results = head_groups(spec) * result_slots(spec) * group_heads(spec)
+    return _places(
+        queries=32 * row * head_groups(spec),
+        key=2 * row * new_rows,
+        value=2 * row * new_rows,
+        results=4 * result_stride(spec) * results,
+        tops=8 * results,
+    )
+
+
+def head_places(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> dict[str, int]:
+    """The same of `queries` heads whose splits, `merged` at most, one block walks alone
+    (include/kog/columns/splits.h)."""
+    results = merged * result_slots(spec) * queries
+    return _places(
+        received=received_bytes(spec, new_rows),
+        results=4 * result_stride(spec) * results,
+        tops=8 * results,
+        words=4 * (spec.head_dim // 2) * merged * queries,
+        logs=4 * merged * queries,
+    )
+
+
+def _places(**sizes: int) -> dict[str, int]:
+    return dict(zip((*sizes, "end"), accumulate(sizes.values(), initial=0), strict=True))
 
 
 def received_bytes(spec: ModelSpec, new_rows: int = 1) -> int:
     """Of a unit's scratch, what it holds of heads that were received: queries, new keys and values."""
-    row = row_dim(spec)
-    return 2 * head_groups(spec) * 8 * row * 2 + 2 * new_rows * row * 2
-
-
-def found_bytes(spec: ModelSpec, splits: int) -> int:
-    """Behind those: the warps' results, later joins."""
-    d, group = spec.head_dim, spec.group
-    joins = -(-group // (JOINED + 1)) * -(-splits // JOINED) * d if splits > JOINED else 0
-    return max(result_bytes(spec), 4 * joins)
-
-
-def result_bytes(spec: ModelSpec) -> int:
-    """Results of half of the warps, of all query heads."""
-    heads = -(-spec.group // head_groups(spec))  # of a group
-    return head_groups(spec) * result_slots(spec) * heads * slot_bytes(spec)
+    return scratch_places(spec, new_rows)["results"]
 
 
 def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
-    """Behind o_proj's inputs: what was received, and what was found."""
-    return received_bytes(spec, new_rows) + found_bytes(spec, splits)
+    """Behind o_proj's inputs: what was received, then the warps' results, later joins."""
+    joins = -(-spec.group // (JOINED + 1)) * -(-splits // JOINED) * spec.head_dim
+    places = scratch_places(spec, new_rows)
+    return max(places["end"], places["results"] + (4 * joins if splits > JOINED else 0))
 
 
 def part_queries(spec: ModelSpec, columns: int, blocks: int) -> int:
     """Query heads that a block takes of a head that one block walks: as few as give no block two units."""
     parts = max(head_groups(spec), min(spec.group, blocks // (columns * spec.lane_kv_heads)))
     return -(-spec.group // parts)
-
-
-def head_bytes(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> int:
-    """What a block keeps of `queries` heads whose splits, `merged` at most, it walks alone
-    (include/kog/columns/splits.h)."""
-    results = result_slots(spec) * slot_bytes(spec)
-    found = 4 * (spec.head_dim // 2 + 1)
-    return received_bytes(spec, new_rows) + merged * queries * (results + found)

@@ -47,7 +47,7 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
         steps = lo.steps(stage)
         return steps if steps <= HELD_STEPS else 0
     if read_steps(lo, stage, columns):
-        return HELD_BESIDE_READ_WORDS // _row_words(lo, stage, columns)
+        return HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
     return _most_held(lo, stage, columns)
 
 
@@ -60,7 +60,7 @@ def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     room = scratch_room(lo) - _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)
     if (steps - _most_held(lo, stage, columns)) * each <= room:
         return 0
-    held = HELD_BESIDE_READ_WORDS // _row_words(lo, stage, columns)
+    held = HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
     return up(steps - held - room // each, READ_CHUNKS * lo.fragments)
 
 
@@ -71,14 +71,14 @@ def scratch_room(lo: CudaLowering) -> int:
     return (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - ring) // 128 * 128
 
 
-def _row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    """Of one lane and step of K."""
+def row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Of the operands of one lane and step of K."""
     tokens = lo.fragment(stage)[0] // (4 if is_wide(stage) else 2)  # that an instruction takes
     return lo.frag_k // 16 * max(1, columns // tokens)
 
 
 def _most_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    words, steps = _row_words(lo, stage, columns), lo.steps(stage)
+    words, steps = row_words(lo, stage, columns), lo.steps(stage)
     held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
     # Wide ones, which all come by the scratch, are all there or all in registers.
     return held if held == steps or not is_wide(stage) else 0

@@ -7,7 +7,7 @@ a word a unit. Activations that outgrow shared memory are refused.
 
 from dataclasses import replace
 
-from kog_triton.backends.cuda.layout.attention import MERGED, attention_bytes, head_bytes
+from kog_triton.backends.cuda.layout.attention import attention_bytes
 from kog_triton.backends.cuda.layout.batches import COLUMN_SMALL_BYTES, finished_pieces, up
 from kog_triton.backends.cuda.layout.exchanges import column_kernel
 from kog_triton.backends.cuda.layout.layout import PARTIAL_BYTES, Layout, check_model
@@ -43,10 +43,9 @@ def lay_out_columns(
         partial_bytes=0,
         small_bytes=COLUMN_SMALL_BYTES,
     )
-    new_rows = columns if chunk else 1
     behind = layout.stage_bytes(stages["o_proj"]) + max(
-        attention_bytes(spec, splits, new_rows),
-        head_bytes(spec, layout.part_queries, min(MERGED, splits), new_rows),
+        attention_bytes(spec, splits, layout.new_rows),
+        layout.head_places["end"],
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
     if any(e.is_used for e in kernel.exchanges if e.name.endswith("_sent")):

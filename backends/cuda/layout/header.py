@@ -4,30 +4,14 @@ Numbers come from the spec, the schedule, the lowering and the layout; nothing i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
-from kog_triton.backends.cuda.layout import protocol
-from kog_triton.backends.cuda.layout.attention import (
-    BUNDLE,
-    JOINED,
-    MERGED,
-    MERGED_LENGTH,
-    QUERY_TOPS,
-    head_groups,
-    split_least,
-    tile_rows,
-)
-from kog_triton.backends.cuda.layout.batches import (
-    READ_CHUNKS,
-    batch_units,
-    held_steps,
-    read_steps,
-    sum_rooms,
-    sums_in_place,
-    sums_over,
-)
+from kog_triton.backends.cuda.layout import attention, batches, protocol
+from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
+from kog_triton.backends.cuda.layout.batches import READ_CHUNKS
 from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
-from kog_triton.backends.cuda.layout.layout import MOST_SEATS, Layout
+from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 
 from kog_triton.backends import request_words
@@ -35,8 +19,17 @@ from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
-from kog_triton.schedule.cuda import CALM_BYTES, WARPS, WINDOW_BYTES, is_wide, unit_period
+from kog_triton.schedule.cuda import (
+    CALM_BYTES,
+    WARPS,
+    WINDOW_BYTES,
+    CudaLowering,
+    is_wide,
+    slice_values,
+    unit_period,
+)
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
+from kog_triton.schedule.schedule import Stage
 from kog_triton.schedule.topology import KB
 
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
@@ -51,7 +44,8 @@ def render(layout: Layout) -> str:
     """The header's text."""
     schedule, spec = layout.lowering.schedule, layout.lowering.schedule.spec
     reduces = {how.name: int(how) for how in Reduce}
-    lines = ["#include <kog/ptx.h>", "", "namespace kog {"]
+    consumers = f"constexpr int kConsumers = {batches.THREADS};"
+    lines = [f"namespace kog {{ {consumers} }}", "#include <kog/ptx.h>", "", "namespace kog {"]
     lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in _numbers(layout).items()]
     lines += [
         f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
@@ -66,10 +60,10 @@ def render(layout: Layout) -> str:
     lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
     for name, region in layout.regions.items():
-        lines.append(
-            f"struct {_camel(name, True)}Words {{ static constexpr int kOffset = {region.offset}, "
-            f"kStride = {region.stride}, kRows = {region.rows}, kBuffers = {region.buffers}; }};"
-        )
+        lines.append(_constants(_camel(name, True) + "Words", asdict(region)))
+    lines.append(_constants("ScratchPlaces", attention.scratch_places(spec, layout.new_rows)))
+    if layout.columns > 1:
+        lines.append(_constants("HeadPlaces", layout.head_places))
     lines += _stages(layout)
     lines += _tables(layout)
     return "\n".join([*lines, "}  // namespace kog", ""])
@@ -79,7 +73,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
     """Every size, by the name of its constant."""
     lo = layout.lowering
     schedule, spec = lo.schedule, lo.schedule.spec
-    head_group = -(-spec.group // head_groups(spec))
     one = layout.columns == 1
     return {
         "layers": spec.num_layers,
@@ -98,6 +91,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "threads": layout.threads,
         "frag_k": lo.frag_k,
         "fragments": lo.fragments,
+        "slice": slice_values(schedule, lo.frag_k),
         "chunk_bytes": lo.chunk_bytes,
         "ring_chunks": layout.ring_chunks,
         "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
@@ -110,19 +104,15 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "small_bytes": layout.small_bytes,
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
-        "tile_rows": tile_rows(spec),
         "split_least": split_least(spec),
-        "bundle": BUNDLE,
-        "query_tops": QUERY_TOPS,
+        **attention.numbers(spec),
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
-        "group_heads": head_group,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
         "joined_at": layout.joined_at,
-        "joined": JOINED,
         "taken_words": TAKEN_WORDS,
         "read_chunks": READ_CHUNKS,
         "flags_together": FLAGS_TOGETHER,
@@ -133,10 +123,10 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "record_words": RECORD_WORDS,
         "most_logprobs": request_words.MOST_LOGPROBS,
         "distance_bits": fixed.DISTANCE_BITS,
-        "most_seats": MOST_SEATS,
+        "most_seats": protocol.MOST_SEATS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
-        "pair_turn": wire.TURN,
+        "pair_turn": wire.PAIR_ROTATION,
         "exponent_top": wire.EXPONENT_TOP,
     }
 
@@ -189,30 +179,39 @@ def _stages(layout: Layout) -> list[str]:
             "units": lo.num_units(stage),
             "group": lo.group_size(stage),
             "shift": tiling.shift,
-            "batch": batch_units(lo, stage, layout.columns),
-            "held": held_steps(lo, stage, layout.columns),
-            "read": read_steps(lo, stage, layout.columns),
+            "batch": batches.batch_units(lo, stage, layout.columns),
+            "held": batches.held_steps(lo, stage, layout.columns),
+            "read": batches.read_steps(lo, stage, layout.columns),
+            "step_bytes": batches.step_bytes(lo, stage, layout.columns),
+            "row_words": batches.row_words(lo, stage, layout.columns),
+            "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
-            "rooms": sum_rooms(lo, stage, layout.columns),
+            "rooms": batches.sum_rooms(lo, stage, layout.columns),
+            "checked_units": _checked_units(lo, stage),
             "period": unit_period(lo.steps(stage), lo.fragments),
             "bias_at": bias_at,
+            "wide": is_wide(stage),
+            "sums_in_place": batches.sums_in_place(lo, stage, layout.columns),
+            "sums_over": batches.sums_over(lo, stage, layout.columns),
         }
         bias_at += stage.rows * schedule.num_shards if stage in layer else 0
-        body = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in fields.items())
-        wide = str(is_wide(stage)).lower()
-        in_place = str(sums_in_place(lo, stage, layout.columns)).lower()
-        over = str(sums_over(lo, stage, layout.columns)).lower()
-        lines.append(
-            f"struct {_camel(name, True)} {{ static constexpr int {body}; "
-            f"static constexpr bool kWide = {wide}, kSumsInPlace = {in_place}, kSumsOver = {over}; "
-            f"static constexpr StageId kId = StageId::{_camel('k_' + name)}; }};"
-        )
+        identity = f"static constexpr StageId kId = StageId::{_camel('k_' + name)};"
+        lines.append(_constants(_camel(name, True), fields, identity))
     order = ", ".join(_camel(stage.name, True) for stage in layer)
     lines += [
         "template <class... Stages> struct Matrices;",
         f"using LayerMatrices = Matrices<{order}>;",
     ]
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
+
+
+def _checked_units(lo: CudaLowering, stage: Stage) -> int:
+    """Of the first and the last layer: block.h makes the same number of the units that it deals out."""
+    n = 1
+    for layer in (0, lo.schedule.spec.num_layers - 1):
+        for place in range(lo.group_size(stage)):
+            n = (31 * n + lo.block_units(stage, layer, place).start) % 0x7FFFFFFF
+    return n
 
 
 def _tables(layout: Layout) -> list[str]:
@@ -240,18 +239,23 @@ def _tables(layout: Layout) -> list[str]:
 
 def _sampling() -> list[str]:
     """Places of a request's words, and the definition's numbers."""
-    places = ", ".join(f"{_camel('k_' + k)} = {v}" for k, v in request_words.OFFSETS.items())
     flags = ", ".join(
         f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag
     )
     return [
-        f"struct Request {{ static constexpr int {places}; }};",
+        _constants("Request", request_words.OFFSETS),
         f"enum Flag : unsigned {{ {flags} }};",
-        f"{KNOWN} double kNoiseScale = {definition.NOISE_SCALE!r};",
+        f"{KNOWN} double kNoiseScale = {fixed.NOISE_SCALE!r};",
         f"{KNOWN} double kLog2eScale = {definition.LOG2E_SCALE!r};",
         f"{KNOWN} long long kLog2Log2E = {fixed.LOG2_LOG2E}, kMaxDistance = {fixed.MAX_DISTANCE};",
         f"KOG_CONSTANT unsigned kExp2[] = {{{', '.join(f'{c}u' for c in fixed.EXP2)}}};",
     ]
+
+
+def _constants(name: str, values: Mapping[str, int], more: str = "") -> str:
+    """A struct of nothing but numbers, and `more`."""
+    body = ", ".join(f"{_camel('k_' + k)} = {str(v).lower()}" for k, v in values.items())
+    return f"struct {name} {{ static constexpr int {body}; {more}}};"
 
 
 def _camel(name: str, upper: bool = False) -> str:

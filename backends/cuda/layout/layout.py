@@ -14,7 +14,9 @@ from functools import cached_property
 
 from kog_triton.backends.cuda.layout.attention import (
     HEADS_AT_ONCE,
+    MERGED,
     attention_bytes,
+    head_places,
     part_queries,
     received_bytes,
     row_dim,
@@ -38,7 +40,6 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
-MOST_SEATS = 16  # requests that one launch serves
 SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
@@ -72,6 +73,17 @@ class Layout:
     @cached_property
     def regions(self) -> dict[str, Region]:
         return lay_out_regions(self.kernel.exchanges, ROW_WORDS)
+
+    @property
+    def new_rows(self) -> int:
+        """Positions of one step that a unit of attention receives as words."""
+        return self.columns if self.chunk else 1
+
+    @property
+    def head_places(self) -> dict[str, int]:
+        """Scratch of a head that one block walks, in a kernel of several columns."""
+        spec, merged = self.lowering.schedule.spec, min(MERGED, self.splits)
+        return head_places(spec, self.part_queries, merged, self.new_rows)
 
     @property
     def total_words(self) -> int:

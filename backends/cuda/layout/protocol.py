@@ -1,11 +1,77 @@
-"""What host and kernel say to each other: words of the mailbox, why a launch ends, which stage to run alone.
+"""What host and kernel share: the kernels' arguments, words of the mailbox, why a launch ends, which stage to run.
 
-Defined here for both: `declarations` is the same as C++, for the generated header.
+Declared here once: the host uses these classes, `declarations` gives the generated header their C++.
 """
 
+import ctypes
 from enum import IntEnum
 
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
+
+MOST_SEATS = 16  # requests that one launch serves
+# Tensors that a launch reads and writes, and what the kernel sees them as.
+TENSORS = {
+    "weights": "const u8*",  # chunks, those of all blocks side by side
+    "embed": "const u16*",  # [vocab, hidden, up to 4]
+    "gains": "const float*",  # [2 * layers + 1, lanes or 1, hidden, up to 4]
+    "biases": "const float*",  # [layers, kBiasRows]: stage by stage, lane by lane; gate and up woven
+    "qk_gains": "const float*",  # [layers, 2, head_dim]
+    "rope": "const float*",  # [positions, 2, head_dim / 2]
+    "cache": "u16*",  # [slots, *Layout.cache_shape]
+    "words": "u32*",  # zero at launch
+    "logits": "float*",  # [rows, vocab], if asked for
+    "tokens": "int*",  # [slots, positions + 1]: the prompts, and what bad words look back on
+    "request": "const u32*",  # [slots, request_words.capacity]
+    "counts": "u32*",  # [slots, vocab]: of a penalized request's ids (edit.h)
+    "scores": "float*",  # [1 + columns, vocab]: logits of one token edited, raw ones of each column
+    "masks": "u64*",  # mapped: [slots, ceil(vocab / 32)], see request_words.mask_words
+    "logprobs": "u64*",  # mapped: [slots, positions + 1, RECORD_WORDS], see logprob_words
+    "states": "int*",  # [slots, 2]: the next position and its token
+    "mailbox": "u64*",  # mapped, see Word
+    "outbox": "u64*",  # mapped: [slots, positions + 1, 2], number and token, and the time
+    "error": "u32*",  # [0] set by the first wait that expires, [1 ..] what it waited for
+    "profile": "u64*",  # [tokens, blocks, warps, layers + 1, points, 2], if stamps are kept
+    "clocks": "u64*",  # [tokens + 1, blocks, 2], with it: ticks and nanoseconds (pair_clocks)
+}
+ITEM_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "int": 4, "float": 4}
+
+
+class Pointers(ctypes.Structure):
+    """The argument of a launch, by value: TENSORS, then
+
+    limit       clock ticks that a wait may take
+    most_steps  tokens of any request after which the launch yields
+    num_seats   requests that this launch serves
+    order       their slots, the one that is due first
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        ("limit", ctypes.c_int64),
+        ("most_steps", ctypes.c_int64),
+        ("num_seats", ctypes.c_int32),
+        ("order", ctypes.c_int32 * MOST_SEATS),
+    )
+
+
+class StageCall(ctypes.Structure):
+    """The argument of a stage that runs alone, by value.
+
+    x, out  [lanes, hidden, up to 4]: the residual streams, or the head's input; and behind the stage
+    which   a StageId
+    """
+
+    _fields_ = (
+        ("p", Pointers),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("which", "layer", "token", "position")),
+    )
+
+
+def item_bytes(name: str) -> int:
+    """Of one of TENSORS: bytes of an element, as the kernel reads it."""
+    return ITEM_BYTES[TENSORS[name].removeprefix("const ").removesuffix("*")]
 
 
 class Word(IntEnum):
@@ -40,13 +106,32 @@ MAILBOX_WORDS = 8
 
 
 def declarations() -> list[str]:
-    """The enums above as C++: Mailbox::kControl, kYield, StageId::kEmbed."""
+    """What stands above as C++: Pointers, StageCall, Mailbox::kControl, kYield, StageId::kEmbed."""
     return [
+        *_structure(Pointers),
+        *_structure(StageCall),
         f"struct Mailbox {{ static constexpr int {_members(Word)}; }};",
         f"enum Outcome : int {{ {_members(Outcome)} }};",
         f"constexpr int kOutcomeShift = {OUTCOME_SHIFT};",
         f"enum class StageId : int {{ {_members(StageId)} }};",
     ]
+
+
+def _structure(kind: type[ctypes.Structure]) -> list[str]:
+    """An argument as C++, and that its members lie where ctypes has them."""
+    pointers = TENSORS | {"x": "const float*", "out": "float*"}
+    numbers = {ctypes.c_int64: "i64", ctypes.c_int32: "int", Pointers: "Pointers"}
+    name, members, checks = kind.__name__, "", {f"sizeof({kind.__name__})": ctypes.sizeof(kind)}
+    for member, held, *_ in kind._fields_:
+        length = getattr(held, "_length_", 0)
+        text = pointers.get(member) or numbers[held._type_ if length else held]
+        members += f"{text} {member}{f'[{length}]' if length else ''}; "
+        checks[f"KOG_OFFSET({name}, {member})"] = getattr(kind, member).offset
+        checks[f"sizeof({name}::{member})"] = getattr(kind, member).size
+    asserts = [
+        f'static_assert({x} == {n}, "{n} for the host (protocol.py)");' for x, n in checks.items()
+    ]
+    return [f"struct {name} {{ {members}}};", *asserts]
 
 
 def _members(kind: type[IntEnum]) -> str:

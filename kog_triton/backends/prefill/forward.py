@@ -50,7 +50,7 @@ class PrefillPass:
         x = self.embed[ids].float().expand(spec.num_lanes, -1, -1).contiguous()
         end = first + len(ids)
         bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
-        past: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
+        delayed: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
         y = self._norm(x, self.layers[0].attention_norm)
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
             q = self._queries(w, y, first, cache[index])
@@ -61,19 +61,19 @@ class PrefillPass:
             o = product(a, w.o, w.o_bias)
             how = spec.reduce_attention[index]
             h = product(
-                self._joined(x, o, how, past["attention"], w.mlp_norm), w.gate_up, w.gate_up_bias
+                self._joined(x, o, how, delayed["attention"], w.mlp_norm), w.gate_up, w.gate_up_bias
             )
             o = product(self._gated(h), w.down, w.down_bias)
             gain = self.layers[index + 1].attention_norm
-            y = self._joined(x, o, spec.reduce_mlp[index], past["mlp"], gain)
+            y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
 
     def _joined(
-        self, x: Tensor, o: Tensor, how: Reduce, past: list[Tensor], gain: Tensor
+        self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor
     ) -> Tensor:
         """Add module outputs o to x in place, and what the next module reads of it."""
         if self._fused is not None and self.spec.num_lanes == 1:
             return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, o)
-        self._join(x, o, how, past)
+        self._join(x, o, how, delayed)
         return self._norm(x, gain)
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
@@ -93,36 +93,36 @@ class PrefillPass:
     def _queries(self, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
-        turning = heads + spec.lane_kv_heads
+        rotating = heads + spec.lane_kv_heads
         qkv = product(y, w.qkv, w.qkv_bias)
         if self._fused is not None:
-            return self._fused.turned(qkv, w.qk_norm, self.rope, spec, first, cache)
+            return self._fused.rotated(qkv, w.qk_norm, self.rope, spec, first, cache)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
-        turned = qkv[:, :, :turning].float()
+        rotated = qkv[:, :, :rotating].float()
         if w.qk_norm is not None:
-            turned = rms_norm(turned, turned.shape[-1:], None, spec.norm_eps).mul_(w.qk_norm)
-        pairs = turned.unflatten(-1, (-1, 2))  # [S, T, H + K, d / 2, 2]
+            rotated = rms_norm(rotated, rotated.shape[-1:], None, spec.norm_eps).mul_(w.qk_norm)
+        pairs = rotated.unflatten(-1, (-1, 2))  # [S, T, H + K, d / 2, 2]
         torch.view_as_complex(pairs).mul_(self.rope[first:end, None])
         halves = pairs.mT  # [S, T, H + K, 2, d / 2]: the order of the cache
         home = cache[:, :, :, first:end]
         home[:, :, 0].unflatten(-1, (2, -1)).copy_(halves[:, :, heads:].transpose(1, 2))
-        home[:, :, 1].copy_(qkv[:, :, turning:].transpose(1, 2))
+        home[:, :, 1].copy_(qkv[:, :, rotating:].transpose(1, 2))
         q = halves[:, :, :heads].to(self.dtype, memory_format=torch.contiguous_format)
         return q.flatten(-2).transpose(1, 2)
 
-    def _join(self, x: Tensor, o: Tensor, how: Reduce, past: list[Tensor]) -> None:
-        """Add module outputs o [S, T, hidden] to x in place; `past` keeps what will arrive late."""
+    def _join(self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor]) -> None:
+        """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what will arrive late."""
         lanes, delay = self.spec.num_lanes, self.spec.delay
         if how is Reduce.NOW:
             x.add_(o if lanes == 1 else o.sum(0, keepdim=True, dtype=x.dtype))
         elif how is Reduce.OWN:
             x.add_(o, alpha=math.sqrt(lanes))
         else:
-            old = past[0]
+            old = delayed[0]
             x.add_(o).add_(old.sum(0, keepdim=True, dtype=x.dtype)).sub_(old)
-        past.append(o)
-        if len(past) > delay:
-            del past[0]
+        delayed.append(o)
+        if len(delayed) > delay:
+            del delayed[0]
 
     def _bounds(self, first: int, end: int, window: int) -> tuple[int, Tensor | None]:
         """The first key that queries at [first, end) need, `start`, and which ones each sees; None: see `causal`."""

@@ -1,7 +1,7 @@
 """What lies between the matrix products of a prefill pass, in one Triton kernel each.
 
     normed   x += o, then x / rms(x) * gain in the products' type     one program a token and lane
-    turned   q | k | v: norms of heads, RoPE, keys and values to the cache          likewise
+    rotated  q | k | v: norms of heads, RoPE, keys and values to the cache          likewise
     gated    silu(gate) * up                                              a token's part each
 
 torch's own operations (forward.py) make the same numbers in two to six kernels each, of
@@ -51,13 +51,13 @@ def gate_kernel(gate_up, h, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first", "tokens"])
-def turn_kernel(
+def rotate_kernel(
     qkv, norms, rope, q, cache, first, tokens, eps,
     lane_step, head_step, kind_step, position_step,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (a, b) of neighbors turn to (a cos - b sin, a sin + b cos), which part to the halves."""
+    """Pairs (a, b) of neighbors rotate to (a cos - b sin, a sin + b cos), which part to the halves."""
     row = tl.program_id(0).to(tl.int64)
     position = first + row % tokens
     own = qkv + row * (HEADS + 2 * KV_HEADS) * 2 * HALF
@@ -72,9 +72,9 @@ def turn_kernel(
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
         a *= scale * tl.load(norms + pair, mask=inside, other=0.0)
         b *= scale * tl.load(norms + pair + 1, mask=inside, other=0.0)
-    turn = rope + position * 2 * HALF + 2 * j
-    cos = tl.load(turn, mask=j < HALF, other=0.0)
-    sin = tl.load(turn + 1, mask=j < HALF, other=0.0)
+    angles = rope + position * 2 * HALF + 2 * j
+    cos = tl.load(angles, mask=j < HALF, other=0.0)
+    sin = tl.load(angles + 1, mask=j < HALF, other=0.0)
     low, high = a * cos - b * sin, a * sin + b * cos
     asked = inside & (head < HEADS)
     to = q + row * HEADS * 2 * HALF + head * 2 * HALF + j
@@ -112,7 +112,7 @@ def gated(gate_up: Tensor) -> Tensor:
     return h
 
 
-def turned(
+def rotated(
     qkv: Tensor, norms: Tensor | None, rope: Tensor, spec: ModelSpec, first: int, cache: Tensor
 ) -> Tensor:
     """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d]."""
@@ -120,7 +120,7 @@ def turned(
     heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
     q = qkv.new_empty(lanes, tokens, heads, d)
     lane_step, head_step, kind_step, position_step, _ = cache.stride()
-    turn_kernel[(lanes * tokens,)](
+    rotate_kernel[(lanes * tokens,)](
         qkv, qkv if norms is None else norms, torch.view_as_real(rope), q, cache, first, tokens,
         spec.norm_eps, lane_step, head_step, kind_step, position_step,
         HEADS=heads, KV_HEADS=kv, HALF=d // 2, NORMED=norms is not None,

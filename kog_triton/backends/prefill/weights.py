@@ -3,8 +3,8 @@
     qkv       q | k | v in one matrix, [lanes, (H + 2 K) d, hidden]
     gate_up   gate | up in one matrix, [lanes, 2 F, hidden]
 
-Rows of query and key heads are reordered so that the two elements which RoPE turns together are
-neighbors: (0, d/2, 1, d/2 + 1, ...). A head is then d / 2 complex numbers, a turn one product.
+Rows of query and key heads are reordered so that the two elements which RoPE rotates together are
+neighbors: (0, d/2, 1, d/2 + 1, ...). A head is then d / 2 complex numbers, a rotation one product.
 
 Shapes here and in the pass: S lanes, T tokens, H query heads and K key/value heads of a lane,
 F columns of a lane's down_proj, d head_dim.
@@ -76,6 +76,6 @@ def load_layer(
 
 
 def paired(t: Tensor, dim: int, head_dim: int) -> Tensor:
-    """Heads' elements along `dim`, those that turn together made neighbors."""
+    """Heads' elements along `dim`, those that rotate together made neighbors."""
     halves = t.unflatten(dim, (-1, 2, head_dim // 2))
     return halves.transpose(dim + 1, dim + 2).flatten(dim, dim + 2)

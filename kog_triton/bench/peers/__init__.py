@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.bench.subjects import Subject
+from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.errors import RequestError
 
 MODULES = {
@@ -40,7 +40,7 @@ class Setting:
 class Peer:
     name: str
     absent: Callable[[Setting], str]
-    open_peer: Callable[[Setting], Subject]
+    open_peer: Callable[[Setting], EngineUnderTest]
     ran: str  # where the adapter has run, in words
 
 

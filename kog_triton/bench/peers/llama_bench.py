@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
-from kog_triton.bench.subjects import Run
 from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from kog_triton.backends import WeightSource
+from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.transformers_model import DTYPES
-from kog_triton.bench.subjects import Run
 from kog_triton.schedule.rope import rope_table
 
 RAN = "this adapter has run on a CPU, its step uncaptured, and on one H200"

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.transformers_model import forward_logits, load_model, why_absent
-from kog_triton.bench.subjects import Run
 
 RAN = "this adapter has run on an H200"
-TRIALS = 3  # calls before a capture: the first compiles
+TRIES = 3  # calls before a capture: the first compiles
 
 
 def absent(setting: Setting) -> str:
@@ -101,7 +101,7 @@ class TransformersCompiled:
             layer.cumulative_length.zero_()
 
     def _choose(self, ids: torch.Tensor) -> None:
-        """Run ids [1, T] behind what the cache holds; the greedy next token goes to `_token`."""
+        """Run ids [1, T] after what the cache holds; the greedy next token goes to `_token`."""
         out = self._model(
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
@@ -125,7 +125,7 @@ def captured(
     if device.type == "cpu":
         return work
     compiled: Any = torch.compile(work, fullgraph=True, dynamic=False, options=options)
-    for _ in range(TRIALS):
+    for _ in range(TRIES):
         before()
         compiled()
     torch.cuda.synchronize(device)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.transformers_model import (
     Stamps,
@@ -15,7 +16,6 @@ from kog_triton.bench.peers.transformers_model import (
     load_model,
     why_absent,
 )
-from kog_triton.bench.subjects import Run
 
 RAN = "this adapter has run on a CPU and on one H200"
 

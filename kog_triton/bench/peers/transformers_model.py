@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
-from kog_triton.bench.subjects import Run
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
 from kog_triton.model.spec import DType, ModelSpec, RopeScaling

@@ -6,8 +6,8 @@ config.json --find_family--> Family --spec--> ModelSpec --sources--> where each 
 from collections.abc import Mapping
 from typing import Any
 
-from kog_triton.errors import ModelError
-from kog_triton.model.config import Config, show
+from kog_triton.errors import ModelError, shown
+from kog_triton.model.config import Config
 from kog_triton.model.families.laneformer import LANEFORMER
 from kog_triton.model.families.llama import LLAMA, MISTRAL
 from kog_triton.model.families.qwen2 import QWEN2
@@ -32,12 +32,12 @@ def find_family(config: Mapping[str, Any]) -> Family:
         found = [f for f in FAMILIES if _has_class(f, classes)]
     if not found:
         known = ", ".join(t for f in FAMILIES for t in f.model_types)
-        what = f"model_type is {show(model_type)}" if model_type is not None else "no model_type"
+        what = f"model_type is {shown(model_type)}" if model_type is not None else "no model_type"
         raise ModelError(f"{what}: this model is not supported, it must be one of {known}")
     family = found[0]
     if classes is not None and family.architectures and not _has_class(family, classes):
         raise ModelError(
-            f"architectures is {show(classes)}: it must contain {family.architectures[0]!r}"
+            f"architectures is {shown(classes)}: it must contain {family.architectures[0]!r}"
         )
     return family
 

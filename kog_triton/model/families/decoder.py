@@ -4,8 +4,8 @@ Llama, Mistral and Qwen differ in biases, query/key norms, windows and a few def
 file says only that. Query and key rows are stored in the half-split RoPE layout already.
 """
 
-from kog_triton.errors import ModelError
-from kog_triton.model.config import Config, show
+from kog_triton.errors import ModelError, shown
+from kog_triton.model.config import Config
 from kog_triton.model.family import Source
 from kog_triton.model.rope_config import MAX_CONTEXT, read_rope
 from kog_triton.model.spec import DType, ModelSpec, Reduce, RopeScaling
@@ -58,7 +58,7 @@ def refuse_unsupported(config: Config) -> None:
         config.only(name, *allowed)
     for name, value in config.values.items():
         if name.startswith("moe_") and value is not None:
-            raise ModelError(f"{name} is {show(value)}: mixtures of experts are not supported")
+            raise ModelError(f"{name} is {shown(value)}: mixtures of experts are not supported")
 
 
 def head_width(config: Config, hidden_size: int, num_heads: int, default: int = 0) -> int:
@@ -140,7 +140,7 @@ def layer_kinds(config: Config) -> list[str] | None:
     for kind in kinds:
         if kind not in known:
             raise ModelError(
-                f"layer_types has {show(kind)}: it must be {known[0]!r} or {known[1]!r}"
+                f"layer_types has {shown(kind)}: it must be {known[0]!r} or {known[1]!r}"
             )
     return kinds
 

@@ -22,57 +22,81 @@ constexpr int kShortRounds = 2;  // of a span that leaves the memory time for we
 
 // Bring a warp's tile into the L2 if all of it is in the cache before `end`: a round before its
 // loads, which alone keep too little in flight for all of the memory's bandwidth.
-KOG_DEVICE void fetch_tile(const Block& b, const u16* keys, const u16* values, int at, int end) {
+KOG_DEVICE void fetch_tile(const Block& b, const Cached& from, int at, int end) {
   if (b.in_warp != 0 || b.warp >= kWarpsAGroup || at + kTileRows > end) return;
   constexpr u32 kBytes = kTileRows * kRowDim * 2;
-  fetch_to_l2(keys + static_cast<u64>(at) * kRowDim, kBytes);
-  fetch_to_l2(values + static_cast<u64>(at) * kRowDim, kBytes);
+  fetch_to_l2(from.keys + static_cast<u64>(at) * kRowDim, kBytes);
+  fetch_to_l2(from.values + static_cast<u64>(at) * kRowDim, kBytes);
 }
 
-// A key/value head over one span of the context; `put` gets what merge_warps finds. `fresh`: what is
-// not in the cache yet (Newest).
-template <class Fresh, class Put>
-KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Fresh fresh,
-                          Put put) {
-  AttentionScratch scratch(b);
-  const u16* keys = cache_of(b, span.head);
-  const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
-  int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
-  int tiles = tiles_of(span);
-  int walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;
-  bool walks = head_group < kHeadGroups && walker < walked;
-  int cached = walks ? fresh.cached(span) : 0;
-  int at = span.start + walker * kTileRows;
-  bool first_of_long = b.thread == 0 && tiles > kShortRounds * kWarpsAGroup;
-  if (first_of_long) store_volatile(&b.small->walks, 1);
-  // Nothing here depends on other blocks: on its way while we wait for the queries.
+// A tile of keys and values, a warp's.
+struct Tile {
   Keys key;
   Values value;
-  key.load(b, keys, at, cached);
-  value.load(b, values, at, cached);
-  fetch_tile(b, keys, values, at + kRoundRows, cached);
+
+  KOG_DEVICE void load(const Block& b, const Cached& from, int at, int end) {
+    key.load(b, from.keys, at, end);
+    value.load(b, from.values, at, end);
+  }
+};
+// What a warp walks of a span: from its first tile on, up to the span's end; and the end of what the cache
+// holds of it.
+struct Tiles {
+  int at, end, cached;
+};
+
+// The heads that a unit waits for, `fresh` says which (Newest); behind a barrier.
+template <class Fresh>
+KOG_DEVICE void receive_heads(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
   Rotation rotation = fresh.rotation(b, span, position);
-  fresh.receive(b, span, position, phase, scratch, rotation);
+  fresh.receive(b, span, position, phase, AttentionScratch(b), rotation);
   stamp(b, Point::kAttentionQkv);
   sync_consumers();
+}
+
+// A warp's tiles, of which the first is in `tile`. kLong: as far as they go, those to come through the L2.
+template <bool kLong, class Fresh>
+KOG_DEVICE void walk_tiles(const Block& b, Fresh fresh, int from, const Tiles& tiles,
+                           const Cached& cache, int head_group, Tile& tile, Softmax& softmax) {
+  AttentionScratch scratch(b);
+  const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
+  for (int at = tiles.at; at < tiles.end; at += kRoundRows) {
+    int next = at + kRoundRows;
+    bool again = kLong || next < tiles.end;
+    fresh.patch(b, from, tiles.end, tiles.cached, at, scratch, tile.key, tile.value);
+    float p[kTileRows / 8][2];
+    softmax.weigh(b, queries, tile.key, tiles.end - at, p);
+    if constexpr (kLong) fetch_tile(b, cache, next + kRoundRows, tiles.cached);
+    if (again) tile.key.load(b, cache.keys, next, tiles.cached);  // on its way while the values are added
+    softmax.add(tile.value, p);
+    if (again) tile.value.load(b, cache.values, next, tiles.cached);
+  }
+}
+
+// A key/value head over one span of the context, to the words of the span's split.
+template <class Fresh>
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
+  Cached cache(b, span.head);
+  int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
+  int all = tiles_of(span), walked = all < kWarpsAGroup ? all : kWarpsAGroup;
+  bool walks = head_group < kHeadGroups && walker < walked;
+  Tiles tiles = {span.start + walker * kTileRows, span.end, walks ? fresh.cached(span) : 0};
+  bool first_of_long = b.thread == 0 && all > kShortRounds * kWarpsAGroup;
+  if (first_of_long) store_volatile(&b.small->walks, 1);
+  // Nothing here depends on other blocks: on its way while we wait for the queries.
+  Tile tile;
+  tile.load(b, cache, tiles.at, tiles.cached);
+  fetch_tile(b, cache, tiles.at + kRoundRows, tiles.cached);
+  receive_heads(b, span, position, phase, fresh);
 
   Softmax softmax;
-  if (walks) {
-    const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
-    for (; at < span.end; at += kRoundRows) {
-      int next = at + kRoundRows;
-      fresh.patch(b, fresh.from(span), span.end, cached, at, scratch, key, value);
-      float p[kTileRows / 8][2];
-      softmax.weigh(b, queries, key, span.end - at, p);
-      fetch_tile(b, keys, values, next + kRoundRows, cached);
-      key.load(b, keys, next, cached);  // on its way while the values are added
-      softmax.add(value, p);
-      value.load(b, values, next, cached);
-    }
-  }
+  if (walks) walk_tiles<true>(b, fresh, fresh.from(span), tiles, cache, head_group, tile, softmax);
   if (first_of_long) store_volatile(&b.small->walks, 0);
+  AttentionScratch scratch(b);
   put_results(b, walks, walked, softmax, scratch);
-  merge_warps(b, walked, scratch, put);
+  merge_warps(b, walked, scratch, [&](int query, int pair, float2 v, float log) {
+    publish_split(b, span, query, pair, v, log, phase);
+  });
   stamp(b, Point::kAttentionSplit);
   leave_results();
 }
@@ -85,13 +109,10 @@ KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 pha
     u32* words = split_words(b, span.head, 0, span.split);
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
       store_relaxed(words + i, phase);
-    if (b.thread < kQueries)
-      store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
+    if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, Newest{}, [&](int query, int pair, float2 v, float top) {
-    publish_split(b, span, query, pair, v, top, phase);
-  });
+  walk_span(b, span, position, phase, Newest{});
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.

@@ -1,38 +1,9 @@
 // What one block knows: where it stands in its lane, its shared memory, its patience. The generated
-// header declares what host and kernel tell each other: Request, Mailbox, Outcome.
+// header declares what host and kernel tell each other: Pointers, Request, Mailbox, Outcome.
 #pragma once
 #include <kog/ptx.h>
 
 namespace kog {
-
-// Filled by the host (memory.py); passed by value.
-struct Pointers {
-  const u8* weights;      // chunks, those of all blocks side by side
-  const u16* embed;       // [vocab][hidden, up to 4]
-  const float* gains;     // [2 * layers + 1][lanes or 1][hidden, up to 4]
-  const float* biases;    // [layers][kBiasRows]: stage by stage, lane by lane; gate and up woven
-  const float* qk_gains;  // [layers][2][head_dim]
-  const float* rope;      // [positions][2][head_dim / 2]
-  u16* cache;             // [slots][layers][lanes][kv_heads][2][positions][head_dim]
-  u32* words;             // zero at launch
-  float* logits;          // [rows][vocab], if asked for
-  int* tokens;            // [slots][positions + 1]: the prompts, and what bad words look back on
-  const u32* request;     // [slots][kRequestWords]: see Request
-  u32* counts;            // [slots][vocab]: of a penalized request's ids (edit.h)
-  float* scores;          // [1 + columns][vocab]: logits of one token edited, raw ones of each column
-  u64* masks;             // mapped: [slots][kMaskWords], the ids allowed next, under their epoch
-  u64* logprobs;          // mapped: [slots][positions + 1][kRecordWords]
-  int* states;            // [slots][2]: the next position and its token
-  u64* mailbox;           // mapped, see Mailbox
-  u64* outbox;            // mapped: [slots][positions + 1][2], number and token, and the time
-  u32* error;             // [0] set by the first wait that expires, [1 ..] what it waited for
-  u64* profile;           // stamps, if kProfile
-  u64* clocks;            // [tokens + 1][blocks][2]: see pair_clocks, if kProfile
-  i64 limit;              // clock ticks that a wait may take
-  i64 most_steps;         // tokens of any request after which the launch yields
-  int num_seats;          // requests that this launch serves
-  int order[kMostSeats];  // their slots, the one that is due first
-};
 
 struct Candidate {
   double key;
@@ -187,6 +158,15 @@ KOG_DEVICE int words_row(const Block& b) {
   return kColumns > 1 ? lane_of(b) * kColumns + b.column : b.lane;
 }
 
+// 64-bit words of one of a region's buffers, in which every block has kCount.
+template <class Words, int kCount>
+KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
+  static_assert(Words::kStride == (2 * kCount * kBlocks + 3) / 4 * 4,
+                "a block has another number of words than the layout gives it");
+  return reinterpret_cast<u64*>(b.p.words + Words::kOffset) + buffer * (Words::kStride / 2) +
+         kCount * block;
+}
+
 template <class Stage>
 KOG_DEVICE int stage_place(const Block& b) {
   return b.block % Stage::kGroup;
@@ -197,13 +177,18 @@ struct Units {
   int first, last;
 };
 template <class Stage>
-KOG_DEVICE int turned_place(int place, int layer) {
+KOG_DEVICE constexpr int turned_place(int place, int layer) {
   return (place + 2 * Stage::kGroup - Stage::kShift - layer % Stage::kGroup) % Stage::kGroup;
 }
 template <class Stage>
-KOG_DEVICE Units units_of(int place, int layer) {
+KOG_DEVICE constexpr Units units_of(int place, int layer) {
   int turned = turned_place<Stage>(place, layer);
   return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
+}
+// The turned place of the block that has a unit.
+template <class Stage>
+KOG_DEVICE constexpr int turned_owner(int unit) {
+  return ((unit + 1) * Stage::kGroup - 1) / Stage::kUnits;
 }
 // Fragments that a warp multiplies in one run of a stage.
 template <class Stage>
@@ -211,5 +196,23 @@ KOG_DEVICE int fragments_of(int place, int layer) {
   Units u = units_of<Stage>(place, layer);
   return (u.last - u.first) * Stage::kSteps;
 }
+
+// A number that the host makes of all places' units in the same way; 0 if turned_owner says another of them.
+template <class Stage>
+KOG_DEVICE constexpr int checked_units() {
+  u64 n = 1;
+  for (int i = 0; i < 2 * Stage::kGroup; i++) {
+    int place = i % Stage::kGroup, layer = i / Stage::kGroup * (kLayers - 1);
+    Units units = units_of<Stage>(place, layer);
+    bool owns = turned_owner<Stage>(units.last - 1) == turned_place<Stage>(place, layer);
+    if (units.first < units.last && !owns) return 0;
+    n = (31 * n + static_cast<u64>(units.first)) % 0x7fffffff;
+  }
+  return static_cast<int>(n);
+}
+template <class... Stages>
+constexpr bool kUnitsAgree = ((checked_units<Stages>() == Stages::kCheckedUnits) && ...);
+static_assert(kUnitsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
+              "block.h deals out other units than schedule/lowering.py");
 
 }  // namespace kog

@@ -10,7 +10,6 @@
 
 namespace kog {
 
-constexpr int kRowDim = (kHeadDim + 15) / 16 * 16;
 constexpr int kDimSteps = kRowDim / 16;
 constexpr int kKeyWords = kRowDim / 8;     // of one key in one lane
 constexpr int kValueWords = kRowDim / 16;  // of one value in one lane
@@ -107,5 +106,13 @@ KOG_DEVICE u16* cache_at(const Block& b, int slot, int layer, int head) {
 KOG_DEVICE u16* cache_of(const Block& b, int head) {
   return cache_at(b, b.small->slot, b.layer, head);
 }
+
+// What a layer's cache holds of a head.
+struct Cached {
+  const u16 *keys, *values;
+
+  KOG_DEVICE Cached(const Block& b, int head)
+      : keys(cache_of(b, head)), values(keys + static_cast<u64>(kMaxContext) * kRowDim) {}
+};
 
 }  // namespace kog

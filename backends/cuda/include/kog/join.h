@@ -28,12 +28,9 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   float top = kNoScore, total = 0, share[kTops], mine = 0;
 #pragma unroll
   for (int n = 0; n < kTops; n++)
-    if (need(n)) top = unpack_f32(w[n]) > top ? unpack_f32(w[n]) : top;
+    if (need(n)) top = larger(top, unpack_f32(w[n]));
 #pragma unroll
-  for (int mask = 16; mask; mask >>= 1) {
-    float other = shuffle_xor(top, mask);
-    top = other > top ? other : top;
-  }
+  for (int mask = 16; mask; mask >>= 1) top = larger(top, shuffle_xor(top, mask));
 #pragma unroll
   for (int n = 0; n < kTops; n++) {
     share[n] = need(n) ? exp2_fast(unpack_f32(w[n]) - top) : 0;

@@ -36,8 +36,7 @@ KOG_DEVICE void join_lists(const Block& b, int k, const u64* lists, u64* to) {
 }
 
 KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
-  return pairs_of<BestWords>(b) + (heads & 1) * (BestWords::kStride / 2) +
-         block * 2 * (kMostLogprobs + 1);
+  return words_of_block<BestWords, 2 * (kMostLogprobs + 1)>(b, block, heads & 1);
 }
 
 // What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `room`

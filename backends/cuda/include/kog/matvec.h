@@ -25,7 +25,6 @@ namespace kog {
 // The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
 // a lane four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
 // stages for itself.
-constexpr int kSlice = (kHidden + kWarps * kFragK - 1) / (kWarps * kFragK) * kFragK;
 constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
 constexpr int kHiddenStride = (kHidden + 3) / 4 * 4;

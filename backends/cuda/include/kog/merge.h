@@ -48,7 +48,7 @@ struct Slot {
   KOG_DEVICE void absorb(const Block& b, Softmax& s) const {
     int head = b.in_warp / 4;
     float2 theirs = tops[head < kHeadsKept ? head : 0];
-    float top = theirs.x > s.top ? theirs.x : s.top, share = exp2_fast(theirs.x - top);
+    float top = larger(s.top, theirs.x), share = exp2_fast(theirs.x - top);
     s.rescale(b, exp2_fast(s.top - top));
     s.top = top;
     if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all lanes of the head
@@ -92,52 +92,63 @@ KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& sof
 constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
                          : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
                                                                       : 1;
+constexpr int kSharedResults = (kSlots + kSharers - 1) / kSharers;  // of one of them
 
-// Merge the warps' results in order: put(head, pair, values, top) for each pair of a head's outputs, by
+// Results of some warps as one: their sums, and a pair of their outputs.
+struct Merged {
+  float y, x, sum;
+
+  // One more, whose maximum and sum are `tops`, of those whose largest maximum is `top`.
+  KOG_DEVICE void add(float2 tops, const float* pair, float top) {
+    float2 v = *reinterpret_cast<const float2*>(pair);
+    float share = exp2_fast(tops.x - top);
+    sum = fused(share, tops.y, sum);
+    x = fused(share, v.x, x);
+    y = fused(share, v.y, y);
+  }
+  // Those of another: of(member) brings each.
+  template <class Of>
+  KOG_DEVICE void join(Of of) {
+    sum += of(&Merged::sum);
+    x += of(&Merged::x);
+    y += of(&Merged::y);
+  }
+  KOG_DEVICE float2 output() const { return {divide(x, sum), divide(y, sum)}; }
+  // The logarithm of the sum.
+  KOG_DEVICE float log(float top) const { return top + log2_fast(sum); }
+};
+
+// Merge the warps' results in order: put(head, pair, values, log) for each pair of a head's outputs, by
 // one lane.
 template <class Put>
 KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
   constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
-  constexpr int kEach = (kSlots + kSharers - 1) / kSharers;  // results of one lane
   walked = walked < kSlots ? walked : kSlots;
   for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
     int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     bool inside = i < kPairs;
     int at = head / kGroupHeads * kSlots * kGroupHeads + head % kGroupHeads;
-    float top = kNoScore, sum = 0;
-    float2 out = {0, 0};
+    float top = kNoScore;
 #pragma unroll
-    for (int n = 0; n < kEach; n++) {
+    for (int n = 0; n < kSharedResults; n++) {
       int w = n * kSharers + b.in_warp % kSharers;
       if (!inside || w >= walked) continue;
-      float t = scratch.tops[at + w * kGroupHeads].x;
-      top = t > top ? t : top;
+      top = larger(top, scratch.tops[at + w * kGroupHeads].x);
     }
 #pragma unroll
-    for (int mask = 1; mask < kSharers; mask <<= 1) {
-      float other = shuffle_xor(top, mask);
-      top = other > top ? other : top;
-    }
+    for (int mask = 1; mask < kSharers; mask <<= 1) top = larger(top, shuffle_xor(top, mask));
+    Merged merged = {};
 #pragma unroll
-    for (int n = 0; n < kEach; n++) {
+    for (int n = 0; n < kSharedResults; n++) {
       int w = n * kSharers + b.in_warp % kSharers;
       if (!inside || w >= walked) continue;
-      float2 t = scratch.tops[at + w * kGroupHeads];
-      float2 v = *reinterpret_cast<const float2*>(
-          scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair);
-      float share = exp2_fast(t.x - top);
-      sum = fused(share, t.y, sum);
-      out.x = fused(share, v.x, out.x);
-      out.y = fused(share, v.y, out.y);
+      merged.add(scratch.tops[at + w * kGroupHeads],
+                 scratch.results + (at + w * kGroupHeads) * kResultStride + 2 * pair, top);
     }
 #pragma unroll
-    for (int mask = 1; mask < kSharers; mask <<= 1) {
-      sum += shuffle_xor(sum, mask);
-      out.x += shuffle_xor(out.x, mask);
-      out.y += shuffle_xor(out.y, mask);
-    }
-    if (!inside || b.in_warp % kSharers != 0) continue;
-    put(head, pair, float2{divide(out.x, sum), divide(out.y, sum)}, top + log2_fast(sum));
+    for (int mask = 1; mask < kSharers; mask <<= 1)
+      merged.join([&](float Merged::*m) { return shuffle_xor(merged.*m, mask); });
+    if (inside && b.in_warp % kSharers == 0) put(head, pair, merged.output(), merged.log(top));
   }
 }
 

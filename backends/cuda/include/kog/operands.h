@@ -275,4 +275,12 @@ KOG_DEVICE int narrow_place(int word, int token) {
          token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
 }
 
+template <class... Stages>
+constexpr bool kCutsAgree =
+    ((Cut<Stages>::kStepWords * Stages::kParts * 4 == Stages::kStepBytes &&
+      Cut<Stages>::kRowWords == Stages::kRowWords && Cut<Stages>::kPieces == Stages::kPieces) &&
+     ...);
+static_assert(kCutsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
+              "operands.h and layout/batches.py cut operands and sums otherwise");
+
 }  // namespace kog

@@ -3,6 +3,7 @@
 #pragma once
 
 #define KOG_ASSUME(x) __builtin_assume(x)
+#define KOG_OFFSET(T, member) __INTADDR__(&((T*)0)->member)  // NVRTC has no offsetof
 #define KOG_DEVICE __device__ __forceinline__
 #define KOG_DEVICE_NOINLINE __device__ __noinline__
 #define KOG_KERNEL extern "C" __global__
@@ -172,15 +173,15 @@ KOG_DEVICE u32 sum_of_warp(u32 v) { return __reduce_add_sync(kWholeWarp, v); }
 
 // ---- the consumer warps of a block ----
 
-KOG_DEVICE void sync_consumers() { asm volatile("barrier.cta.sync 1, 512;" ::: "memory"); }
+KOG_DEVICE void sync_consumers() { asm volatile("barrier.cta.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 // A barrier that also says whether any thread brought `p`.
 KOG_DEVICE bool any_consumer(bool p) {
   u32 out;
   asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, 1, 512, p;\n"
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, 1, %2, p;\n"
       "selp.u32 %0, 1, 0, q;\n}"
       : "=r"(out)
-      : "r"(static_cast<u32>(p))
+      : "r"(static_cast<u32>(p)), "n"(kConsumers)
       : "memory");
   return out != 0;
 }

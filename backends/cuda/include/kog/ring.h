@@ -55,6 +55,7 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.empty[i], kWarps);
     }
     b.small->stop = b.small->leave = b.small->joins = b.small->walks = 0;
+    if constexpr (kProfile) b.small->issued = 0;
     for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
   }
@@ -109,8 +110,12 @@ struct Producer {
     barrier_expect(&b.full[next.slot], bytes);
     if (count >= kWindowChunks && !wait_for_window(b)) return false;
     bulk_load(b.ring + next.slot * kChunkBytes, from, bytes, &b.full[next.slot], policy);
-    count++;
-    if constexpr (kProfile) store_volatile(&b.small->issued, count);
+    // A launch may have more chunks than 2^32: numbers go back by two rings, which have the slots and parities.
+    if (++count == 4 * kRingChunks) {
+      count -= 2 * kRingChunks;
+      fetched -= fetched < 2 * kRingChunks ? fetched : 2 * kRingChunks;
+    }
+    if constexpr (kProfile) store_volatile(&b.small->issued, load_volatile(&b.small->issued) + 1);
     next.step();
     return true;
   }

@@ -4,14 +4,19 @@
 
 namespace kog {
 
-// Those four give their registers to the consumers: 20 x 96 make 16 x 112 + 4 x 32.
+// Registers of an SM, and of a thread as it starts and as it helps: what the helpers give away the consumers
+// take. Counted by eights: of 640 threads with 96 each, 512 have 112 then and 128 have 32.
+constexpr int kRegisterFile = 65536, kStartRegisters = kRegisterFile / kThreads / 8 * 8, kHelperRegisters = 32;
+constexpr int kConsumerRegisters =
+    (kStartRegisters * kThreads - kHelperRegisters * (kThreads - kConsumers)) / kConsumers / 8 * 8;
+
 template <class Consume, class Produce>
 KOG_DEVICE void run_roles(Block& b, Consume consume, Produce produce) {
   if (b.warp < kWarps) {
-    take_registers<112>();
+    take_registers<kConsumerRegisters>();
     consume();
   } else {
-    give_registers<32>();
+    give_registers<kHelperRegisters>();
     if (b.warp == kWarps) {
       if (b.in_warp == 0) produce();
     } else if (b.warp == kWarps + 1) {

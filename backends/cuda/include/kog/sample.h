@@ -77,10 +77,9 @@ KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u
 }
 KOG_DEVICE int token_of(const Candidate& c) { return c.key == -infinity() ? kNothing : c.id; }
 
-// Words of one head: two slots, because lanes that never meet may be a token apart.
-KOG_DEVICE u64* winner_words(const Block& b, int heads) {
-  u64* all = reinterpret_cast<u64*>(b.p.words + WinnerWords::kOffset);
-  return all + (heads & 1) * (WinnerWords::kStride / 2);
+// A block's words of one head: two slots, because lanes that never meet may be a token apart.
+KOG_DEVICE u64* winner_words(const Block& b, int heads, int block) {
+  return words_of_block<WinnerWords, 4>(b, block, heads & 1);
 }
 
 // A warp's best, for `best_of_block` behind a barrier.
@@ -98,7 +97,7 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(winner_words(b, heads) + 4 * b.block, head_number(heads), best, control);
+  put_candidate(winner_words(b, heads, b.block), head_number(heads), best, control);
 }
 
 // The best of all blocks, known to every thread after the barrier at the token's end (`agreed`).
@@ -106,7 +105,7 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
   if (b.warp * 32 < kBlocks) {
     u32 control;
     Candidate c = poll_candidates<1>(
-        b, head_number(heads), [&](int) { return winner_words(b, heads) + 4 * b.thread; },
+        b, head_number(heads), [&](int) { return winner_words(b, heads, b.thread); },
         [&](int) { return b.thread < kBlocks; }, control);
     if (b.thread == 0) b.small->control = control;
     if (b.in_warp == 0) b.small->global[b.warp] = c;

@@ -10,6 +10,8 @@ namespace kog {
 
 constexpr float kNoScore = -1e30f;  // finite: what has no score weighs nothing
 
+KOG_DEVICE float larger(float a, float b) { return b > a ? b : a; }
+
 struct Softmax {
   float out[kDimSteps][4], top = kNoScore, sum = 0;
 
@@ -42,13 +44,10 @@ struct Softmax {
         p[j][i] = c[0][j][i] + c[1][j][i] + (c[0][j][i + 2] + c[1][j][i + 2]);
         bool valid = 8 * j + b.in_warp % 4 * 2 + i < count;
         if (!valid) p[j][i] = kNoScore;
-        best = p[j][i] > best ? p[j][i] : best;
+        best = larger(best, p[j][i]);
       }
 #pragma unroll
-    for (int mask = 1; mask <= 2; mask <<= 1) {
-      float other = shuffle_xor(best, mask);
-      best = other > best ? other : best;
-    }
+    for (int mask = 1; mask <= 2; mask <<= 1) best = larger(best, shuffle_xor(best, mask));
     if (any_lane(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
     top = best;
 #pragma unroll

@@ -7,14 +7,6 @@
 
 namespace kog {
 
-// By value, like Pointers.
-struct StageCall {
-  Pointers p;
-  const float* x;  // [lanes][kHiddenStride]: the residual streams, or the head's input
-  float* out;      // the same after the stage, if it changes them
-  int which, layer, token, position;
-};
-
 // Layers that a stage alone pretends to have run: even, so that no zeroed word seems ready, and
 // enough for a delayed output to lie behind.
 constexpr int kStageIteration = 2 * kDelay;

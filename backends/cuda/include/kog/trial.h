@@ -26,7 +26,7 @@ KOG_DEVICE void publish_trial(Block& b, const Field& f, u64 number, u32 control)
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // as in publish_candidate
-  u64* to = pairs_of<TrialWords>(b) + 6 * b.block;
+  u64* to = words_of_block<TrialWords, 6>(b, b.block);
   u32 logit = f.rows.hold(best.id) ? ordered(f.logits[best.id]) : 0;
   put_candidate(to, number, best, logit);
   put_pair(to + 4, number, control, 0);
@@ -35,7 +35,7 @@ KOG_DEVICE void publish_trial(Block& b, const Field& f, u64 number, u32 control)
 // The winner of a trial, known to every thread; `agreed` knows it, too. `room` holds a word a warp.
 KOG_DEVICE Trial gather_trial(Block& b, u64 number, u32* room) {
   if (b.warp * 32 < kBlocks) {
-    const u64* from = pairs_of<TrialWords>(b) + 6 * b.thread;
+    const u64* from = words_of_block<TrialWords, 6>(b, b.thread);
     bool there = b.thread < kBlocks;
     u64 v[3];
     poll_pairs(
@@ -78,7 +78,7 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
   }
   sync_consumers();
   if (b.warp != 0) return;
-  u64* to = pairs_of<SharesWords>(b) + 6 * b.block;
+  u64* to = words_of_block<SharesWords, 6>(b, b.block);
 #pragma unroll
   for (int i = 0; i < 3; i++) {
     u64 sum = sum_of_warp(b.in_warp < kWarps ? room[3 * b.in_warp + i] : 0);
@@ -92,7 +92,7 @@ KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* room) {
   u64 sums[3] = {0, 0, 0};
   sync_consumers();  // warp 0 has read this block's sums: the room is free
   if (b.warp * 32 < kBlocks) {
-    const u64* from = pairs_of<SharesWords>(b) + 6 * b.thread;
+    const u64* from = words_of_block<SharesWords, 6>(b, b.thread);
     poll_pairs(
         b, Step::kShares, number, [&](int i) { return from + 2 * i; },
         [&](int) { return b.thread < kBlocks; }, sums);

@@ -6,35 +6,31 @@
 namespace kog {
 
 constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value head
-constexpr int kHeadGroups = (kQueries + kGroupHeads - 1) / kGroupHeads;
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
 // Positions that the warps of a group take at once, a tile each: a round of a span.
 constexpr int kRoundRows = kWarpsAGroup * kTileRows;
-// The results of half of the warps find room at once.
-constexpr int kSlots = (kWarpsAGroup + 1) / 2;  // of a group of warps
 constexpr int kUnits = kKvHeads * kSplits;
-constexpr int kResultStride = kRowDim + 4;
-
-// Positions of one step that a unit receives as words: a chunk of a prompt has several (columns/chunk.h).
-constexpr int kNewRows = kChunk ? kColumns : 1;
 
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
-// tensor core takes them, the new key and value as rows of the cache, results of all warps. The
+// tensor core takes them, the new keys and values as rows of the cache, results of all warps. The
 // results may run on over the partial sums: those of qkv_proj have been read when the first result is
 // put, and nobody puts o_proj's before the last one was read (leave_results).
+template <class T>
+KOG_DEVICE T* scratch_at(const Block& b, int place) {
+  return reinterpret_cast<T*>(b.scratch + kAttentionScratchAt + place);
+}
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 lanes]
-  u16* key;        // [kNewRows][kRowDim]
-  u16* value;
+  u16 *key, *value;  // [new rows][kRowDim]: those of one step, several in a chunk of a prompt
   float* results;  // [head group][slot][head][kResultStride]
   float2* tops;    // [head group][slot][head]: maximum and sum
-  KOG_DEVICE explicit AttentionScratch(const Block& b) {
-    queries = reinterpret_cast<uint4*>(b.scratch + kAttentionScratchAt);
-    key = reinterpret_cast<u16*>(queries + kHeadGroups * kDimSteps * 32);
-    value = key + kNewRows * kRowDim;
-    results = reinterpret_cast<float*>(value + kNewRows * kRowDim);
-    tops = reinterpret_cast<float2*>(results + kHeadGroups * kSlots * kGroupHeads * kResultStride);
-  }
+
+  KOG_DEVICE explicit AttentionScratch(const Block& b)
+      : queries(scratch_at<uint4>(b, ScratchPlaces::kQueries)),
+        key(scratch_at<u16>(b, ScratchPlaces::kKey)),
+        value(scratch_at<u16>(b, ScratchPlaces::kValue)),
+        results(scratch_at<float>(b, ScratchPlaces::kResults)),
+        tops(scratch_at<float2>(b, ScratchPlaces::kTops)) {}
 };
 
 // By whole blocks that attend, behind their last look at results or joins.

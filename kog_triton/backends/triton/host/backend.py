@@ -13,7 +13,7 @@ from kog_triton.backends.prefill.library import Crossover, open_library, run_pro
 from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
-from kog_triton.backends.silence import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.schedule.schedule import build
@@ -24,7 +24,7 @@ OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copi
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
-# Behind 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
+# After 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
@@ -49,7 +49,6 @@ class TritonBackend:
         weights: WeightSource,
         options: BackendOptions,
         num_blocks: int = 0,
-        depth: int = 1,
         device: torch.device | None = None,
     ) -> None:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
@@ -77,7 +76,7 @@ class TritonBackend:
         if device.type == "cuda":
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
-        self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor, depth)
+        self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
         half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
         with read_once(weights, self.spec, options, device) as once:
             self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
@@ -98,7 +97,7 @@ class TritonBackend:
                 "enable_fp_fusion": True,  # not every release has it on by default
             }
 
-    # ---- doors ----
+    # ---- entry points ----
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
@@ -130,7 +129,7 @@ class TritonBackend:
         return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """One stage alone, a token at a time, on the logical tensors that ReferenceBackend.run_stage names.
+        """One stage alone, a token at a time, on logical tensors (STAGE_READS, STAGE_WRITES).
 
         RequestError if the model has no such stage; RunError if a wait expires.
         """
@@ -139,7 +138,7 @@ class TritonBackend:
     def time_stage(
         self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
     ) -> list[float]:
-        """As run_stage; seconds of every token's launch by the GPU's clock, behind what `before` queues."""
+        """As run_stage; seconds of every token's launch by the GPU's clock, after what `before` queues."""
         return self._run_stage(stage, layer, state, before)[1]
 
     def _run_stage(
@@ -203,21 +202,21 @@ class TritonBackend:
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Logits of positions [first, last), float32, run in a cache [1, ...]. RunError if a wait expires."""
-        from kog_triton.backends.triton.host.seats import seat_logits
+        from kog_triton.backends.triton.host.admission import admit_logits
         from kog_triton.backends.triton.host.waits import describe_wait
         from kog_triton.backends.triton.kernel.slots import BEAT
 
         p = self.memory.pointers
         alone = p._replace(
             kv=kv,
-            turns=torch.tensor([1, 0], dtype=torch.int32, device=self.device),
+            slot_order=torch.tensor([1, 0], dtype=torch.int32, device=self.device),
             requests=torch.zeros_like(p.requests[:1]),
             states=torch.zeros_like(p.states[:1]),
             tokens=torch.zeros_like(p.tokens[:1]),
             mailbox=torch.zeros(8, dtype=torch.int64, device=self.device),
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
-        seat_logits(alone, list(tokens), first, last)
+        admit_logits(alone, list(tokens), first, last)
         self._launch(alone, False, False)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -292,7 +291,7 @@ def _known_gpu(device: torch.device) -> Gpu | None:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts behind all that is queued; what it gives waits for what was queued since and tells the seconds."""
+    """Starts after all that is queued; calling the result waits for what was queued since: the seconds it took."""
     if device.type != "cuda":
         started = time.perf_counter()
         return lambda: time.perf_counter() - started

@@ -14,8 +14,8 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import Flag, flags_of
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
 from kog_triton.backends.token_words import Outcome
+from kog_triton.backends.triton.host.admission import admit, start
 from kog_triton.backends.triton.host.memory import Memory
-from kog_triton.backends.triton.host.seats import seat, start
 from kog_triton.backends.triton.host.waits import describe_wait, mask_was_late
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, POSITION, mailbox_offsets
@@ -52,7 +52,7 @@ class TritonLauncher:
     def admit(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None
         position = len(request.prompt) - 1 if scored else self.prefill(request)
-        seat(self.memory.pointers, self.tiles, request, position)
+        admit(self.memory.pointers, self.tiles, request, position)
         return position
 
     def words(self, slot: int) -> SlotWords:
@@ -71,8 +71,8 @@ class TritonLauncher:
     def launch(self, running: Mapping[int, InSlot]) -> Launch:
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
         slots = list(running)
-        turns = torch.tensor([len(slots), *slots], dtype=torch.int32)
-        self.memory.pointers.turns[: len(turns)] = turns.to(self.device)
+        order = torch.tensor([len(slots), *slots], dtype=torch.int32)
+        self.memory.pointers.slot_order[: len(order)] = order.to(self.device)
         ruled = any(
             flags_of(one.request, self.tiles.vocab_size) & RULES for one in running.values()
         )

@@ -8,7 +8,7 @@ import torch
 from kog_triton.backends import WeightSource
 from kog_triton.backends.request_words import capacity
 from kog_triton.backends.triton.host.pointers import Pointers
-from kog_triton.backends.triton.kernel.cut import scratch_sizes
+from kog_triton.backends.triton.kernel.partition import scratch_sizes
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD
 from kog_triton.model.spec import ModelSpec
@@ -81,7 +81,7 @@ def allocate(
         profile=torch.zeros(
             max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
         ),
-        turns=ints(1 + num_slots),
+        slot_order=ints(1 + num_slots),
         requests=ints(num_slots, capacity(vocab)),
         states=ints(num_slots, tiles.num_blocks, STATE_WORDS.value),
         tokens=ints(num_slots, tiles.max_context + 1),
@@ -124,13 +124,13 @@ def _pack(
     arena = torch.empty(size, dtype=torch.int32, device=device)
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
-        for cut, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
+        for tiling, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
             parts = [
                 shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
                 for w in stage.weights
             ]
-            packed = pack_tiles(stage, cut, tiles.group, torch.cat(parts, 1).view(torch.int16))
-            _place(arena, base + cut.offset, packed)
+            packed = pack_tiles(stage, tiling, tiles.group, torch.cat(parts, 1).view(torch.int16))
+            _place(arena, base + tiling.offset, packed)
     matrix = embed if lm_head.weights == ("embed",) else get("lm_head").to(dtype)
     matrix = shard_matrix(schedule, lm_head, matrix).view(torch.int16)
     group = tiles.num_blocks if lm_head.scope is Scope.ALL else tiles.group

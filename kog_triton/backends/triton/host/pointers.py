@@ -25,11 +25,11 @@ class Pointers(NamedTuple):
     wide: Any  # int64: the same memory
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
-    chunk: Any  # float32: a chunk's vectors (cut.py)
+    chunk: Any  # float32: a chunk's vectors (partition.py)
     half_chunk: Any  # the model's 16-bit type; columns that pad a width are zero
     profile: Any  # int64 [layer runs, blocks, 16]: see layer.POINTS
     # ---- slots ----
-    turns: Any  # int32 [1 + slots]: how many slots to serve, and which, in turn
+    slot_order: Any  # int32 [1 + slots]: how many slots to serve, and which, round robin
     requests: Any  # int32 [slots, capacity]: backends/request_words.py
     states: Any  # int32 [slots, blocks, STATE_WORDS]: a block reads and writes its own
     tokens: Any  # int32 [slots, positions]: the prompt, then the output

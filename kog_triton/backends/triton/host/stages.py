@@ -1,6 +1,6 @@
 """The host's side of one stage alone: logical tensors into the words that a stage reads, and back.
 
-Tensors are those that ReferenceBackend.run_stage names. A token at a time: the kernel knows no other way.
+Tensors are those of STAGE_READS and STAGE_WRITES. A token at a time: the kernel knows no other way.
 """
 
 import math
@@ -102,13 +102,13 @@ class StageRun:
         return {"attention": np.stack(rows, 1), "keys": held[:, :, 0], "values": held[:, :, 1]}
 
     def _residual(self, state: dict[str, Array], source: str, target: str) -> dict[str, Array]:
-        past = state.get("past")
+        delayed = state.get("delayed")
         sent, xs = [], []
         for i, (x, row) in enumerate(zip(_tokens(state["x"]), _tokens(state[source]), strict=True)):
             self._start(x)
             self._give_pairs(source, row)
-            if past is not None:
-                self._give_past(past[:, i])
+            if delayed is not None:
+                self._give_delayed(delayed[:, i])
             self._go()
             sent.append(self._sent(target))
             xs.append(self._stream())
@@ -151,8 +151,8 @@ class StageRun:
         """An arena in which no word has come yet, and the stream x [lanes, hidden]."""
         t, words = self._tiles, self._pointers.words
         words.fill_(1 - self._phase)
-        _, turn = self._buffer(self._layer)
-        for name, stale in (("past", 1 - turn), ("part", 0), ("y", 0)):
+        _, phase = self._buffer(self._layer)
+        for name, stale in (("delayed", 1 - phase), ("part", 0), ("y", 0)):
             first, size = t.regions[name]
             words[first : first + size] = stale
         if x is not None:
@@ -179,19 +179,19 @@ class StageRun:
         """[lanes, hidden] as float32 words in planes."""
         self._give(first, np.stack([wire.pack_f32(row, phase) for row in _woven(rows)]))
 
-    def _give_past(self, rows: Array) -> None:
+    def _give_delayed(self, rows: Array) -> None:
         """[lanes, hidden] as the outputs of `delay` layers ago."""
-        first, turn = self._buffer(self._layer - self._tiles.delay)
-        self._give_planes(first, rows, turn)
+        first, phase = self._buffer(self._layer - self._tiles.delay)
+        self._give_planes(first, rows, phase)
 
     def _buffer(self, run: int) -> tuple[int, int]:
         """Where the ring of late outputs holds this stage's of a layer run, and their phase."""
         t = self._tiles
-        if not t.past_buffers:
-            return t.region("past"), 0
+        if not t.delayed_buffers:
+            return t.region("delayed"), 0
         which = 1 if self._stage == "down_proj" else 0
-        at = (which * t.past_buffers + run % t.past_buffers) * t.lanes * t.hidden_size
-        return t.region("past") + at, (run // t.past_buffers + 1) & 1
+        at = (which * t.delayed_buffers + run % t.delayed_buffers) * t.lanes * t.hidden_size
+        return t.region("delayed") + at, (run // t.delayed_buffers + 1) & 1
 
     def _read(self, first: int, count: int) -> Array:
         return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)

@@ -1,4 +1,4 @@
-"""A wait of the kernel that expired, told to people: words.py says what the kernel writes down."""
+"""A wait of the kernel that expired, in plain words: words.py says what the kernel writes down."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
     if not errors[0][0]:
         return ""
     block = next((b for b, e in enumerate(errors[1:]) if e[0] == MASK), errors[0][0] - 1)
-    number, layer, wanted, place, seen = errors[block + 1][:5]
+    number, layer, wanted, found, seen = errors[block + 1][:5]
     after = ""
     if beat is not None:
         after = f", after {beat} steps" if beat >= 0 else f", after {-beat} steps of prompts"
@@ -32,13 +32,13 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
     if stage == "sample":
         what = {
             "mask": "the host's mask of token",
-            "votes": "votes of round",
+            "all_reduce": "sums of round",
             "winner": "candidates of pass",
         }
         return f"{head}, for {what[exchange]} {wanted}{after}"
     where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"
-    if not place:
+    if not found:
         return f"{where}, for words of {exchange} that came after all{after}"
-    word = place - 1 - tiles.region(exchange)
+    word = found - 1 - tiles.region(exchange)
     said = f"seen {seen & 0xFFFFFFFF:#010x}, wanted phase {wanted}"
     return f"{where}, for word {word} of {exchange}: {said}{after}"

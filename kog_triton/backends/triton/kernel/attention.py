@@ -12,12 +12,12 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.sync import dot, loop_stages, stamp, store_shared
 from kog_triton.backends.triton.kernel.words import (
     POLLED,
-    complain,
-    complain_also,
     in_range,
     pack_f32,
     poll,
     publish_pairs,
+    record_more,
+    record_timeout,
     settle,
     unpack_f32,
     unpack_pair,
@@ -27,7 +27,7 @@ BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step, at most
 # Of keys in registers at a step. Twice as many spill where heads are wide: Laneformer-2B 713 tokens/s for 728 (H200).
 STEP_BYTES: tl.constexpr = tl.constexpr(8 * 1024)
 # A split of more positions than FEW takes DEEP_BYTES of keys at a step, the next steps on their way into shared memory.
-# Llama-3.2-1B behind 32,768 positions (H200): 887 tokens/s; 32 KB and one stage 804; 64 positions in registers 642.
+# Llama-3.2-1B after 32,768 positions (H200): 887 tokens/s; 32 KB and one stage 804; 64 positions in registers 642.
 FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
@@ -79,7 +79,7 @@ def quarters(lower, upper, mask, S: tl.constexpr):
 
 @triton.jit
 def rotated(x, gains, constants, S: tl.constexpr):
-    """Quarters of rows, normalized if the model asks, and turned."""
+    """Quarters of rows, normalized if the model asks, and rotated."""
     a0, a1, b0, b1 = x
     _, cos0, cos1, sin0, sin1, _, _ = constants
     if S.qk_norm:
@@ -132,12 +132,19 @@ def ask_constants(layer, position, p, S: tl.constexpr):
         return window, cos0, cos1, sin0, sin1, 0, 0
 
 
+@triton.constexpr_function
+def kv_tasks_each(S):
+    """KV tasks (a key/value head and a split) of a block, at most."""
+    return -(-S.kv_heads * S.splits // S.group)
+
+
 @triton.jit
-def attention(constants, layer, it, position, slot, lane, place, phase, alive, p, S: tl.constexpr):
+def attention(constants, layer, it, position, slot, coords, phase, alive, p, S: tl.constexpr):
     """Publish the attention outputs of this block's heads; returns alive."""
-    for turn in range(S.kv_heads * S.splits // S.group + (S.kv_heads * S.splits % S.group != 0)):
-        unit = turn * S.group + place
-        if unit < S.kv_heads * S.splits:
+    _, lane, group_index = coords
+    for i in range(kv_tasks_each(S)):
+        kv_task = i * S.group + group_index
+        if kv_task < S.kv_heads * S.splits:
             alive = one_head(
                 constants,
                 layer,
@@ -145,23 +152,23 @@ def attention(constants, layer, it, position, slot, lane, place, phase, alive, p
                 position,
                 slot,
                 lane,
-                unit // S.splits,
-                unit % S.splits,
+                kv_task // S.splits,
+                kv_task % S.splits,
                 phase,
                 alive,
                 p,
                 S,
             )
-    for turn in range(S.kv_heads * S.splits // S.group + (S.kv_heads * S.splits % S.group != 0)):
-        unit = turn * S.group + place
-        if unit < S.kv_heads * S.splits:
+    for i in range(kv_tasks_each(S)):
+        kv_task = i * S.group + group_index
+        if kv_task < S.kv_heads * S.splits:
             alive = join_splits(
                 constants,
                 layer,
                 position,
                 lane,
-                unit // S.splits,
-                unit % S.splits,
+                kv_task // S.splits,
+                kv_task % S.splits,
                 phase,
                 alive,
                 p,
@@ -242,9 +249,9 @@ def one_head(
     w, bad = poll(ptrs, masks, phase, alive, p, S, 6)
     if (bad != 0) & (alive != 0):
         run: tl.constexpr = D // 2  # words
-        complain(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
+        record_timeout(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
         if newest:
-            complain_also(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
+            record_more(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
     alive = tl.where(bad != 0, 0, alive)
     stamp(p, it, 2, S)
     q = assembled(rotated(quarters(w[0], w[1], mask, S), constants[5], constants, S), S)
@@ -307,7 +314,7 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
             outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
             w, bad = poll((outputs, weights), (have, have), phase, alive, p, S, 2)
             if (bad != 0) & (alive != 0):
-                complain(base, used * S.split_words, phase, "attention splits", layer, p)
+                record_timeout(base, used * S.split_words, phase, "attention splits", layer, p)
             alive = tl.where(bad != 0, 0, alive)
             top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
             share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)

@@ -20,7 +20,7 @@ from kog_triton.backends.triton.kernel.columns import (
     store_qkv,
     vectors,
 )
-from kog_triton.backends.triton.kernel.cut import begins, parts, width
+from kog_triton.backends.triton.kernel.partition import begins, parts, width
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, bias_at
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
@@ -98,8 +98,8 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
     HALF: tl.constexpr = S.hidden_size // 2
     i = tl.arange(0, HIDDEN)
     inside = i < S.hidden_size
-    for unit in range(block, S.lanes * count, S.num_blocks):
-        lane, t = unit // count, unit % count
+    for vector in range(block, S.lanes * count, S.num_blocks):
+        lane, t = vector // count, vector % count
         stream = p.chunk + AT + (lane * S.columns + t) * S.hidden_size + i
         if STAGE == 2:
             x = tl.load(stream, mask=inside, other=0.0)
@@ -126,8 +126,9 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
 
 
 @triton.jit
-def run_step(step, layer, base, pos, count, slot, block, lane, place, p, S: tl.constexpr):
+def run_step(step, layer, base, pos, count, slot, coords, p, S: tl.constexpr):
     """One step of a layer whose first weight is at `base`."""
+    block, lane, _ = coords
     X: tl.constexpr = width(S, 0)
     A: tl.constexpr = width(S, 1)
     H: tl.constexpr = width(S, 3)
@@ -135,25 +136,26 @@ def run_step(step, layer, base, pos, count, slot, block, lane, place, p, S: tl.c
         feed(pos, count, slot, layer, block, p, S, 0)
     elif step == 1:
         x = vectors("x", lane, p, S, X)
-        multiply(x, base, layer, count, lane, place, p, S, 0, store_qkv)
+        multiply(x, base, layer, count, coords, p, S, 0, store_qkv)
     elif step == 2:
-        attend(layer, pos, count, slot, lane, place, p, S)
+        attend(layer, pos, count, slot, coords, p, S)
     elif step == 3:
         x = vectors("attention", lane, p, S, A)
-        multiply(x, base, layer, count, lane, place, p, S, 1, store_out)
+        multiply(x, base, layer, count, coords, p, S, 1, store_out)
     elif step == 4:
         feed(pos, count, slot, layer, block, p, S, 2)
     elif step == 5:
         x = vectors("x", lane, p, S, X)
-        multiply(x, base, layer, count, lane, place, p, S, 2, store_gated)
+        multiply(x, base, layer, count, coords, p, S, 2, store_gated)
     else:
         x = vectors("mlp", lane, p, S, H)
-        multiply(x, base, layer, count, lane, place, p, S, 3, store_out)
+        multiply(x, base, layer, count, coords, p, S, 3, store_out)
 
 
 @triton.jit
-def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.constexpr):
+def run_chunk(pos, count, slot, number, alive, coords, p, S: tl.constexpr):
     """Keys and values of `count` tokens from `pos` on: the number of the next meeting, the host's word, alive."""
+    block, _, _ = coords
     zero = block * 0  # a tensor also in the interpreter
     control = ask_host(block, p, S)
     heard = zero
@@ -162,31 +164,30 @@ def run_chunk(pos, count, slot, number, alive, block, lane, place, p, S: tl.cons
         step = zero + i
         layer = step // STEPS
         base = layers + layer.to(tl.int64) * (2 * S.layer_words)
-        run_step(step % STEPS, layer, base, pos, count, slot, block, lane, place, p, S)
+        run_step(step % STEPS, layer, base, pos, count, slot, coords, p, S)
         heard, alive = gather(number, control, layer, alive, block, p, S)
         number += 1
     return number, heard, alive
 
 
 @triton.jit
-def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
+def run_prompts(alive, coords, p, S: tl.constexpr):
     """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
+    block, _, _ = coords
     zero = block * 0
-    turn, number, stays = zero, zero, zero + 1
-    slots = tl.load(p.turns)
-    while (turn < slots) & (stays != 0) & (alive != 0):
-        slot = tl.load(p.turns + 1 + turn)
+    entry, number, stays = zero, zero, zero + 1
+    slots = tl.load(p.slot_order)
+    while (entry < slots) & (stays != 0) & (alive != 0):
+        slot = tl.load(p.slot_order + 1 + entry)
         own, request = state_of(slot, block, p, S), request_of(slot, p, S)
         pos = tl.load(own + POSITION)
         ahead = tl.load(request + field("prompt")) - 1 - pos
         scores = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
         if (ahead < CHUNKS_FROM) | scores | (tl.load(own + OUTCOME) != 0):
-            turn += 1
+            entry += 1
         else:
             count = tl.minimum(ahead, S.columns)
-            number, control, alive = run_chunk(
-                pos, count, slot, number, alive, block, lane, place, p, S
-            )
+            number, control, alive = run_chunk(pos, count, slot, number, alive, coords, p, S)
             beat(-number, block, p, S)
             if alive != 0:  # else keys and values of this chunk are void
                 token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
@@ -198,6 +199,6 @@ def run_prompts(alive, block, lane, place, p, S: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def run_prompts_apart(alive, block, lane, place, p, S: tl.constexpr):
-    """The same as a function that is called: in line, its registers would cost the kernel's others theirs."""
-    return run_prompts(alive, block, lane, place, p, S)
+def run_prompts_apart(alive, coords, p, S: tl.constexpr):
+    """`run_prompts` as a function that is called: in line, its registers would be taken from the rest of the kernel."""
+    return run_prompts(alive, coords, p, S)

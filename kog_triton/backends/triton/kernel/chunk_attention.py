@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.columns import vectors
-from kog_triton.backends.triton.kernel.cut import begins, width
+from kog_triton.backends.triton.kernel.partition import begins, width
 from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
 from kog_triton.backends.triton.kernel.words import in_range
 
@@ -18,28 +18,29 @@ KEYS: tl.constexpr = tl.constexpr(64)  # of the cache, at one step
 
 @triton.constexpr_function
 def half(S):
-    """Places for half a row; tl.dot wants 16."""
+    """Width of half a row, padded; tl.dot wants 16."""
     return max(16, triton.next_power_of_2(S.head_dim // 2))
 
 
 @triton.constexpr_function
 def query_rows(S):
-    """Rows of one unit: the queries of `unit_tokens` tokens."""
+    """Rows of one task: the queries of `task_tokens` tokens."""
     return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
 
 
 @triton.constexpr_function
-def unit_tokens(S):
+def task_tokens(S):
     return query_rows(S) // (S.heads // S.kv_heads)
 
 
 @triton.jit
-def attend(layer, pos, count, slot, lane, place, p, S: tl.constexpr):
+def attend(layer, pos, count, slot, coords, p, S: tl.constexpr):
     """Attention outputs of `count` tokens from `pos` on into `half_chunk`, their keys and values into the cache."""
-    TOKENS: tl.constexpr = unit_tokens(S)
-    units = (count + TOKENS - 1) // TOKENS
-    for unit in range(place, S.kv_heads * units, S.group):
-        attend_unit(layer, pos, count, slot, lane, unit // units, unit % units, p, S)
+    _, lane, group_index = coords
+    TOKENS: tl.constexpr = task_tokens(S)
+    tasks = (count + TOKENS - 1) // TOKENS
+    for task in range(group_index, S.kv_heads * tasks, S.group):
+        attend_task(layer, pos, count, slot, lane, task // tasks, task % tasks, p, S)
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def half_rows(head, token, valid, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def turned(lower, upper, gains, position, valid, p, S: tl.constexpr):
+def rotated(lower, upper, gains, position, valid, p, S: tl.constexpr):
     """Halves of rows, normalized if the model asks, and rotated for their positions [n, 1]."""
     j = tl.arange(0, half(S))[None, :]
     inside = j < S.head_dim // 2
@@ -85,23 +86,23 @@ def add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S
 
 
 @triton.jit
-def attend_unit(layer, pos, count, slot, lane, head, unit, p, S: tl.constexpr):
-    """The queries of one key/value head for tokens unit * unit_tokens .. of the chunk."""
+def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
+    """The queries of one key/value head for tokens task * task_tokens .. of the chunk."""
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     ROWS: tl.constexpr = query_rows(S)
-    TOKENS: tl.constexpr = unit_tokens(S)
+    TOKENS: tl.constexpr = task_tokens(S)
     NEW: tl.constexpr = max(16, S.columns)
     element: tl.constexpr = p.kv.dtype.element_ty
     j = tl.arange(0, half(S))[None, :]
     inside = j < D // 2
     row = tl.arange(0, ROWS)[:, None]
-    token, query = unit * TOKENS + row // GROUP, head * GROUP + row % GROUP
+    token, query = task * TOKENS + row // GROUP, head * GROUP + row % GROUP
     valid = (row < TOKENS * GROUP) & (token < count)
     gains = p.qk_gains + layer * 2 * D
     window = tl.load(p.windows + layer)
     lower, upper = half_rows(query, token, valid, lane, p, S)
-    lower, upper = turned(lower, upper, gains, pos + token, valid, p, S)
+    lower, upper = rotated(lower, upper, gains, pos + token, valid, p, S)
     scale = D**-0.5 * 1.4426950408889634  # scores in powers of two
     q = ((lower * scale).to(element), (upper * scale).to(element))
     # A query sees positions (oldest, its own].
@@ -114,7 +115,7 @@ def attend_unit(layer, pos, count, slot, lane, head, unit, p, S: tl.constexpr):
     home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     VALUES: tl.constexpr = S.max_context * D
-    start = tl.where(window > 0, tl.maximum(pos + unit * TOKENS + 1 - window, 0), 0)
+    start = tl.where(window > 0, tl.maximum(pos + task * TOKENS + 1 - window, 0), 0)
     for at in tl.range(start, pos, KEYS, num_stages=loop_stages(S)):
         n = at + tl.arange(0, KEYS)[:, None]
         spot = cache + n * D + j
@@ -136,13 +137,13 @@ def attend_unit(layer, pos, count, slot, lane, head, unit, p, S: tl.constexpr):
     n = tl.arange(0, NEW)[:, None]
     there = n < count
     lower, upper = half_rows(S.heads + head, n, there, lane, p, S)
-    lower, upper = turned(lower, upper, gains + D, pos + n, there, p, S)
+    lower, upper = rotated(lower, upper, gains + D, pos + n, there, p, S)
     lower, upper = in_range(lower, S).to(element), in_range(upper, S).to(element)
     lower_value, upper_value = half_rows(S.heads + S.kv_heads + head, n, there, lane, p, S)
     lower_value = in_range(lower_value, S).to(element)
     upper_value = in_range(upper_value, S).to(element)
     spot = cache + (pos + n) * D + j
-    own = there & (n // TOKENS == unit) & inside
+    own = there & (n // TOKENS == task) & inside
     tl.store(spot, lower, mask=own)
     tl.store(spot + D // 2, upper, mask=own)
     tl.store(spot + VALUES, lower_value, mask=own)

@@ -6,7 +6,7 @@ Weights are the tiles that one token streams (matvec.py), here read as a row of 
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.cut import (
+from kog_triton.backends.triton.kernel.partition import (
     begins,
     max_parts,
     parts,
@@ -34,7 +34,7 @@ def vectors(name: tl.constexpr, lane, p, S: tl.constexpr, WIDTH: tl.constexpr):
 def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
     """Where rows of the stage begin, in the layer whose first weight is at `base`."""
     T: tl.constexpr = S.stages[STAGE]
-    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks at one place
+    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks
     STRIDES: tl.constexpr = tile_strides(S, STAGE)
     owner, inner = row // T.block_rows, row % T.block_rows
     unit, r = inner // T.tile_rows, inner % T.tile_rows
@@ -43,12 +43,12 @@ def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def along(column, S: tl.constexpr, STAGE: tl.constexpr):
-    """From a row's begin to a column of it at which a step begins: a row goes on in the next tile along K."""
+def along(k, S: tl.constexpr, STAGE: tl.constexpr):
+    """From a row's begin to its value k, at which a step begins: a row goes on in the next tile along K."""
     T: tl.constexpr = S.stages[STAGE]
     TILE: tl.constexpr = 2 * T.tile_words
     STRIDES: tl.constexpr = tile_strides(S, STAGE)
-    at = column // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + column % TILE
+    at = k // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + k % TILE
     # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
     return tl.multiple_of(at, step(S, STAGE))
 
@@ -84,27 +84,19 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
 
 @triton.jit
 def multiply(
-    x,
-    base,
-    layer,
-    count,
-    lane,
-    place,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    STORE: tl.constexpr,
+    x, base, layer, count, coords, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr
 ):
     """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
+    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     M: tl.constexpr = row_tile(S, STAGE)
     TILES: tl.constexpr = row_tiles(S, STAGE)
     SPAN: tl.constexpr = span(S, STAGE)
     PARTS: tl.constexpr = parts(S, STAGE)
-    part = place % PARTS
+    part = group_index % PARTS
     for tile in range(TILES):
         m = tile * M + tl.arange(0, M)
-        row = place // PARTS * SPAN + m
+        row = group_index // PARTS * SPAN + m
         owned = (m < SPAN) & (row < T.rows)
         y = product(x, base, row, owned, lane, part, S, STAGE)
         STORE(y, row, owned, part, layer, count, lane, p, S, STAGE)

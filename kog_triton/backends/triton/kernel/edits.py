@@ -1,6 +1,6 @@
 """Edited logits: penalties, bias, bans and the host's mask, in the order and bits of sampling/definition.py's `adjust`.
 
-A block edits the rows of the head that it owns. What an edit needs to know of the past stands in three tables, of
+A block edits the rows of the head that it owns. What an edit needs to know of earlier tokens stands in three tables, of
 which a block reads and writes its own rows alone:
 
     marks   how often an id is in the output, and two bits: SEEN in the prompt, END of the sequence

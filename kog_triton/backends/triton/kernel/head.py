@@ -11,6 +11,15 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.request_words import Flag
+from kog_triton.backends.triton.kernel.all_reduce import (
+    ROUNDS,
+    all_gather,
+    four,
+    ordered,
+    pick,
+    survivors,
+    unordered,
+)
 from kog_triton.backends.triton.kernel.edits import edited, remember
 from kog_triton.backends.triton.kernel.logprobs import deliver, deliver_own
 from kog_triton.backends.triton.kernel.matvec import rowwise
@@ -18,22 +27,13 @@ from kog_triton.backends.triton.kernel.residual import add_planes, rms_norm, rou
 from kog_triton.backends.triton.kernel.sample import best_of, is_void, keys_of
 from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.kernel.sync import meet, store_shared
-from kog_triton.backends.triton.kernel.trials import SURVIVES, champion, try_winners
-from kog_triton.backends.triton.kernel.votes import (
-    ROUNDS,
-    four,
-    ordered,
-    pick,
-    survivors,
-    unordered,
-    vote,
-)
+from kog_triton.backends.triton.kernel.top_p_check import SURVIVES, best_candidate, check_argmax
 from kog_triton.backends.triton.kernel.words import (
-    complain,
-    complain_also,
     index,
     pack_f32,
     poll,
+    record_more,
+    record_timeout,
     settle,
     unpack_f32,
     wait_planes,
@@ -46,7 +46,7 @@ VOCAB_PARALLEL: tl.constexpr = tl.constexpr(int(Head.VOCAB_PARALLEL))
 CONCAT: tl.constexpr = tl.constexpr(int(Head.CONCAT))
 CUT: tl.constexpr = tl.constexpr(int(Flag.CUT))
 LOGPROBS: tl.constexpr = tl.constexpr(int(Flag.LOGPROBS))
-VOTING: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
+ALL_REDUCED: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
 
 
 # ---- lm_head ----
@@ -66,16 +66,17 @@ def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def send_part(
-    x, gains, lane, place, phase, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+    x, gains, coords, phase, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr
 ):
     """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
+    _, lane, group_index = coords
     HALF: tl.constexpr = S.hidden_size // 2
     if S.head_mode != SUM_THEN_NORM:
-        x = rms_norm(x, gains, S, CHUNKS)
+        x = rms_norm(x, gains, S, K_TILES)
     part = p.words + S.region("part") + lane * S.hidden_size
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
-        mine = (j < HALF) & (j * S.group // HALF == place)
+        mine = (j < HALF) & (j * S.group // HALF == group_index)
         for plane in tl.static_range(2):
             store_shared(part + plane * HALF + j, pack_f32(x[2 * c + plane], phase), mine)
 
@@ -90,24 +91,15 @@ def zeros_like(x, COUNT: tl.constexpr):
 
 @triton.jit
 def mix_lanes(
-    x,
-    gains,
-    lane,
-    place,
-    block,
-    phase,
-    alive,
-    p,
-    S: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr,
+    x, gains, coords, phase, alive, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr
 ):
     """The head's input from all lanes, and alive."""
+    block, _, _ = coords
     HALF: tl.constexpr = S.hidden_size // 2
     SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
     ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    send_part(x, gains, lane, place, phase, p, S, CHUNKS, WORDS)
+    send_part(x, gains, coords, phase, p, S, K_TILES, WORDS)
     # Every block adds its rows over the lanes, in one wait for all of them.
     part = p.words + S.region("part")
     first = block * SHARE
@@ -119,76 +111,76 @@ def mix_lanes(
     ptr = part + j * S.hidden_size + r[None, :]
     ws, bad = poll((ptr,), (have,), phase, alive, p, S, 1)
     if (bad != 0) & (alive != 0):
-        complain(part, 0, phase, "mix part", 0, p)
-        complain_also(part + first, count, S.hidden_size, S.lanes, p)
+        record_timeout(part, 0, phase, "mix part", 0, p)
+        record_more(part + first, count, S.hidden_size, S.lanes, p)
     alive = tl.where(bad != 0, 0, alive)
     total = tl.sum(tl.where(have, unpack_f32(settle(ws[0])), 0.0), axis=0)
     if S.head_mode == MEAN:
         total = total / S.lanes
     store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
     w, alive = wait_planes(
-        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, CHUNKS
+        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, K_TILES
     )
-    y = add_planes(zeros_like(x, 2 * CHUNKS), w, HALF, CHUNKS, WORDS)
+    y = add_planes(zeros_like(x, 2 * K_TILES), w, HALF, K_TILES, WORDS)
     if S.head_mode == SUM_THEN_NORM:
-        y = rms_norm(y, gains, S, CHUNKS)
+        y = rms_norm(y, gains, S, K_TILES)
     return y, alive
 
 
 @triton.jit
-def score_lanes(x, logits, first, block, head, next_base, ring, phase, alive, p, S: tl.constexpr):
-    """Logits of the block's rows of a head as wide as all lanes, whose streams are in words: the ring and alive."""
+def score_lanes(
+    x, logits, first, block, head, next_base, fetched, phase, alive, p, S: tl.constexpr
+):
+    """Logits of the block's rows of a head as wide as all lanes, whose x are in words: the tile fetched, alive."""
     Q: tl.constexpr = S.stages[0]
     HALF: tl.constexpr = S.hidden_size // 2
     for j in range(S.lanes):
         part = p.words + S.region("part") + j * S.hidden_size
         w, alive = wait_planes(
-            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.chunks
+            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.k_tiles
         )
-        y = add_planes(zeros_like(x, 2 * Q.chunks), w, HALF, Q.chunks, Q.tile_words)
-        xs = rounded(y, S, Q.chunks)
+        y = add_planes(zeros_like(x, 2 * Q.k_tiles), w, HALF, Q.k_tiles, Q.tile_words)
+        xs = rounded(y, S, Q.k_tiles)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
         out = (logits, first, 0, j)
-        out, ring = rowwise(base, after, block, ring, xs, out, S, 4, store_logits)
+        out, fetched = rowwise(base, after, block, fetched, xs, out, S, 4, store_logits)
         meet(S)  # the next lane's share is added to what other threads stored
-    return ring, alive
+    return fetched, alive
 
 
 @triton.jit
-def score(
-    x, gains, row, epoch, block, lane, place, head, next_base, ring, alive, p, S: tl.constexpr
-):
-    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The ring and alive."""
+def score(x, gains, row, epoch, coords, head, next_base, fetched, alive, p, S: tl.constexpr):
+    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The tile fetched and alive."""
+    block, _, _ = coords
     Q: tl.constexpr = S.stages[0]
     phase = epoch & 1
-    first, _, vocab_first = head_rows(block, lane, place, S)
+    first, _, vocab_first = head_rows(coords, S)
     logits = p.logits + row.to(tl.int64) * S.vocab_size
     if S.lanes > 1 and S.head_mode == CONCAT:
-        send_part(x, gains, lane, place, phase, p, S, Q.chunks, Q.tile_words)
-        ring, alive = score_lanes(
-            x, logits, first, block, head, next_base, ring, phase, alive, p, S
+        send_part(x, gains, coords, phase, p, S, Q.k_tiles, Q.tile_words)
+        fetched, alive = score_lanes(
+            x, logits, first, block, head, next_base, fetched, phase, alive, p, S
         )
     else:
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
-            y, alive = mix_lanes(
-                x, gains, lane, place, block, phase, alive, p, S, Q.chunks, Q.tile_words
-            )
+            y, alive = mix_lanes(x, gains, coords, phase, alive, p, S, Q.k_tiles, Q.tile_words)
         else:
-            y = rms_norm(x, gains, S, Q.chunks)
-        xs = rounded(y, S, Q.chunks)
+            y = rms_norm(x, gains, S, Q.k_tiles)
+        xs = rounded(y, S, Q.k_tiles)
         out = (logits, first, vocab_first, 0)
-        out, ring = rowwise(head, next_base, block, ring, xs, out, S, 4, store_logits)
-    return ring, alive
+        out, fetched = rowwise(head, next_base, block, fetched, xs, out, S, 4, store_logits)
+    return fetched, alive
 
 
 @triton.jit
-def head_rows(block, lane, place, S: tl.constexpr):
+def head_rows(coords, S: tl.constexpr):
     """The block's rows of its group's matrix: the first one, their number, and the first id of the matrix."""
+    block, lane, group_index = coords
     T: tl.constexpr = S.stages[4]
     if S.lanes > 1 and S.head_mode == VOCAB_PARALLEL:
-        first, vocab_first = place * T.block_rows, lane * T.rows
+        first, vocab_first = group_index * T.block_rows, lane * T.rows
     else:
         first, vocab_first = block * T.block_rows, block * 0
     return first, tl.maximum(tl.minimum(T.block_rows, T.rows - first), 0), vocab_first
@@ -205,13 +197,12 @@ def choice_rows(S):
 
 
 @triton.jit
-def choose(
-    position, epoch, slot, block, lane, place, alive, p, S: tl.constexpr, RULES: tl.constexpr
-):
+def choose(position, epoch, slot, coords, alive, p, S: tl.constexpr, RULES: tl.constexpr):
     """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
+    block, _, _ = coords
     ROWS: tl.constexpr = choice_rows(S)
     request = request_of(slot, p, S)
-    first, count, vocab_first = head_rows(block, lane, place, S)
+    first, count, vocab_first = head_rows(coords, S)
     first += vocab_first
     meet(S)  # the block's own logits are read again by other threads
     ids = first + tl.arange(0, ROWS)
@@ -242,35 +233,36 @@ def by_the_rules(
         logit, alive = edited(logit, ids, mine, first, count, position, slot, block, alive, p, S)
         left = mine & (logit > -float("inf"))
     key = keys_of(logit, ids, position, request)
-    if (flags & VOTING) != 0:
+    if (flags & ALL_REDUCED) != 0:
         round = epoch * ROUNDS
-        bits, who = champion(key, logit, left, ids)
+        bits, who = best_candidate(key, logit, left, ids)
         own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
-        votes, alive = vote(own, round, block, alive, p, S)
+        gathered, alive = all_gather(own, round, block, alive, p, S)
         round += 1
         if (flags & CUT) != 0:
-            top = unordered(tl.max(pick(votes, 0), axis=0))
-            won, end, round, alive = try_winners(
-                votes, key, logit, left, ids, top, flags, request, round, block, alive, p, S
+            top = unordered(tl.max(pick(gathered, 0), axis=0))
+            checked, result, round, alive = check_argmax(
+                gathered, key, logit, left, ids, top, flags, request, round, block, alive, p, S
             )
-            if end == SURVIVES:
-                left = left & (ids == won)
+            if result == SURVIVES:
+                left = left & (ids == checked)
             else:
                 left, round, alive = survivors(
                     logit, left, top, flags, request, round, block, alive, p, S
                 )
         if (flags & LOGPROBS) != 0:
-            top = unordered(tl.max(pick(votes, 1), axis=0))
+            top = unordered(tl.max(pick(gathered, 1), axis=0))
             alive = deliver(raw, mine, ids, top, request, round, slot, block, alive, p, S)
     return key, left, alive
 
 
 @triton.jit
-def keep(token, slot, block, lane, place, p, S: tl.constexpr):
+def keep(token, slot, coords, p, S: tl.constexpr):
     """What the block that scored the chosen token writes down of it."""
+    block, _, _ = coords
     flags = tl.load(request_of(slot, p, S) + field("flags"))
     if (flags & (EDITED | LOGPROBS)) != 0:
-        first, count, vocab_first = head_rows(block, lane, place, S)
+        first, count, vocab_first = head_rows(coords, S)
         if (flags & EDITED) != 0:
             remember(token, first + vocab_first, count, slot, p, S)
         if (flags & LOGPROBS) != 0:

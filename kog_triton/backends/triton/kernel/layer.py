@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, attention
-from kog_triton.backends.triton.kernel.matvec import rowwise, skip_phantoms, wired
+from kog_triton.backends.triton.kernel.matvec import rowwise, wired
 from kog_triton.backends.triton.kernel.residual import (
-    ask_past,
+    ask_delayed,
     ask_reduce,
     bias_at,
     join,
@@ -64,22 +64,22 @@ def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def qkv_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S: tl.constexpr):
-    """Publish the block's rows of q, k and v; returns the ring."""
+def qkv_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S: tl.constexpr):
+    """Publish the block's rows of q, k and v; returns the tile fetched."""
+    block, lane, group_index = coords
     T: tl.constexpr = S.stages[0]
-    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
+    xs = rounded(rms_norm(x, gains, S, T.k_tiles), S, T.k_tiles)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (words, bias, place * T.block_rows, phase)
-    out, ring = rowwise(base, next_base, block, ring, xs, out, S, 0, store_qkv)
-    return ring
+    out = (words, bias, group_index * T.block_rows, phase)
+    out, fetched = rowwise(base, next_base, block, fetched, xs, out, S, 0, store_qkv)
+    return fetched
 
 
 @triton.jit
-def o_proj(
-    x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S: tl.constexpr
-):
-    """Attention's output through o_proj into x: x, the gains of the next norm, the ring and alive."""
+def o_proj(x, layer, it, coords, base, next_base, fetched, phase, alive, p, S: tl.constexpr):
+    """Attention's output through o_proj into x: x, the gains of the next norm, the tile fetched and alive."""
+    block, lane, group_index = coords
     Q: tl.constexpr = S.stages[0]
     T: tl.constexpr = S.stages[1]
     how = ask_reduce(0, layer, p, S)
@@ -94,100 +94,81 @@ def o_proj(
         p,
         S,
         T.tile_words,
-        T.chunks,
+        T.k_tiles,
     )
     stamp(p, it, 5, S)
-    past = ask_past(0, how, it, place, p, S, 1)
-    ys, ring = wired(base, next_base, block, ring, xs, S, 1)
+    delayed = ask_delayed(0, how, it, group_index, p, S, 1)
+    ys, fetched = wired(base, next_base, block, fetched, xs, S, 1)
     stamp(p, it, 6, S)
     alive = publish_module(
-        ys, past, "attention_out", 0, how, layer, it, lane, place, phase, alive, p, S, 1
+        ys, delayed, "attention_out", 0, how, layer, it, coords, phase, alive, p, S, 1
     )
     gains = load_gains(2 * layer + 1, lane, p, S)
     x, alive = join(
-        x, "attention_out", 0, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+        x, "attention_out", 0, how, layer, it, lane, phase, alive, p, S, Q.k_tiles, Q.tile_words
     )
-    return x, gains, ring, alive
+    return x, gains, fetched, alive
 
 
 @triton.jit
-def gate_up_proj(
-    x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S: tl.constexpr
-):
-    """Publish the block's rows of silu(gate) * up; returns the ring."""
+def gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S: tl.constexpr):
+    """Publish the block's rows of silu(gate) * up; returns the tile fetched."""
+    block, lane, group_index = coords
     T: tl.constexpr = S.stages[2]
-    xs = rounded(rms_norm(x, gains, S, T.chunks), S, T.chunks)
+    xs = rounded(rms_norm(x, gains, S, T.k_tiles), S, T.k_tiles)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
-    out = (words, bias, place * T.block_rows, phase)
-    out, ring = rowwise(base, next_base, block, ring, xs, out, S, 2, silu_mul)
-    return ring
+    out = (words, bias, group_index * T.block_rows, phase)
+    out, fetched = rowwise(base, next_base, block, fetched, xs, out, S, 2, silu_mul)
+    return fetched
 
 
 @triton.jit
-def down_proj(
-    x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S: tl.constexpr
-):
-    """The gated values through down_proj into x: x, the gains of the next norm, the ring and alive."""
+def down_proj(x, layer, it, coords, base, next_base, fetched, phase, alive, p, S: tl.constexpr):
+    """The gated values through down_proj into x: x, the gains of the next norm, the tile fetched and alive."""
+    block, lane, group_index = coords
     Q: tl.constexpr = S.stages[0]
     T: tl.constexpr = S.stages[3]
     how = ask_reduce(1, layer, p, S)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     xs, alive = wait_pairs(
-        words, S.ffn // 2, phase, alive, "down_proj mlp", layer, p, S, T.tile_words, T.chunks
+        words, S.ffn // 2, phase, alive, "down_proj mlp", layer, p, S, T.tile_words, T.k_tiles
     )
     stamp(p, it, 9, S)
-    past = ask_past(1, how, it, place, p, S, 3)
-    ys, ring = wired(base, next_base, block, ring, xs, S, 3)
+    delayed = ask_delayed(1, how, it, group_index, p, S, 3)
+    ys, fetched = wired(base, next_base, block, fetched, xs, S, 3)
     stamp(p, it, 10, S)
-    ring = skip_phantoms(base, next_base, block, ring, S)
     if layer == S.num_layers - 1:
         # This token's rows of the cache; pairs with the fence at the start of the next token.
         fence(p.fences + block * 32, S)
-    alive = publish_module(
-        ys, past, "mlp_out", 1, how, layer, it, lane, place, phase, alive, p, S, 3
-    )
+    alive = publish_module(ys, delayed, "mlp_out", 1, how, layer, it, coords, phase, alive, p, S, 3)
     gains = load_gains(2 * layer + 2, lane, p, S)
     x, alive = join(
-        x, "mlp_out", 1, how, layer, it, lane, phase, alive, p, S, Q.chunks, Q.tile_words
+        x, "mlp_out", 1, how, layer, it, lane, phase, alive, p, S, Q.k_tiles, Q.tile_words
     )
-    return x, gains, ring, alive
+    return x, gains, fetched, alive
 
 
 @triton.jit
 def run_layer(
-    layer,
-    it,
-    pos,
-    slot,
-    block,
-    lane,
-    place,
-    base,
-    next_base,
-    x,
-    gains,
-    ring,
-    alive,
-    p,
-    S: tl.constexpr,
+    layer, it, pos, slot, coords, base, next_base, x, gains, fetched, alive, p, S: tl.constexpr
 ):
-    """One layer: x and the gains of its norm in, those of the next out; the ring ends full of what comes next."""
+    """One layer: x and the gains of its norm in, those of the next out; the tile fetched is the next layer's first."""
     phase = (it + 1) & 1
     stamp(p, it, 0, S)
     constants = ask_constants(layer, pos, p, S)
-    ring = qkv_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S)
+    fetched = qkv_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S)
     stamp(p, it, 1, S)
-    alive = attention(constants, layer, it, pos, slot, lane, place, phase, alive, p, S)
+    alive = attention(constants, layer, it, pos, slot, coords, phase, alive, p, S)
     stamp(p, it, 4, S)
-    x, gains, ring, alive = o_proj(
-        x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S
+    x, gains, fetched, alive = o_proj(
+        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S
     )
     stamp(p, it, 7, S)
-    ring = gate_up_proj(x, gains, layer, lane, place, block, base, next_base, ring, phase, p, S)
+    fetched = gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S)
     stamp(p, it, 8, S)
-    x, gains, ring, alive = down_proj(
-        x, layer, it, lane, place, block, base, next_base, ring, phase, alive, p, S
+    x, gains, fetched, alive = down_proj(
+        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S
     )
     stamp(p, it, 11, S)
-    return x, gains, ring, alive
+    return x, gains, fetched, alive

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.logprob_words import RECORD_WORDS, TOP
+from kog_triton.backends.triton.kernel.all_reduce import all_gather, four, ordered, pick, unordered
 from kog_triton.backends.triton.kernel.noise import (
     MAX_DISTANCE,
     bit_length_64,
@@ -13,7 +14,6 @@ from kog_triton.backends.triton.kernel.noise import (
     weight,
 )
 from kog_triton.backends.triton.kernel.slots import MADE, NO_LOGITS, field, mail_of, state_of
-from kog_triton.backends.triton.kernel.votes import four, ordered, pick, unordered, vote
 from kog_triton.sampling.fixed import DISTANCE_BITS
 
 LOG2E_SCALE: tl.constexpr = tl.constexpr(math.log2(math.e) * 2.0**DISTANCE_BITS)
@@ -47,9 +47,9 @@ def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.
     distance = (top.to(tl.float64) - logit.to(tl.float64)) * LOG2E_SCALE
     whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
     own = tl.sum(tl.where(mine, weight(whole), 0), axis=0)
-    votes, alive = vote(four(own, 0, 0, 0), round, block, alive, p, S)
+    gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S)
     if block == 0:
-        total = tl.sum(pick(votes, 0), axis=0).to(tl.uint64)
+        total = tl.sum(pick(gathered, 0), axis=0).to(tl.uint64)
         length = bit_length_64(total)
         send(record + 1, number | float_bits(top))
         send(record + 2, number | (log2_of_length(total, length) & 0xFFFFFFFF))
@@ -57,12 +57,12 @@ def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.
     for k in range(tl.load(request + field("logprobs"))):
         best = tl.max(keys, axis=0)
         best_id = tl.min(tl.where(keys == best, ids, NO_LOGITS), axis=0)
-        # a block that has no candidates left votes zero
+        # a block that has no candidates left gives zero
         sent = four(best + 1, best_id.to(tl.int64), 0, 0)
-        votes, alive = vote(sent, round + 1 + k, block, alive, p, S)
-        values = pick(votes, 0)
+        gathered, alive = all_gather(sent, round + 1 + k, block, alive, p, S)
+        values = pick(gathered, 0)
         largest = tl.max(values, axis=0)
-        chosen = tl.min(tl.where(values == largest, pick(votes, 1), NO_LOGITS), axis=0)
+        chosen = tl.min(tl.where(values == largest, pick(gathered, 1), NO_LOGITS), axis=0)
         keys = tl.where(ids == chosen, -1, keys)
         if block == 0:
             send(record + FIRST + k, ((chosen + 1) << 32) | float_bits(unordered(largest - 1)))

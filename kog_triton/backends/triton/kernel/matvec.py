@@ -1,14 +1,11 @@
-"""The weight stream: tiles in a ring of registers, multiplied as they arrive.
+"""The weight stream: each tile is multiplied while the one after it is on its way.
 
-    ring     `depth` tiles on their way, oldest first; a stage takes the oldest and asks for the one `depth` further
-    wired    stages whose input arrives in words (o_proj, down_proj): chunk by chunk, all rows of the block at once
+    wired    stages whose input arrives in words (o_proj, down_proj): all row tiles at one place of K, then at the next
     rowwise  stages that read the residual stream (qkv_proj, gate_up_proj, lm_head): row tile by row tile
 
-The order of tiles is static (schedule/triton.py), so a stage's last tiles ask for the next stage's first ones: weights
-are on their way while the block publishes, waits and gathers.
+The order of tiles is static (schedule/triton.py), so a stage's last tile asks for the next stage's first: `fetched`,
+the tile that was asked for last, goes from stage to stage, on its way while the block publishes, waits and gathers.
 """
-
-import math
 
 import triton
 import triton.language as tl
@@ -26,35 +23,18 @@ LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 
 
 @triton.constexpr_function
-def at(S, position):
-    return S.at(position)
+def after(S, stage, tile):
+    return S.after(stage, tile)
 
 
 @triton.constexpr_function
-def position(S, stage, tile):
-    return S.position(stage, tile)
-
-
-@triton.constexpr_function
-def turn_tiles(chunks, depth):
-    """Tiles of one turn of a row loop: whole row tiles and whole rings. More lose (benchmarks/README.md)."""
-    return math.lcm(chunks, depth)
-
-
-@triton.constexpr_function
-def turns(tiles, chunks, depth):
-    """Turns of a row loop in which every tile asks for one of its own stage."""
-    return max(0, (tiles - depth) // math.lcm(chunks, depth))
-
-
-@triton.constexpr_function
-def chunk_turns(S, stage, chunk):
-    """Turns of the loop over a chunk's tiles in which every tile asks for one of its own stage."""
-    cut = S.stages[stage]
-    if not cut.turn:
+def loop_iterations(S, stage, k):
+    """Iterations of the loop over the tiles of K tile `k` in which every tile asks for one of its own stage."""
+    tiling = S.stages[stage]
+    if not tiling.loop_units:
         return 0
-    inside = min(cut.units, cut.tiles - S.depth - chunk * cut.units)
-    return max(0, inside) // cut.turn
+    last = k == tiling.k_tiles - 1
+    return (tiling.units - last) // tiling.loop_units
 
 
 @triton.jit
@@ -78,25 +58,13 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def fetch(base, next_base, block, S: tl.constexpr, POSITION: tl.constexpr):
-    """The tile at a place of the layer's sequence, or of the next layer's; a phantom is nothing."""
-    WHERE: tl.constexpr = at(S, POSITION)
-    if WHERE[0] < 0:
-        return 0
-    elif WHERE[2] == 0:
-        return load_tile(base, WHERE[1], block, S, WHERE[0])
+def fetch(base, next_base, block, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
+    """The tile after TILE of STAGE; after down_proj or lm_head, qkv_proj's first at `next_base`."""
+    AFTER: tl.constexpr = after(S, STAGE, TILE)
+    if AFTER[2]:
+        return load_tile(next_base, AFTER[1], block, S, AFTER[0])
     else:
-        return load_tile(next_base, WHERE[1], block, S, WHERE[0])
-
-
-@triton.jit
-def fill(base, block, S: tl.constexpr, STAGE: tl.constexpr):
-    """The ring as it stands before a stage of the layer at `base`; before lm_head it is qkv_proj's."""
-    DEPTH: tl.constexpr = S.depth
-    ring = ()
-    for i in tl.static_range(DEPTH):
-        ring = ring + (fetch(base, base, block, S, position(S, STAGE, i)),)
-    return ring
+        return load_tile(base, AFTER[1], block, S, AFTER[0])
 
 
 @triton.jit
@@ -109,58 +77,46 @@ def multiply(w, x, S: tl.constexpr):
 
 
 @triton.jit
-def add_chunk(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr):
-    """The sums of a row tile with one more tile along K; the first one starts anew."""
+def add_k_tile(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, K: tl.constexpr):
+    """The sums of a row tile with its tile K along K; the first one starts anew."""
     if HELD:
-        part = multiply(w, xs[CHUNK], S)
+        part = multiply(w, xs[K], S)
     else:
-        part = multiply(w, pin(xs[CHUNK], S), S)
-    if CHUNK == 0:
+        part = multiply(w, pin(xs[K], S), S)
+    if K == 0:
         return part
     else:
         return total + part
 
 
 @triton.jit
-def wired(base, next_base, block, ring, xs, S: tl.constexpr, STAGE: tl.constexpr):
-    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the ring."""
+def wired(base, next_base, block, fetched, xs, S: tl.constexpr, STAGE: tl.constexpr):
+    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the tile fetched."""
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
-    CHUNKS: tl.constexpr = T.chunks
-    TURN: tl.constexpr = T.turn
+    K_TILES: tl.constexpr = T.k_tiles
+    LOOP_UNITS: tl.constexpr = T.loop_units
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
     sums = ()
     for u in tl.static_range(UNITS):
         sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
-    for c in tl.static_range(CHUNKS):
-        x = pin(xs[c], S)  # every warp's copy of a chunk lives as long as its tiles
-        # The row tile whose turn it is comes first; it goes last.
-        if chunk_turns(S, STAGE, c) > 0:
-            for turn in range(chunk_turns(S, STAGE, c)):
-                for u in tl.static_range(TURN):
-                    sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
-                    tile = c * UNITS + turn * TURN + u + S.depth
-                    ring = ring[1:] + (load_tile(base, tile, block, S, STAGE),)
-        for u in tl.static_range(chunk_turns(S, STAGE, c) * TURN, UNITS):
-            sums = sums[1:] + (sums[0] + multiply(ring[0], x, S),)
-            following = fetch(
-                base, next_base, block, S, position(S, STAGE, c * UNITS + u + S.depth)
-            )
-            ring = ring[1:] + (following,)
+    for k in tl.static_range(K_TILES):
+        x = pin(xs[k], S)  # every warp's copy of these words lives as long as their tiles
+        # The sums that are next to grow stand first; then they go last.
+        if loop_iterations(S, STAGE, k) > 0:
+            for i in range(loop_iterations(S, STAGE, k)):
+                for u in tl.static_range(LOOP_UNITS):
+                    sums = sums[1:] + (sums[0] + multiply(fetched, x, S),)
+                    tile = k * UNITS + i * LOOP_UNITS + u + 1
+                    fetched = load_tile(base, tile, block, S, STAGE)
+        for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
+            sums = sums[1:] + (sums[0] + multiply(fetched, x, S),)
+            fetched = fetch(base, next_base, block, S, STAGE, k * UNITS + u)
     ys = ()
     for u in tl.static_range(UNITS):
         ys = ys + (unscaled(tl.sum(sums[u], axis=1), S),)
-    return ys, ring
-
-
-@triton.jit
-def skip_phantoms(base, next_base, block, ring, S: tl.constexpr):
-    """The places of the ring that hold nothing, at the end of a layer."""
-    PHANTOMS: tl.constexpr = S.phantoms
-    for i in tl.static_range(PHANTOMS):
-        ring = ring[1:] + (fetch(base, next_base, block, S, position(S, 4, i + S.depth)),)
-    return ring
+    return ys, fetched
 
 
 @triton.jit
@@ -168,43 +124,36 @@ def rowwise(
     base,
     next_base,
     block,
-    ring,
+    fetched,
     xs,
     out,
     S: tl.constexpr,
     STAGE: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T) -> out; and the ring."""
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T) -> out.
+
+    Returns out and the tile fetched.
+    """
     T: tl.constexpr = S.stages[STAGE]
-    TILES: tl.constexpr = T.tiles
-    CHUNKS: tl.constexpr = T.chunks
+    UNITS: tl.constexpr = T.units
+    K_TILES: tl.constexpr = T.k_tiles
     ROWS: tl.constexpr = T.tile_rows
     WIDE: tl.constexpr = min(T.tile_words, LINE)
-    TURN: tl.constexpr = turn_tiles(T.chunks, S.depth)
-    TURNS: tl.constexpr = turns(T.tiles, T.chunks, S.depth)
     total = tl.zeros((ROWS, WIDE // 4), tl.float32)
-    HELD: tl.constexpr = T.chunks * T.tile_words <= HELD_WORDS
+    HELD: tl.constexpr = T.k_tiles * T.tile_words <= HELD_WORDS
     if HELD:
         held = ()
-        for c in tl.static_range(CHUNKS):
-            held = held + (pin(xs[c], S),)
+        for k in tl.static_range(K_TILES):
+            held = held + (pin(xs[k], S),)
         xs = held
-    for turn in range(TURNS):
-        for i in tl.static_range(TURN):
-            total = add_chunk(total, ring[0], xs, S, HELD, i % CHUNKS)
-            ring = ring[1:] + (load_tile(base, turn * TURN + i + S.depth, block, S, STAGE),)
-            if i % CHUNKS == CHUNKS - 1:
-                unit = turn * (TURN // T.chunks) + i // T.chunks
-                out = EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
-    for i in tl.static_range(TURN * TURNS, TILES):
-        total = add_chunk(total, ring[0], xs, S, HELD, i % CHUNKS)
-        if STAGE < 4:
-            ring = ring[1:] + (fetch(base, next_base, block, S, position(S, STAGE, i + S.depth)),)
-        elif i + S.depth < T.tiles:
-            ring = ring[1:] + (load_tile(base, i + S.depth, block, S, STAGE),)
-        else:
-            ring = ring[1:] + (fetch(next_base, next_base, block, S, i + S.depth - T.tiles),)
-        if i % CHUNKS == CHUNKS - 1:
-            out = EPILOGUE(tl.sum(total, axis=1), i // T.chunks, out, S, T)
-    return out, ring
+    for unit in range(UNITS - 1):  # more row tiles an iteration lose (benchmarks/README.md)
+        for k in tl.static_range(K_TILES):
+            total = add_k_tile(total, fetched, xs, S, HELD, k)
+            fetched = load_tile(base, unit * K_TILES + k + 1, block, S, STAGE)
+        out = EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
+    for k in tl.static_range(K_TILES):
+        total = add_k_tile(total, fetched, xs, S, HELD, k)
+        fetched = fetch(base, next_base, block, S, STAGE, (UNITS - 1) * K_TILES + k)
+    out = EPILOGUE(tl.sum(total, axis=1), UNITS - 1, out, S, T)
+    return out, fetched

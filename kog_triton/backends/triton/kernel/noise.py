@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kog_triton.sampling import fixed
 
-NOISE_SCALE: tl.constexpr = tl.constexpr(-726817 * 2.0**-44)  # C of sampling/definition.py
+NOISE_SCALE: tl.constexpr = tl.constexpr(fixed.NOISE_SCALE)
 LOG2_LOG2E: tl.constexpr = tl.constexpr(fixed.LOG2_LOG2E)
 MAX_DISTANCE: tl.constexpr = tl.constexpr(fixed.MAX_DISTANCE)
 

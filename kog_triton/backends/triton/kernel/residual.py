@@ -1,4 +1,4 @@
-"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `chunks` tensors each.
+"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `k_tiles` tensors each.
 
 A module's output leaves a block in words, row by row, and joins x in all blocks of the lane; `Reduce` says what
 the lanes owe each other (model/spec.py). A lane that needs nobody's output may run ahead, so where outputs are
@@ -10,8 +10,6 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
-    complain,
-    complain_also,
     half_bits,
     high,
     index,
@@ -19,6 +17,8 @@ from kog_triton.backends.triton.kernel.words import (
     low,
     pack_f32,
     poll_on,
+    record_more,
+    record_timeout,
     settle,
     unpack_f32,
     wait_planes,
@@ -31,10 +31,10 @@ DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
 
 
 @triton.jit
-def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+def load_embedding(token, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr):
     HALF: tl.constexpr = S.hidden_size // 2
     x = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
         x = x + (low(w, S), high(w, S))
@@ -45,7 +45,7 @@ def load_embedding(token, p, S: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.co
 def load_gains(which, lane, p, S: tl.constexpr):
     """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
     Q: tl.constexpr = S.stages[0]
-    CHUNKS: tl.constexpr = Q.chunks
+    K_TILES: tl.constexpr = Q.k_tiles
     WORDS: tl.constexpr = Q.tile_words
     HALF: tl.constexpr = S.hidden_size // 2
     if S.lane_norms:
@@ -53,7 +53,7 @@ def load_gains(which, lane, p, S: tl.constexpr):
     else:
         ptr = p.gains + which * S.hidden_size
     gains = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         even = tl.load(ptr + j, mask=j < HALF, other=0.0)
         odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
@@ -62,31 +62,31 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, gains, S: tl.constexpr, CHUNKS: tl.constexpr):
+def rms_norm(x, gains, S: tl.constexpr, K_TILES: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
     square = x[0] * 0.0
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
     scale = tl.rsqrt(tl.sum(square) / S.hidden_size + S.norm_eps)
     out = ()
-    for i in tl.static_range(2 * CHUNKS):
+    for i in tl.static_range(2 * K_TILES):
         out = out + (x[i] * scale * gains[i],)
     return out
 
 
 @triton.jit
-def rounded(x, S: tl.constexpr, CHUNKS: tl.constexpr):
+def rounded(x, S: tl.constexpr, K_TILES: tl.constexpr):
     """Planes as a matrix reads them: words of two values in the model's 16-bit type."""
     out = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         out = out + ((half_bits(x[2 * c + 1], S) << 16) | half_bits(x[2 * c], S),)
     return out
 
 
 @triton.jit
-def add_planes(x, w, half, CHUNKS: tl.constexpr, WORDS: tl.constexpr):
+def add_planes(x, w, half, K_TILES: tl.constexpr, WORDS: tl.constexpr):
     out = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         valid = c * WORDS + index(WORDS) < half
         even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
@@ -125,21 +125,21 @@ def row_places(S, stage):
 
 
 @triton.jit
-def module_rows(place, S: tl.constexpr, STAGE: tl.constexpr):
-    """The block's rows as they leave it, even ones first: row, place in the vector's planes, and which there are."""
+def module_rows(group_index, S: tl.constexpr, STAGE: tl.constexpr):
+    """The block's rows as they leave it, even ones first: row, index in the vector's planes, and which there are."""
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     EACH: tl.constexpr = row_places(S, STAGE) // 2
     i = tl.arange(0, 2 * EACH)
     plane, j = i // EACH, i % EACH
-    row = place * T.block_rows + 2 * j + plane
-    at = plane * HALF + place * (T.block_rows // 2) + j
+    row = group_index * T.block_rows + 2 * j + plane
+    at = plane * HALF + group_index * (T.block_rows // 2) + j
     return row, at, (2 * j < T.block_rows) & (row < T.rows)
 
 
 @triton.jit
 def pairwise(ys, COUNT: tl.constexpr):
-    """COUNT tensors, each with the next one behind it; the last of an odd number with itself."""
+    """COUNT tensors, each followed by the next one; the last of an odd number with itself."""
     LENGTH: tl.constexpr = ys[0].numel
     pairs = ()
     for i in tl.static_range((COUNT + 1) // 2):
@@ -164,20 +164,20 @@ def in_planes(ys, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def past_buffer(which, it, p, S: tl.constexpr):
+def delayed_buffer(which, it, p, S: tl.constexpr):
     """The buffer of layer run `it` in the ring of late outputs, every lane's planes, and its phase."""
-    slot, turn = it % S.past_buffers, ((it // S.past_buffers) + 1) & 1
-    at = (which * S.past_buffers + slot) * S.lanes * S.hidden_size
-    return p.words + S.region("past") + at, turn
+    buffer, delayed_phase = it % S.delayed_buffers, ((it // S.delayed_buffers) + 1) & 1
+    at = (which * S.delayed_buffers + buffer) * S.lanes * S.hidden_size
+    return p.words + S.region("delayed") + at, delayed_phase
 
 
 @triton.jit
-def past_words(which, it, at, valid, p, S: tl.constexpr):
+def delayed_words(which, it, at, valid, p, S: tl.constexpr):
     """Where the lanes' outputs of layer run `it` stand, [lanes, rows], which are there, and their phase."""
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    base, turn = past_buffer(which, it, p, S)
+    base, delayed_phase = delayed_buffer(which, it, p, S)
     j = tl.arange(0, LANES)[:, None]
-    return base + j * S.hidden_size + at[None, :], (j < S.lanes) & valid[None, :], turn
+    return base + j * S.hidden_size + at[None, :], (j < S.lanes) & valid[None, :], delayed_phase
 
 
 @triton.jit
@@ -190,44 +190,37 @@ def ask_reduce(which: tl.constexpr, layer, p, S: tl.constexpr):
 
 
 @triton.jit
-def ask_past(which: tl.constexpr, how, it, place, p, S: tl.constexpr, STAGE: tl.constexpr):
+def ask_delayed(which: tl.constexpr, how, it, group_index, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
     if S.delay > 0:
-        _, at, valid = module_rows(place, S, STAGE)
-        ptr, mask, turn = past_words(which, it - S.delay, at, valid & (how == DELAYED), p, S)
-        return load_polled(ptr, mask, turn, S)
+        _, at, valid = module_rows(group_index, S, STAGE)
+        ptr, mask, delayed_phase = delayed_words(
+            which, it - S.delay, at, valid & (how == DELAYED), p, S
+        )
+        return load_polled(ptr, mask, delayed_phase, S)
     else:
         return 0
 
 
 @triton.jit
-def add_past(
-    y,
-    words,
-    which: tl.constexpr,
-    layer,
-    it,
-    lane,
-    place,
-    alive,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
+def add_delayed(
+    y, words, which: tl.constexpr, layer, it, coords, alive, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
     """y plus the other lanes' outputs of `delay` layers ago; waits if they were not there when asked for."""
+    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    _, at, valid = module_rows(place, S, STAGE)
-    ptr, mask, turn = past_words(which, it - S.delay, at, valid, p, S)
-    words, bad = poll_on(words, ptr, mask, turn, alive, p, S)
+    _, at, valid = module_rows(group_index, S, STAGE)
+    ptr, mask, delayed_phase = delayed_words(which, it - S.delay, at, valid, p, S)
+    words, bad = poll_on(words, ptr, mask, delayed_phase, alive, p, S)
     if (bad != 0) & (alive != 0):
-        REASON: tl.constexpr = "o_proj past" if which == 0 else "down_proj past"
-        base, turn = past_buffer(which, it - S.delay, p, S)
-        first = place * (T.block_rows // 2)  # the block's rows in every lane's two planes
+        REASON: tl.constexpr = "o_proj delayed" if which == 0 else "down_proj delayed"
+        base, delayed_phase = delayed_buffer(which, it - S.delay, p, S)
+        first = group_index * (T.block_rows // 2)  # the block's rows in every lane's two planes
         count = tl.minimum(T.block_rows // 2, HALF - first)
-        complain(base, 0, turn, REASON, layer, p)
-        complain_also(base + first, count, HALF, 2 * S.lanes, p)
+        record_timeout(base, 0, delayed_phase, REASON, layer, p)
+        record_more(base + first, count, HALF, 2 * S.lanes, p)
     others = mask & (tl.arange(0, LANES) != lane)[:, None]
     y += tl.sum(tl.where(others, unpack_f32(settle(words)), 0.0), axis=0)
     return y, tl.where(bad != 0, 0, alive)
@@ -244,14 +237,13 @@ def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def publish_module(
     ys,
-    past,
+    delayed,
     name: tl.constexpr,
     which: tl.constexpr,
     how,
     layer,
     it,
-    lane,
-    place,
+    coords,
     phase,
     alive,
     p,
@@ -259,27 +251,28 @@ def publish_module(
     STAGE: tl.constexpr,
 ):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
+    _, lane, group_index = coords
     if S.mixed_reduce:
-        row, at, valid = module_rows(place, S, STAGE)
+        row, at, valid = module_rows(group_index, S, STAGE)
         y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
         raw = y
         if S.delay > 0:
             if how == DELAYED:
-                y, alive = add_past(y, past, which, layer, it, lane, place, alive, p, S, STAGE)
+                y, alive = add_delayed(y, delayed, which, layer, it, coords, alive, p, S, STAGE)
         if how == OWN:
             y *= tl.sqrt(S.lanes * 1.0)
         to = p.words + S.region(name) + lane * S.hidden_size
         store_shared(to + at, pack_f32(y, phase), valid)
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
-            sent, turn = past_buffer(which, it, p, S)
-            store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, turn), valid)
+            sent, delayed_phase = delayed_buffer(which, it, p, S)
+            store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
     else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
         T: tl.constexpr = S.stages[STAGE]
         HALF: tl.constexpr = S.hidden_size // 2
         UNITS: tl.constexpr = T.units
         ROWS: tl.constexpr = T.tile_rows
         for u in tl.static_range(UNITS):
-            row = place * T.block_rows + u * ROWS + tl.arange(0, ROWS)
+            row = group_index * T.block_rows + u * ROWS + tl.arange(0, ROWS)
             y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
             at = (row & 1) * HALF + (row >> 1)
             store_shared(p.words + S.region(name) + at, pack_f32(y, phase), row < T.rows)
@@ -299,7 +292,7 @@ def join(
     alive,
     p,
     S: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """x plus the module's output, gathered from all blocks of the lane (of all lanes if reduced NOW)."""
@@ -310,15 +303,15 @@ def join(
         first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
         if S.delay > 0:
             # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
-            sent, turn = past_buffer(which, it, p, S)
+            sent, delayed_phase = delayed_buffer(which, it, p, S)
             base = tl.where(how == NOW, sent.to(tl.int64), base.to(tl.int64)).to(base.dtype)
-            phase = tl.where(how == NOW, turn, phase)
+            phase = tl.where(how == NOW, delayed_phase, phase)
         for j in range(first, last):
             w, alive = wait_planes(
-                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS
+                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES
             )
-            x = add_planes(x, w, HALF, CHUNKS, WORDS)
+            x = add_planes(x, w, HALF, K_TILES, WORDS)
     else:
-        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, CHUNKS)
-        x = add_planes(x, w, HALF, CHUNKS, WORDS)
+        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES)
+        x = add_planes(x, w, HALF, K_TILES, WORDS)
     return x, alive

@@ -1,4 +1,4 @@
-"""The choice of a token: every block scores its own rows of the head, all blocks pick the same winner.
+"""The choice of a token: every block scores its own rows of the head, all blocks find the same argmax.
 
 A block publishes its best key and its id; all read all candidates and take the largest, the lowest id of equal
 ones. Every pass ends so, with or without logits: it is where blocks that ran ahead meet, hear the host's word
@@ -79,7 +79,7 @@ def store_word(ptr, value):
 
 
 @triton.jit
-def winner(epoch, alive, p, S: tl.constexpr):
+def argmax(epoch, alive, p, S: tl.constexpr):
     """The token of the best candidate (or why there is none), the host's word, and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 4)
     j = tl.arange(0, 4)[:, None] * S.num_blocks + tl.arange(0, NB)[None, :]

@@ -165,14 +165,14 @@ def advance(token, alive, slot, block, p, S: tl.constexpr):
 
 
 @triton.jit
-def next_turn(turn, count, block, p, S: tl.constexpr):
-    """The next turn whose slot still runs, in order; -1 if there is none."""
-    found = turn * 0 - 1
-    steps = turn * 0
+def next_slot(entry, count, block, p, S: tl.constexpr):
+    """The next entry of `slot_order`, round robin, whose slot still runs; -1 if there is none."""
+    found = entry * 0 - 1
+    steps = entry * 0
     while (steps < count) & (found < 0):
-        turn = tl.where(turn + 1 < count, turn + 1, 0)
-        slot = tl.load(p.turns + 1 + turn)
+        entry = tl.where(entry + 1 < count, entry + 1, 0)
+        slot = tl.load(p.slot_order + 1 + entry)
         running = tl.load(state_of(slot, block, p, S) + OUTCOME) == 0
-        found = tl.where(running, turn, -1)
+        found = tl.where(running, entry, -1)
         steps += 1
     return found

@@ -1,6 +1,6 @@
-"""The second door of the megakernel: one stage of one token, by the functions that the whole step is made of.
+"""The megakernel's second entry point: one stage of one token, by the functions that the whole step is made of.
 
-What a stage reads from other blocks stands in the words arena as they would have left it, and what it publishes
+The words arena holds what a stage reads from other blocks, as they would have left it, and what the stage publishes
 stays there; the residual stream comes and goes as float32 planes. host/stages.py is the host's side.
 """
 
@@ -19,9 +19,9 @@ from kog_triton.backends.triton.kernel.head import (
     store_logits,
 )
 from kog_triton.backends.triton.kernel.layer import down_proj, gate_up_proj, o_proj, qkv_proj
-from kog_triton.backends.triton.kernel.matvec import fill, rowwise
+from kog_triton.backends.triton.kernel.matvec import load_tile, rowwise
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rounded
-from kog_triton.backends.triton.kernel.words import index, investigate
+from kog_triton.backends.triton.kernel.words import diagnose_timeout, index
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def load_stream(x, lane, S: tl.constexpr):
     """Planes of float32 [lanes, 2, hidden / 2]."""
     Q: tl.constexpr = S.stages[0]
     WORDS: tl.constexpr = Q.tile_words
-    CHUNKS: tl.constexpr = Q.chunks
+    K_TILES: tl.constexpr = Q.k_tiles
     HALF: tl.constexpr = S.hidden_size // 2
     out = ()
-    for c in tl.static_range(2 * CHUNKS):
+    for c in tl.static_range(2 * K_TILES):
         j = c // 2 * WORDS + index(WORDS)
         at = x + lane * S.hidden_size + c % 2 * HALF
         out = out + (tl.load(at + j, mask=j < HALF, other=0.0),)
@@ -40,16 +40,17 @@ def load_stream(x, lane, S: tl.constexpr):
 
 
 @triton.jit
-def store_stream(out, x, lane, place, S: tl.constexpr):
-    """The same back, by one block of the lane."""
+def store_stream(out, x, coords, S: tl.constexpr):
+    """Planes x to `out`, as `load_stream` reads them; by one block of the lane."""
+    _, lane, group_index = coords
     Q: tl.constexpr = S.stages[0]
     WORDS: tl.constexpr = Q.tile_words
-    CHUNKS: tl.constexpr = Q.chunks
+    K_TILES: tl.constexpr = Q.k_tiles
     HALF: tl.constexpr = S.hidden_size // 2
-    for c in tl.static_range(2 * CHUNKS):
+    for c in tl.static_range(2 * K_TILES):
         j = c // 2 * WORDS + index(WORDS)
         at = out + lane * S.hidden_size + c % 2 * HALF
-        tl.store(at + j, x[c], mask=(j < HALF) & (place == 0))
+        tl.store(at + j, x[c], mask=(j < HALF) & (group_index == 0))
 
 
 @triton.jit
@@ -57,7 +58,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     """Stage STAGE of `layer` for one token, as layer run `layer` of a first pass; streams from `x`, to `out`."""
     Q: tl.constexpr = S.stages[0]
     block = tl.program_id(0)
-    lane, place = block // S.group, block % S.group
+    lane = block // S.group
+    coords = (block, lane, block % S.group)
     zero = block * 0  # a tensor also in the interpreter
     alive = zero + 1
     layer += zero
@@ -67,55 +69,55 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     head = layers + S.num_layers * S.layer_words
     stream = load_stream(x, lane, S)
     if STAGE == "embed":
-        stream = load_embedding(token, p, S, Q.chunks, Q.tile_words)
-        store_stream(out, stream, lane, place, S)
+        stream = load_embedding(token, p, S, Q.k_tiles, Q.tile_words)
+        store_stream(out, stream, coords, S)
     elif STAGE == "qkv_proj":
-        gains, ring = load_gains(2 * layer, lane, p, S), fill(base, block, S, 0)
-        qkv_proj(stream, gains, layer, lane, place, block, base, base, ring, phase, p, S)
+        gains, fetched = load_gains(2 * layer, lane, p, S), load_tile(base, 0, block, S, 0)
+        qkv_proj(stream, gains, layer, coords, base, base, fetched, phase, p, S)
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
-        alive = attention(constants, layer, layer, position, zero, lane, place, phase, alive, p, S)
+        alive = attention(constants, layer, layer, position, zero, coords, phase, alive, p, S)
     elif STAGE == "o_proj":
-        ring = fill(base, block, S, 1)
-        stream, gains, ring, alive = o_proj(
-            stream, layer, layer, lane, place, block, base, base, ring, phase, alive, p, S
+        fetched = load_tile(base, 0, block, S, 1)
+        stream, gains, fetched, alive = o_proj(
+            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S
         )
-        store_stream(out, stream, lane, place, S)
+        store_stream(out, stream, coords, S)
     elif STAGE == "gate_up_proj":
-        gains, ring = load_gains(2 * layer + 1, lane, p, S), fill(base, block, S, 2)
-        gate_up_proj(stream, gains, layer, lane, place, block, base, base, ring, phase, p, S)
+        gains, fetched = load_gains(2 * layer + 1, lane, p, S), load_tile(base, 0, block, S, 2)
+        gate_up_proj(stream, gains, layer, coords, base, base, fetched, phase, p, S)
     elif STAGE == "down_proj":
-        ring = fill(base, block, S, 3)
-        stream, gains, ring, alive = down_proj(
-            stream, layer, layer, lane, place, block, base, base, ring, phase, alive, p, S
+        fetched = load_tile(base, 0, block, S, 3)
+        stream, gains, fetched, alive = down_proj(
+            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S
         )
-        store_stream(out, stream, lane, place, S)
+        store_stream(out, stream, coords, S)
     elif STAGE == "mix":
         gains = load_gains(2 * S.num_layers, lane, p, S)
         if S.head_mode == CONCAT:
-            send_part(stream, gains, lane, place, 1, p, S, Q.chunks, Q.tile_words)
+            send_part(stream, gains, coords, 1, p, S, Q.k_tiles, Q.tile_words)
         else:
             stream, alive = mix_lanes(
-                stream, gains, lane, place, block, 1, alive, p, S, Q.chunks, Q.tile_words
+                stream, gains, coords, 1, alive, p, S, Q.k_tiles, Q.tile_words
             )
-            store_stream(out, stream, lane, place, S)
+            store_stream(out, stream, coords, S)
     else:
         tl.static_assert(STAGE == "lm_head", "no such stage")
-        ring = fill(head, block, S, 0)
+        fetched = load_tile(head, 0, block, S, 0)
         if S.lanes == 1 or S.head_mode == VOCAB_PARALLEL:
             gains = load_gains(2 * S.num_layers, lane, p, S)
-            ring, alive = score(
-                stream, gains, zero, zero, block, lane, place, head, head, ring, alive, p, S
+            fetched, alive = score(
+                stream, gains, zero, zero, coords, head, head, fetched, alive, p, S
             )
         elif S.head_mode == CONCAT:
-            first, _, _ = head_rows(block, lane, place, S)
-            ring, alive = score_lanes(
-                stream, p.logits, first, block, head, head, ring, 1, alive, p, S
+            first, _, _ = head_rows(coords, S)
+            fetched, alive = score_lanes(
+                stream, p.logits, first, block, head, head, fetched, 1, alive, p, S
             )
         else:
-            first, _, vocab_first = head_rows(block, lane, place, S)
+            first, _, vocab_first = head_rows(coords, S)
             given = (p.logits, first, vocab_first, 0)
-            xs = rounded(stream, S, Q.chunks)
-            given, ring = rowwise(head, head, block, ring, xs, given, S, 4, store_logits)
+            xs = rounded(stream, S, Q.k_tiles)
+            given, fetched = rowwise(head, head, block, fetched, xs, given, S, 4, store_logits)
     if alive == 0:
-        investigate(p, S)
+        diagnose_timeout(p, S)

@@ -61,7 +61,7 @@ def pin_address(ptr, S: tl.constexpr):
 
 @triton.jit
 def fence(word, S: tl.constexpr):
-    """Everything this block wrote is visible to whoever fences after seeing a later word of it."""
+    """Everything this block wrote is visible to a block that fences after seeing a later word of it."""
     meet(S)
     tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -130,7 +130,7 @@ def clock(S: tl.constexpr):
 
 @triton.constexpr_function
 def stamps_tokens(S):
-    """Whether every token is told with the clock's time: where that is nanoseconds on any card."""
+    """Whether every token goes to the host with the clock's time: where that is nanoseconds on any card."""
     return S.vendor == "nvidia"
 
 

@@ -4,10 +4,10 @@ A poll is bounded in time: it gives up after `limit` and clears `alive`, after w
 no poll of the block waits; its candidate then tells all blocks to leave (sample.py). A block writes down what it waited
 for, int32 [1 + blocks, RECORD], whose first word is 1 + the first block that did:
 
-    0 wait: place in WAITS   1 layer   2 phase wanted, or the number   3 place + 1 of a missing word   4 its bits
-    5, 6 the words waited for: place, count   7 .. 10 more runs of them: place, count, stride, runs
+    0 wait: its number in WAITS   1 layer   2 phase wanted, or the number   3 index + 1 of a missing word   4 its bits
+    5, 6 the words waited for: index, count   7 .. 10 more runs of them: index, count, stride, runs
 
-Places count from the start of the words arena. Words that number themselves (waits of "sample") are not looked for.
+Indices count from the start of the words arena. Words that carry a number (waits of "sample") are not looked for.
 """
 
 import triton
@@ -23,20 +23,20 @@ RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited fo
 # Of pairs in bf16 (schedule/wire.py)
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
 PAIR_UNIT: tl.constexpr = tl.constexpr(1 / wire.SCALE[DType.BF16])
-PAIR_TURN: tl.constexpr = tl.constexpr(wire.TURN)
+PAIR_ROTATION: tl.constexpr = tl.constexpr(wire.PAIR_ROTATION)
 EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
-# The stage that waits and the exchange it waits for; an error names a wait by its place here.
+# The stage that waits and the exchange it waits for; an error names a wait by its number here.
 WAITS = (
-    "attention qkv", "attention splits", "o_proj attention", "o_proj past", "o_proj attention_out",
-    "down_proj mlp", "down_proj past", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample votes",
+    "attention qkv", "attention splits", "o_proj attention", "o_proj delayed", "o_proj attention_out",
+    "down_proj mlp", "down_proj delayed", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample all_reduce",
     "sample mask", "sample winner", "chunk arrivals",
 )  # fmt: skip
-PLACES = {reason: i for i, reason in enumerate(WAITS)}
+WAIT_NUMBERS = {reason: i for i, reason in enumerate(WAITS)}
 
 
 @triton.constexpr_function
 def wait_number(reason):
-    return PLACES[reason]
+    return WAIT_NUMBERS[reason]
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def half_bits(x, S: tl.constexpr):
 
 
 @triton.jit
-def turn_left(w, BY: tl.constexpr):
+def rotate_left(w, BY: tl.constexpr):
     w = w.to(tl.uint32, bitcast=True)
     return ((w << BY) | (w >> (32 - BY))).to(tl.int32, bitcast=True)
 
@@ -99,7 +99,7 @@ def pack_pair(first, second, phase, S: tl.constexpr):
     else:
         a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
         a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
-        w = turn_left((b << 16) | a, 32 - PAIR_TURN)
+        w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION)
     return (w & -2) | phase
 
 
@@ -109,7 +109,7 @@ def operand_of(w, S: tl.constexpr):
     if S.f16:
         return w & -2
     else:
-        return turn_left(w, PAIR_TURN) | EXPONENT_TOP
+        return rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def missing(ws, wanted, COUNT: tl.constexpr):
 
 
 @triton.jit
-def verdict(lacking, late):
+def poll_state(lacking, late):
     """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
 
     Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
@@ -210,20 +210,20 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
             ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
         tries += 1
         late = expired(since, tries, p.limit * alive, S)
-        state = verdict(missing(ws, wanted, COUNT), late)
+        state = poll_state(missing(ws, wanted, COUNT), late)
     return ws, state
 
 
 @triton.jit
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
-    """The same of one tensor, from words on that were asked for before."""
+    """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = verdict(missing((w,), wanted, 1), 1 - alive)
+    state = poll_state(missing((w,), wanted, 1), 1 - alive)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
         late = expired(since, tries, p.limit, S)
-        state = verdict(missing((w,), wanted, 1), late)
+        state = poll_state(missing((w,), wanted, 1), late)
     return w, state
 
 
@@ -235,7 +235,7 @@ def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constex
     """int64 words once all carry `number` in their upper halves: the lower ones, zero where masked, and alive."""
     ws, bad = poll((ptr,), (mask,), number.to(tl.int64), alive, p, S, 1)
     if (bad != 0) & (alive != 0):
-        complain(p.words, 0, number, reason, 0, p)
+        record_timeout(p.words, 0, number, reason, 0, p)
     return ws[0] & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
 
 
@@ -244,7 +244,7 @@ def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl
     """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
     ws, bad = poll(((base + index)[:, None],), ((index < count)[:, None],), phase, alive, p, S, 1)
     if (bad != 0) & (alive != 0):
-        complain(base, count, phase, reason, layer, p)
+        record_timeout(base, count, phase, reason, layer, p)
     return tl.max(settle(ws[0]), axis=1), tl.where(bad != 0, 0, alive)
 
 
@@ -259,19 +259,19 @@ def wait_planes(
     p,
     S: tl.constexpr,
     WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
 ):
-    """A vector's even and odd planes once all carry `phase`: 2 * CHUNKS tensors of WORDS words."""
+    """A vector's even and odd planes once all carry `phase`: 2 * K_TILES tensors of WORDS words."""
     ptrs, masks = (), ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         ptrs = ptrs + (base + j, base + half + j)
         masks = masks + (j < half, j < half)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * CHUNKS)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * K_TILES)
     if (bad != 0) & (alive != 0):
-        complain(base, 2 * half, phase, reason, layer, p)
+        record_timeout(base, 2 * half, phase, reason, layer, p)
     out = ()
-    for i in tl.static_range(2 * CHUNKS):
+    for i in tl.static_range(2 * K_TILES):
         out = out + (settle(ws[i]),)
     return out, tl.where(bad != 0, 0, alive)
 
@@ -287,18 +287,18 @@ def wait_pairs(
     p,
     S: tl.constexpr,
     WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    K_TILES: tl.constexpr,
 ):
-    """`count` pair words once all carry `phase`, as operands: CHUNKS tensors of WORDS words, zeros behind the last."""
+    """`count` pair words once all carry `phase`, as operands: K_TILES tensors of WORDS words, zeros after the last."""
     ptrs, masks = (), ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         j = c * WORDS + index(WORDS)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, CHUNKS)
+    ws, bad = poll(ptrs, masks, phase, alive, p, S, K_TILES)
     if (bad != 0) & (alive != 0):
-        complain(base, count, phase, reason, layer, p)
+        record_timeout(base, count, phase, reason, layer, p)
     xs = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(K_TILES):
         xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
     return xs, tl.where(bad != 0, 0, alive)
 
@@ -307,7 +307,7 @@ def wait_pairs(
 
 
 @triton.jit
-def record(p):
+def timeout_record(p):
     """Where this block writes down its wait."""
     return p.error + RECORD * (tl.program_id(0) + 1)
 
@@ -318,10 +318,10 @@ def offset(base, p):
 
 
 @triton.jit
-def complain(base, count, wanted, reason: tl.constexpr, layer, p):
-    """Write down that `count` words from `base` on did not all come."""
+def record_timeout(base, count, wanted, reason: tl.constexpr, layer, p):
+    """Write down that of `count` words from `base` on some did not come in time."""
     NUMBER: tl.constexpr = wait_number(reason)
-    own = record(p)
+    own = timeout_record(p)
     tl.atomic_cas(p.error, 0, tl.program_id(0) + 1)
     tl.store(own, NUMBER)
     tl.store(own + 1, layer)
@@ -331,9 +331,9 @@ def complain(base, count, wanted, reason: tl.constexpr, layer, p):
 
 
 @triton.jit
-def complain_also(base, count, stride, runs, p):
-    """Nor those of more runs, `stride` words apart."""
-    own = record(p)
+def record_more(base, count, stride, runs, p):
+    """Write down more words of that wait: `runs` runs of `count` words from `base` on, `stride` words apart."""
+    own = timeout_record(p)
     tl.store(own + 7, offset(base, p))
     tl.store(own + 8, count)
     tl.store(own + 9, stride)
@@ -341,9 +341,9 @@ def complain_also(base, count, stride, runs, p):
 
 
 @triton.jit
-def investigate(p, S: tl.constexpr):
-    """Find the first word that this block still misses. Done on leaving: where waits stand, registers are dear."""
-    own = record(p)
+def diagnose_timeout(p, S: tl.constexpr):
+    """Find a word that this block still misses. Done when the kernel leaves: beside a wait, registers are dear."""
+    own = timeout_record(p)
     meet(S)  # one thread wrote the record
     wanted = tl.load(own + 2)
     first = tl.load(own + 5)
@@ -355,7 +355,7 @@ def investigate(p, S: tl.constexpr):
 
 @triton.jit
 def find_missing(own, first, count, wanted, p):
-    """Into the record: a word of [first, first + count) that lacks the phase, its place plus one, and its bits."""
+    """Into the record: a word of [first, first + count) that lacks the phase, its index plus one, and its bits."""
     for i in range(first, first + count):
         w = tl.load(p.words + i, cache_modifier=".cg")
         if (w ^ wanted) & 1:

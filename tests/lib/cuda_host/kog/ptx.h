@@ -12,6 +12,7 @@
 #include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
+#define KOG_OFFSET(T, member) __builtin_offsetof(T, member)
 #define KOG_DEVICE inline
 #define KOG_DEVICE_NOINLINE inline
 #define KOG_CONSTANT static const
@@ -235,7 +236,7 @@ KOG_EMULATED bool any_consumer(bool p) {
   u64 mine = b.turn;
   host::note_arrival(mine);
   b.pending |= p;
-  if (++b.arrived == 512) {
+  if (++b.arrived == kConsumers) {
     b.arrived = 0;
     b.result = b.pending;
     b.pending = false;

@@ -87,10 +87,7 @@ KOG_DEVICE void walk_shared(Block& b) {
   int position = position_of(b, b.column, steps_of(b));
   u32 phase = phase_of(iteration_of(b));
   serve_seat(b, b.small->seats[b.column], position);
-  walk_span(b, span, position, phase, fresh_rows(b, steps_of(b), 0, kQueries),
-            [&](int query, int pair, float2 v, float top) {
-              publish_split(b, span, query, pair, v, top, phase);
-            });
+  walk_span(b, span, position, phase, fresh_rows(b, steps_of(b), 0, kQueries));
   finish_split(b);
 }
 

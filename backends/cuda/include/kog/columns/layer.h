@@ -163,9 +163,7 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
-  // The place, as units_of turns it, of the block that has a unit.
-  auto owner = [](int unit) { return ((unit + 1) * kGroup - 1) / kUnits; };
-  int from = owner(2 * first / kRows), to = owner((2 * last - 1) / kRows);
+  int from = turned_owner<GateUpProj>(2 * first / kRows), to = turned_owner<GateUpProj>((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
     int place = from + i * 32 + b.in_warp;

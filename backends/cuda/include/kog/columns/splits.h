@@ -21,18 +21,11 @@ struct HeadScratch {
   u32* words;      // [kMerged][kPartPairs]: what the readers of a split would find
   float* logs;     // [kMerged][query]
 
-  KOG_DEVICE explicit HeadScratch(const Block& b) : results(AttentionScratch(b).results) {
-    constexpr int kResults = kMerged * kSlots * kPartQueries;
-    tops = reinterpret_cast<float2*>(results + kResults * kResultStride);
-    words = reinterpret_cast<u32*>(tops + kResults);
-    logs = reinterpret_cast<float*>(words + kMerged * kPartPairs);
-  }
-};
-
-// What a warp walks of a split: from its first tile on, up to the split's end; and the end of what the cache
-// holds of it.
-struct Tiles {
-  int at, end, cached;
+  KOG_DEVICE explicit HeadScratch(const Block& b)
+      : results(scratch_at<float>(b, HeadPlaces::kResults)),
+        tops(scratch_at<float2>(b, HeadPlaces::kTops)),
+        words(scratch_at<u32>(b, HeadPlaces::kWords)),
+        logs(scratch_at<float>(b, HeadPlaces::kLogs)) {}
 };
 
 // Hints of a head lie together: many warps of all blocks wait for the same ones, and what they ask
@@ -48,48 +41,34 @@ KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u
   if (pair == 0) store_relaxed(b.p.words + head_flag(b, b.column, query_head), epoch);
 }
 
-// One pair of a split's merged results: the sums, in the order, of the lanes that share it in a kernel of one
-// token (../merge.h).
-struct Merged {
-  float2 v;
-  float top;
-
-  KOG_DEVICE Merged(const HeadScratch& scratch, int split, int walked, int query, int pair) {
-    constexpr int kEach = (kSlots + kSharers - 1) / kSharers;
-    int at = split * kSlots * kPartQueries + query;
-    float2 tops[kSlots];
-    float best = kNoScore;
+// One pair of a split's merged results, by one lane in the order of those that share it in a kernel of one
+// token (../merge.h): `top` becomes the largest maximum.
+KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, int query, int pair,
+                             float& top) {
+  int at = split * kSlots * kPartQueries + query;
+  float2 tops[kSlots];
 #pragma unroll
-    for (int w = 0; w < kSlots; w++) {
-      tops[w] = w < walked ? scratch.tops[at + w * kPartQueries] : float2{kNoScore, 0};
-      best = tops[w].x > best ? tops[w].x : best;
-    }
-    float sum[kSharers] = {}, x[kSharers] = {}, y[kSharers] = {};
-#pragma unroll
-    for (int n = 0; n < kEach; n++)
-#pragma unroll
-      for (int lane = 0; lane < kSharers; lane++) {
-        int w = n * kSharers + lane;
-        if (w >= kSlots || w >= walked) continue;
-        float2 value = *reinterpret_cast<const float2*>(
-            scratch.results + (at + w * kPartQueries) * kResultStride + 2 * pair);
-        float share = exp2_fast(tops[w < kSlots ? w : 0].x - best);
-        sum[lane] = fused(share, tops[w < kSlots ? w : 0].y, sum[lane]);
-        x[lane] = fused(share, value.x, x[lane]);
-        y[lane] = fused(share, value.y, y[lane]);
-      }
-#pragma unroll
-    for (int mask = 1; mask < kSharers; mask <<= 1)
-#pragma unroll
-      for (int lane = 0; lane < kSharers; lane += 2 * mask) {
-        sum[lane] += sum[lane + mask];
-        x[lane] += x[lane + mask];
-        y[lane] += y[lane + mask];
-      }
-    v = {divide(x[0], sum[0]), divide(y[0], sum[0])};
-    top = best + log2_fast(sum[0]);
+  for (int w = 0; w < kSlots; w++) {
+    tops[w] = w < walked ? scratch.tops[at + w * kPartQueries] : float2{kNoScore, 0};
+    top = larger(top, tops[w].x);
   }
-};
+  Merged merged[kSharers] = {};
+#pragma unroll
+  for (int n = 0; n < kSharedResults; n++)
+#pragma unroll
+    for (int lane = 0; lane < kSharers; lane++) {
+      int w = n * kSharers + lane;
+      if (w >= kSlots || w >= walked) continue;
+      merged[lane].add(tops[w < kSlots ? w : 0],
+                       scratch.results + (at + w * kPartQueries) * kResultStride + 2 * pair, top);
+    }
+#pragma unroll
+  for (int mask = 1; mask < kSharers; mask <<= 1)
+#pragma unroll
+    for (int lane = 0; lane < kSharers; lane += 2 * mask) 
+      merged[lane].join([&](float Merged::*m) { return merged[lane + mask].*m; });
+  return merged[0];
+}
 
 // How a unit's splits are walked.
 struct Rounds {
@@ -140,12 +119,15 @@ KOG_DEVICE void merge_head(Block& b) {
   for (int n = b.thread; n < used * kPartPairs; n += 32 * kWarps) {
     int split = n / kPartPairs, query = n % kPartPairs / (kHeadDim / 2);
     int pair = n % kPartPairs % (kHeadDim / 2), walked = all.walked(b, split);
-    Merged merged(scratch, split, walked < kSlots ? walked : kSlots, query, pair);
-    u32 both = operand_of(pack_pair(merged.v.x, merged.v.y, 0));
+    float top = kNoScore;
+    Merged merged =
+        merge_pair(scratch, split, walked < kSlots ? walked : kSlots, query, pair, top);
+    float2 v = merged.output();
+    u32 both = operand_of(pack_pair(v.x, v.y, 0));
     if (used == 1 && query_head + query < (all.span.head + 1) * kQueries)
       put_output(b, query_head + query, pair, both, phase, epoch);
     scratch.words[n] = both;
-    if (pair == 0) scratch.logs[split * kPartQueries + query] = unpack_f32(pack_f32(merged.top, 0));
+    if (pair == 0) scratch.logs[split * kPartQueries + query] = unpack_f32(pack_f32(merged.log(top), 0));
   }
   if (used == 1) return;
   sync_consumers();
@@ -165,13 +147,7 @@ KOG_DEVICE void merge_head(Block& b) {
 }
 
 KOG_DEVICE void walk_head(Block& b) {
-  Keys key;
-  Values value;
-  auto load = [&](const Rounds& round, const Tiles& tiles) {
-    const u16* keys = cache_of(b, round.span.head);
-    key.load(b, keys, tiles.at, tiles.cached);
-    value.load(b, keys + static_cast<u64>(kMaxContext) * kRowDim, tiles.at, tiles.cached);
-  };
+  Tile tile;
   b.begin_stage();
   Rounds all(b);
   serve_seat(b, b.small->seats[b.column], all.position);
@@ -180,31 +156,16 @@ KOG_DEVICE void walk_head(Block& b) {
   int from = fresh.from(all.span);
   Tiles tiles = all.tiles(b, first, fresh);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
-  load(all, tiles);
-  Rotation rotation = fresh.rotation(b, all.span, all.position);
-  fresh.receive(b, all.span, all.position, phase_of(iteration_of(b)), AttentionScratch(b), rotation);
-  stamp(b, Point::kAttentionQkv);
-  sync_consumers();
+  tile.load(b, Cached(b, all.span.head), tiles.at, tiles.cached);
+  receive_heads(b, all.span, all.position, phase_of(iteration_of(b)), fresh);
 
 #pragma unroll 1
   while (true) {
     Softmax softmax;
     bool walks = tiles.at < tiles.end;
     if (walks) {
-      AttentionScratch scratch(b);
       int head = static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].head));
-      const u16* keys = cache_of(b, head);
-      const u16* values = keys + static_cast<u64>(kMaxContext) * kRowDim;
-      for (int at = tiles.at; at < tiles.end; at += kRoundRows) {
-        int next = at + kRoundRows;  // none of a half
-        bool again = next < tiles.end;
-        fresh.patch(b, from, tiles.end, tiles.cached, at, scratch, key, value);
-        float p[kTileRows / 8][2];
-        softmax.weigh(b, scratch.queries + b.in_warp, key, tiles.end - at, p);
-        if (again) key.load(b, keys, next, tiles.cached);  // on its way while the values are added
-        softmax.add(value, p);
-        if (again) value.load(b, values, next, tiles.cached);
-      }
+      walk_tiles<false>(b, fresh, from, tiles, Cached(b, head), 0, tile, softmax);
     }
     // What a unit is and where a thread stands is asked anew: kept while tiles are walked, it would be spilled.
     b.begin_stage();
@@ -213,7 +174,7 @@ KOG_DEVICE void walk_head(Block& b) {
     bool more = next < round.span.used;
     if (more) {  // the next round's tiles are on their way while this one's results are put
       tiles = round.tiles(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
-      load(round, tiles);
+      tile.load(b, Cached(b, round.span.head), tiles.at, tiles.cached);
     }
     put_round(b, round, walks, first, softmax);
     if (!more) break;

@@ -1,15 +1,14 @@
 """What the CUDA kernel does when something goes wrong, and when its data look like its protocol.
 
 A block that falls silent, NaN in every place that holds numbers, values whose bits are those of the words'
-tags, delays wherever a stage begins. Here the kernel's own C++ runs on a CPU; tests/gpu/test_cuda_proof.py
-asks the same of a GPU.
+tags, delays wherever a stage begins: asked of a backend on a CPU (tests/cuda/test_injected_faults.py) or on a
+GPU (tests/gpu/test_cuda_proof.py).
 """
 
 import re
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
@@ -20,8 +19,6 @@ from kog_triton.errors import RunError
 from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule import wire
-from tests.lib.cuda_planting import plant
-from tests.lib.cuda_walk import FiberBackend, compile_walk
 from tests.lib.ring_walker import spec_of
 
 DTYPES = {"fp16": DType.F16, "bf16": DType.BF16}
@@ -55,7 +52,7 @@ EDITS = (
 )
 
 
-# ---- asked of a backend: here one on fibers, in tests/gpu a real one ----
+# ---- asked of a backend: one on fibers or a real one ----
 
 
 def steps_of(backend, prompt=PROMPT, count=6):
@@ -313,46 +310,3 @@ def assert_logits_agree(backend, weights):
     steps = tokens_of(backend, ids[:3])
     if not expected.any():
         assert steps == [0] * len(steps)
-
-
-# ---- on a CPU ----
-
-
-@pytest.fixture(scope="module", params=SPECS)
-def spec(request):
-    return SPECS[request.param]
-
-
-@pytest.fixture(scope="module")
-def faulty(spec, tmp_path_factory):
-    """The kernel of EDITS."""
-    backend = FiberBackend(RandomWeights(spec), BackendOptions(), 3)
-    include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
-    backend.kernel.library = compile_walk(backend.layout, include=include)
-    backend.wait_ticks = 1 << 13
-    return backend
-
-
-def test_a_silent_block_is_named_and_the_next_request_runs(faulty):
-    assert_silence_is_named(faulty)
-
-
-def test_delays_change_nothing(faulty):
-    assert_delays_change_nothing(faulty, (1, 2))
-
-
-def test_nan_is_never_lost(spec):
-    backend = FiberBackend(RandomWeights(spec), BackendOptions())
-    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
-    assert_nan_is_never_lost(backend, range(0, chunks, max(1, chunks // 8)))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_values_that_look_like_tags_are_values(name, spec):
-    weights = Weights(spec, MODELS[name])
-    assert_logits_agree(FiberBackend(weights, BackendOptions()), weights)
-
-
-def test_every_kind_of_pattern_travels(spec):
-    backend = FiberBackend(Weights(spec, selecting), BackendOptions())
-    assert_patterns_travel(backend, 29)

@@ -1,6 +1,6 @@
 """What can be timed: one request at batch 1, token ids in, token ids out, each one stamped.
 
-Our backends are driven through their own door, the mailbox, without a tokenizer: the time of a token
+Our backends are driven through their own entry point, the mailbox, without a tokenizer: the time of a token
 is the time until its id is in the caller's thread. Peers (peers/) keep the same contract.
 """
 
@@ -37,7 +37,7 @@ class Run:
         self.arrivals.append(time.perf_counter())
 
 
-class Subject(Protocol):
+class EngineUnderTest(Protocol):
     """`spec` is the model as it runs: its dtypes are what a step reads."""
 
     name: str
@@ -85,7 +85,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
-class BackendSubject:
+class BackendUnderTest:
     """One of our backends, by the class that `choose` found."""
 
     checks_text = True
@@ -154,7 +154,7 @@ class BackendSubject:
             mailbox.push(slot, Failure(error))
 
     def profile(self, prompt: Sequence[int], tokens: int) -> list[Figure] | None:
-        """Where so many tokens behind the prompt spend their time, span by span; None: it takes no stamps."""
+        """Where so many tokens after the prompt spend their time, span by span; None: it takes no stamps."""
         if not isinstance(self._backend, Profiler):
             return None
         recording = self._backend.profile(prompt, tokens)

@@ -1,10 +1,9 @@
 """Sums over all blocks, and what is found with them: who survives min_p, top_k and top_p.
 
-Every rule is a cut on the logit, and a cut is found digit by digit: all blocks add what weighs at least a trial cut,
-compare the sum with the target, and keep the digit. Tokens that trials.py settles need none of it. Sums are of
-integers, so their order does not matter, and no block sees another's logits. A vote is four int64, each in two words
-that carry the round above them; two buffers take turns, because a block that publishes round r has read all of
-round r - 1.
+Every rule is a cut on the logit, and a cut is found digit by digit: all blocks add what weighs at least a tried cut,
+compare the sum with the target, and keep the digit. Tokens that top_p_check.py settles need none of it. Sums are of
+integers, so their order does not matter, and no block sees another's logits. A block gives four int64, each in
+two words that carry the round above them, in two buffers: a block that publishes round r has read all of round r - 1.
 """
 
 import triton
@@ -20,34 +19,34 @@ TOP_P: tl.constexpr = tl.constexpr(int(Flag.TOP_P))
 DIGITS: tl.constexpr = tl.constexpr(16)  # of a cut, two bits each
 ROUNDS: tl.constexpr = tl.constexpr(
     64
-)  # at least the votes of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
+)  # at least those of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
 
 
 @triton.jit
 def four(a, b, c, d):
-    """Four int64 scalars as a vote."""
+    """Four int64 scalars as a tensor."""
     i = tl.arange(0, 4)
     return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
 
 
 @triton.jit
-def pick(votes, which: tl.constexpr):
+def pick(gathered, which: tl.constexpr):
     """One of the four values of every block: int64 [blocks, padded with zeros]."""
-    return tl.sum(tl.where((tl.arange(0, 4) == which)[:, None], votes, 0), axis=0)
+    return tl.sum(tl.where((tl.arange(0, 4) == which)[:, None], gathered, 0), axis=0)
 
 
 @triton.jit
-def vote(values, round, block, alive, p, S: tl.constexpr):
+def all_gather(values, round, block, alive, p, S: tl.constexpr):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
-    base = p.wide + S.region("votes") // 2 + (round & 1) * (8 * S.num_blocks)
+    base = p.wide + S.region("all_reduce") // 2 + (round & 1) * (8 * S.num_blocks)
     i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
     bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
     store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
     j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
     ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)
-    w, alive = wait_tagged(ptr, mask, round, alive, "sample votes", p, S)
+    w, alive = wait_tagged(ptr, mask, round, alive, "sample all_reduce", p, S)
     w = w << (32 * (j & 1)).to(tl.int64)
     return tl.sum(tl.reshape(w, (4, 2, NB)), axis=1), alive
 
@@ -61,15 +60,15 @@ def ordered(logit):
 
 @triton.jit
 def unordered(key):
-    """The float32 that `ordered` turned into this integer."""
+    """The float32 that `ordered` makes this integer of."""
     bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def weight_from(keys, weights, trial):
-    """What the keys at or above a trial cut weigh. One dimension: Triton 3.6 fails on [keys, trials] in a loop."""
-    return tl.sum(tl.where(keys >= trial, weights, 0), axis=0)
+def weight_from(keys, weights, cut):
+    """What the keys at or above a cut weigh. One dimension: Triton 3.6 fails on [keys, cuts] in a loop."""
+    return tl.sum(tl.where(keys >= cut, weights, 0), axis=0)
 
 
 @triton.jit
@@ -85,8 +84,8 @@ def search(keys, weights, target, round, block, alive, p, S: tl.constexpr):
             weight_from(keys, weights, cut + (2 * one << shift)),
             weight_from(keys, weights, cut + (3 * one << shift)),
         )
-        votes, alive = vote(own, round + step, block, alive, p, S)
-        reached = (tl.sum(votes, axis=1) >= target) & (tl.arange(0, 4) > 0)
+        gathered, alive = all_gather(own, round + step, block, alive, p, S)
+        reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift
     return cut, alive
 
@@ -110,9 +109,9 @@ def survivors(logit, left, top, flags, request, round, block, alive, p, S: tl.co
         whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
         weights = tl.where(left, weight(whole), 0)
         own = tl.sum(weights, axis=0)
-        votes, alive = vote(four(own, 0, 0, 0), round, block, alive, p, S)
+        gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S)
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
-        target = share_of(tl.sum(pick(votes, 0), axis=0), share)
+        target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
         cut, alive = search(keys, weights, target, round + 1, block, alive, p, S)
         left = left & (keys >= cut)
         round += DIGITS + 1

@@ -12,7 +12,7 @@ from kog_triton.backends.triton.kernel.slots import MADE, POSITION, TOKEN, mailb
 from kog_triton.schedule.triton import Tiles
 
 
-def seat(pointers: Pointers, tiles: Tiles, request: Request, position: int) -> None:
+def admit(pointers: Pointers, tiles: Tiles, request: Request, position: int) -> None:
     """Make the request the slot's, to be computed from `position` on. RequestError if no kernel does what it asks."""
     words, slot = encode(request, tiles.vocab_size), request.slot
     fields, lists = decode(words)
@@ -43,7 +43,7 @@ def seat(pointers: Pointers, tiles: Tiles, request: Request, position: int) -> N
         mail[at["records"] : at["records"] + request.max_tokens * RECORD_WORDS] = 0
 
 
-def seat_logits(pointers: Pointers, tokens: list[int], first: int, last: int) -> None:
+def admit_logits(pointers: Pointers, tokens: list[int], first: int, last: int) -> None:
     """In slot 0, the request whose logits of positions [first, last) fill rows 0 .. of `pointers.logits`."""
     words = encode_logits(last).copy()
     words[OFFSETS["first"]], words[OFFSETS["most"]] = first, last - first

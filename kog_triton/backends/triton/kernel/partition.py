@@ -1,11 +1,11 @@
-"""How a chunk of a prompt is cut: what a block multiplies at once, and where the chunk's vectors stand.
+"""How the work of a prompt's chunk is divided: what a block multiplies at once, and where the chunk's vectors are.
 
 All blocks of a lane share its chunk, a row a token. Blocks own rows of a matrix as they do for one token; where that
 is few (o_proj, down_proj), `parts` of them take their rows together and a part of K each: a block then reads fewer of
 the vectors, which for many tokens are more bytes than its weights.
 
     chunk       float32: `stream` x, `qkv` as it left the matrix, `out` the parts of the modules' outputs
-    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero behind the end
+    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero after the end
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ WIRED = (1, 3)  # o_proj and down_proj
 @triton.constexpr_function
 def width(S: Any, stage: int) -> int:
     """Of a vector that the stage reads, padded."""
-    return S.stages[stage].chunks * 2 * S.stages[stage].tile_words
+    return S.stages[stage].k_tiles * 2 * S.stages[stage].tile_words
 
 
 @triton.constexpr_function
@@ -52,11 +52,11 @@ def row_tiles(S: Any, stage: int) -> int:
 
 @triton.constexpr_function
 def step(S: Any, stage: int) -> int:
-    """Columns of a matrix multiplied at once; a tile holds a whole number of steps."""
-    columns = 2 * S.stages[stage].tile_words
-    while columns > 64 and 2 * columns * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
-        columns //= 2
-    return columns
+    """Values along K multiplied at once; a tile holds a whole number of steps."""
+    values = 2 * S.stages[stage].tile_words
+    while values > 64 and 2 * values * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
+        values //= 2
+    return values
 
 
 @triton.constexpr_function
@@ -69,7 +69,7 @@ def pipelined(S: Any) -> int:
 def tile_strides(S: Any, stage: int) -> tuple[int, int]:
     """Tiles from one row tile to the next, and from one tile along K to the next."""
     cut = S.stages[stage]
-    return (1, cut.units) if stage in WIRED else (cut.chunks, 1)
+    return (1, cut.units) if stage in WIRED else (cut.k_tiles, 1)
 
 
 # ---- where vectors stand ----
@@ -90,11 +90,7 @@ def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
         "qkv": rows * S.stages[0].rows,
         "out": outs * rows * S.hidden_size,
     }
-    halves = {
-        "x": rows * width(S, 0),
-        "attention": rows * width(S, 1),
-        "mlp": rows * width(S, 3),
-    }
+    halves = {"x": rows * width(S, 0), "attention": rows * width(S, 1), "mlp": rows * width(S, 3)}
     return floats, halves
 
 

@@ -1,33 +1,27 @@
 """What the CUDA kernels of columns and of chunks do when something goes wrong, and when their data look like
-their protocol: test_cuda_injection.py's faults, of several requests at once.
+their protocol: cuda_injection.py's faults, of several requests at once.
 
-The oracle is the kernel of one token, alone and healthy. Here the kernels' own C++ runs on a CPU;
-tests/gpu/test_cuda_shared_proof.py asks the same of a GPU.
+The oracle is the kernel of one token, alone and healthy: on a CPU (tests/cuda/test_shared_injected_faults.py) or on a
+GPU (tests/gpu/test_cuda_shared_proof.py).
 """
 
 import re
 
 import numpy as np
-import pytest
 import torch
 
-from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Request
-from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
-from tests.cuda.test_cuda_injection import (
+from tests.lib.cuda_injection import (
     DTYPES,
     EDITS,
     FAULTY,
     MODELS,
     SILENT,
-    Weights,
     numbers_of,
 )
-from tests.lib.cuda_planting import plant
 from tests.lib.cuda_requests import run, serve, tokens_of
-from tests.lib.cuda_walk import ChunkBackend, ColumnBackend, FiberBackend, compile_walk
 from tests.lib.ring_walker import spec_of
 
 SPECS = {name: spec_of(dtype=dtype, num_layers=2) for name, dtype in DTYPES.items()}
@@ -63,7 +57,7 @@ def patterned(name, w, format):
 SHARED_MODELS = {**MODELS, "patterned": patterned}
 
 
-# ---- asked of a backend: here one on fibers, in tests/gpu a real one ----
+# ---- asked of a backend: one on fibers or a real one ----
 
 
 def requests(backend, prompts=PROMPTS):
@@ -154,80 +148,3 @@ def assert_silence_is_named(backend, expected):
         )
     backend.wait_ticks = healthy
     assert_alike(answers(backend), expected)
-
-
-# ---- on a CPU ----
-
-
-def opened(kind, weights):
-    options = BackendOptions(num_slots=SLOTS[kind])
-    if kind == "columns":
-        return ColumnBackend(weights, options, counts=(SLOTS[kind],))
-    return ChunkBackend(weights, options)
-
-
-def alone(weights):
-    return answers(FiberBackend(weights, BackendOptions(num_slots=8)), one_by_one=True)
-
-
-@pytest.fixture(scope="module", params=SPECS)
-def spec(request):
-    return SPECS[request.param]
-
-
-@pytest.fixture(scope="module")
-def expected(spec):
-    return alone(RandomWeights(spec))
-
-
-@pytest.fixture(scope="module", params=SLOTS)
-def shared(request, spec):
-    return opened(request.param, RandomWeights(spec))
-
-
-@pytest.fixture(scope="module", params=SLOTS)
-def faulty(request, spec, tmp_path_factory):
-    """The kernels of SHARED_EDITS."""
-    backend = opened(request.param, RandomWeights(spec))
-    include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
-    step = backend.chunks.kernel or backend.columns.take(SLOTS[request.param], backend.device)
-    step.kernel.library = compile_walk(step.layout, step.kernel.flags, include=include)
-    backend.wait_ticks = 1 << 13
-    return backend
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("huge", "patterned"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("silent_modules", "tiny", "level")),
-    ],
-)
-def test_values_that_look_like_tags_are_values(name, spec):
-    weights = Weights(spec, SHARED_MODELS[name])
-    expected = alone(weights)
-    for kind in SLOTS:
-        assert_alike(answers(opened(kind, weights)), expected)
-
-
-def test_a_nan_ends_one_request_of_several(shared, expected):
-    assert_nan_ends_one_request(shared, expected, (4,))
-
-
-def test_nan_is_nobodys_answer(shared, expected):
-    chunks = shared.memory.weights.numel() // shared.layout.lowering.chunk_bytes
-    assert_nan_is_nobodys_answer(shared, expected, (0, chunks - 1))
-
-
-# Which words are late says nothing about what they hold: test_cuda_injection.py asks it of both types.
-LATE = pytest.mark.parametrize("spec", ["bf16"], indirect=True)
-
-
-@LATE
-def test_delays_change_nothing(faulty, expected):
-    assert_delays_change_nothing(faulty, expected, (1,))
-
-
-@LATE
-def test_a_silent_block_is_named_and_the_next_requests_run(faulty, expected):
-    assert_silence_is_named(faulty, expected)
