@@ -252,11 +252,11 @@ def test_greedy_tokens_may_first_differ_where_the_reference_is_nearly_tied(name,
 FAULTS = {
     "one window for all": ("join.h", "kWindows[b.layer]", "kWindows[0]", {"attention"},
                            "bf16, windows"),
-    "own outputs not scaled": ("residual.h", "y *= kRootLanes", "y *= 1", {"o_proj", "down_proj"},
+    "own outputs not scaled": ("outputs.h", "return y * kRootLanes;", "return y;", {"o_proj", "down_proj"},
                                "lanes, sum"),
-    "other lanes' late outputs lost": ("residual.h", "y += others(", "y += 0 * others(",
+    "other lanes' late outputs lost": ("outputs.h", "y + late()", "y + 0 * late()",
                                        {"o_proj", "down_proj"}, "lanes, sum"),
-    "streams not behind each other": ("mix.h", "j * kHidden + at + i,", "at + i,",
+    "streams not behind each other": ("mix.h", "lane * kHidden + row + i,", "row + i,",
                                       {"lm_head"}, "lanes, concat"),
 }  # fmt: skip
 

@@ -200,7 +200,7 @@ FAULTS = {
         partial(test_tokens_are_the_definitions, model="one lane", settings="temperature"),
     ),
     "logits a little off": (
-        "layer.h", "exp2_fast(v * -1.4426950408889634f)", "exp2_fast(v * -1.42f)",
+        "outputs.h", "exp2_fast(v * -1.4426950408889634f)", "exp2_fast(v * -1.42f)",
         partial(test_tokens_are_the_definitions, model="one lane", settings="temperature"),
     ),
     "the mask of the token before": (

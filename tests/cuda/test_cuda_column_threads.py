@@ -95,8 +95,8 @@ RACES = {
     ),
     "rows of the cache are sent without a fence": ("columns/layer.h", "if (last) fence_gpu();", ""),
     "partial sums are overwritten while they are read": (
-        "columns/rows.h",
-        "  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read\n",
+        "rows.h",
+        "  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read\n",
         "",
     ),
 }

@@ -281,13 +281,13 @@ FAULTS = {
     ),
     "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
     "an operand in another's place": (
-        "columns/operands.h",
+        "operands.h",
         "kHalves == 1 ? 2 * token + odd",
         "kHalves == 1 ? 2 * token",
     ),
     "sums that a slower warp still reads": (
-        "columns/rows.h",
-        "  if (Stage::kRooms == 1 || last) sync_consumers();  // the sums have been read\n",
+        "rows.h",
+        "  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read\n",
         "",
     ),
     "the streams' rms of another column": (
@@ -314,13 +314,13 @@ FAULTS = {
 SHAPE_FAULTS = {
     "another token's operand of four rows": (
         "four rows a fragment of x",
-        "columns/operands.h",
+        "operands.h",
         "token % 2 * (16 * kOperandWords)",
         "0 * token",
     ),
     "low parts that four rows leave out": (
         "four rows a fragment of x",
-        "columns/matvec.h",
+        "matvec.h",
         "          even += v[0][1] + v[1][1];\n",
         "",
     ),
@@ -332,19 +332,19 @@ SHAPE_FAULTS = {
     ),
     "sums over operands that another warp still takes": (
         "tokens as rows",
-        "columns/rows.h",
+        "rows.h",
         "Stage::kSumsOver || ",
         "",
     ),
     "low parts that rows of tokens leave out": (
         "tokens as rows",
-        "columns/matvec.h",
+        "matvec.h",
         "part[odd] += v[0][2 + i] + v[1][2 + i];",
         "",
     ),
     "even words for odd ones": (
         "tokens as rows, batch by batch",
-        "columns/matvec.h",
+        "matvec.h",
         "{w.w[set], w.w[2 + set]}",
         "{w.w[0], w.w[2]}",
     ),
@@ -356,7 +356,7 @@ SHAPE_FAULTS = {
     ),
     "operands of a chunk that was multiplied": (
         "a K beyond shared memory",
-        "columns/matvec.h",
+        "matvec.h",
         "int next = first + n + kReadChunks;",
         "int next = first + n;",
     ),

@@ -355,24 +355,24 @@ def test_stores_that_land_late_change_nothing(spec, region):
 
 FAULTS = {
     "another lane's stream": (
-        "columns/flags.h",
+        "words.h",
         "Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride)",
         "Words::kOffset",
     ),
     "one lane's keys for all": ("block.h", "lane_of(b) * kColumns + b.column", "b.column"),
-    "an output that keeps its size": ("columns/lanes.h", "return y * kRootLanes;", "return y;"),
+    "an output that keeps its size": ("outputs.h", "return y * kRootLanes;", "return y;"),
     "lanes in another order": (
-        "columns/lanes.h",
-        "sum[a] += unpack_f32(w[a * kLanes + lane]);",
-        "sum[a] += unpack_f32(w[a * kLanes + kLanes - 1 - lane]);",
+        "outputs.h",
+        "unpack_f32(word(lane))",
+        "unpack_f32(word(kLanes - 1 - lane))",
     ),
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
     "one buffer": ("columns/lanes.h", "turn % Words::kBuffers", "0 * turn"),
     "a phase of another turn": ("columns/lanes.h", "phase_of(turn / Words::kBuffers)", "1"),
     "a mean that is not normed": (
-        "columns/mix.h",
-        "gains[row] * inverse_rms(b, mine ? column : 0)",
-        "1",
+        "mix.h",
+        "x * gain * scale()",
+        "x",
     ),
     "rows of another lane": ("columns/head.h", "kHeadByLane ? b.lane * LmHead::kRows : 0", "0"),
     "a piece in another's place": (

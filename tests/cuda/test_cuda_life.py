@@ -295,9 +295,9 @@ FAULTS = {
         "states[0] += 0",
     ),
     "a position counted for the wrong seat": (
-        "seat.h",
-        "num_seats - 1 - b.thread",
-        "num_seats - 1",
+        "decode.h",
+        "num_seats - 1 - seat)",
+        "num_seats - 1)",
     ),
     "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
     "a launch that runs a step too far": ("decode.h", "== b.p.most_steps", "== b.p.most_steps + 1"),

@@ -112,9 +112,9 @@ EDITS = (
         " : load_relaxed4(address(i));",
     ),
     (
-        "matvec.h",
-        "sync_consumers();\n  if (b.warp * 32 >= count",
-        f"if (!{chosen(4)}) sync_consumers();\n  if (b.warp * 32 >= count",
+        "rows.h",
+        "put_ring(b, ring);\n  sync_consumers();",
+        f"put_ring(b, ring);\n  if (!{chosen(4)}) sync_consumers();",
     ),
     (
         "matvec.h",

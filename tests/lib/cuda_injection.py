@@ -33,8 +33,9 @@ SILENT = FAULTY - 1
 EDITS = (
     (
         "residual.h",
-        "if (owner) store_relaxed(to + row,",
-        f"if (owner && (b.block != 1 || b.p.limit % {FAULTY} != {SILENT})) store_relaxed(to + row,",
+        "if (item.there) store_relaxed(to + item.row,",
+        f"if (item.there && (b.block != 1 || b.p.limit % {FAULTY} != {SILENT}))\n"
+        "      store_relaxed(to + item.row,",
     ),
     (
         "block.h",

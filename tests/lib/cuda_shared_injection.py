@@ -38,10 +38,9 @@ SHARED_EDITS = (
         "    raise_flag(b, b.p.words + mlp_flag(b, turned_place",
     ),
     (
-        "columns/layer.h",
-        "if (item.there && item.row % 4 == 0)\n          store_relaxed(to + narrow_place<DownProj>",
-        f"if (item.there && item.row % 4 == 0 && (b.block != 1 || b.p.limit % {FAULTY} != {SILENT}))\n"
-        "          store_relaxed(to + narrow_place<DownProj>",
+        "outputs.h",
+        "put_two<GateUpProj, 2>(",
+        f"if (b.block != 1 || b.p.limit % {FAULTY} != {SILENT}) put_two<GateUpProj, 2>(",
     ),
 )
 

@@ -77,7 +77,7 @@ def test_the_triton_kernel_goes_on_from_it():
     prompt = (3, 42, 12, 7, 8)
 
     def serve(prefill):
-        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, 1, CPU)
+        backend = TritonBackend(weights, BackendOptions(max_context=16, prefill=prefill), 4, CPU)
         kv = backend.memory.pointers.kv[0]
         mailbox = Mailbox()
         params = SamplingParams(temperature=0)

@@ -45,14 +45,14 @@ def choose_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
     going = alive
     while going != 0:
         passes += 1
-        control = ask_host(block * 0, block, p, S)
+        control = ask_host(block, p, S)
         position = tl.load(state_of(block * 0, block, p, S)) + 1
         best, best_id, alive = head.choose(position, passes, block * 0, coords, alive, p, S, RULES)
         sample.publish_candidate(best, best_id, control, passes, alive, block, p, S)
         token, control, alive = sample.argmax(passes, alive, p, S)
         if RULES:
             head.keep(token, block * 0, coords, p, S)
-        going = (advance(token, control, alive, block * 0, block, p, S) == 0).to(tl.int32)
+        going = (advance(token, alive, block * 0, block, p, S) == 0).to(tl.int32)
 
 
 @pytest.fixture(scope="module")

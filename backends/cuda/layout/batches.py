@@ -1,7 +1,7 @@
 """What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
 
 A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
-sums where they leave room; what finds none is read again for each unit (include/kog/columns/operands.h).
+sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
 """
 
 from kog_triton.schedule.cuda import (
@@ -16,6 +16,7 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 THREADS = WARPS * 32  # that consume
+HELD_STEPS = 8  # of one token's operands, all of a stage's or none
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same where some are read from memory instead; and how many chunks ahead those are asked for.
@@ -41,9 +42,10 @@ def step_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    """Steps of K whose operands a warp of a kernel of several columns holds in registers."""
+    """Steps of K whose operands a warp holds in registers."""
     if columns == 1:
-        return 0
+        steps = lo.steps(stage)
+        return steps if steps <= HELD_STEPS else 0
     if read_steps(lo, stage, columns):
         return HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
     return _most_held(lo, stage, columns)

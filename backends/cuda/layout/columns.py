@@ -1,7 +1,7 @@
 """The layout of a kernel of several token columns: one step serves as many requests.
 
 The kernel of columns reads the weight stream of the kernel of one token. Regions of words have a row a lane and
-column, or hold the operands of all columns of a lane as warps read them (include/kog/columns/operands.h); flags have
+column, or hold the operands of all columns of a lane as warps read them (include/kog/operands.h); flags have
 a word a unit. Activations that outgrow shared memory are refused.
 """
 

@@ -13,7 +13,7 @@
 // (join.h).
 #pragma once
 #include <kog/heads.h>
-#include <kog/matvec.h>
+#include <kog/inputs.h>
 #include <kog/merge.h>
 
 namespace kog {

@@ -9,6 +9,9 @@
 
 namespace kog {
 
+// What a token takes that is chosen here.
+constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
+
 // One head: which of the launch, at what position, and the host's word.
 struct HeadStep {
   int heads, position;
@@ -39,8 +42,7 @@ KOG_DEVICE Candidate draw(const Block& b, const Field& f, const Reach& reach, co
   for (int id = f.rows.first + b.thread; id < f.rows.last; id += 32 * kWarps) {
     if (!reach.holds(f, f.logits[id])) continue;
     bool finite = raw[id] < float_of(kInfinity);
-    Candidate c = candidate(b.request, finite ? f.logits[id] : raw[id], id, position + 1);
-    if (beats(c, mine)) mine = c;
+    compete(mine, b.request, finite ? f.logits[id] : raw[id], id, position + 1);
   }
   return mine;
 }

@@ -10,14 +10,6 @@ namespace kog {
 // The one thread that writes to the host while the kernel runs: late to have work of its own.
 KOG_DEVICE bool is_speaker(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
 
-// The token that a step has made, if it has, and that a step has ended.
-KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int made, int steps) {
-  if (!is_speaker(b)) return;
-  u64 now = nanoseconds();
-  if (made > 0) tell_token(b, slot, token, outcome, made, now);
-  store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
-}
-
 // What a step begins with.
 KOG_DEVICE void begin_step(Block& b, Walk& k, const Turn& turn) {
   b.begin_stage();
@@ -53,44 +45,42 @@ KOG_DEVICE int end_step(Block& b, Walk& k, const Turn& turn) {
   bool in_prompt = made <= 0;
   if (seat.first_head == 0)  // one token, or the logits of all
     in_prompt = position + 1 < static_cast<int>(b.request[Request::kPrompt]);
-  int next = token;
-  if (in_prompt)
-    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position + 1];
+  int next = in_prompt ? prompt_token(b, seat, position + 1) : token;
   // Every thread writes what every thread has computed, and reads its own; a thread that is a
   // step ahead has met the others since they read.
   seat.token = next;
   begin_step(b, k, Turn{turn.steps + 1});
   int outcome = made > 0 ? outcome_of(b, k.ending, token, made) : static_cast<int>(kRunning);
-  tell_host(b, seat.slot, token, outcome, made, turn.steps + 1);
+  if (is_speaker(b)) tell_host(b, seat.slot, token, outcome, made, turn.steps + 1, true);
   return outcome;
 }
 
-KOG_DEVICE void consume(Block& b) {
+// The steps of a launch, a request's each.
+struct Steps {
+  Block& b;
   Walk k;
   Turn turn;
-  int outcome = kRunning, slot = 0;
-  begin_step(b, k, turn);
-  while (outcome == kRunning) {
-    pair_clocks(b, b.turn % kProfileTokens);
+  int slot = 0;
+
+  KOG_DEVICE void run() {
     run_step(b, k, turn);
     slot = turn.of(b).slot;
-    b.turn++;
-    // The one place where the warps of a block learn of each other's expired waits.
-    if (any_consumer(must_leave(b))) {
-      outcome = kFailed;
-      break;
-    }
-    outcome = end_step(b, k, turn);
-    turn.steps++;
-    if (turn.steps == b.p.most_steps && outcome == kRunning) outcome = kYield;
   }
-  pair_clocks(b, kProfileTokens);
-  if (b.thread == 0) store_volatile(&b.small->stop, 1);
-  if (b.block != 0) return;
-  save_seats(b, turn);
-  if (b.thread == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
-                      static_cast<u64>(slot));
+  KOG_DEVICE int end() {
+    int outcome = end_step(b, k, turn);
+    turn.steps++;
+    return turn.steps == b.p.most_steps && outcome == kRunning ? static_cast<int>(kYield) : outcome;
+  }
+  KOG_DEVICE int save() const {
+    save_seats(b, [&](int seat) { return (turn.steps + b.p.num_seats - 1 - seat) / b.p.num_seats; });
+    return slot;
+  }
+};
+
+KOG_DEVICE void consume(Block& b) {
+  Steps steps{b};
+  begin_step(b, steps.k, steps.turn);
+  run_steps(b, steps);
 }
 
 }  // namespace kog

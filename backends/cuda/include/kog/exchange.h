@@ -17,47 +17,6 @@ template <class Words>
 KOG_DEVICE u64* pairs_of(const Block& b) {
   return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
 }
-KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
-  store_relaxed_pair(to, number | x, number | y);
-}
-
-// N pairs a lane: address(i) says where, need(i) whether the lane asks for it; others are zero.
-template <int N, class Address, class Need>
-KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
-                           u64 (&v)[N]) {
-  const u32 wanted = static_cast<u32>(number >> 32);
-  u32 seen, place = ~0u;
-  auto ask = [&] {
-    bool bad = false;
-    seen = wanted;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const u64* at = address(i);
-      ulonglong2 w = {number, number};
-      if (need(i)) w = load_relaxed_pair(at);
-      bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
-      if (late && !bad) {
-        seen = static_cast<u32>(w.x >> 32);
-        place = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
-      }
-      bad |= late;
-      v[i] = w.x << 32 | (w.y & 0xffffffffu);
-    }
-    return any_lane(bad);
-  };
-  if (ask()) {
-    begin_wait(b);
-    while (!give_up(b, step, place, seen, wanted) && ask()) {
-    }
-    end_wait(b);
-  }
-}
-KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at, bool needed) {
-  u64 v[1];
-  poll_pairs(b, step, number, [&](int) { return at; }, [&](int) { return needed; }, v);
-  return v[0];
-}
-
 KOG_DEVICE u64 sum_of_warp(u64 v) {
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) {

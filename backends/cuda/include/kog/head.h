@@ -1,9 +1,46 @@
 // The head: the lanes' streams mixed, logits, and the token that all blocks agree on.
 #pragma once
 #include <kog/choose.h>
+#include <kog/layer.h>
 #include <kog/mix.h>
 
 namespace kog {
+
+// This block's rows of its lane's stream.
+KOG_DEVICE void publish_stream(Block& b, Walk& k) {
+  float scale = 1;
+  if constexpr (kNormedMix) {
+    stage_x<LmHead>(b, k.x, k.gain);
+    sync_consumers();
+    scale = inverse_rms(b);
+  }
+  u32* part = b.p.words + PartWords::kOffset + b.lane * PartWords::kStride;
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    int e = element(b, i / 4) + i % 4;
+    float v = part_of(k.x[i], k.gain[i], [&] { return scale; });
+    if (e < kHidden && e * kGroup / kHidden == b.place)
+      store_relaxed(part + e, pack_f32(v, phase_of(k.heads)));
+  }
+}
+
+// x becomes the mix.
+KOG_DEVICE void sum_streams(Block& b, Walk& k) {
+  u32 phase = phase_of(k.heads);
+  sum_parts(b, phase, [](int) {});
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    k.x[i] = 0;
+    if (kMean) k.gain[i] = 1;
+  }
+  gather(b, Step::kMixGather, b.p.words + YWords::kOffset, phase, k.x);
+  sync_consumers();  // all warps have read the sums of squares
+}
+
+KOG_DEVICE void mix_lanes(Block& b, Walk& k) {
+  publish_stream(b, k);
+  if constexpr (!kConcat) sum_streams(b, k);
+}
 
 // Where the logits of one head are kept for whoever wants more than the token.
 KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
@@ -20,27 +57,30 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
   if constexpr (kMix) mix_lanes(b, k);
-  if constexpr (kConcat)
-    stage_streams(b, phase_of(k.heads));
-  else
+  if constexpr (kConcat) {
+    sync_consumers();  // what the norms left in the scratch has been read
+    stage_parts(b, phase_of(k.heads));
+  } else {
     stage_x<LmHead>(b, k.x, k.gain);
+  }
   int first = kHeadByLane ? b.lane * LmHead::kRows : 0;
-  constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k.ring, k.turn, units_of<LmHead>(stage_place<LmHead>(b), 0), NothingAhead<LmHead>(),
-      [](int, bool) { return 0; },
-      [&](int row, bool owner, float sum, int) {
+      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, held_operands<LmHead>(b),
+      NothingAhead(),
+      [](int, const Item&) { return 0; },
+      [&](const Item& item, float sum, int) {
         if (scale == 0) scale = inverse_rms(b);
-        if (!owner) return;
-        if ((flags & (kAllLogits | kWantsMore)) != 0)
-          kept_logits(b, flags, k.heads)[first + row] = sum * scale;
+        float logit = sum * scale;
+        int id = first + item.row;
+        if (!item.there) return;
+        if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, k.heads)[id] = logit;
         if ((flags & kEdited) != 0) return;
-        Candidate c = candidate(b.request, sum * scale, first + row, position + 1);
-        if (beats(c, mine)) mine = c;
-      });
+        compete(mine, b.request, logit, id, position + 1);
+      },
+      [](int) {});
   stamp(b, Point::kQkvProj);
   k.ending.load(b);
   keep_best(b, mine);

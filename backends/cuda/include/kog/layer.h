@@ -14,8 +14,29 @@ namespace kog {
 static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
               "run_layer's order");
 
+// Of a batch thread t has row t.
+template <class Stage>
+struct ThreadRow {
+  static constexpr int kRounds = 1;
+  static constexpr bool kAll = true;
+  int first, count;
+
+  KOG_DEVICE ThreadRow(const Block&, const Units& units)
+      : first(units.first * Stage::kUnitRows),
+        count((units.last - units.first) * Stage::kUnitRows) {}
+  KOG_DEVICE bool has(const Block& b, int) const { return b.warp * 32 < count; }
+  KOG_DEVICE int number(int) const { return 0; }
+  KOG_DEVICE Item item(const Block& b, int) const {
+    int row = first + b.thread;
+    return {row, 0, b.thread < count && row < Stage::kRows};
+  }
+  KOG_DEVICE int at(const Block& b, int r) const { return item(b, r).there ? b.thread : 0; }
+};
 // Of one consumer thread, from the first token to the last.
 struct Walk {
+  template <class Stage>
+  using Share = ThreadRow<Stage>;
+
   Ring ring;
   int turn = 0;       // which partial sums are free
   int iteration = 0;  // layers run: the phase of every layer exchange
@@ -24,89 +45,51 @@ struct Walk {
   float x[kHeld], gain[kHeld];
   Embedded embedded;  // the next token's
   Ending ending;
-};
 
-template <class Stage>
-KOG_DEVICE const float* bias_of(const Block& b) {
-  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt +
-         b.lane * Stage::kRows;
-}
-template <class Stage>
-KOG_DEVICE Units layer_units(const Block& b) {
-  return units_of<Stage>(b.place, b.layer);
-}
+  KOG_DEVICE Ring& take_ring(const Block&) { return ring; }
+  KOG_DEVICE void put_ring(const Block&, const Ring&) {}
+  template <class Stage>
+  KOG_DEVICE float* sums(const Block& b, int) {
+    return b.partials + (turn++ & 1) * (kPartialBytes / 8);
+  }
+  template <class Stage>
+  KOG_DEVICE Units units(const Block& b) const {
+    return layer_units<Stage>(b);
+  }
+};
 
 template <class Taken>
 KOG_DEVICE void qkv_proj(Block& b, Walk& k, const Taken& ahead) {
   stamp(b, Point::kStart);
   b.begin_stage();
   stage_x<QkvProj>(b, k.x, k.gain);
-  u32* to = b.p.words + QkvWords::kOffset + b.lane * QkvWords::kStride;
-  u32 phase = phase_of(k.iteration);
-  const float* bias = bias_of<QkvProj>(b);
-  float scale = 0;
-  run_rows<QkvProj>(
-      b, k.ring, k.turn, layer_units<QkvProj>(b), ahead,
-      [&](int row, bool owner) { return kQkvBias ? bias[owner ? row : 0] : 0.f; },
-      [&](int row, bool owner, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b);
-        float v = sum * scale + asked, next = shuffle_down(v, 1);
-        if (owner && row % 2 == 0)
-          store_relaxed(to + row / 2, pack_pair(v, row + 1 < QkvProj::kRows ? next : 0, phase));
-      });
+  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(k.iteration));
   stamp(b, Point::kQkvProj);
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
   b.begin_stage();
   stage_x<GateUpProj>(b, k.x, k.gain);
-  u32* to = b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride;
-  u32 phase = phase_of(k.iteration);
-  const float* bias = bias_of<GateUpProj>(b);
-  float scale = 0;
-  run_rows<GateUpProj>(
-      b, k.ring, k.turn, layer_units<GateUpProj>(b), ahead,
-      [&](int row, bool owner) { return kMlpBias ? bias[owner ? row : 0] : 0.f; },
-      [&](int row, bool owner, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b);
-        float v = sum * scale + asked, up = shuffle_down(v, 1);
-        float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
-              next = shuffle_down(h, 2);
-        if (owner && row % 4 == 0)
-          store_relaxed(to + row / 4, pack_pair(h, row + 2 < GateUpProj::kRows ? next : 0, phase));
-      });
+  gate_up_rows(b, k, held_operands<GateUpProj>(b), ahead, phase_of(k.iteration));
 }
 
-// o_proj or down_proj, whose inputs are staged: rows to the residual streams.
-template <class Stage, class Out, bool kBias, class Taken>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Taken& taken, const Turns& turns, int how) {
-  b.begin_stage();
-  const float* bias = bias_of<Stage>(b);
-  struct Asked {
-    float bias;
-    typename Out::Old old;
-  };
-  run_rows<Stage>(
-      b, k.ring, k.turn, layer_units<Stage>(b), taken,
-      [&](int row, bool owner) {
-        return Asked{kBias ? bias[owner ? row : 0] : 0.f, Out::ask(b, how, k.iteration, row, owner)};
-      },
-      [&](int row, bool owner, float sum, Asked& asked) {
-        float y = sum * kPairUnit + asked.bias;
-        Out::publish(b, how, k.iteration, turns, row, owner, y, asked.old);
-      });
+KOG_DEVICE AttentionOut attention_out(Block& b, Walk& k) {
+  return {b, k.attention_out, kReduceAttention[b.layer], k.iteration};
+}
+KOG_DEVICE MlpOut mlp_out(Block& b, Walk& k) {
+  return {b, k.mlp_out, kReduceMlp[b.layer], k.iteration};
 }
 
 // Whose inputs are staged. The next stage's gains come with both.
 KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
   load_gains(b, 2 * b.layer + 1, k.gain);
-  module_rows<OProj, AttentionOut, kOBias>(b, k, ahead, k.attention_out, kReduceAttention[b.layer]);
+  b.begin_stage();
+  module_rows(b, k, held_operands<OProj>(b), ahead, attention_out(b, k));
   stamp(b, Point::kOProj);
 }
 
 KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
-  AttentionOut::join(b, Step::kAttentionOut, kReduceAttention[b.layer], k.iteration,
-                     k.attention_out, k.x);
+  attention_out(b, k).join(Step::kAttentionOut, k.x);
   stamp(b, Point::kAttentionOut);
 }
 
@@ -115,20 +98,21 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
 // that all who append have passed.
 KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead) {
   b.begin_stage();
-  bool sends = b.thread < kBatchRows<DownProj>;
+  bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
   if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
   stage_words<DownProj>(b, Step::kDownProjInput,
                         b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
                         phase_of(k.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, k.gain);
-  module_rows<DownProj, MlpOut, kMlpBias>(b, k, ahead, k.mlp_out, kReduceMlp[b.layer]);
+  b.begin_stage();
+  module_rows(b, k, held_operands<DownProj>(b), ahead, mlp_out(b, k));
   stamp(b, Point::kDownProj);
 }
 
 // Ends the layer.
 KOG_DEVICE void join_mlp_out(Block& b, Walk& k) {
-  MlpOut::join(b, Step::kMlpOut, kReduceMlp[b.layer], k.iteration, k.mlp_out, k.x);
+  mlp_out(b, k).join(Step::kMlpOut, k.x);
   stamp(b, Point::kMlpOut);
   count_join(b, b.small->position);
   k.iteration++;
@@ -169,7 +153,7 @@ KOG_DEVICE void acquire_cache() { fence_gpu(); }
 // All of them.
 KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
-    qkv_proj(b, k, NothingAhead<QkvProj>());
+    qkv_proj(b, k, NothingAhead());
     run_layer(b, k);
     join_mlp_out(b, k);
   }
@@ -178,7 +162,7 @@ KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
 // pass of the loop: a register that lived from one pass to the next would be spilled.
 KOG_DEVICE void run_layers_ahead(Block& b, Walk& k) {
   b.layer = 0;
-  qkv_proj(b, k, NothingAhead<QkvProj>());
+  qkv_proj(b, k, NothingAhead());
   while (true) {
     run_layer(b, k);
     if (b.layer == kLayers - 1) break;

@@ -83,19 +83,30 @@ struct Stream {
   }
 };
 
-// Chunks of one token: all layers, then the head if the token has one. Runs ahead until the
-// consumers leave.
-KOG_DEVICE void produce(Block& b) {
+// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps): ahead of a
+// layer's first. Runs ahead until the consumers leave.
+template <class HasHead, class Fetch>
+KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
+  b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
   int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
   Producer producer;
-  for (Turn turn;; turn.steps++) {
-    Stream stream(b, 0, turn.has_head(b) ? all : layers);
+  for (int steps = 0;; steps++) {
+    Stream stream(b, 0, has_head(steps) ? all : layers);
     for (int run = 0; stream.left > 0; run++) {
-      if (begins_layer(run)) fetch_tiles(b, turn.of(b).slot, layer_of_run(run), turn.position(b));
+      b.begin_stage();
+      if (begins_layer(run)) fetch(layer_of_run(run), steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
+}
+KOG_DEVICE void produce(Block& b) {
+  produce_steps(
+      b, [&](int steps) { return Turn{steps}.has_head(b); },
+      [&](int layer, int steps) {
+        Turn turn{steps};
+        fetch_tiles(b, turn.of(b).slot, layer, turn.position(b));
+      });
 }
 
 }  // namespace kog

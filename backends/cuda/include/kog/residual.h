@@ -1,6 +1,7 @@
 // The residual stream: embedded, sent as module outputs, gathered by every block into its own copy.
 #pragma once
-#include <kog/matvec.h>
+#include <kog/inputs.h>
+#include <kog/outputs.h>
 
 namespace kog {
 
@@ -26,10 +27,9 @@ struct Embedded {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) {
       bool inside = element(b, i) < kHidden;
-      x[4 * i] = inside ? low_of(w[i].x) : 0;
-      x[4 * i + 1] = inside ? high_of(w[i].x) : 0;
-      x[4 * i + 2] = inside ? low_of(w[i].y) : 0;
-      x[4 * i + 3] = inside ? high_of(w[i].y) : 0;
+      float four[4] = {low_of(w[i].x), high_of(w[i].x), low_of(w[i].y), high_of(w[i].y)};
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[4 * i + j] = inside ? four[j] : 0;
     }
   }
 };
@@ -39,11 +39,9 @@ KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
   const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
-    float4 g = *reinterpret_cast<const float4*>(from + place_of_element(b, i));
-    gain[4 * i] = g.x;
-    gain[4 * i + 1] = g.y;
-    gain[4 * i + 2] = g.z;
-    gain[4 * i + 3] = g.w;
+    auto g = Words<4>::load(from + place_of_element(b, i));
+#pragma unroll
+    for (int j = 0; j < 4; j++) gain[4 * i + j] = float_of(g.w[j]);
   }
 }
 
@@ -74,86 +72,87 @@ struct Turns {
   KOG_DEVICE int own(int iteration) const { return iteration - now; }
 };
 
-// The words of o_proj or down_proj: own for the lane, now for all lanes at once, past for later
-// layers.
-template <class Own, class Now, class Past>
+// A module's outputs, rows of its last stage, in one layer: words own for the lane, now for all lanes at once, past for
+// later layers.
+template <class Stage, class Own, class Now, class Past, bool kBias>
 struct Module {
-  // Words of the other lanes' outputs of kDelay layers ago, in lane order: asked for before the
+  // With the words of the other lanes' outputs of kDelay layers ago, in lane order: asked for before the
   // multiplication.
-  struct Old {
-    u32 word[kHasPast ? kLanes : 1];
+  struct Asked {
+    float bias;
+    u32 old[kHasPast ? kLanes : 1];
   };
+  Block& b;
+  Turns& turns;
+  int how, iteration;
 
-  KOG_DEVICE static u32* past(const Block& b, int iteration, int lane, int row) {
-    int slot = iteration % kPastBuffers;
+  KOG_DEVICE u32* past(int when, int lane, int row) const {
+    int slot = when % kPastBuffers;
     return b.p.words + Past::kOffset + (slot * kLanes + lane) * Past::kStride + row;
   }
-  KOG_DEVICE static u32 past_phase(int iteration) { return phase_of(iteration / kPastBuffers); }
+  KOG_DEVICE static u32 past_phase(int when) { return phase_of(when / kPastBuffers); }
 
   // Whether lane j's output is needed.
-  KOG_DEVICE static bool needs(const Block& b, int how, bool owner, int j) {
-    return how == kDelayed && owner && j != b.lane;
+  KOG_DEVICE bool needs(const Item& item, int j) const {
+    return how == kDelayed && item.there && j != b.lane;
   }
-  KOG_DEVICE static Old ask(const Block& b, int how, int iteration, int row, bool owner) {
-    Old old{};
+  KOG_DEVICE Asked ask(int, const Item& item) const {
+    Asked asked{bias_of<Stage, kBias>(b, item)};
     if constexpr (kHasPast)
 #pragma unroll
       for (int j = 0; j < kLanes; j++)
-        if (needs(b, how, owner, j))
-          old.word[j] = load_relaxed(past(b, iteration - kDelay, j, row));
-    return old;
+        if (needs(item, j)) asked.old[j] = load_relaxed(past(iteration - kDelay, j, item.row));
+    return asked;
   }
 
   // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received: with
   // that the proof of layout/exchanges.py gets by on three times kDelay buffers.
-  KOG_DEVICE static void publish(Block& b, int how, int iteration, const Turns& turns, int row,
-                                 bool owner, float y, Old& old) {
-    if constexpr (kHasPast) {
-      float own = y;
-      if (how == kDelayed) y += others(b, how, iteration, row, owner, old);
-      if (owner) store_relaxed(past(b, iteration, b.lane, row), pack_f32(own, past_phase(iteration)));
-    }
-    if (kLanes > 1 && how == kOwn) y *= kRootLanes;
+  KOG_DEVICE void put(const Item& item, float y, Asked& asked) const {
+    float own = y;
+    y = reduced(how, y, [&] { return kHasPast ? others(item, asked) : 0.f; });
+    if constexpr (kHasPast)
+      if (item.there)
+        store_relaxed(past(iteration, b.lane, item.row), pack_f32(own, past_phase(iteration)));
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
     u32 phase = phase_of(turns.own(iteration));
     if (kHasNow && how == kNow) {
       to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;
       phase = phase_of(turns.now >> 1);
     }
-    if (owner) store_relaxed(to + row, pack_f32(y, phase));
+    if (item.there) store_relaxed(to + item.row, pack_f32(y, phase));
   }
+  KOG_DEVICE void done(int) const {}
 
-  KOG_DEVICE static float others(Block& b, int how, int iteration, int row, bool owner, Old& old) {
-    auto at = [&](int j) { return past(b, iteration - kDelay, j, row); };
-    auto need = [&](int j) { return needs(b, how, owner, j); };
+  KOG_DEVICE float others(const Item& item, Asked& asked) const {
+    auto need = [&](int j) { return needs(item, j); };
     u32 phase = past_phase(iteration - kDelay), bad = 0;
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
-      if (need(j)) bad |= (old.word[j] ^ phase) & 1;
-    if (any_lane(bad != 0)) poll_words(b, Step::kPast, at, need, phase, old.word);
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kLanes; j++)
-      if (need(j)) sum += unpack_f32(old.word[j]);
-    return sum;
+      if (need(j)) bad |= (asked.old[j] ^ phase) & 1;
+    if (any_lane(bad != 0))
+      poll_words(
+          b, Step::kPast, [&](int j) { return past(iteration - kDelay, j, item.row); }, need, phase,
+          asked.old);
+    return add_lanes(0, need, [&](int j) { return asked.old[j]; });
   }
 
   // x joined with the module's outputs of the lane, or of all lanes.
-  KOG_DEVICE static void join(Block& b, Step step, int how, int iteration, Turns& turns,
-                              float (&x)[kHeld]) {
+  KOG_DEVICE void join(Step step, float (&x)[kHeld]) const {
     if (kHasNow && how == kNow) {
       const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;
       for (int j = 0; j < kLanes; j++)
         gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);
       turns.now++;
     } else {
-      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride, phase_of(turns.own(iteration)), x);
+      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride,
+             phase_of(turns.own(iteration)), x);
     }
     settle(x);
   }
 };
 
-using AttentionOut = Module<AttentionOutWords, AttentionOutNowWords, AttentionOutPastWords>;
-using MlpOut = Module<MlpOutWords, MlpOutNowWords, MlpOutPastWords>;
+using AttentionOut =
+    Module<OProj, AttentionOutWords, AttentionOutNowWords, AttentionOutPastWords, kOBias>;
+using MlpOut = Module<DownProj, MlpOutWords, MlpOutNowWords, MlpOutPastWords, kMlpBias>;
 
 }  // namespace kog

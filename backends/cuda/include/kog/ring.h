@@ -67,22 +67,23 @@ KOG_DEVICE void init_ring(Block& b) {
 // while the splits are joined.
 struct Producer {
   static_assert(kCalmChunks <= kWindowChunks && kWindowChunks <= kRingChunks);  // `passed` goes back once
-  u32 count = 0, slot = 0, parity = 0;
+  u32 count = 0;
+  Ring next;
   u32 fetched = 0;  // chunks that are in the ring or in the L2
   u64 policy = read_once();
 
   // Whether chunk count - kBack has landed, or has been eaten.
   template <int kBack>
   KOG_DEVICE bool passed(u64* barriers) const {
-    bool wraps = slot < kBack;
-    return barrier_test(&barriers[slot + (wraps ? kRingChunks : 0) - kBack], parity ^ (wraps ? 1 : 0));
+    bool wraps = next.slot < kBack;
+    return barrier_test(&barriers[next.slot + (wraps ? kRingChunks : 0) - kBack], next.parity ^ (wraps ? 1 : 0));
   }
   // Until the slot is free; `left` chunks follow the one at `from`. False once the consumers have left.
   KOG_DEVICE bool wait_for_slot(Block& b, const u8* from, int left) {
     u32 last = count + (left < kAheadChunks ? left : kAheadChunks);
     if (fetched < count) fetched = count;
     i64 due = clock_ticks();
-    while (!barrier_test(&b.empty[slot], parity ^ 1)) {
+    while (!barrier_test(&b.empty[next.slot], next.parity ^ 1)) {
       if (load_volatile(&b.small->stop) != 0) return false;
       if (fetched >= last || clock_ticks() < due || load_volatile(&b.small->walks) != 0) continue;
       fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
@@ -106,19 +107,16 @@ struct Producer {
   // The next chunk, of which `bytes` are used and `left` follow in the token.
   KOG_DEVICE bool fill(Block& b, const u8* from, u32 bytes, int left) {
     if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
-    barrier_expect(&b.full[slot], bytes);
+    barrier_expect(&b.full[next.slot], bytes);
     if (count >= kWindowChunks && !wait_for_window(b)) return false;
-    bulk_load(b.ring + slot * kChunkBytes, from, bytes, &b.full[slot], policy);
+    bulk_load(b.ring + next.slot * kChunkBytes, from, bytes, &b.full[next.slot], policy);
     // A launch may have more chunks than 2^32: numbers go back by two rings, which have the slots and parities.
     if (++count == 4 * kRingChunks) {
       count -= 2 * kRingChunks;
       fetched -= fetched < 2 * kRingChunks ? fetched : 2 * kRingChunks;
     }
     if constexpr (kProfile) store_volatile(&b.small->issued, load_volatile(&b.small->issued) + 1);
-    if (++slot == kRingChunks) {
-      slot = 0;
-      parity ^= 1;
-    }
+    next.step();
     return true;
   }
   // What is in flight must land before the block may leave.

@@ -28,6 +28,12 @@ KOG_DEVICE Candidate candidate(const u32* r, float logit, int id, int position) 
   return {static_cast<double>(logit) * scale + static_cast<double>(gumbel(word)) * kNoiseScale, id};
 }
 
+// The better of the best so far and the id whose logit this is, of a token at `position`.
+KOG_DEVICE void compete(Candidate& best, const u32* request, float logit, int id, int position) {
+  Candidate c = candidate(request, logit, id, position);
+  if (beats(c, best)) best = c;
+}
+
 // The best of kLanes lanes side by side, to all of them.
 template <int kLanes>
 KOG_DEVICE Candidate best_of_lanes(Candidate c) {
@@ -44,6 +50,33 @@ KOG_DEVICE Candidate best_of_lanes(Candidate c) {
 }
 KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_lanes<32>(c); }
 
+// The number of a head's exchange.
+KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }
+// A block's best as words: its key, its id and what is told with it.
+KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 told) {
+  u64 key = bits_of(c.key);
+  put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
+  put_pair(to + 2, number, static_cast<u32>(c.id), told);
+}
+// The best of a warp's candidates, N a lane: at(i) says where, there(i) whether there is one; and the host's word of
+// the first.
+template <int N, class At, class There>
+KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u32& control) {
+  u64 v[2 * N];
+  poll_pairs(
+      b, Step::kWinner, number, [&](int i) { return at(i / 2) + i % 2 * 2; },
+      [&](int i) { return there(i / 2); }, v);
+  control = static_cast<u32>(v[1]);
+  Candidate best = nobody();
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    Candidate c = {double_of(v[2 * i]), static_cast<int>(v[2 * i + 1] >> 32)};
+    if (there(i) && beats(c, best)) best = c;
+  }
+  return best_of_warp(best);
+}
+KOG_DEVICE int token_of(const Candidate& c) { return c.key == -infinity() ? kNothing : c.id; }
+
 // A block's words of one head: two slots, because lanes that never meet may be a token apart.
 KOG_DEVICE u64* winner_words(const Block& b, int heads, int block) {
   return words_of_block<WinnerWords, 4>(b, block, heads & 1);
@@ -58,46 +91,23 @@ KOG_DEVICE Candidate best_of_block(const Block& b) {
   return best_of_warp(b.in_warp < kWarps ? b.small->local[b.in_warp] : nobody());
 }
 
-// Publish the best of what the warps have kept: key high, key low, id and the host's word, each
-// with its epoch above it.
+// Publish the best of what the warps have kept.
 KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   sync_consumers();
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  u64 epoch = static_cast<u64>(heads + 1) << 32, bits = bits_of(best.key);
-  u64* to = winner_words(b, heads, b.block);
-  store_relaxed_pair(to, epoch | bits >> 32, epoch | (bits & 0xffffffffu));
-  store_relaxed_pair(to + 2, epoch | static_cast<u32>(best.id), epoch | control);
+  put_candidate(winner_words(b, heads, b.block), head_number(heads), best, control);
 }
 
 // The best of all blocks, known to every thread after the barrier at the token's end (`agreed`).
 KOG_DEVICE void gather_candidates(Block& b, int heads) {
   if (b.warp * 32 < kBlocks) {
-    const u64* from = winner_words(b, heads, b.thread);
-    u64 epoch = static_cast<u64>(heads + 1);
-    ulonglong2 key = {epoch << 32, epoch << 32}, rest = key;
-    u64 oldest = epoch;
-    auto ask = [&] {
-      if (b.thread < kBlocks) key = load_relaxed_pair(from), rest = load_relaxed_pair(from + 2);
-      oldest = key.x < key.y ? key.x : key.y;
-      oldest = rest.x < oldest ? rest.x : oldest;
-      oldest = (rest.y < oldest ? rest.y : oldest) >> 32;
-      return any_lane(oldest != epoch);
-    };
-    if (ask()) {
-      begin_wait(b);
-      while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
-                      static_cast<u32>(oldest), static_cast<u32>(epoch)) &&
-             ask()) {
-      }
-      end_wait(b);
-    }
-    Candidate c = nobody();
-    if (b.thread < kBlocks)
-      c = {double_of(key.x << 32 | (key.y & 0xffffffffu)), static_cast<int>(rest.x)};
-    if (b.thread == 0) b.small->control = static_cast<u32>(rest.y);
-    c = best_of_warp(c);
+    u32 control;
+    Candidate c = poll_candidates<1>(
+        b, head_number(heads), [&](int) { return winner_words(b, heads, b.thread); },
+        [&](int) { return b.thread < kBlocks; }, control);
+    if (b.thread == 0) b.small->control = control;
     if (b.in_warp == 0) b.small->global[b.warp] = c;
   }
 }
@@ -105,7 +115,7 @@ KOG_DEVICE int agreed(const Block& b) {
   Candidate best = b.small->global[0];
   for (int w = 1; w < kWinners; w++)
     if (beats(b.small->global[w], best)) best = b.small->global[w];
-  return best.key == -infinity() ? kNothing : best.id;
+  return token_of(best);
 }
 
 }  // namespace kog

@@ -57,12 +57,17 @@ KOG_DEVICE void serve_seat(Block& b, const Seat& seat, int position) {
   b.small->position = position;
 }
 
-// Where every request stands, for the next launch; by one block, `turn` being the one that is due.
-KOG_DEVICE void save_seats(const Block& b, const Turn& turn) {
+// The token of a prompt at a position.
+KOG_DEVICE int prompt_token(const Block& b, const Seat& seat, int position) {
+  return b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position];
+}
+
+// Where every request stands, for the next launch; by one block. done(i): steps of request i.
+template <class Done>
+KOG_DEVICE void save_seats(const Block& b, Done done) {
   if (b.thread >= b.p.num_seats) return;
   const Seat& seat = b.small->seats[b.thread];
-  int done = (turn.steps + b.p.num_seats - 1 - b.thread) / b.p.num_seats;
-  b.p.states[2 * seat.slot] = seat.first + done;
+  b.p.states[2 * seat.slot] = seat.first + done(b.thread);
   b.p.states[2 * seat.slot + 1] = seat.token;
 }
 

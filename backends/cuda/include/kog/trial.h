@@ -27,10 +27,8 @@ KOG_DEVICE void publish_trial(Block& b, const Field& f, u64 number, u32 control)
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // as in publish_candidate
   u64* to = words_of_block<TrialWords, 6>(b, b.block);
-  u64 key = bits_of(best.key);
   u32 logit = f.rows.hold(best.id) ? ordered(f.logits[best.id]) : 0;
-  put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
-  put_pair(to + 2, number, static_cast<u32>(best.id), logit);
+  put_candidate(to, number, best, logit);
   put_pair(to + 4, number, control, 0);
 }
 

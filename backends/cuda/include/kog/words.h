@@ -13,6 +13,8 @@ KOG_DEVICE u32 pack_f32(float v, u32 phase) {
   return ((v != v ? kNanF32 : bits_of(v)) & ~1u) | phase;
 }
 KOG_DEVICE float unpack_f32(u32 w) { return float_of(w & ~1u); }
+// A value as its readers will find it.
+KOG_DEVICE float sent_f32(float v) { return unpack_f32(pack_f32(v, 0)); }
 
 // 16 bits of the model's type.
 KOG_DEVICE float widen(u32 bits) {
@@ -66,6 +68,16 @@ KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
 
 KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
+}
+
+// Where the lane's part of a region begins, of its first buffer.
+template <class Words>
+KOG_DEVICE int lane_place(const Block& b) {
+  return Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride);
+}
+template <class Words>
+KOG_DEVICE u32* lane_words(const Block& b) {
+  return b.p.words + lane_place<Words>(b);
 }
 
 // Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
@@ -143,6 +155,48 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
     return bad;
   });
+}
+
+// Two words under the number of an exchange of all blocks, which grows from one to the next (exchange.h).
+KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
+  store_relaxed_pair(to, number | x, number | y);
+}
+
+// N pairs a lane: address(i) says where, need(i) whether the lane asks for it; others are zero.
+template <int N, class Address, class Need>
+KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
+                           u64 (&v)[N]) {
+  const u32 wanted = static_cast<u32>(number >> 32);
+  u32 seen, place = ~0u;
+  auto ask = [&] {
+    bool bad = false;
+    seen = wanted;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const u64* at = address(i);
+      ulonglong2 w = {number, number};
+      if (need(i)) w = load_relaxed_pair(at);
+      bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
+      if (late && !bad) {
+        seen = static_cast<u32>(w.x >> 32);
+        place = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
+      }
+      bad |= late;
+      v[i] = w.x << 32 | (w.y & 0xffffffffu);
+    }
+    return any_lane(bad);
+  };
+  if (ask()) {
+    begin_wait(b);
+    while (!give_up(b, step, place, seen, wanted) && ask()) {
+    }
+    end_wait(b);
+  }
+}
+KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at, bool needed) {
+  u64 v[1];
+  poll_pairs(b, step, number, [&](int) { return at; }, [&](int) { return needed; }, v);
+  return v[0];
 }
 
 }  // namespace kog

@@ -118,8 +118,7 @@ KOG_DEVICE auto fresh_rows(const Block& b, int steps, int first_query, int queri
 KOG_DEVICE void spread_seats(const Block& b) {
   if (b.thread >= b.p.num_seats) return;
   Seat& seat = b.small->seats[b.thread];
-  const int* tokens = b.p.tokens + static_cast<u64>(seat.slot) * (kMaxContext + 1);
-  seat.token = tokens[position_of(b, b.thread, 0)];
+  seat.token = prompt_token(b, seat, position_of(b, b.thread, 0));
 }
 
 // Where the request stands behind `steps` chunks, for the next launch; by one thread.

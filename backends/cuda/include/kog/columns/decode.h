@@ -30,31 +30,41 @@ KOG_DEVICE void end_column(Block& b, int column) {
   Ending ending;
   ending.load(b);
   int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
-  int next = token;
-  if (made <= 0)
-    next = b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) +
-                      position_of(b, column, steps_of(b) + 1)];
+  int next = made > 0 ? token : prompt_token(b, seat, position_of(b, column, steps_of(b) + 1));
   if (kChunk && made > 0 && outcome == kRunning) outcome = kYield;  // the prompt is done
   if (b.in_warp != 0) return;
   seat.token = next;
   b.small->outcomes[column] = outcome;
-  if (b.block != 0) return;
-  u64 now = nanoseconds();
-  if (made > 0) tell_token(b, seat.slot, token, outcome, made, now);
-  if (column == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps_of(b) + 1), now);
+  if (b.block == 0)
+    tell_host(b, seat.slot, token, outcome, made, steps_of(b) + 1, column == 0);
 }
 
-// Where every request stands, for the next launch; by one block.
-KOG_DEVICE void save_seats(const Block& b, int steps) {
-  if (b.thread >= b.p.num_seats) return;
-  const Seat& seat = b.small->seats[b.thread];
-  b.p.states[2 * seat.slot] = seat.first + steps;
-  b.p.states[2 * seat.slot + 1] = seat.token;
-}
+// The steps of a launch, all requests' each.
+struct Steps {
+  Block& b;
+  int last = 0;  // a column that ends its request
+
+  KOG_DEVICE void run() { run_step(b); }
+  KOG_DEVICE int end() {
+    if (b.warp < b.p.num_seats) end_column(b, b.warp);
+    count_up(b, &Kept::steps);
+    sync_consumers();
+    int outcome = kRunning;
+    for (int c = b.p.num_seats - 1; c >= 0; c--)
+      if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
+    return steps_of(b) == b.p.most_steps && outcome == kRunning ? static_cast<int>(kYield) : outcome;
+  }
+  KOG_DEVICE int save() const {
+    if constexpr (kChunk) {
+      if (b.thread == 0) save_chunks(b, steps_of(b));
+    } else {
+      save_seats(b, [&](int) { return steps_of(b); });
+    }
+    return b.small->seats[last].slot;
+  }
+};
 
 KOG_DEVICE void consume(Block& b) {
-  int outcome = kRunning, last = 0;
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
   keep(b, &Kept::steps, 0), keep(b, &Kept::heads, 0), keep(b, &Kept::mixes, 0);
   put_away(b, Ring());
@@ -62,50 +72,14 @@ KOG_DEVICE void consume(Block& b) {
     spread_seats(b);
     sync_consumers();
   }
-  while (outcome == kRunning) {
-    pair_clocks(b, b.turn % kProfileTokens);
-    run_step(b);
-    b.turn++;
-    // The one place where the warps of a block learn of each other's expired waits.
-    if (any_consumer(must_leave(b))) {
-      outcome = kFailed;
-      break;
-    }
-    if (b.warp < b.p.num_seats) end_column(b, b.warp);
-    count_up(b, &Kept::steps);
-    sync_consumers();
-    for (int c = b.p.num_seats - 1; c >= 0; c--)
-      if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
-    if (steps_of(b) == b.p.most_steps && outcome == kRunning) outcome = kYield;
-  }
-  pair_clocks(b, kProfileTokens);
-  if (b.thread == 0) store_volatile(&b.small->stop, 1);
-  if (b.block != 0) return;
-  if constexpr (kChunk) {
-    if (b.thread == 0) save_chunks(b, steps_of(b));
-  } else {
-    save_seats(b, steps_of(b));
-  }
-  if (b.thread == 0)
-    store_system_pair(b.p.mailbox + Mailbox::kOutcome, static_cast<u64>(outcome),
-                      static_cast<u64>(b.small->seats[last].slot));
+  Steps steps{b};
+  run_steps(b, steps);
 }
 
-// Chunks of one step: all layers, each behind its first keys and values, then the head if a column
-// has logits. Runs ahead until the consumers leave.
 KOG_DEVICE void produce(Block& b) {
-  b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
-  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
-  Producer producer;
-  for (int steps = 0;; steps++) {
-    Stream stream(b, 0, any_head(b, steps) ? all : layers);
-    for (int run = 0; stream.left > 0; run++) {
-      b.begin_stage();
-      if (begins_layer(run)) fetch_units(b, layer_of_run(run), steps);
-      if (!stream.fill_run(b, producer, run)) return producer.drain(b);
-    }
-    if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
-  }
+  produce_steps(
+      b, [&](int steps) { return any_head(b, steps); },
+      [&](int layer, int steps) { fetch_units(b, layer, steps); });
 }
 
 }  // namespace kog::columns

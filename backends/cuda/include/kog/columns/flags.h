@@ -8,16 +8,6 @@
 
 namespace kog::columns {
 
-// Where the lane's part of a region begins, of its first buffer.
-template <class Words>
-KOG_DEVICE int lane_place(const Block& b) {
-  return Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride);
-}
-template <class Words>
-KOG_DEVICE u32* lane_words(const Block& b) {
-  return b.p.words + lane_place<Words>(b);
-}
-
 // Behind what the warp has stored.
 KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
   sync_warp();

@@ -1,7 +1,9 @@
 // A warp's part of a vector of 16-bit words as the operands of the stage that multiplies it: asked for once
 // hints say that it is there or, if it is little, at once.
 #pragma once
-#include <kog/columns/operands.h>
+#include <kog/columns/flags.h>
+#include <kog/columns/kept.h>
+#include <kog/operands.h>
 
 namespace kog::columns {
 

@@ -10,8 +10,6 @@
 
 namespace kog::columns {
 
-constexpr u32 kWantsMore = kEdited | kCut | kLogprobs;
-
 KOG_DEVICE const u32* request_of(const Block& b, int column) {
   return b.p.request + b.small->seats[column].slot * kRequestWords;
 }
@@ -42,10 +40,7 @@ KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 ep
   if (b.warp >= b.p.num_seats) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  u64 bits = bits_of(best.key);
-  u64* to = best_of_column(b, b.warp, b.block);
-  store_relaxed_pair(to, epoch | bits >> 32, epoch | (bits & 0xffffffffu));
-  store_relaxed_pair(to + 2, epoch | static_cast<u32>(best.id), epoch | control);
+  put_candidate(best_of_column(b, b.warp, b.block), epoch, best, control);
 }
 
 // The block whose warp 0 picks a column's winner.
@@ -53,64 +48,20 @@ KOG_DEVICE int judge_of(int column) { return column * kBlocks / kColumns; }
 
 KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
   constexpr int kEach = (kBlocks + 31) / 32;  // of a lane, on their way together
-  const u64* from = best_of_column(b, column, b.in_warp);
-  ulonglong2 key[kEach], rest[kEach];
-  auto late = [&](const ulonglong2& v) { return ((v.x ^ epoch) | (v.y ^ epoch)) >> 32 != 0; };
-  auto ask = [&] {
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      key[i] = rest[i] = {epoch, epoch};
-      if (32 * i + b.in_warp >= kBlocks) continue;
-      key[i] = load_relaxed_pair(from + 4 * 32 * i);
-      rest[i] = load_relaxed_pair(from + 4 * 32 * i + 2);
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; i++) bad |= late(key[i]) || late(rest[i]);
-    return any_lane(bad);
-  };
-  if (ask()) {
-    begin_wait(b);
-    u32 place = place_of(b, reinterpret_cast<const u32*>(from)),
-        wanted = static_cast<u32>(epoch >> 32);
-    while (!give_up(b, Step::kWinner, place, wanted - 1, wanted) && ask()) {
-    }
-    end_wait(b);
-  }
-  Candidate best = nobody();
-#pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    if (32 * i + b.in_warp >= kBlocks) continue;
-    Candidate c = {double_of(key[i].x << 32 | (key[i].y & 0xffffffffu)),
-                   static_cast<int>(rest[i].x)};
-    if (beats(c, best)) best = c;
-  }
-  best = best_of_warp(best);
+  u32 control;  // block 0 brought it
+  Candidate best = poll_candidates<kEach>(
+      b, epoch, [&](int i) { return best_of_column(b, column, 32 * i + b.in_warp); },
+      [&](int i) { return 32 * i + b.in_warp < kBlocks; }, control);
   if (b.in_warp != 0 || must_leave(b)) return;
-  int token = best.key == -infinity() ? kNothing : best.id;
-  u64 control = rest[0].y & 0xffffffffu;  // block 0 brought it
-  store_relaxed_pair(winner_of_column(b, column), epoch | static_cast<u32>(token), epoch | control);
+  put_pair(winner_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
 }
 
 // The tokens of plain columns to all threads, behind the next barrier; by one warp.
 KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
-  ulonglong2 v = {epoch, epoch};
-  const u64* from = winner_of_column(b, b.in_warp % kColumns);
-  auto ask = [&] {
-    if (mine) v = load_relaxed_pair(from);
-    return any_lane((v.x ^ epoch) >> 32 != 0 || (v.y ^ epoch) >> 32 != 0);
-  };
-  if (ask()) {
-    begin_wait(b);
-    while (!give_up(b, Step::kWinner, place_of(b, reinterpret_cast<const u32*>(from)),
-                    static_cast<u32>(v.x >> 32), static_cast<u32>(epoch >> 32)) &&
-           ask()) {
-    }
-    end_wait(b);
-  }
+  u64 v = poll_pair(b, Step::kWinner, epoch, winner_of_column(b, b.in_warp % kColumns), mine);
   if (!mine) return;
-  b.small->chosen[b.in_warp] = static_cast<int>(v.x);
-  b.small->control = static_cast<u32>(v.y);
+  b.small->chosen[b.in_warp] = static_cast<int>(v >> 32);
+  b.small->control = static_cast<u32>(v);
 }
 
 // The tokens of the columns that have logits in this step into small->chosen, for every thread.
@@ -120,14 +71,14 @@ KOG_DEVICE void run_head(Block& b) {
   b.begin_stage();
   stage_head(b);
   b.begin_stage();
-  Operands<LmHead> x(b);
-  x.hold();
+  auto x = held_operands<LmHead>(b);
   int first = kHeadByLane ? b.lane * LmHead::kRows : 0;  // the id of the block's row 0
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;
   Candidate mine = nobody();
-  run_units<LmHead>(
-      b, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingTaken(),
+  Walk k;
+  run_rows<LmHead>(
+      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = head_scale(b, item.column);
@@ -139,9 +90,7 @@ KOG_DEVICE void run_head(Block& b) {
           raw_scores(b.p, item.column)[id] = logit;
           return;
         }
-        Candidate c = candidate(request, logit, id,
-                                position_of(b, item.column, steps_of(b)) + 1);
-        if (beats(c, mine)) mine = c;
+        compete(mine, request, logit, id, position_of(b, item.column, steps_of(b)) + 1);
       },
       [](int) {});
   b.begin_stage();

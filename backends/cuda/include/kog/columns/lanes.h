@@ -16,22 +16,34 @@
 
 namespace kog::columns {
 
-// What o_proj sends, and down_proj; a table of how many such outputs come before each layer.
-struct AttentionSends {
-  using Words = AttentionOutSentWords;
+// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they send to
+// other lanes, and how many such outputs come before each layer.
+struct AttentionModule {
+  using Stage = OProj;
+  using Words = AttentionOutWords;
+  using Hints = AttentionOutFlagsWords;
+  using Sent = AttentionOutSentWords;
+  static constexpr bool kBias = kOBias, kEndsLayer = false;
+  KOG_DEVICE static Streams streams(const Block& b) { return layer_streams(b); }
   KOG_DEVICE static int how(const Block& b) { return kReduceAttention[b.layer]; }
   KOG_DEVICE static int before(int layer) { return kAttentionSends[layer]; }
 };
-struct MlpSends {
-  using Words = MlpOutSentWords;
+struct MlpModule {
+  using Stage = DownProj;
+  using Words = MlpOutWords;
+  using Hints = MlpOutFlagsWords;
+  using Sent = MlpOutSentWords;
+  static constexpr bool kBias = kMlpBias, kEndsLayer = true;
+  KOG_DEVICE static Streams streams(const Block& b) { return inner_streams(b); }
   KOG_DEVICE static int how(const Block& b) { return kReduceMlp[b.layer]; }
   KOG_DEVICE static int before(int layer) { return kMlpSends[layer]; }
 };
 
-// One layer's reduction of Stage's outputs, of several lanes.
-template <class Stage, class Sends>
+// One layer's reduction of a module's outputs, of several lanes.
+template <class Module>
 struct Reduction {
-  using Words = typename Sends::Words;
+  using Stage = typename Module::Stage;
+  using Words = typename Module::Sent;
   static constexpr int kPieces = Cut<Stage>::kPieces;
   static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces;
   // Items that a warp asks for in one round trip: their words are in registers meanwhile.
@@ -41,14 +53,14 @@ struct Reduction {
   int how;
   int first, last;  // pieces of this block
 
-  KOG_DEVICE explicit Reduction(const Block& b) : how(Sends::how(b)) {
+  KOG_DEVICE explicit Reduction(const Block& b) : how(Module::how(b)) {
     Units units = units_of<Stage>(b.place, b.layer);
     first = units.first * kPieces, last = units.last * kPieces;
   }
 
   // Outputs that a lane has sent before this layer's.
   KOG_DEVICE static int turn_of(const Block& b, int layer) {
-    return steps_of(b) * Sends::before(kLayers) + Sends::before(layer);
+    return steps_of(b) * Module::before(kLayers) + Module::before(layer);
   }
   KOG_DEVICE static u32* words(const Block& b, int turn) {
     return b.p.words + Words::kOffset + turn % Words::kBuffers * (kLanes * kOfLane);
@@ -65,7 +77,7 @@ struct Reduction {
   KOG_DEVICE void send(const Block& b, const Item& item, float y) const {
     if constexpr (kSends) {
       int turn = turn_of(b, b.layer);
-      if (item.there && Sends::before(b.layer + 1) > Sends::before(b.layer))
+      if (item.there && Module::before(b.layer + 1) > Module::before(b.layer))
         store_relaxed(words(b, turn) + b.lane * kOfLane + place(item), pack_f32(y, phase(turn)));
     }
   }
@@ -96,9 +108,9 @@ struct Reduction {
           w);
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
-#pragma unroll
-        for (int lane = 0; lane < kLanes; lane++)
-          if (all || lane != b.lane) sum[a] += unpack_f32(w[a * kLanes + lane]);
+        sum[a] = add_lanes(
+            sum[a], [&](int lane) { return all || lane != b.lane; },
+            [&](int lane) { return w[a * kLanes + lane]; });
         int n = next + a * kWarps;
         if (n < count) *joined(b, n) = sum[a];
       }
@@ -112,12 +124,11 @@ struct Reduction {
   }
   // What joins the stream for an output, unless it is reduced NOW.
   KOG_DEVICE float owed(const Block& b, const Item& item, float y) const {
-    if (how == kOwn) return y * kRootLanes;
-    return y + *joined(b, piece_of<Stage>(item) - first);
+    return reduced(how, y, [&] { return *joined(b, piece_of<Stage>(item) - first); });
   }
-  // Behind the stage: put(item, stream) by whole warps, then done(piece).
-  template <class Put, class Done>
-  KOG_DEVICE void end(Block& b, const Streams& x, Put put, Done done) const {
+  // Behind the stage, whose rows go where `sink` sends them.
+  template <class Sink>
+  KOG_DEVICE void end(Block& b, const Streams& x, const Sink& sink) const {
     if constexpr (kSends) {
       if (how != kNow) return;
       join(b, b.layer, true, x);
@@ -126,8 +137,8 @@ struct Reduction {
       Reduction again(b);  // kept while words are waited for, its pieces would be spilled
 #pragma unroll 1
       for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
-        put(item_of<Stage>(b, piece), *joined(b, piece - again.first));
-        done(piece);
+        sink.put_stream(item_of<Stage>(b, piece), *joined(b, piece - again.first));
+        sink.raise(piece);
       }
       sync_consumers();  // the sums have been read
     }

@@ -15,35 +15,6 @@ namespace kog::columns {
 static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
               "run_layer's order");
 
-KOG_DEVICE void enter_layer(const Block& b, int layer) {
-  keep(b, &Kept::layer, static_cast<u32>(layer));
-}
-KOG_DEVICE void begin_stage(Block& b) {
-  b.begin_stage();
-  b.layer = static_cast<int>(kept(b, &Kept::layer));
-  KOG_ASSUME(b.layer >= 0 && b.layer < kLayers);
-}
-
-// The streams at a layer's start, and behind its attention.
-KOG_DEVICE Streams layer_streams(const Block& b) {
-  if (b.layer == 0) return {nullptr, 0};
-  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
-}
-KOG_DEVICE Streams inner_streams(const Block& b) {
-  return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
-}
-
-template <class Stage>
-KOG_DEVICE const float* bias_of(const Block& b) {
-  return b.p.biases + static_cast<u64>(b.layer) * kBiasRows + Stage::kBiasAt +
-         lane_of(b) * Stage::kRows;
-}
-template <class Stage>
-KOG_DEVICE Units layer_units(Block& b) {
-  begin_stage(b);
-  return units_of<Stage>(b.place, b.layer);
-}
-
 // The stages that multiply x: what is staged serves either.
 constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
@@ -62,24 +33,11 @@ constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits /
 constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
 using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
+
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Operands<QkvProj> x(b);
-  x.hold();
-  u32 phase = phase_of(iteration_of(b));
-  const float* bias = bias_of<QkvProj>(b);
-  float scale = 0;
-  run_units<QkvProj>(
-      b, [&] { return layer_units<QkvProj>(b); }, x, ahead,
-      [&](int, const Item& item) { return kQkvBias && item.there ? bias[item.row] : 0.f; },
-      [&](const Item& item, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b, item.column);
-        float v = sum * scale + asked, next = shuffle_down(v, 1);
-        u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
-        if (item.there && item.row % 2 == 0)
-          store_relaxed(to, pack_pair(v, item.row + 1 < QkvProj::kRows ? next : 0, phase));
-      },
-      [](int) {});
+  Walk k;
+  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
 }
 
 // The hint of the block at this place, as units_of turns it: those that one warp waits for lie
@@ -90,115 +48,110 @@ KOG_DEVICE int mlp_flag(const Block& b, int place) {
 
 KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Operands<GateUpProj> x(b);
-  x.hold();
+  auto x = held_operands<GateUpProj>(b);
   int iteration = iteration_of(b);
-  u32* to = lane_words<MlpWords>(b);
-  u32 phase = phase_of(iteration);
-  const float* bias = bias_of<GateUpProj>(b);
-  float scale = 0;
-  run_units<GateUpProj>(
-      b, [&] { return layer_units<GateUpProj>(b); }, x, ahead,
-      [&](int, const Item& item) { return kMlpBias && item.there ? bias[item.row] : 0.f; },
-      [&](const Item& item, float sum, float asked) {
-        if (scale == 0) scale = inverse_rms(b, item.column);
-        float v = sum * scale + asked, up = shuffle_down(v, 1);
-        float h = divide(v, 1.f + exp2_fast(v * -1.4426950408889634f)) * up,
-              next = shuffle_down(h, 2);
-        if (item.there && item.row % 4 == 0)
-          store_relaxed(to + narrow_place<DownProj>(item.row / 4, item.column),
-                        pack_pair(h, item.row + 2 < GateUpProj::kRows ? next : 0, phase));
-      },
-      [](int) {});
+  Walk k;
+  gate_up_rows(b, k, x, ahead, phase_of(iteration));
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(b, turned_place<GateUpProj>(b.place, b.layer)),
                epoch_of(iteration));
 }
 
-// What an output of o_proj or down_proj joins. Loaded by all lanes, of a value that exists: one that were
-// either loaded or zero would be moved between registers, and so waited for, at once.
+// What a module's output joins; loaded as biases are (../outputs.h).
 struct Base {
   float bias;
   u32 x;
 };
-template <class Stage, bool kBias>
+template <class Module>
 KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
   int row = item.there ? item.row : 0, column = item.there ? item.column : 0;
-  return {kBias ? bias_of<Stage>(b)[row] : 0.f, x.ask(b, column, row)};
+  return {bias_of<typename Module::Stage, Module::kBias>(b, item), x.ask(b, column, row)};
 }
 // Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs. Asked for
 // behind those, they were waited for before the first weight (benchmarks/README.md). Of several batches each
 // asks for its own.
-template <class Stage, bool kBias>
+template <class Module>
 struct Bases {
+  using Stage = typename Module::Stage;
   static constexpr int kCount = kOneBatch<Stage> ? Cut<Stage>::kRounds : 1;
   Base of[kCount];
 
   KOG_DEVICE Bases(Block& b, const Streams& x) {
     if constexpr (!kOneBatch<Stage>) return;
-    Pieces<Stage> mine(b, layer_units<Stage>(b));
+    Pieces<Stage> mine(b, Walk().units<Stage>(b));
 #pragma unroll
     for (int r = 0; r < kCount; r++) {
-      int piece = mine.first + r * kWarps;
-      Item item = item_of<Stage>(b, mine.from + piece);
-      item.there &= piece < mine.count;
-      of[r] = ask_base<Stage, kBias>(b, x, item);
+      Item item = mine.item(b, r);
+      item.there &= mine.has(b, r);
+      of[r] = ask_base<Module>(b, x, item);
     }
   }
 };
 
-// o_proj or down_proj: rows to the streams, from `x` on. With those of the last layer this step's rows of
-// the cache become visible.
-template <class Stage, class Words, class Hints, class Sends, bool kBias, bool kEndsLayer>
-KOG_DEVICE void module_rows(Block& b, const Operands<Stage>& operands, const Streams& x,
-                            const Bases<Stage, kBias>& bases) {
-  u32* to = lane_words<Words>(b);
-  auto put = [&](const Item& item, float stream) {
-    bool last = kEndsLayer && kept(b, &Kept::layer) == kLayers - 1;
+// A module's rows to the streams, from `x` on. With those of the last layer this step's rows of the cache become
+// visible.
+template <class Module>
+struct Sink {
+  using Asked = Base;
+  using Stage = typename Module::Stage;
+  Block& b;
+  const Streams& x;
+  const Bases<Module>& bases;
+
+  KOG_DEVICE Base ask(int r, const Item& item) const {
+    if constexpr (kOneBatch<Stage>) return bases.of[r];
+    return ask_base<Module>(b, x, item);
+  }
+  KOG_DEVICE void put(const Item& item, float y, const Base& base) const {
+    if constexpr (kLanes > 1) {
+      Reduction<Module> lanes(b);
+      lanes.send(b, item, y);
+      if (lanes.how == kNow) return;
+      y = lanes.owed(b, item, y);
+    }
+    // Rounded as a word that carries its readiness: a kernel of one token sends such.
+    put_stream(item, x.read(base.x) + sent_f32(y));
+  }
+  KOG_DEVICE void put_stream(const Item& item, float stream) const {
+    bool last = Module::kEndsLayer && kept(b, &Kept::layer) == kLayers - 1;
     if (last) fence_gpu();  // pairs with the one behind the last layer
     u32 word = pack_f32(stream, phase_of(iteration_of(b)));
-    if (item.there) store_relaxed(to + item.column * kHiddenStride + item.row, word);
-  };
-  auto done = [&](int piece) {
-    raise_rows<Stage, Hints>(b, piece, epoch_of(iteration_of(b)));
-  };
-  run_units<Stage>(
-      b, [&] { return layer_units<Stage>(b); }, operands, NothingTaken(),
-      [&](int r, const Item& item) {
-        if constexpr (kOneBatch<Stage>) return bases.of[r];
-        return ask_base<Stage, kBias>(b, x, item);
-      },
-      [&](const Item& item, float sum, const Base& base) {
-        float y = sum * kPairUnit + base.bias;
-        if constexpr (kLanes > 1) {
-          Reduction<Stage, Sends> lanes(b);
-          lanes.send(b, item, y);
-          if (lanes.how == kNow) return;
-          y = lanes.owed(b, item, y);
-        }
-        // Rounded as a word that carries its readiness: a kernel of one token sends such.
-        put(item, x.read(base.x) + unpack_f32(pack_f32(y, 0)));
-      },
-      [&](int piece) {
-        if (kLanes == 1 || Sends::how(b) != kNow) done(piece);
-      });
+    u32* to = lane_words<typename Module::Words>(b) + item.column * kHiddenStride + item.row;
+    if (item.there) store_relaxed(to, word);
+  }
+  KOG_DEVICE void raise(int piece) const {
+    raise_rows<Stage, typename Module::Hints>(b, piece, epoch_of(iteration_of(b)));
+  }
+  KOG_DEVICE void done(int piece) const {
+    if (kLanes == 1 || Module::how(b) != kNow) raise(piece);
+  }
+};
+
+// The last stage of a module; stage(operands) waits for its inputs.
+template <class Module, class Inputs>
+KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   begin_stage(b);
-  Reduction<Stage, Sends>(b).end(b, x, put, done);
+  Reduction<Module>(b).begin(b, Module::streams(b));
+  Bases<Module> bases(b, Module::streams(b));
+  Operands<typename Module::Stage> operands(b);
+  stage(operands);
+  stamp(b, staged);
+  begin_stage(b);
+  Streams x = Module::streams(b);
+  Sink<Module> sink{b, x, bases};
+  Walk k;
+  module_rows(b, k, operands, NothingAhead(), sink);
+  begin_stage(b);
+  Reduction<Module>(b).end(b, x, sink);
 }
 
 KOG_DEVICE void o_proj(Block& b) {
-  begin_stage(b);
-  Reduction<OProj, AttentionSends>(b).begin(b, layer_streams(b));
-  Bases<OProj, kOBias> bases(b, layer_streams(b));
-  Operands<OProj> operands(b);
-  int iteration = iteration_of(b);
-  stage_words<OProj, AttentionWords>(b, Step::kOProjInput, operands, phase_of(iteration),
-                                     [&] { await_attention<OProj>(b, epoch_of(iteration)); });
-  stamp(b, Point::kOProjInput);
-  begin_stage(b);
-  module_rows<OProj, AttentionOutWords, AttentionOutFlagsWords, AttentionSends, kOBias, false>(
-      b, operands, layer_streams(b), bases);
+  end_module<AttentionModule>(b, Point::kOProjInput, [&](Operands<OProj>& operands) {
+    int iteration = iteration_of(b);
+    stage_words<OProj, AttentionWords>(b, Step::kOProjInput, operands, phase_of(iteration),
+                                       [&] { await_attention<OProj>(b, epoch_of(iteration)); });
+  });
 }
 
 // Until the blocks that compute this warp's part of down_proj's inputs have done so.
@@ -219,27 +172,16 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   await<true>(b, Step::kDownProjInput, at, epoch);
 }
 
-// Wait for this warp's part of gate_up_proj's outputs and make it down_proj's operands.
-KOG_DEVICE void stage_mlp(Block& b, Operands<DownProj>& to, int iteration) {
-  using S = Cut<DownProj>;
-  if constexpr (DownProj::kRead > 0) {
-    int first = S::first_value(b) / S::kStepValues;
-    to.in_memory = lane_words<MlpWords>(b) + first * S::kStepWords + to.lane;
-  }
-  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, to, phase_of(iteration),
-                                  [&] { await_mlp(b, epoch_of(iteration)); });
-}
-
 KOG_DEVICE void down_proj(Block& b) {
-  begin_stage(b);
-  Reduction<DownProj, MlpSends>(b).begin(b, inner_streams(b));
-  Bases<DownProj, kMlpBias> bases(b, inner_streams(b));
-  Operands<DownProj> operands(b);
-  stage_mlp(b, operands, iteration_of(b));
-  stamp(b, Point::kDownProjInput);
-  begin_stage(b);
-  module_rows<DownProj, MlpOutWords, MlpOutFlagsWords, MlpSends, kMlpBias, true>(
-      b, operands, inner_streams(b), bases);
+  end_module<MlpModule>(b, Point::kDownProjInput, [&](Operands<DownProj>& operands) {
+    using S = Cut<DownProj>;
+    int iteration = iteration_of(b);
+    if constexpr (DownProj::kRead > 0)
+      operands.in_memory = lane_words<MlpWords>(b) +
+                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.lane;
+    stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, operands, phase_of(iteration),
+                                    [&] { await_mlp(b, epoch_of(iteration)); });
+  });
 }
 
 KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {

@@ -45,6 +45,15 @@ struct Streams {
   KOG_DEVICE float value(const Block& b, int column, int e) const { return read(ask(b, column, e)); }
 };
 
+// The streams at a layer's start, and behind its attention.
+KOG_DEVICE Streams layer_streams(const Block& b) {
+  if (b.layer == 0) return {nullptr, 0};
+  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
+}
+KOG_DEVICE Streams inner_streams(const Block& b) {
+  return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
+}
+
 // Until some of the warp's rows, this lane's from element e on, are said to be there.
 KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, int e, int iteration) {
   const int at[1] = {e < kHidden ? x.hints + e / 4 : -1};
@@ -111,27 +120,6 @@ struct Quads {
   }
 };
 
-// A warp's sums of one value of each column, in lane `lane` that of column lane * kColumns / 32.
-// The same pairs are added as if all lanes added all columns, but each lane goes on with half of
-// them.
-KOG_DEVICE float sum_columns(const Block& b, float (&v)[kMine]) {
-#pragma unroll
-  for (int mask = 16 / kSharing, left = kMine; mask; mask >>= 1) {
-    bool upper = (b.in_warp & mask) != 0;
-    if (left > 1) {
-      left /= 2;
-#pragma unroll
-      for (int c = 0; c < left; c++) {
-        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
-        v[c] = mine + shuffle_xor(theirs, mask);
-      }
-    } else {
-      v[0] += shuffle_xor(v[0], mask);
-    }
-  }
-  return v[0];
-}
-
 // The gains of one norm: two a layer, then the last.
 KOG_DEVICE const float* gains_of(const Block& b, int norm) {
   return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
@@ -182,29 +170,20 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
-      float scaled[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        square[c] = fused(v.value(c, j), v.value(c, j), square[c]);
-        scaled[j] = product(v.value(c, j), g[j]);
-      }
-      if (!staged) continue;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u32 high = round_pair<kF16>(scaled[2 * i], scaled[2 * i + 1]);
-        u32 low = round_pair<kF16>(scaled[2 * i] - low_of(high), scaled[2 * i + 1] - high_of(high));
+      const float four[4] = {v.value(c, 0), v.value(c, 1), v.value(c, 2), v.value(c, 3)};
+      square[c] = scale_four(four, g, square[c], staged, [&](int i, const Parts& parts) {
         if constexpr (kSwapped) {
           u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
-          *reinterpret_cast<uint2*>(to) = {high, low};
+          *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
         } else {
           WidePlace at(e / kFragK, column, e % kFragK / 2 + i);
-          step[at.high] = high, step[at.low] = low;
+          step[at.high] = parts.high, step[at.low] = parts.low;
         }
-      }
+      });
     }
   }
   int lanes = 32 / kColumns;  // that share a column's sum
-  float sum = sum_columns(b, square);
+  float sum = sum_columns<kSharing>(b, square);
   if (b.in_warp % lanes == 0) b.small->squares[b.in_warp / lanes * kWarps + b.warp] = sum;
   sync_staged<kOwn>();
 }

@@ -1,5 +1,5 @@
-// What weights meet in a kernel of columns: activations of kColumns tokens, a set of them an instruction, which
-// are columns of its other operand:
+// What weights meet: activations of kColumns tokens, a set of them an instruction, which are columns of its
+// other operand:
 //
 //   wide     2 tokens: [high even, low even, high odd, low odd] of one, then of the other
 //   narrow   up to 4 tokens: [even, odd] of each
@@ -12,21 +12,32 @@
 //
 // Operands of a step of K, in memory or in scratch, are [set][lane][word] (wide: as fragments of eight rows
 // take them, for those of four pick theirs), [even, odd][lane][word] (swapped) or [lane][set][word] (narrow).
-// A warp holds those of its first steps in registers; those of its last ones (kRead), where scratch has no
-// room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
+// A warp holds those of its first steps in registers, or, of one token, all if they are few; those of its last
+// ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
 #pragma once
-#include <kog/columns/flags.h>
-#include <kog/columns/kept.h>
-#include <kog/matvec.h>
+#include <kog/words.h>
 
-namespace kog::columns {
+namespace kog {
+
+// N words that one lane reads or writes side by side, so many at once as it can.
+template <int N>
+struct alignas(N < 4 ? 4 * N : 16) Words {
+  u32 w[N];
+  KOG_DEVICE static Words load(const void* p) { return *static_cast<const Words*>(p); }
+  KOG_DEVICE void store(void* p) const { *static_cast<Words*>(p) = *this; }
+};
+constexpr int kLaneWords = kFragK / 8;
+constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
+using Fragment = Words<kLaneWords>;
 
 constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
 constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
                           GateUpProj::kFragmentRows == 8 && LmHead::kFragmentRows == 8;
 // A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
 // that stages four steps at once meet banks of their own.
-KOG_DEVICE int wide_turn(int step) { return kSwapped ? step % 2 * 16 : step % 4 * 8; }
+KOG_DEVICE int wide_turn(int step) {
+  return kColumns == 1 ? 0 : kSwapped ? step % 2 * 16 : step % 4 * 8;
+}
 
 template <class Stage>
 struct Cut {
@@ -55,6 +66,11 @@ struct Cut {
       Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
+  // Of a fragment, row by row, this lane's bytes.
+  KOG_DEVICE static int place_in_fragment(const Block& b) {
+    int row = kHalves == 1 ? b.in_warp / 4 : b.in_warp / 4 % 4 * 2 + b.in_warp / 16;
+    return (4 * row + b.in_warp % 4) * (kLaneWords * 4);
+  }
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
     return b.warp % Stage::kParts * kPartValues;
@@ -75,7 +91,7 @@ struct Cut {
   }
 };
 
-// A lane's words of a step, as another block has stored them; and in shared memory.
+// A lane's words of a step, as another block has stored them.
 template <int N>
 KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
   if constexpr (N % 4 == 0) {
@@ -91,19 +107,6 @@ KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
     v.w[0] = load_relaxed(from);
   }
 }
-template <int N>
-KOG_DEVICE void store_row(u32* to, const Words<N>& v) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4)
-      *reinterpret_cast<uint4*>(to + i) = {v.w[i], v.w[i + 1], v.w[i + 2], v.w[i + 3]};
-  } else if constexpr (N == 2) {
-    *reinterpret_cast<uint2*>(to) = {v.w[0], v.w[1]};
-  } else {
-    to[0] = v.w[0];
-  }
-}
-
 // How wide operands lie, whatever the stage.
 struct Wide {
   static constexpr bool kWide = true, kSumsInPlace = false, kSumsOver = false;
@@ -128,12 +131,66 @@ struct WidePlace {
   }
 };
 
+// Two values as the 16-bit pairs whose sums they are.
+struct Parts {
+  u32 high, low;
+
+  KOG_DEVICE Parts(float first, float second) : high(round_pair<kF16>(first, second)) {
+    low = round_pair<kF16>(first - low_of(high), second - high_of(high));
+  }
+};
+// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns `square` and
+// the squares of the values, added one by one.
+template <class Put>
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
+  float scaled[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    square = fused(x[j], x[j], square);
+    scaled[j] = product(x[j], gain[j]);
+  }
+  if (staged)
+#pragma unroll
+    for (int i = 0; i < 2; i++) put(i, Parts(scaled[2 * i], scaled[2 * i + 1]));
+  return square;
+}
+// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves: in lane
+// `lane` that of column lane * N * kSharing / 32. The same pairs are added as if all lanes added all columns, but
+// each lane goes on with half of them.
+template <int kSharing, int N>
+KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
+#pragma unroll
+  for (int mask = 16 / kSharing, left = N; mask; mask >>= 1) {
+    bool upper = (b.in_warp & mask) != 0;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int c = 0; c < left; c++) {
+        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        v[c] = mine + shuffle_xor(theirs, mask);
+      }
+    } else {
+      v[0] += shuffle_xor(v[0], mask);
+    }
+  }
+  return v[0];
+}
+// One value of a column's operands, element e of a stage's inputs.
+KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
+  u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * Cut<Wide>::kStepWords;
+  WidePlace place(e / kFragK, column, e % kFragK / 2);
+  Parts parts(v, 0);
+  reinterpret_cast<u16*>(step + place.high)[e % 2] = static_cast<u16>(parts.high);
+  reinterpret_cast<u16*>(step + place.low)[e % 2] = static_cast<u16>(parts.low);
+}
+
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {
   using S = Cut<Stage>;
   using Row = Words<S::kRowWords>;                                // a lane's words of a step
-  static constexpr int kFirst = Stage::kWide ? 0 : Stage::kHeld;  // step in scratch
+  // The first step in scratch; those of one token all come by it.
+  static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
@@ -148,10 +205,10 @@ struct Operands {
     staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
     lane = b.in_warp % S::kLanes * S::kLaneStride;
     first = part * Stage::kSteps;
-    if constexpr (kPicks) {
+    if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
-      lane = (4 * (2 * odd + low) + b.in_warp % 4) * kOperandWords;
-      staged += half * Cut<Wide>::kStepWords;
+      lane = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
+      staged += half * (S::kStepWords / S::kHalves);
       first = S::kHalves * first + half;
     }
   }
@@ -176,20 +233,26 @@ struct Operands {
         from = place_picked(step, i);
       else
         from = place(step) + i * kStride;
-      auto v = Words<kRun>::load(reinterpret_cast<const u8*>(from));
+      auto v = Words<kRun>::load(from);
 #pragma unroll
       for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
     }
     return row;
   }
   KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
-  KOG_DEVICE void store(int step, const Row& v) const { store_row(place(step), v); }
-  // Wide operands, which all come by the scratch, into registers if that is where they belong.
+  KOG_DEVICE void store(int step, const Row& v) const { v.store(place(step)); }
+  // Operands that all come by the scratch, into registers if that is where they belong.
   KOG_DEVICE void hold() {
 #pragma unroll
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
   }
 };
+template <class Stage>
+KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
+  Operands<Stage> x(b);
+  x.hold();
+  return x;
+}
 // A row's words of one set, as the tensor core takes them.
 template <class Stage>
 KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWords>& row, int set) {
@@ -200,10 +263,12 @@ KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWo
   return v;
 }
 
-// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
+// Where word `word` (two values) of Stage's inputs is for a token, in words from the first step. Of one token
+// they lie in order: its readers share them out.
 template <class Stage>
 KOG_DEVICE int narrow_place(int word, int token) {
   using S = Cut<Stage>;
+  if constexpr (kColumns == 1) return word;
   int in_step = word % (S::kStepValues / 2);
   return word / (S::kStepValues / 2) * S::kStepWords +
          S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
@@ -218,4 +283,4 @@ constexpr bool kCutsAgree =
 static_assert(kCutsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
               "operands.h and layout/batches.py cut operands and sums otherwise");
 
-}  // namespace kog::columns
+}  // namespace kog
