@@ -26,7 +26,7 @@ PLANTED = {
         "block.h deals out other units than schedule/lowering.py",
     ),
     "fewer words of a block": (
-        r"(struct WinnerWords .*kStride = )\d+",
+        r"(struct ArgmaxWords .*kStride = )\d+",
         r"\g<1>4",
         "a block has another number of words than the layout gives it",
     ),

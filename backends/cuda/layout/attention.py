@@ -68,7 +68,7 @@ def numbers(spec: ModelSpec) -> dict[str, int]:
 
 
 def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
-    """What a unit keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/unit.h)."""
+    """What a unit keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/kv_task.h)."""
     row = row_dim(spec)
     results = head_groups(spec) * result_slots(spec) * group_heads(spec)
     return _places(

@@ -103,8 +103,8 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
 
 // One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
 // step.
-KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 phase) {
+  Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) {
     u32* words = split_words(b, span.head, 0, span.split);
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
@@ -143,7 +143,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     }
   }
   poll_until(
-      b, step, [&] { return place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
+      b, step, [&] { return word_index(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
       phase, [&] {
         u32 bad = 0;
 #pragma unroll

@@ -19,7 +19,7 @@ KOG_DEVICE void publish_stream(Block& b, Walk& k) {
   for (int i = 0; i < kHeld; i++) {
     int e = element(b, i / 4) + i % 4;
     float v = part_of(k.x[i], k.gain[i], [&] { return scale; });
-    if (e < kHidden && e * kGroup / kHidden == b.place)
+    if (e < kHidden && e * kGroup / kHidden == b.group_index)
       store_relaxed(part + e, pack_f32(v, phase_of(k.heads)));
   }
 }
@@ -68,7 +68,7 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, held_operands<LmHead>(b),
+      b, k, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, held_operands<LmHead>(b),
       NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {

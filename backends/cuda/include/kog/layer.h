@@ -38,10 +38,10 @@ struct Walk {
   using Share = ThreadRow<Stage>;
 
   Ring ring;
-  int turn = 0;       // which partial sums are free
+  int partial_buffer = 0;       // which partial sums are free
   int iteration = 0;  // layers run: the phase of every layer exchange
   int heads = 0;      // heads run: the phase of the head's
-  Turns attention_out, mlp_out;
+  ReduceCounts attention_out, mlp_out;
   float x[kHeld], gain[kHeld];
   Embedded embedded;  // the next token's
   Ending ending;
@@ -50,7 +50,7 @@ struct Walk {
   KOG_DEVICE void put_ring(const Block&, const Ring&) {}
   template <class Stage>
   KOG_DEVICE float* sums(const Block& b, int) {
-    return b.partials + (turn++ & 1) * (kPartialBytes / 8);
+    return b.partials + (partial_buffer++ & 1) * (kPartialBytes / 8);
   }
   template <class Stage>
   KOG_DEVICE Units units(const Block& b) const {
@@ -151,7 +151,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
 KOG_DEVICE void acquire_cache() { fence_gpu(); }
 
 // All of them.
-KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
+KOG_DEVICE void run_layers_in_order(Block& b, Walk& k) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
     qkv_proj(b, k, NothingAhead());
     run_layer(b, k);

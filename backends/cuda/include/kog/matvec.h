@@ -68,11 +68,11 @@ KOG_DEVICE float inverse_rms(const Block& b, int column = 0) {
 
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
 template <class Stage>
-KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][4],
+KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::kSets][2][4],
                          float* to) {
-  constexpr int kSets = Cut<Stage>::kSets, kTokens = Cut<Stage>::kTokens;
+  constexpr int kSets = OperandLayout<Stage>::kSets, kTokens = OperandLayout<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
-  if constexpr (Cut<Stage>::kSwaps) {
+  if constexpr (OperandLayout<Stage>::kSwaps) {
     // A lane has two rows of a token, each as high and low parts of even and odd words.
     float sum[2];
 #pragma unroll
@@ -87,7 +87,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       sum[i] = part[0] + part[1];
     }
     *reinterpret_cast<float2*>(to + row * Stage::kUnitRows + 2 * quarter) = {sum[0], sum[1]};
-  } else if constexpr (Stage::kWide && Cut<Stage>::kHalves == 1) {
+  } else if constexpr (Stage::kWide && OperandLayout<Stage>::kHalves == 1) {
     // Of two sets at once, so that every lane has one to store.
     constexpr int kAtOnce = kSets < 2 ? 1 : 2;
 #pragma unroll
@@ -108,7 +108,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       if (kAtOnce > 1 || (kColumns > 1 ? quarter % 2 : quarter) == 0)
         to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = mine;
     }
-  } else if constexpr (Cut<Stage>::kHalves == 1) {
+  } else if constexpr (OperandLayout<Stage>::kHalves == 1) {
 #pragma unroll
     for (int set = 0; set < kSets; set++) {
       auto& v = c[set];
@@ -161,7 +161,7 @@ struct Chunk {
   // under a condition would take other registers (benchmarks/README.md).
   template <class Stage>
   KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
-    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + Cut<Stage>::place_in_fragment(b);
+    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::place_in_fragment(b);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
     if (mine) ring.release(b);
@@ -172,7 +172,7 @@ struct Chunk {
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
 // registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
-constexpr int kMostAhead = kAheadWords / (kFragments * kLaneWords);  // chunks
+constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // chunks
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
@@ -206,7 +206,7 @@ struct Ahead {
     }
   }
   KOG_DEVICE static bool is_mine(const Block& b, int layer, int i) {
-    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.place, layer);
+    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.group_index, layer);
   }
 };
 // The first kCount units, of kUnitChunks chunks each, of a stage of columns, all of whose operands are held.
@@ -225,16 +225,16 @@ using NothingAhead = Taken<0, 0>;
 
 // Sums of one unit, or of the one in hand of a period: of each set in two chains.
 template <class Stage>
-using UnitSums = float[Cut<Stage>::kSets][2][4];
+using UnitSums = float[OperandLayout<Stage>::kSets][2][4];
 
 // One fragment by operands `row`, as the f-th of its chunk.
 template <class Stage>
-KOG_DEVICE void multiply_fragment(const Fragment& w, const Words<Cut<Stage>::kRowWords>& row, int f,
+KOG_DEVICE void multiply_fragment(const Fragment& w, const WordVector<OperandLayout<Stage>::kRowWords>& row, int f,
                                   UnitSums<Stage>& c) {
 #pragma unroll
-  for (int set = 0; set < Cut<Stage>::kSets; set++) {
+  for (int set = 0; set < OperandLayout<Stage>::kSets; set++) {
     auto operands = of_set<Stage>(row, set);
-    if constexpr (Cut<Stage>::kSwaps) {
+    if constexpr (OperandLayout<Stage>::kSwaps) {
       const u32 weights[2] = {w.w[set], w.w[2 + set]};
       multiply_add<kF16>(c[set][f & 1], operands.w, weights);
     } else {
@@ -247,7 +247,7 @@ KOG_DEVICE void multiply_fragment(const Fragment& w, const Words<Cut<Stage>::kRo
 template <class Stage, bool kKnown>
 KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
                                int i, int left, UnitSums<Stage>& c, float* to) {
-  using S = Cut<Stage>;
+  using S = OperandLayout<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
@@ -281,9 +281,9 @@ struct Reads {
     for (int n = 0; n < kReadChunks; n++) ask(x, n, kFirst + n);
   }
   KOG_DEVICE void ask(const Operands<Stage>& x, int n, int chunk) {
-    const u32* from = x.in_memory + chunk * kFragments * Cut<Stage>::kStepWords;
+    const u32* from = x.in_memory + chunk * kFragments * OperandLayout<Stage>::kStepWords;
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) load_row(from + f * Cut<Stage>::kStepWords, rows[n][f]);
+    for (int f = 0; f < kFragments; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
   KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c) {
 #pragma unroll 1
@@ -296,7 +296,7 @@ struct Reads {
         for (int f = 0; f < kFragments; f++) {
           Row row = rows[n][f];
 #pragma unroll
-          for (int j = 0; j < Cut<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+          for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
           multiply_fragment<Stage>(chunk.w[f], row, f, c);
         }
         int next = first + n + kReadChunks;
@@ -353,14 +353,14 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++) {
     int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
-    multiply_period<Stage, true>(b, ring, x, left, to + p * kPeriod * Cut<Stage>::kUnitWords, [&](int i) {
+    multiply_period<Stage, true>(b, ring, x, left, to + p * kPeriod * OperandLayout<Stage>::kUnitWords, [&](int i) {
       int n = p * kPeriodChunks<Stage> + i;
       return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
     });
   }
 #pragma unroll 1
   for (int n = Taken::kUnits; n < units; n += kPeriod)
-    multiply_period<Stage, false>(b, ring, x, units - n, to + n * Cut<Stage>::kUnitWords,
+    multiply_period<Stage, false>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords,
                                   [&](int) { return next_of_ring(); });
 }
 

@@ -1,7 +1,7 @@
 // What the warps of a unit of attention have found, joined in shared memory in their order.
 #pragma once
 #include <kog/softmax.h>
-#include <kog/unit.h>
+#include <kog/kv_task.h>
 
 namespace kog {
 

@@ -8,7 +8,7 @@
 
 namespace kog {
 
-KOG_DEVICE int columns_of(const Block& b) { return kColumns == 1 ? 1 : b.p.num_seats; }
+KOG_DEVICE int columns_of(const Block& b) { return kColumns == 1 ? 1 : b.p.num_requests; }
 // One value of a lane's part. The 1 / rms is asked for where it is needed.
 template <class Scale>
 KOG_DEVICE float part_of(float x, float gain, Scale scale) {

@@ -1,7 +1,7 @@
 // Why a request ends with a token, and what the host is told of it.
 #pragma once
 #include <kog/sample.h>
-#include <kog/seat.h>
+#include <kog/cursor.h>
 
 namespace kog {
 
@@ -33,9 +33,9 @@ template <class Steps>
 KOG_DEVICE void run_steps(Block& b, Steps& steps) {
   int outcome = kRunning;
   while (outcome == kRunning) {
-    pair_clocks(b, b.turn % kProfileTokens);
+    pair_clocks(b, b.profile_row % kProfileTokens);
     steps.run();
-    b.turn++;
+    b.profile_row++;
     // The one place where the warps of a block learn of each other's expired waits.
     outcome = any_consumer(must_leave(b)) ? static_cast<int>(kFailed) : steps.end();
   }

@@ -10,7 +10,7 @@ namespace kog {
 
 template <class Stage>
 KOG_DEVICE Units layer_units(const Block& b) {
-  return units_of<Stage>(b.place, b.layer);
+  return units_of<Stage>(b.group_index, b.layer);
 }
 // Loaded by all lanes, of a row that exists: a value that were either loaded or zero would be moved between
 // registers, and so waited for, at once.

@@ -1,7 +1,7 @@
 // The weight stream: one warp keeps a ring of chunks in shared memory full, whatever the others
 // wait for.
 #pragma once
-#include <kog/seat.h>
+#include <kog/cursor.h>
 
 namespace kog {
 
@@ -22,7 +22,7 @@ struct Ring {
     Ring next = *this;
 #pragma unroll
     for (int i = 0; i < N; i++, next.step()) there &= barrier_try(&b.full[next.slot], next.parity);
-    if (any_lane(!there)) {
+    if (any_in_warp(!there)) {
       next = *this;
 #pragma unroll 1
       for (int i = 0; i < N; i++, next.step()) next.wait_on(b);
@@ -31,7 +31,7 @@ struct Ring {
   }
   KOG_DEVICE void wait_on(Block& b) const {
     begin_wait(b);
-    while (any_lane(!barrier_try(&b.full[slot], parity)))
+    while (any_in_warp(!barrier_try(&b.full[slot], parity)))
       if (give_up(b, Step::kRing, slot, parity ^ 1, parity)) break;
     end_wait(b);
   }

@@ -25,11 +25,11 @@ constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <
 // after(item, sum, asked) by whole warps, rows side by side in lanes, then done(piece). Batches take turns with
 // `room` where there are two: then only the last one's sums are waited for. which() says which units.
 template <class Stage, class Walk, class Which, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, int room,
+KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, int scratch,
                           bool last, Before before, After after, Done done) {
-  using S = Cut<Stage>;
+  using S = OperandLayout<Stage>;
   using Share = typename Walk::template Share<Stage>;
-  float* partials = k.template sums<Stage>(b, room);
+  float* partials = k.template sums<Stage>(b, scratch);
   Units units = which();
   // Unless it begins on every path, registers are kept for it throughout the layer.
   decltype(before(0, Item{})) asked[Share::kRounds] = {};
@@ -51,7 +51,7 @@ KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>&
     after(mine.item(b, r), sum, asked[r]);
     done(mine.number(r));
   }
-  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read
+  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
@@ -80,8 +80,8 @@ KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const Operands<Stage>& 
       first += Stage::kBatch;
     }
 #pragma unroll 1
-    for (int room = 0; left() > 0; first += Stage::kBatch, room ^= 1)
-      run_batch<Stage>(b, k, batch, x, NothingAhead(), room, left() <= Stage::kBatch, before, after, done);
+    for (int scratch = 0; left() > 0; first += Stage::kBatch, scratch ^= 1)
+      run_batch<Stage>(b, k, batch, x, NothingAhead(), scratch, left() <= Stage::kBatch, before, after, done);
   }
 }
 

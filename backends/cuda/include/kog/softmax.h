@@ -48,7 +48,7 @@ struct Softmax {
       }
 #pragma unroll
     for (int mask = 1; mask <= 2; mask <<= 1) best = larger(best, shuffle_xor(best, mask));
-    if (any_lane(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
+    if (any_in_warp(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
     top = best;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)

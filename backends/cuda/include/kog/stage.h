@@ -21,7 +21,7 @@ KOG_DEVICE void load_streams(const Block& b, const float* streams, float (&x)[kH
 
 // By one block a lane.
 KOG_DEVICE void store_streams(const Block& b, const float (&x)[kHeld], float* streams) {
-  if (b.place != 0) return;
+  if (b.group_index != 0) return;
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     int e = element(b, i / 4) + i % 4;
@@ -47,12 +47,12 @@ KOG_DEVICE void run_mix(Block& b, Walk& k) {
 KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
   u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
   sync_consumers();
-  if (b.place != 0) return;
+  if (b.group_index != 0) return;
   for (int word = b.thread; word < OProj::kCols / 2; word += 32 * kWarps) {
-    int in_fragment = 2 * word % kFragK, in_lane = word % kLaneWords;
+    int in_fragment = 2 * word % kFragK, in_thread = word % kThreadWords;
     const u32* from = reinterpret_cast<const u32*>(b.scratch) +
-                      (2 * word / kFragK * 2 + in_lane % 2) * kColumnWords +
-                      in_fragment / (2 * kLaneWords) * (kLaneWords / 2) + in_lane / 2;
+                      (2 * word / kFragK * 2 + in_thread % 2) * kColumnWords +
+                      in_fragment / (2 * kThreadWords) * (kThreadWords / 2) + in_thread / 2;
     store_relaxed(to + word, pack_operand(*from, phase));
   }
 }

@@ -189,11 +189,11 @@ inline void note_fetch(const void*, u32) {}
 KOG_EMULATED void note_release(void* at) { __tsan_release(at); }
 KOG_EMULATED void note_acquire(void* at) { __tsan_acquire(at); }
 // A warp arrives at the block's barrier with its last lane and leaves it with its first.
-KOG_EMULATED void note_arrival(u64 turn) {
-  if (++warp_witness().arrived % 32 == 0) __tsan_release(&witness().barriers[turn % 2]);
+KOG_EMULATED void note_arrival(u64 generation) {
+  if (++warp_witness().arrived % 32 == 0) __tsan_release(&witness().barriers[generation % 2]);
 }
-KOG_EMULATED void note_leaving(u64 turn) {
-  if (warp_witness().left++ % 32 == 0) __tsan_acquire(&witness().barriers[turn % 2]);
+KOG_EMULATED void note_leaving(u64 generation) {
+  if (warp_witness().left++ % 32 == 0) __tsan_acquire(&witness().barriers[generation % 2]);
 }
 
 // The judge's own idea of who runs.

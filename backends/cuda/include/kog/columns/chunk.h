@@ -115,20 +115,20 @@ KOG_DEVICE auto fresh_rows(const Block& b, int steps, int first_query, int queri
 
 // The tokens of a chunk's columns: the host's states tell that of the first. By the first warp,
 // ahead of a barrier.
-KOG_DEVICE void spread_seats(const Block& b) {
-  if (b.thread >= b.p.num_seats) return;
-  Seat& seat = b.small->seats[b.thread];
-  seat.token = prompt_token(b, seat, position_of(b, b.thread, 0));
+KOG_DEVICE void spread_cursors(const Block& b) {
+  if (b.thread >= b.p.num_requests) return;
+  RequestCursor& cursor = b.small->cursors[b.thread];
+  cursor.token = prompt_token(b, cursor, position_of(b, b.thread, 0));
 }
 
 // Where the request stands behind `steps` chunks, for the next launch; by one thread.
 KOG_DEVICE void save_chunks(const Block& b, int steps) {
-  const Seat& seat = b.small->seats[0];
-  int next = ahead_of(b, 0, steps), last = seat.first_head;
+  const RequestCursor& cursor = b.small->cursors[0];
+  int next = ahead_of(b, 0, steps), last = cursor.first_head;
   // Behind the prompt comes the token of the column that stood at its end.
-  int column = next > last ? (last - seat.first) % kColumns : 0;
-  b.p.states[2 * seat.slot] = next > last ? last + 1 : next;
-  b.p.states[2 * seat.slot + 1] = b.small->seats[column].token;
+  int column = next > last ? (last - cursor.first) % kColumns : 0;
+  b.p.states[2 * cursor.slot] = next > last ? last + 1 : next;
+  b.p.states[2 * cursor.slot + 1] = b.small->cursors[column].token;
 }
 
 }  // namespace kog::columns

@@ -17,12 +17,12 @@ KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
 // Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one
 // place, so that its code is there once. `place` and `seen` are what an error tells of.
 template <class Ask>
-KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 place, u32 seen, u32 wanted, Ask ask) {
+KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 word_index, u32 seen, u32 wanted, Ask ask) {
   bool waits = false;
   while (ask()) {
     if (!waits) begin_wait(b);
     waits = true;
-    if (give_up(b, step, place, seen, wanted)) break;
+    if (give_up(b, step, word_index, seen, wanted)) break;
   }
   if (waits) end_wait(b);
 }
@@ -35,13 +35,13 @@ KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
   u32 seen[N];
 #pragma unroll
   for (int i = 0; i < N; i++) seen[i] = at[i] >= 0 ? ~epoch : epoch;
-  int place = -1;
+  int word_index = -1;
 #pragma unroll
   for (int i = 0; i < N; i++)
-    if (at[i] >= 0) place = at[i];
+    if (at[i] >= 0) word_index = at[i];
   // A lane that waits for nothing has nothing to tell of: to it, what it wants has been seen.
-  u32 before = place >= 0 ? epoch - 1 : epoch;
-  ask_until_ready(b, step, static_cast<u32>(place), before, epoch, [&] {
+  u32 before = word_index >= 0 ? epoch - 1 : epoch;
+  ask_until_ready(b, step, static_cast<u32>(word_index), before, epoch, [&] {
     u32 late = 0;
     bool there = false;
 #pragma unroll
@@ -52,7 +52,7 @@ KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
       late |= seen[i] ^ epoch;
       there |= at[i] >= 0 && seen[i] == epoch;
     }
-    return any_lane(late != 0) && !(kFirst && any_lane(there));
+    return any_in_warp(late != 0) && !(kFirst && any_in_warp(there));
   });
 }
 

@@ -44,7 +44,7 @@ template <class Module>
 struct Reduction {
   using Stage = typename Module::Stage;
   using Words = typename Module::Sent;
-  static constexpr int kPieces = Cut<Stage>::kPieces;
+  static constexpr int kPieces = OperandLayout<Stage>::kPieces;
   static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces;
   // Items that a warp asks for in one round trip: their words are in registers meanwhile.
   static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
@@ -54,18 +54,18 @@ struct Reduction {
   int first, last;  // pieces of this block
 
   KOG_DEVICE explicit Reduction(const Block& b) : how(Module::how(b)) {
-    Units units = units_of<Stage>(b.place, b.layer);
+    Units units = units_of<Stage>(b.group_index, b.layer);
     first = units.first * kPieces, last = units.last * kPieces;
   }
 
   // Outputs that a lane has sent before this layer's.
-  KOG_DEVICE static int turn_of(const Block& b, int layer) {
+  KOG_DEVICE static int send_index(const Block& b, int layer) {
     return steps_of(b) * Module::before(kLayers) + Module::before(layer);
   }
-  KOG_DEVICE static u32* words(const Block& b, int turn) {
-    return b.p.words + Words::kOffset + turn % Words::kBuffers * (kLanes * kOfLane);
+  KOG_DEVICE static u32* words(const Block& b, int index) {
+    return b.p.words + Words::kOffset + index % Words::kBuffers * (kLanes * kOfLane);
   }
-  KOG_DEVICE static u32 phase(int turn) { return phase_of(turn / Words::kBuffers); }
+  KOG_DEVICE static u32 phase(int index) { return phase_of(index / Words::kBuffers); }
   KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
 
   // The sum of a lane of piece n of this block's.
@@ -76,16 +76,16 @@ struct Reduction {
   // An output to whoever needs it.
   KOG_DEVICE void send(const Block& b, const Item& item, float y) const {
     if constexpr (kSends) {
-      int turn = turn_of(b, b.layer);
+      int index = send_index(b, b.layer);
       if (item.there && Module::before(b.layer + 1) > Module::before(b.layer))
-        store_relaxed(words(b, turn) + b.lane * kOfLane + place(item), pack_f32(y, phase(turn)));
+        store_relaxed(words(b, index) + b.lane * kOfLane + place(item), pack_f32(y, phase(index)));
     }
   }
 
   // Sums of what the lanes sent in `layer`: the others' alone or, behind x, all lanes'.
   KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
-    const u32* base = words(b, turn_of(b, layer));
-    u32 phase_there = phase(turn_of(b, layer));
+    const u32* base = words(b, send_index(b, layer));
+    u32 phase_there = phase(send_index(b, layer));
     int count = last - first;
 #pragma unroll 1
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
@@ -102,7 +102,7 @@ struct Reduction {
       }
       u32 w[kAtOnce * kLanes];
       poll_words(
-          b, Step::kPast,
+          b, Step::kDelayedOutputs,
           [&](int i) { return base + (from[i / kLanes] + i % kLanes * kOfLane); },
           [&](int i) { return mine[i / kLanes] && (all || i % kLanes != b.lane); }, phase_there,
           w);

@@ -19,11 +19,11 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   Streams x = last_streams(b);
   const float* gains = gains_of(b, 2 * kLayers);
   u32* to = lane_words<PartWords>(b);
-  int first = b.place * kHidden / kGroup, rows = (b.place + 1) * kHidden / kGroup - first;
+  int first = b.group_index * kHidden / kGroup, rows = (b.group_index + 1) * kHidden / kGroup - first;
 #pragma unroll 1
-  for (int n = b.warp * 32; n < rows * b.p.num_seats; n += kWarps * 32) {
+  for (int n = b.warp * 32; n < rows * b.p.num_requests; n += kWarps * 32) {
     int item = n + b.in_warp, column = item / rows, row = first + item % rows;
-    bool mine = column < b.p.num_seats;
+    bool mine = column < b.p.num_requests;
     float v = part_of(mine ? x.value(b, column, row) : 0, gains[row],
                       [&] { return inverse_rms(b, mine ? column : 0); });
     if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
@@ -39,7 +39,7 @@ KOG_DEVICE void stage_head(Block& b) {
   stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last, [] {});
   fence_gpu();
   if constexpr (kMixes) {
-    int mixes = static_cast<int>(count_up(b, &Kept::mixes)) - 1;
+    int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
     publish_parts(b, phase_of(mixes));
     if constexpr (!kConcat)
       sum_parts(b, phase_of(mixes), [&](int quad) {

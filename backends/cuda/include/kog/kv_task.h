@@ -9,7 +9,7 @@ constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value hea
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
 // Positions that the warps of a group take at once, a tile each: a round of a span.
 constexpr int kRoundRows = kWarpsAGroup * kTileRows;
-constexpr int kUnits = kKvHeads * kSplits;
+constexpr int kKvTasks = kKvHeads * kSplits;
 
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
 // tensor core takes them, the new keys and values as rows of the cache, results of all warps. The

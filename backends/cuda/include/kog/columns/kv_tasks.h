@@ -17,9 +17,9 @@ KOG_DEVICE int blocks_of(int length) {
   return length <= kMergedLength ? 1 : splits_in_use(length);
 }
 // Units of a head whose context so many blocks share: a split each, or some of its queries.
-KOG_DEVICE int units_of_head(int blocks) { return blocks > 1 ? blocks : kHeadParts; }
+KOG_DEVICE int kv_tasks_of_head(int blocks) { return blocks > 1 ? blocks : kHeadParts; }
 // What the block of unit n of a column's walks.
-KOG_DEVICE Span span_of_unit(int n, int blocks, int position, int window) {
+KOG_DEVICE Span span_of_kv_task(int n, int blocks, int position, int window) {
   if (blocks > 1) {
     int head = static_cast<int>(divided(static_cast<u32>(n), blocks));
     return span_of(head, n - head * blocks, position, window);
@@ -35,9 +35,9 @@ struct Deal {
   int blocks, before, count;  // of a head; units of columns ahead of it; its own
 
   KOG_DEVICE Deal(const Block& b, int steps) : blocks(0), count(0) {
-    if (b.in_warp < b.p.num_seats) {
+    if (b.in_warp < b.p.num_requests) {
       blocks = blocks_of(length_of(b, b.in_warp, steps));
-      count = units_of_head(blocks) * kKvHeads;
+      count = kv_tasks_of_head(blocks) * kKvHeads;
     }
     u32 sum = static_cast<u32>(count);
 #pragma unroll
@@ -49,64 +49,64 @@ struct Deal {
   }
 };
 // Unit number i of this block's; none behind the last. By whole warps.
-KOG_DEVICE Unit find_unit(const Block& b, int steps, int i) {
+KOG_DEVICE KvTask find_kv_task(const Block& b, int steps, int i) {
   Deal deal(b, steps);
-  int n = b.place + i * kGroup;
-  u32 whose = lanes_with(n >= deal.before && n < deal.before + deal.count);
+  int n = b.group_index + i * kGroup;
+  u32 whose = threads_with(n >= deal.before && n < deal.before + deal.count);
   if (whose == 0) return {};
   int column = bit_length(static_cast<u64>(whose)) - 1;
   n -= static_cast<int>(shuffle(static_cast<u32>(deal.before), column));
   u32 blocks = shuffle(static_cast<u32>(deal.blocks), column);
   Span span =
-      span_of_unit(n, static_cast<int>(blocks), position_of(b, column, steps), kWindows[b.layer]);
+      span_of_kv_task(n, static_cast<int>(blocks), position_of(b, column, steps), kWindows[b.layer]);
   auto word = [](int v) { return static_cast<u32>(v); };
   int query = blocks > 1 ? 0 : n % kHeadParts * kPartQueries;
   return {word(column),     blocks,          word(span.head),  word(query),
           word(span.split), word(span.used), word(span.start), word(span.end)};
 }
 // Lay out this block's units from number `first` on; by its last warp.
-KOG_DEVICE void lay_out_units(const Block& b, int first) {
+KOG_DEVICE void lay_out_kv_tasks(const Block& b, int first) {
   if (b.warp != kWarps - 1) return;
   u32 shares = 0;
 #pragma unroll 1
-  for (int i = 0; i < kUnitsKept; i++) {
-    Unit unit = find_unit(b, steps_of(b), first + i);
-    if (b.in_warp == 0) b.small->units[i] = unit;
-    if (unit.blocks == 0) break;
-    shares |= unit.blocks > 1;
+  for (int i = 0; i < kKvTasksKept; i++) {
+    KvTask kv_task = find_kv_task(b, steps_of(b), first + i);
+    if (b.in_warp == 0) b.small->kv_tasks[i] = kv_task;
+    if (kv_task.blocks == 0) break;
+    shares |= kv_task.blocks > 1;
   }
   if (b.in_warp == 0) b.small->shares = shares;
 }
 // Ahead of a layer, while all wait for x: in each layer of a step they are the same ones. They took 1.5 us a
 // layer of Qwen3-0.6B where every warp found them when it came.
-constexpr bool kAllKept = kMostUnits <= kUnitsKept;
-KOG_DEVICE void keep_units(const Block& b) {
-  if (kAllKept && (!kSameWindows || b.layer == 0)) lay_out_units(b, 0);
+constexpr bool kAllKept = kMostKvTasks <= kKvTasksKept;
+KOG_DEVICE void keep_kv_tasks(const Block& b) {
+  if (kAllKept && (!kSameWindows || b.layer == 0)) lay_out_kv_tasks(b, 0);
 }
 // The unit in hand, by its number: in a register it would be spilled.
-KOG_DEVICE int unit_of(const Block& b) { return static_cast<int>(kept(b, &Kept::unit)); }
+KOG_DEVICE int kv_task_in_hand(const Block& b) { return static_cast<int>(load_state(b, &WarpState::kv_task)); }
 // Take unit i in hand: blocks that share its head, 0 behind the last; behind a barrier. By all warps.
-KOG_DEVICE int enter_unit(const Block& b, int i) {
-  keep(b, &Kept::unit, static_cast<u32>(i));
-  if (!kAllKept && i % kUnitsKept == 0) {
+KOG_DEVICE int enter_kv_task(const Block& b, int i) {
+  save_state(b, &WarpState::kv_task, static_cast<u32>(i));
+  if (!kAllKept && i % kKvTasksKept == 0) {
     sync_consumers();
-    lay_out_units(b, i);
+    lay_out_kv_tasks(b, i);
     sync_consumers();
   }
-  return static_cast<int>(load_volatile(&b.small->units[i % kUnitsKept].blocks));
+  return static_cast<int>(load_volatile(&b.small->kv_tasks[i % kKvTasksKept].blocks));
 }
 KOG_DEVICE int first_query(const Block& b) {
-  return static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].query));
+  return static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].query));
 }
 // Its span, and its column as the one in hand. Asked anew where it is needed: kept, it would be spilled.
-KOG_DEVICE Span take_unit(Block& b) {
-  const Unit& unit = b.small->units[unit_of(b) % kUnitsKept];
+KOG_DEVICE Span take_kv_task(Block& b) {
+  const KvTask& kv_task = b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept];
   auto number = [](const u32& v) { return static_cast<int>(load_volatile(&v)); };
-  b.column = number(unit.column);
+  b.column = number(kv_task.column);
   KOG_ASSUME(b.column >= 0 && b.column < kColumns);
-  Span span = {number(unit.head),  number(unit.split), number(unit.used),
-               number(unit.start), number(unit.end),   true};
-  span.newest = number(unit.blocks) == 1 || span.split == span.used - 1;
+  Span span = {number(kv_task.head),  number(kv_task.split), number(kv_task.used),
+               number(kv_task.start), number(kv_task.end),   true};
+  span.newest = number(kv_task.blocks) == 1 || span.split == span.used - 1;
   return span;
 }
 

@@ -2,28 +2,28 @@
 //
 // Who is served and from where does not change while the kernel runs, so every warp of every block
 // knows each step's position by counting, and the one that fills the ring knows it ahead of time. A
-// request that comes or goes ends the launch; the next one goes on with what `save_seats` left.
+// request that comes or goes ends the launch; the next one goes on with what `save_cursors` left.
 #pragma once
 #include <kog/block.h>
 
 namespace kog {
 
 // Lays out one request's seat; by the threads of one warp, before the block's first barrier.
-KOG_DEVICE void take_seats(Block& b) {
-  if (b.thread >= b.p.num_seats) return;
+KOG_DEVICE void load_cursors(Block& b) {
+  if (b.thread >= b.p.num_requests) return;
   int slot = b.p.order[b.thread];
   const u32* request = b.p.request + slot * kRequestWords;
   bool all = (request[Request::kFlags] & kAllLogits) != 0;
   int first_head = all ? 0 : static_cast<int>(request[Request::kPrompt]) - 1;
-  b.small->seats[b.thread] = {slot, b.p.states[2 * slot], first_head, b.p.states[2 * slot + 1]};
+  b.small->cursors[b.thread] = {slot, b.p.states[2 * slot], first_head, b.p.states[2 * slot + 1]};
 }
 
 // Whose step it is, by the number of steps before it.
-struct Turn {
+struct StepOrder {
   int steps = 0;
 
-  KOG_DEVICE Seat& of(const Block& b) const { return b.small->seats[steps % b.p.num_seats]; }
-  KOG_DEVICE int position(const Block& b) const { return of(b).first + steps / b.p.num_seats; }
+  KOG_DEVICE RequestCursor& of(const Block& b) const { return b.small->cursors[steps % b.p.num_requests]; }
+  KOG_DEVICE int position(const Block& b) const { return of(b).first + steps / b.p.num_requests; }
   KOG_DEVICE bool has_head(const Block& b) const { return position(b) >= of(b).first_head; }
 };
 
@@ -41,34 +41,34 @@ struct Ending {
   }
   // By whole warps.
   KOG_DEVICE bool stops_at(const Block& b, int token) const {
-    u32 lane = static_cast<u32>(b.in_warp);
-    bool stop = lane < count && static_cast<int>(first) == token;
+    u32 thread = static_cast<u32>(b.in_warp);
+    bool stop = thread < count && static_cast<int>(first) == token;
 #pragma unroll 1
-    for (u32 i = lane + 32; i < count; i += 32) stop |= static_cast<int>(stops[i]) == token;
-    return any_lane(stop);
+    for (u32 i = thread + 32; i < count; i += 32) stop |= static_cast<int>(stops[i]) == token;
+    return any_in_warp(stop);
   }
 };
 
 // Make the seat's request the one in hand; every thread writes the same.
-KOG_DEVICE void serve_seat(Block& b, const Seat& seat, int position) {
-  b.request = b.p.request + seat.slot * kRequestWords;
-  b.small->slot = seat.slot;
-  b.small->token = seat.token;
+KOG_DEVICE void select_request(Block& b, const RequestCursor& cursor, int position) {
+  b.request = b.p.request + cursor.slot * kRequestWords;
+  b.small->slot = cursor.slot;
+  b.small->token = cursor.token;
   b.small->position = position;
 }
 
 // The token of a prompt at a position.
-KOG_DEVICE int prompt_token(const Block& b, const Seat& seat, int position) {
-  return b.p.tokens[static_cast<u64>(seat.slot) * (kMaxContext + 1) + position];
+KOG_DEVICE int prompt_token(const Block& b, const RequestCursor& cursor, int position) {
+  return b.p.tokens[static_cast<u64>(cursor.slot) * (kMaxContext + 1) + position];
 }
 
 // Where every request stands, for the next launch; by one block. done(i): steps of request i.
 template <class Done>
-KOG_DEVICE void save_seats(const Block& b, Done done) {
-  if (b.thread >= b.p.num_seats) return;
-  const Seat& seat = b.small->seats[b.thread];
-  b.p.states[2 * seat.slot] = seat.first + done(b.thread);
-  b.p.states[2 * seat.slot + 1] = seat.token;
+KOG_DEVICE void save_cursors(const Block& b, Done done) {
+  if (b.thread >= b.p.num_requests) return;
+  const RequestCursor& cursor = b.small->cursors[b.thread];
+  b.p.states[2 * cursor.slot] = cursor.first + done(b.thread);
+  b.p.states[2 * cursor.slot + 1] = cursor.token;
 }
 
 }  // namespace kog
