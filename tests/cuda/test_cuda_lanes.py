@@ -367,7 +367,7 @@ FAULTS = {
         "unpack_f32(word(kLanes - 1 - lane))",
     ),
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
-    "one buffer": ("columns/lanes.h", "index % Words::kBuffers", "0 * turn"),
+    "one buffer": ("columns/lanes.h", "index % Words::kBuffers", "0 * index"),
     "a phase of another turn": ("columns/lanes.h", "phase_of(index / Words::kBuffers)", "1"),
     "a mean that is not normed": (
         "mix.h",

@@ -33,7 +33,7 @@ PLANTED = {
     "other steps of operands": (
         r"(struct QkvProj .*kStepBytes = )\d+",
         r"\g<1>4",
-        "operands.h and layout/batches.py cut operands and sums otherwise",
+        "operands.h and layout/batches.py lay out operands and sums otherwise",
     ),
 }
 

@@ -45,7 +45,7 @@ struct Tiles {
   int at, end, cached;
 };
 
-// The heads that a unit waits for, `fresh` says which (Newest); behind a barrier.
+// The heads that a KV task waits for, `fresh` says which (Newest); behind a barrier.
 template <class Fresh>
 KOG_DEVICE void receive_heads(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
   Rotation rotation = fresh.rotation(b, span, position);
@@ -101,7 +101,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   leave_results();
 }
 
-// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
+// One KV task: a key/value head over one split. Splits not in use publish too, so that all phases keep
 // step.
 KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 phase) {
   Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
@@ -124,7 +124,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  // Four values a lane: two words of each split, and the logarithms of all.
+  // Four values a thread: two words of each split, and the logarithms of all.
   using In = Inputs<Stage, 4>;
   In in(b);
   uint2 w[In::kCount][kMerged];

@@ -17,13 +17,13 @@ struct RequestCursor {
 };
 
 // What a block does of a layer's attention in a kernel of columns (columns/kv_tasks.h): of which column, how
-// many blocks share the head's context (0: no more units), its first query, and what the block walks.
+// many blocks share the head's context (0: no more KV tasks), its first query, and what the block walks.
 struct KvTask {
   u32 column, blocks, head, query, split, used, start, end;
 };
-// What a warp of a kernel of columns keeps from stage to stage (columns/warp_state.h). In registers from the first
-// layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a layer
-// of Qwen3-0.6B.
+// What a warp of a kernel of columns keeps from stage to stage (columns/warp_state.h). In registers from the
+// first layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a
+// layer of Qwen3-0.6B.
 struct WarpState {
   u32 layer, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
   u32 slot, parity;  // of the ring, while it does not multiply
@@ -50,18 +50,18 @@ struct Small {
   u32 leave;   // no wait of this block waits any longer
   u32 joins;   // attentions whose splits were joined in a step of their own
   u32 walks;   // 1 while a long span is walked
-  u32 shares;  // whether other blocks have splits of a unit's head, in a kernel of columns
+  u32 shares;  // whether other blocks have splits of a KV task's head, in a kernel of columns
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
   WarpState warp_states[kColumns > 1 ? kWarps : 1];
 };
 constexpr u32 kExpired = 2;
-static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
+static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew SMALL_BYTES of layout/layout.py");
 
 struct Block {
   const Pointers& p;
   const u32* request;  // the words of the request in hand
-  int block, lane, group_index;  // of the grid; the lane it works for; its place in that lane's group
+  int block, lane, group_index;  // of the grid; the lane it works for; its index in that lane's group
   int thread, warp, in_warp;
   u8* ring;
   u64* full;
@@ -109,17 +109,17 @@ KOG_DEVICE void end_wait(const Block& b) {
   if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], 0);
 }
 KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leave) != 0; }
-// Whether to end the wait in vain. The first lane of the expired wait whose own word is stale tells of
-// it; `place` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
-// it was told: the wait may have ended meanwhile, and the warp stand in another.
-KOG_DEVICE bool give_up(const Block& b, Step step, u32 group_index, u32 seen, u32 wanted) {
+// Whether to end the wait in vain. The first thread of the expired wait whose own word is stale reports
+// it; `word_index` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
+// it was reported: the wait may have ended meanwhile, and the warp stand in another.
+KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted) {
   if (!any_in_warp(must_leave(b))) return false;
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
     u32 layer = kColumns > 1 ? load_volatile(&b.small->warp_states[b.warp].layer) : static_cast<u32>(b.layer);
     store_relaxed(b.p.error + 3, layer);
-    store_relaxed(b.p.error + 4, group_index);
+    store_relaxed(b.p.error + 4, word_index);
     store_relaxed(b.p.error + 5, seen);
     store_relaxed(b.p.error + 6, wanted);
   }
@@ -185,7 +185,7 @@ KOG_DEVICE constexpr Units units_of(int group_index, int layer) {
   int rotated = rotated_group_index<Stage>(group_index, layer);
   return {rotated * Stage::kUnits / Stage::kGroup, (rotated + 1) * Stage::kUnits / Stage::kGroup};
 }
-// The turned place of the block that has a unit.
+// The rotated index of the block that has a unit.
 template <class Stage>
 KOG_DEVICE constexpr int rotated_owner(int unit) {
   return ((unit + 1) * Stage::kGroup - 1) / Stage::kUnits;
@@ -197,7 +197,7 @@ KOG_DEVICE int fragments_of(int group_index, int layer) {
   return (u.last - u.first) * Stage::kSteps;
 }
 
-// A number that the host makes of all places' units in the same way; 0 if rotated_owner says another of them.
+// A number that the host makes of all blocks' units in the same way; 0 if rotated_owner gives another block.
 template <class Stage>
 KOG_DEVICE constexpr int checked_units() {
   u64 n = 1;

@@ -1,7 +1,7 @@
-// The choice of a token that takes more than every row's logit once: edited, cut, or told to the
-// host.
+// The choice of a token that takes more than every row's logit once: edited, cut, or
+// with log-probabilities.
 //
-//   logits --edit--> a draw, peaks ==> trials ==> (cut ==> candidates ==>) token, log-probabilities
+//   logits --edit--> a draw, peaks ==> top-p checks ==> (cut ==> candidates ==>) token, log-probabilities
 //                              all blocks, each arrow one exchange or a few
 #pragma once
 #include <kog/logprob.h>
@@ -47,7 +47,7 @@ KOG_DEVICE Candidate draw(const Block& b, const Field& f, const Reach& reach, co
   return mine;
 }
 
-// A trial to its end: whether its winner survives, who is in reach of the next draw if not.
+// A top-p check to its end: whether the argmax survives, which ids the next draw reaches if not.
 KOG_DEVICE Verdict check_argmax(Block& b, const Field& f, u64 number, Reach& reach, u64* scratch) {
   TopPCheck t = gather_top_p_check(b, number, reinterpret_cast<u32*>(scratch));
   publish_shares(b, f, t.logit, number, scratch);
@@ -55,7 +55,7 @@ KOG_DEVICE Verdict check_argmax(Block& b, const Field& f, u64 number, Reach& rea
   return verdict_of(b, f, t.logit, gather_shares(b, number, scratch));
 }
 
-// The token that all blocks agree on where logits are edited, cut or told to the host. They lie in
+// The token that all blocks agree on where logits are edited, cut or reported to the host. They lie in
 // memory, each row by its owner's store. Out of line, and with a Block of its own: it must cost the
 // loops that stream weights no register.
 KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep h) {
@@ -85,8 +85,8 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     if (first && (flags & (kCut | kLogprobs)) != 0) {
       peaks = find_peaks(b, field.rows, raw, field.logits, h.heads, reinterpret_cast<u32*>(scratch));
       field.top = peaks.edited;
-      // Nothing is cut where nothing can be chosen. A trial that is gathered must not end without
-      // shares: by them a block knows that all others have read it.
+      // Nothing is cut where nothing can be chosen. A check that is gathered must not end without
+      // shares: they tell a block that all others have read it.
       if (!peaks.finite || peaks.edited == -float_of(kInfinity)) left = 0;
     }
     if (left == 0) break;

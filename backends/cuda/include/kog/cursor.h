@@ -1,4 +1,4 @@
-// The requests that one launch serves: one token of each in turn, in the host's order.
+// The requests that one launch serves: one token of each, round robin, in the host's order.
 //
 // Who is served and from where does not change while the kernel runs, so every warp of every block
 // knows each step's position by counting, and the one that fills the ring knows it ahead of time. A
@@ -8,7 +8,7 @@
 
 namespace kog {
 
-// Lays out one request's seat; by the threads of one warp, before the block's first barrier.
+// Lays out one request's cursor a thread; by one warp, before the block's first barrier.
 KOG_DEVICE void load_cursors(Block& b) {
   if (b.thread >= b.p.num_requests) return;
   int slot = b.p.order[b.thread];
@@ -29,7 +29,7 @@ struct StepOrder {
 
 // What says whether a token ends its request: asked for before the blocks agree on the token.
 struct Ending {
-  u32 most, count, first;  // tokens, stop ids, and of those the one of this lane
+  u32 most, count, first;  // tokens, stop ids, and of those the one of this thread
   const u32* stops;
 
   KOG_DEVICE void load(const Block& b) {
@@ -49,7 +49,7 @@ struct Ending {
   }
 };
 
-// Make the seat's request the one in hand; every thread writes the same.
+// Make the cursor's request the one in hand; every thread writes the same.
 KOG_DEVICE void select_request(Block& b, const RequestCursor& cursor, int position) {
   b.request = b.p.request + cursor.slot * kRequestWords;
   b.small->slot = cursor.slot;

@@ -1,5 +1,5 @@
 // Who survives min_p, top_k and top_p (kog_triton/sampling/definition.py, survivors): exact, in a
-// few exchanges of histograms, for tokens that trials do not drop_phase_bit (top_p_check.h).
+// few exchanges of histograms, for tokens that a top-p check leaves open (top_p_check.h).
 //
 // All three rules are cuts on the logit. An id's depth is how many floats lie between its logit and
 // the largest one; a cut is found by bins of depths, then bins within the bin that holds it, until
@@ -13,7 +13,7 @@
 namespace kog {
 
 constexpr int kLevels = 5;
-// The number of a token's first exchange of levels: peaks and trials come before.
+// The number of a token's first exchange of levels: peaks and top-p checks come before.
 constexpr int kFirstLevel = 3;
 static_assert(kFirstLevel + 2 * kLevels < kExchanges, "a cut takes the exchange of logprobs");
 
@@ -46,7 +46,7 @@ struct Level {
 };
 static_assert(kLevels * sizeof(Level) <= kSamplingBytes, "the levels outgrew the partial sums");
 
-// What a lane adds of a level, and what all lanes add.
+// What a thread adds of a level, and what all threads add.
 constexpr int kOwnBins = kBins / 32;
 KOG_DEVICE Sums own_sums(const Block& b, const Level& level) {
   Sums sum;
@@ -96,7 +96,7 @@ struct Search {
   int exchanges = kFirstLevel;  // of this token so far
 };
 
-// One id of each lane into its bin, kBins for none. Lanes of one bin add together first: most ids
+// One id of each thread into its bin, kBins for none. Threads of one bin add together first: most ids
 // of a vocabulary fall into few bins, and 64-bit additions to shared memory are loops that collide.
 KOG_DEVICE void add_to_bins(const Block& b, Level& level, u32 bin, u64 weight) {
   constexpr int kLow = 21, kCountAt = 25;  // 2^40 in two parts, whose sums over a warp fit

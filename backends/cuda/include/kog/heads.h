@@ -1,14 +1,14 @@
-// The heads of q, k and v that a unit of attention waits for: received by a warp each, normalized and
+// The heads of q, k and v that a KV task waits for: received by a warp each, normalized and
 // rotated; queries go where the tensor core finds them, the new key and value into the cache.
 #pragma once
 #include <kog/kv_task.h>
 
 namespace kog {
 
-constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
+constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a thread: two pairs half a head apart
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
-// What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
+// What a head is rotated with: this thread's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
   float2 cos[kQuads], sin[kQuads], gain[kQuads], gain_far[kQuads];
 };
@@ -35,7 +35,7 @@ KOG_DEVICE float rotate_rope(float a, float cos, float z, float sin, float scale
   return product(fused(a, cos, product(z, sin)), scale);
 }
 
-// One head of q, k or v: neighbors and those half a head on, a lane.
+// One head of q, k or v: neighbors and those half a head on, a thread.
 struct Head {
   float2 near[kQuads], far[kQuads];
 
@@ -47,7 +47,7 @@ struct Head {
         [&](int n) { return has_word(b, n); }, phase, w);
     unpack(w);
   }
-  // Where word n of a lane is, of a head's that lie from `words` on, if there is one; and the values
+  // Where word n of a thread is, of a head's that lie from `words` on, if there is one; and the values
   // of all of them.
   KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
     return words + n / 2 * 32 + b.in_warp + n % 2 * (kHeadDim / 4);
@@ -105,7 +105,7 @@ struct Head {
   }
 };
 
-// A rotated query in two 16-bit parts, where the tensor core's lanes find it.
+// A rotated query in two 16-bit parts, where the tensor core's threads find it.
 KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
   u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
                                    query % kGroupHeads * 4);
@@ -140,8 +140,8 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// What is not in the cache yet, where a step computes one position of a request: the newest. A unit receives
-// so many of its head's queries, from one on.
+// What is not in the cache yet, where a step computes one position of a request: the newest. A KV task
+// receives so many of its head's queries, from one on.
 struct Newest {
   int first_query = 0, queries = kQueries;
 

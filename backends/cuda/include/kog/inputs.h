@@ -6,7 +6,7 @@
 namespace kog {
 
 constexpr int kColumnWords = kFragK / 4;  // of a column of a step in scratch: a word is two values
-// Index of the first element of a lane's group i; kHidden or more if it has none.
+// Index of the first element of a thread's group i; kHidden or more if it has none.
 KOG_DEVICE int element(const Block& b, int i) {
   int local = i * 128 + b.in_warp * 4;
   return local < kSlice ? b.warp * kSlice + local : kHiddenStride;

@@ -4,9 +4,9 @@
 
 namespace kog {
 
-constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a lane
+constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a thread
 
-// One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a lane in
+// One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a thread in
 // out[i].
 KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u32 phase,
                           float2 (&out)[kPairs]) {

@@ -13,7 +13,7 @@ KOG_DEVICE u64 rank_of(float logit, int id) {
   return static_cast<u64>(ordered(logit)) << 32 | (0xffffffffu - static_cast<u32>(id));
 }
 
-// The k largest ranks of a warp into `to`, in order; below(last) is a lane's largest below `last`.
+// The k largest ranks of a warp into `to`, in order; below(last) is a thread's largest below `last`.
 template <class Below>
 KOG_DEVICE void take_best(const Block& b, int k, u64* to, Below below) {
   u64 last = ~0ull;
@@ -39,13 +39,13 @@ KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
   return words_of_block<BestWords, 2 * (kMostLogprobs + 1)>(b, block, heads & 1);
 }
 
-// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `room`
+// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `scratch`
 // is kListed + kMostLogprobs words of shared memory.
 KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, int heads,
                              u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 sum = 0, number = exchange_number(heads, kExchanges - 1);
-  sync_consumers();  // the room was a cut's or a trial's, and every warp has read it
+  sync_consumers();  // a cut or a top-p check used the scratch, and every warp has read it
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
     sum += weight_at(distance_of(top, raw[id], kLog2eScale));
   sum = sum_of_warp(sum);

@@ -1,14 +1,14 @@
-// Weight @ activations of kColumns tokens: activations staged once a stage (operands.h), weights multiplied as
-// their chunks arrive. Every token's sums are made by the same operations in the same order however many share the
-// step: who shares it does not change a bit of them.
+// Weight @ activations of kColumns tokens: activations staged once a stage (operands.h), weights multiplied
+// as their chunks arrive. Every token's sums are made by the same operations in the same order however many
+// share the step: who shares it does not change a bit of them.
 //
-// A fragment is 8 rows by kFragK values of K; a lane holds a row's quarter of them, kFragK / 8 words.
+// A fragment is 8 rows by kFragK values of K; a thread holds a row's quarter of them, kFragK / 8 words.
 // It is the 16-row operand of the tensor core: rows 0-7 multiply the even words of each quarter, rows
 // 8-15 the odd ones, each against columns of its own. Of the other operand's columns, of one token,
 //
 //     0, 1   what the even words meet, high and low part        2, 3   what the odd words meet
 //
-// Or it is 4 rows by two such steps of K, the first in lanes 0-15, the second in lanes 16-31: rows 0-3
+// Or it is 4 rows by two such steps of K, the first in threads 0-15, the second in threads 16-31: rows 0-3
 // and 4-7 multiply the even words of each, 8-11 and 12-15 the odd ones, and columns 0 to 7 hold what
 // they meet in the same order.
 //
@@ -23,7 +23,7 @@
 namespace kog {
 
 // The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
-// a lane four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
+// a thread four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
 // stages for itself.
 constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
@@ -73,7 +73,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
   constexpr int kSets = OperandLayout<Stage>::kSets, kTokens = OperandLayout<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
   if constexpr (OperandLayout<Stage>::kSwaps) {
-    // A lane has two rows of a token, each as high and low parts of even and odd words.
+    // A thread has two rows of a token, each as high and low parts of even and odd words.
     float sum[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -88,7 +88,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
     }
     *reinterpret_cast<float2*>(to + row * Stage::kUnitRows + 2 * quarter) = {sum[0], sum[1]};
   } else if constexpr (Stage::kWide && OperandLayout<Stage>::kHalves == 1) {
-    // Of two sets at once, so that every lane has one to store.
+    // Of two sets at once, so that every thread has one to store.
     constexpr int kAtOnce = kSets < 2 ? 1 : 2;
 #pragma unroll
     for (int first = 0; first < kSets; first += kAtOnce) {
@@ -141,8 +141,8 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
 // (schedule/cuda.py keeps these short).
 template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
-// Chunks of a period that have code of their own: operands in registers need steps that are known, and so does a
-// period of several units.
+// Chunks of a period that have code of their own: operands in registers need steps that are known, and so
+// does a period of several units.
 template <class Stage>
 constexpr int kKnownChunks =
     Stage::kPeriod > 1 ? kPeriodChunks<Stage> : (Stage::kHeld + kFragments - 1) / kFragments;
@@ -229,7 +229,8 @@ using UnitSums = float[OperandLayout<Stage>::kSets][2][4];
 
 // One fragment by operands `row`, as the f-th of its chunk.
 template <class Stage>
-KOG_DEVICE void multiply_fragment(const Fragment& w, const WordVector<OperandLayout<Stage>::kRowWords>& row, int f,
+KOG_DEVICE void multiply_fragment(const Fragment& w,
+                                  const WordVector<OperandLayout<Stage>::kRowWords>& row, int f,
                                   UnitSums<Stage>& c) {
 #pragma unroll
   for (int set = 0; set < OperandLayout<Stage>::kSets; set++) {
@@ -339,8 +340,8 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
 
-// Sums of `units` units, all warps together; takes whole chunks from the ring, those ahead first. `to`: where the
-// warp's of the first one go.
+// Sums of `units` units, all warps together; takes whole chunks from the ring, those ahead first. `to`: where
+// the warp's of the first one go.
 template <class Stage, class Taken>
 KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken,
                          float* to) {
@@ -353,7 +354,8 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++) {
     int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
-    multiply_period<Stage, true>(b, ring, x, left, to + p * kPeriod * OperandLayout<Stage>::kUnitWords, [&](int i) {
+    float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
+    multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
       int n = p * kPeriodChunks<Stage> + i;
       return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
     });

@@ -10,16 +10,17 @@
 // Eight tokens' high and low parts fill the other side of the instruction (kSwapped): they are its 16 rows
 // then, and the weights, first the even words, then the odd ones, its columns.
 //
-// Operands of a step of K, in memory or in scratch, are [set][lane][word] (wide: as fragments of eight rows
-// take them, for those of four pick theirs), [even, odd][lane][word] (swapped) or [lane][set][word] (narrow).
-// A warp holds those of its first steps in registers, or, of one token, all if they are few; those of its last
-// ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
+// Operands of a step of K, in memory or in scratch, are [set][thread][word] (wide: as fragments of eight rows
+// take them, for those of four pick theirs), [even, odd][thread][word] (swapped) or [thread][set][word]
+// (narrow). A warp holds those of its first steps in registers, or, of one token, all if they are few; those
+// of its last ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks
+// ahead (matvec.h).
 #pragma once
 #include <kog/words.h>
 
 namespace kog {
 
-// N words that one lane reads or writes side by side, so many at once as it can.
+// N words that one thread reads or writes side by side, so many at once as it can.
 template <int N>
 struct alignas(N < 4 ? 4 * N : 16) WordVector {
   u32 w[N];
@@ -30,10 +31,10 @@ constexpr int kThreadWords = kFragK / 8;
 constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
 using Fragment = WordVector<kThreadWords>;
 
-constexpr int kOperandWords = kThreadWords / 2;  // of one lane, step and set
+constexpr int kOperandWords = kThreadWords / 2;  // of one thread, step and set
 constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
                           GateUpProj::kFragmentRows == 8 && LmHead::kFragmentRows == 8;
-// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the threads of a warp
 // that stages four steps at once meet banks of their own.
 KOG_DEVICE int bank_swizzle(int step) {
   return kColumns == 1 ? 0 : kSwapped ? step % 2 * 16 : step % 4 * 8;
@@ -48,14 +49,14 @@ struct OperandLayout {
   static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   // Sets of tokens or, swapped, of words: the even and the odd ones.
   static constexpr int kSets = kSwaps ? 2 : kColumns / kTokens;
-  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a lane
-  static constexpr int kRowWords = kSets * kSetOperands;  // of one lane and step
+  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a thread
+  static constexpr int kRowWords = kSets * kSetOperands;  // of one thread and step
   static constexpr int kStepWords = kColumns * kStepValues / 2 * (Stage::kWide ? 2 : 1);
   static constexpr int kSetWords = kStepWords / kSets;
   static constexpr int kHolders = kSetWords / kSetOperands;  // the others repeat them
   static constexpr int kThreadStride = Stage::kWide ? kSetOperands : kRowWords;
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
-  // A warp finishes a piece of a unit at a time, a sum a lane.
+  // A warp finishes a piece of a unit at a time, a sum a thread.
   static constexpr int kPieces = kUnitWords > 32 ? kUnitWords / 32 : 1;
   static constexpr int kPieceWords = kUnitWords / kPieces;
   static_assert(kPieceWords <= 32 && kWarps % kPieces == 0);
@@ -66,7 +67,7 @@ struct OperandLayout {
       Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
-  // Of a fragment, row by row, this lane's bytes.
+  // Of a fragment, row by row, this thread's bytes.
   KOG_DEVICE static int place_in_fragment(const Block& b) {
     int row = kHalves == 1 ? b.in_warp / 4 : b.in_warp / 4 % 4 * 2 + b.in_warp / 16;
     return (4 * row + b.in_warp % 4) * (kThreadWords * 4);
@@ -77,13 +78,13 @@ struct OperandLayout {
   }
   static constexpr int kPartValues = Stage::kSteps * kStepValues;
 
-  // Which narrow operands a lane has: of which token of a set, and the first value of a step.
+  // Which narrow operands a thread has: of which token of a set, and the first value of a step.
   KOG_DEVICE static int token(int thread) { return kHalves == 1 ? thread / 8 : thread / 4 % 2; }
   KOG_DEVICE static int value(int thread) {
     int odd = kHalves == 1 ? thread / 4 % 2 : thread / 16, half = kHalves == 1 ? 0 : thread / 8 % 2;
     return half * kFragK + thread % 4 * (kFragK / 4) + 2 * odd;
   }
-  // The lane that has word `word` (two values) of a step, of a token of a set.
+  // The thread that has word `word` (two values) of a step, of a token of a set.
   KOG_DEVICE static int thread_of(int word, int token) {
     int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
     int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
@@ -91,7 +92,7 @@ struct OperandLayout {
   }
 };
 
-// A lane's words of a step, as another block has stored them.
+// A thread's words of a step, as another block has stored them.
 template <int N>
 KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
   if constexpr (N % 4 == 0) {
@@ -119,7 +120,8 @@ struct WidePlace {
   int high, low;
 
   KOG_DEVICE WidePlace(int step, int token, int word) {
-    int quarter = word / kThreadWords, odd = word % 2, at = word % kThreadWords / 2, swizzle = bank_swizzle(step);
+    int quarter = word / kThreadWords, odd = word % 2, at = word % kThreadWords / 2;
+    int swizzle = bank_swizzle(step);
     if constexpr (kSwapped) {
       high = odd * OperandLayout<Wide>::kSetWords + (((token * 4 + quarter) * 4 + 2 * at) ^ swizzle);
       low = high + 1;
@@ -139,8 +141,8 @@ struct HighLow {
     low = round_pair<kF16>(first - low_of(high), second - high_of(high));
   }
 };
-// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns `square` and
-// the squares of the values, added one by one.
+// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns
+// `square` and the squares of the values, added one by one.
 template <class Put>
 KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
   float scaled[4];
@@ -154,9 +156,9 @@ KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float s
     for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
   return square;
 }
-// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves: in lane
-// `lane` that of column lane * N * kSharing / 32. The same pairs are added as if all lanes added all columns, but
-// each lane goes on with half of them.
+// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
+// thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
+// columns, but each thread goes on with half of them.
 template <int kSharing, int N>
 KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
 #pragma unroll
@@ -188,7 +190,7 @@ KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
 template <class Stage>
 struct Operands {
   using S = OperandLayout<Stage>;
-  using Row = WordVector<S::kRowWords>;                                // a lane's words of a step
+  using Row = WordVector<S::kRowWords>;  // a thread's words of a step
   // The first step in scratch; those of one token all come by it.
   static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
@@ -196,33 +198,33 @@ struct Operands {
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
   u32* staged;           // words of step kFirst
-  const u32* in_memory;  // this lane's words of step 0, where some steps are read
-  int thread;              // where this lane's begin in a step
-  int first;             // wide: how the first step is turned
+  const u32* in_memory;  // this thread's words of step 0, where some steps are read
+  int offset;            // where this thread's begin in a step
+  int first;             // wide: the first step, which sets the swizzle
 
   KOG_DEVICE explicit Operands(const Block& b) {
     int part = b.warp % Stage::kParts;
     staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
-    thread = b.in_warp % S::kHolders * S::kThreadStride;
+    offset = b.in_warp % S::kHolders * S::kThreadStride;
     first = part * Stage::kSteps;
     if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
-      thread = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
+      offset = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
       staged += half * (S::kStepWords / S::kHalves);
       first = S::kHalves * first + half;
     }
   }
   KOG_DEVICE u32* place(int step) const {
-    int at = Stage::kWide ? thread ^ bank_swizzle(first + step) : thread;
+    int at = Stage::kWide ? offset ^ bank_swizzle(first + step) : offset;
     return staged + (step - kFirst) * S::kStepWords + at;
   }
   // Of one token, among those of two.
   KOG_DEVICE const u32* place_picked(int step, int token) const {
-    int at = thread ^ bank_swizzle(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
+    int at = offset ^ bank_swizzle(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
     return staged + step * S::kStepWords + token / 2 * OperandLayout<Wide>::kSetWords + at;
   }
   KOG_DEVICE Row load(int step) const {
-    // A lane's words of all sets lie side by side, or of one.
+    // A thread's words of all sets lie side by side, or of one.
     constexpr int kRun = Stage::kWide ? S::kSetOperands : S::kRowWords < 4 ? S::kRowWords : 4;
     constexpr int kStride = Stage::kWide ? S::kSetWords : kRun;
     Row row;
@@ -255,7 +257,8 @@ KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
 }
 // A row's words of one set, as the tensor core takes them.
 template <class Stage>
-KOG_DEVICE WordVector<OperandLayout<Stage>::kSetOperands> of_set(const WordVector<OperandLayout<Stage>::kRowWords>& row, int set) {
+KOG_DEVICE WordVector<OperandLayout<Stage>::kSetOperands> of_set(
+    const WordVector<OperandLayout<Stage>::kRowWords>& row, int set) {
   constexpr int kWords = OperandLayout<Stage>::kSetOperands;
   WordVector<kWords> v;
 #pragma unroll
@@ -278,9 +281,10 @@ KOG_DEVICE int narrow_place(int word, int token) {
 template <class... Stages>
 constexpr bool kOperandLayoutsAgree =
     ((OperandLayout<Stages>::kStepWords * Stages::kParts * 4 == Stages::kStepBytes &&
-      OperandLayout<Stages>::kRowWords == Stages::kRowWords && OperandLayout<Stages>::kPieces == Stages::kPieces) &&
+      OperandLayout<Stages>::kRowWords == Stages::kRowWords &&
+      OperandLayout<Stages>::kPieces == Stages::kPieces) &&
      ...);
 static_assert(kOperandLayoutsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
-              "operands.h and layout/batches.py cut operands and sums otherwise");
+              "operands.h and layout/batches.py lay out operands and sums otherwise");
 
 }  // namespace kog

@@ -83,8 +83,8 @@ struct Stream {
   }
 };
 
-// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps): ahead of a
-// layer's first. Runs ahead until the consumers leave.
+// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps):
+// ahead of a layer's first. Runs ahead until the consumers leave.
 template <class HasHead, class Fetch>
 KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
   b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well

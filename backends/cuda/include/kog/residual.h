@@ -5,7 +5,7 @@
 
 namespace kog {
 
-// What is asked for before a wait and used after it is loaded by every lane, even those that have no
+// What is asked for before a wait and used after it is loaded by every thread, even those that have no
 // element, from a place that exists: a value that were either loaded or zero would be moved between
 // registers, and so waited for, at once.
 KOG_DEVICE int place_of_element(const Block& b, int i) {
@@ -34,7 +34,7 @@ struct Embedded {
   }
 };
 
-// Gains of one norm (two a layer, then the last); lanes without an element multiply zeros with them.
+// Gains of one norm (two a layer, then the last); threads without an element multiply zeros with them.
 KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
   const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
 #pragma unroll
@@ -72,8 +72,8 @@ struct ReduceCounts {
   KOG_DEVICE int own(int iteration) const { return iteration - now; }
 };
 
-// A module's outputs, rows of its last stage, in one layer: words own for the lane, now for all lanes at once, past for
-// later layers.
+// A module's outputs, rows of its last stage, in one layer: words own for the lane, now for all lanes at
+// once, delayed for later layers.
 template <class Stage, class Own, class Now, class Delayed, bool kBias>
 struct Module {
   // With the words of the other lanes' outputs of kDelay layers ago, in lane order: asked for before the
@@ -105,8 +105,8 @@ struct Module {
     return asked;
   }
 
-  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received: with
-  // that the proof of layout/exchanges.py gets by on three times kDelay buffers.
+  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received:
+  // with that the proof of layout/exchanges.py gets by on three times kDelay buffers.
   KOG_DEVICE void put(const Item& item, float y, Asked& asked) const {
     float own = y;
     y = reduced(how, y, [&] { return kHasDelayed ? others(item, asked) : 0.f; });
@@ -131,8 +131,8 @@ struct Module {
       if (need(j)) bad |= (asked.old[j] ^ phase) & 1;
     if (any_in_warp(bad != 0))
       poll_words(
-          b, Step::kDelayedOutputs, [&](int j) { return delayed(iteration - kDelay, j, item.row); }, need, phase,
-          asked.old);
+          b, Step::kDelayedOutputs, [&](int j) { return delayed(iteration - kDelay, j, item.row); }, need,
+          phase, asked.old);
     return add_lanes(0, need, [&](int j) { return asked.old[j]; });
   }
 

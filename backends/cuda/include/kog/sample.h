@@ -1,4 +1,4 @@
-// The draw (kog_triton/sampling/definition.py, bit for bit): what ids compete with, and who wins.
+// The draw (kog_triton/sampling/definition.py, bit for bit): what ids compete with, and which is the argmax.
 //
 // Every block scores its own rows of the head and publishes its best key; all blocks read all
 // candidates and pick the same one. Keys are float64: a product of a float32 logit and a 24-bit
@@ -34,7 +34,7 @@ KOG_DEVICE void compete(Candidate& best, const u32* request, float logit, int id
   if (beats(c, best)) best = c;
 }
 
-// The best of kLanes lanes side by side, to all of them.
+// The best of kCount threads side by side, to all of them.
 template <int kCount>
 KOG_DEVICE Candidate best_of_threads(Candidate c) {
 #pragma unroll
@@ -52,14 +52,14 @@ KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<3
 
 // The number of a head's exchange.
 KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }
-// A block's best as words: its key, its id and what is told with it.
+// A block's best as words: its key, its id and what is reported with it.
 KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 reported) {
   u64 key = bits_of(c.key);
   put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
   put_pair(to + 2, number, static_cast<u32>(c.id), reported);
 }
-// The best of a warp's candidates, N a lane: at(i) says where, there(i) whether there is one; and the host's word of
-// the first.
+// The best of a warp's candidates, N a thread: at(i) says where, there(i) whether there is one; and the
+// host's word of the first.
 template <int N, class At, class There>
 KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u32& control) {
   u64 v[2 * N];

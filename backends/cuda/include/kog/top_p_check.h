@@ -1,10 +1,10 @@
-// The winner among all ids, and whether min_p, top_k and top_p would have let it compete: one that
-// survives them wins among the survivors, too, so that most tokens need no cut (cut.h).
+// The argmax of all ids, and whether min_p, top_k and top_p would have let it compete: an id that
+// survives them is the argmax of the survivors, too, so that most tokens need no cut (cut.h).
 //
-//   draw ==> the winner and its logit ==> sums of the ids before it, and of all ==> it survives
+//   draw ==> the argmax and its logit ==> sums of the ids before it, and of all ==> it survives
 //                                             not: draw again, among the ids before it
 //
-// With top_p alone a winner survives with probability top_p at least.
+// With top_p alone an argmax survives with probability top_p at least.
 #pragma once
 #include <kog/cut.h>
 
@@ -12,15 +12,15 @@ namespace kog {
 
 // Then the cut is found: a third would be for about one token in 800 at top-p 0.95.
 constexpr int kTopPChecks = 2;
-static_assert(kFirstLevel == 1 + kTopPChecks, "the exchanges of trials come before those of levels");
+static_assert(kFirstLevel == 1 + kTopPChecks, "the exchanges of top-p checks come before those of levels");
 
-// One winner of all blocks, and its logit as an ordered integer.
+// The argmax of all blocks, and its logit as an ordered integer.
 struct TopPCheck {
   Candidate argmax;
   u32 logit;
 };
 
-// The best of what the warps have kept, for the trial of a number; the host's word comes with it.
+// The best of what the warps have kept, for the check of a number; the host's word comes with it.
 KOG_DEVICE void publish_top_p_check(Block& b, const Field& f, u64 number, u32 control) {
   sync_consumers();
   if (b.warp != 0) return;
@@ -32,7 +32,7 @@ KOG_DEVICE void publish_top_p_check(Block& b, const Field& f, u64 number, u32 co
   put_pair(to + 4, number, control, 0);
 }
 
-// The winner of a trial, known to every thread; `agreed` knows it, too. `room` holds a word a warp.
+// The argmax of a check, known to every thread; `agreed` knows it, too. `scratch` holds a word a warp.
 KOG_DEVICE TopPCheck gather_top_p_check(Block& b, u64 number, u32* scratch) {
   if (b.warp * 32 < kBlocks) {
     const u64* from = words_of_block<TopPCheckWords, 6>(b, b.thread);
@@ -90,7 +90,7 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
 // Of all blocks' ids, known to every thread.
 KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};
-  sync_consumers();  // warp 0 has read this block's sums: the room is free
+  sync_consumers();  // warp 0 has read this block's sums: the scratch is free
   if (b.warp * 32 < kBlocks) {
     const u64* from = words_of_block<SharesWords, 6>(b, b.thread);
     poll_pairs(
@@ -108,7 +108,7 @@ KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
   return {{sums[0], static_cast<u32>(sums[2] >> 32)}, {sums[1], static_cast<u32>(sums[2])}};
 }
 
-// What becomes of a winner: of one behind top_k and top_p both it may take the cut of top_k to know.
+// Whether the argmax survives; with top_k and top_p both it may take the cut of top_k to know (kOpen).
 enum class Verdict { kSurvives, kFalls, kOpen };
 
 KOG_DEVICE Verdict verdict_of(const Block& b, const Field& f, u32 logit, const Shares& s) {

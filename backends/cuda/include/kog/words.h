@@ -80,7 +80,7 @@ KOG_DEVICE u32* lane_words(const Block& b) {
   return b.p.words + lane_offset<Words>(b);
 }
 
-// Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
+// Until no thread's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
 // and asks again only for those: polls and weights share the way from the L2. One loop: the code that
 // runs once the words are there has been fetched while they were not.
 template <class WordIndex, class Ask>
@@ -95,7 +95,7 @@ KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase,
   end_wait(b);
 }
 
-// N vectors of 4 words a lane: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
+// N vectors of 4 words a thread: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
 // 0, and 0 of its first word if nothing is to be loaded.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
@@ -133,10 +133,10 @@ KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u
       phase, q);
 }
 
-// N single words a lane: address(i) says where, need(i) whether the lane asks for it. Two functions:
+// N single words a thread: address(i) says where, need(i) whether the thread asks for it. Two functions:
 // of an address that may be null, NVRTC 13.0.88 made code that reads the null before it is written
 // and loads from there (decode of laneformer-2b in chunks of 24 KB: tests/sass_hazards.py). What no
-// lane needs is never loaded. For the record of a wait that expires address(0) is turned into a
+// thread needs is never loaded. For the record of a wait that expires address(0) is made a
 // number, needed or not: counted from the words, it is none that could fault, though it may be that
 // of a word beside the late one. To pick the late one took 40 instructions more of Llama-3.2-1B's
 // decode, and 184 of Laneformer-2B's.
@@ -162,7 +162,7 @@ KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
   store_relaxed_pair(to, number | x, number | y);
 }
 
-// N pairs a lane: address(i) says where, need(i) whether the lane asks for it; others are zero.
+// N pairs a thread: address(i) says where, need(i) whether the thread asks for it; others are zero.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
                            u64 (&v)[N]) {

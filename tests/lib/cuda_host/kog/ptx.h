@@ -60,15 +60,15 @@ struct Copy {
   int delay;
 };
 
-using Shown = u64[32];  // by lane
+using Shown = u64[32];  // by thread of the warp
 
 struct Warp {
   int arrived = 0;
   u64 generation = 0;
   bool looked = false;  // whether somebody else has done something: it waits
-  int blocked = 0;      // lanes at the block's barrier, or past it, and which one that is
+  int blocked = 0;      // threads at the block's barrier, or past it, and which one that is
   u64 barrier = 0;
-  // What lanes show each other in a turn and the next one: nobody is two turns ahead.
+  // What threads show each other in one generation and the next: nobody is two ahead.
   Shown shown[2];
   float a[2][32][8], b[2][32][4];
 };
@@ -116,7 +116,7 @@ KOG_EMULATED void meet() {
   }
   while (w.generation == mine) yield();
 }
-// What every lane of the warp shows.
+// What every thread of the warp shows.
 KOG_EMULATED const Shown& show(u64 v) {
   Warp& w = warp();
   Shown& all = w.shown[w.generation % 2];

@@ -1,4 +1,4 @@
-// Attention of one new token a column, by the units that are this block's (units.h).
+// Attention of one new token a column, by the KV tasks that are this block's (kv_tasks.h).
 //
 //   a short context   all of a head's splits by one block, which joins them (splits.h)
 //   a longer one      words, each split walked as in a kernel of one token (../attention.h), then joined by
@@ -32,8 +32,8 @@ KOG_DEVICE void fetch_kv_tasks(const Block& b, int layer, int steps) {
 KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
   return lane_offset<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
 }
-// By all warps: the words of one of many splits are there. Their phases do not keep step, the flag alone tells of
-// them: publish_block of docs/SYNC.md.
+// By all warps: the words of one of many splits are there. Their phases do not keep step, only the flag says
+// that they are there: publish_block of docs/SYNC.md.
 KOG_DEVICE void finish_split(Block& b) {
   sync_consumers();
   Span span = take_kv_task(b);
@@ -91,7 +91,7 @@ KOG_DEVICE void walk_shared(Block& b) {
   finish_split(b);
 }
 
-// The joins of the unit's head that are this block's.
+// The joins of the KV task's head that are this block's.
 KOG_DEVICE void join_kv_task(Block& b) {
   Span span = take_kv_task(b);
   if (span.split >= kQueries) return;
@@ -120,7 +120,7 @@ KOG_DEVICE void attention(Block& b) {
     }
     blocks = enter_kv_task(b, kv_task_in_hand(b) + 1);
   }
-  // A register less while they are walked where all units are laid out at once.
+  // A register less while they are walked where all KV tasks are laid out at once.
   if (kAllKept) shares = load_volatile(&b.small->shares) != 0;
   if (!shares) return;
   blocks = enter_kv_task(b, 0);

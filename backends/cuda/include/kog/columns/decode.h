@@ -1,5 +1,5 @@
 // One launch serves up to kColumns requests together, a token of each a step, until one ends or the
-// host wants to speak: the walk of one block. Who is served does not change while it runs. Or it
+// host wants control: the walk of one block. Who is served does not change while it runs. Or it
 // serves one prompt, kColumns positions a step, until its first token (chunk.h).
 #pragma once
 #include <kog/columns/head.h>
@@ -18,7 +18,7 @@ KOG_DEVICE void run_step(Block& b) {
   if (any_head(b, steps_of(b))) return run_head(b);
   // What the next step overwrites has been read by those who wait here.
   await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b) - 1);
-  fence_gpu();  // this step's rows of the cache are there for all that comes
+  fence_gpu();  // acquires this step's rows of the cache: docs/SYNC.md, Fences
 }
 
 // After a step: a warp a column says what its token means and what comes next.
@@ -66,7 +66,8 @@ struct Steps {
 
 KOG_DEVICE void consume(Block& b) {
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
-  save_state(b, &WarpState::steps, 0), save_state(b, &WarpState::heads, 0), save_state(b, &WarpState::mixes, 0);
+  save_state(b, &WarpState::steps, 0);
+  save_state(b, &WarpState::heads, 0), save_state(b, &WarpState::mixes, 0);
   save_ring(b, Ring());
   if constexpr (kChunk) {
     spread_cursors(b);

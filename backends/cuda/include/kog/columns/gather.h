@@ -7,8 +7,8 @@
 
 namespace kog::columns {
 
-// Steps of K whose words are on their way at once: in as few turns as registers allow, and no more than the
-// first turn can leave in registers and scratch.
+// Steps of K whose words are on their way at once: in as few batches as registers allow, and no more than the
+// first batch can leave in registers and scratch.
 template <class Stage>
 struct LoadBatch {
   static constexpr int kMost = 64 / OperandLayout<Stage>::kRowWords;
@@ -22,23 +22,23 @@ struct LoadBatch {
 };
 
 // Whether all words of a part are few enough to be asked for before a hint says that some are there: in
-// vain, while other blocks still work, they cost the L2 what they would cost in the end. So few was chosen, not
-// tuned.
+// vain, while other blocks still work, they cost the L2 what they would cost in the end. So few was chosen,
+// not tuned.
 template <class Stage>
 constexpr bool kAsksAtOnce = Stage::kSteps * OperandLayout<Stage>::kRowWords <= 32;
 
-// Operands of a turn from step `first` on, once the words of the lane's own columns carry the phase. hint()
-// returns when some of the warp's are there: it is called if none of them are, unless it was.
+// Operands of a batch from step `first` on, once the words of the thread's own columns carry the phase.
+// hint() returns when some of the warp's are there: it is called if none of them are, unless it was.
 template <class Stage, class Region, class Hint>
-KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename LoadBatch<Stage>::Rows& w, Hint hint,
-                        bool& hinted) {
+KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename LoadBatch<Stage>::Rows& w,
+                        Hint hint, bool& hinted) {
   using S = OperandLayout<Stage>;
   constexpr int kSteps = LoadBatch<Stage>::kSteps;
-  // The lane's words of a step: every other one of a quarter.
+  // The thread's words of a step: every other one of a quarter.
   int thread = b.in_warp % S::kHolders, k = S::first_value(b) + first * S::kStepValues;
   int value = k + S::value(thread);
   const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + thread * S::kThreadStride;
-  // Whether the lane's word of a step is ever written.
+  // Whether the thread's word of a step is ever written.
   auto mine = [&](int i, int set, int word) {
     bool inside = Stage::kPaddedK == Stage::kCols ||
                   value + i * S::kStepValues + 4 * word < Stage::kCols;

@@ -2,8 +2,8 @@
 // agree on.
 //
 //   plain requests   every block publishes its best of each column; one block a column picks the
-//                    winner and tells all
-//   the others       edited, cut or told to the host: ../choose.h, column after column
+//                    argmax and publishes it
+//   the others       edited, cut or with log-probabilities: ../choose.h, column after column
 #pragma once
 #include <kog/choose.h>
 #include <kog/columns/mix.h>
@@ -26,7 +26,8 @@ KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
   return reinterpret_cast<u64*>(b.p.words + ColumnArgmaxWords::kOffset) + 2 * column;
 }
 
-// This block's best of every column, from its lanes' best of their own. Lanes of a column lie side by side.
+// This block's best of every column, from its threads' best of their own. Threads of a column lie side by
+// side.
 KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
   constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
@@ -43,11 +44,11 @@ KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 ep
   put_candidate(best_of_column(b, b.warp, b.block), epoch, best, control);
 }
 
-// The block whose warp 0 picks a column's winner.
+// The block whose warp 0 picks a column's argmax.
 KOG_DEVICE int column_argmax_block(int column) { return column * kBlocks / kColumns; }
 
 KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
-  constexpr int kEach = (kBlocks + 31) / 32;  // of a lane, on their way together
+  constexpr int kEach = (kBlocks + 31) / 32;  // of a thread, on their way together
   u32 control;  // block 0 brought it
   Candidate best = poll_candidates<kEach>(
       b, epoch, [&](int i) { return best_of_column(b, column, 32 * i + b.in_warp); },
@@ -76,9 +77,9 @@ KOG_DEVICE void run_head(Block& b) {
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;
   Candidate mine = nobody();
-  Walk k;
+  Walk walk;
   run_rows<LmHead>(
-      b, k, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, x, NothingAhead(),
+      b, walk, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, x, NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = head_scale(b, item.column);
@@ -102,7 +103,8 @@ KOG_DEVICE void run_head(Block& b) {
     publish_best(b, mine, column, epoch, control);
     if (b.warp == 0) {
       for (int c = 0; c < b.p.num_requests; c++)
-        if (column_argmax_block(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b))) pick_argmax(b, c, epoch);
+        if (column_argmax_block(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b)))
+          pick_argmax(b, c, epoch);
       bool waits = b.in_warp < b.p.num_requests && is_plain(b, b.in_warp) &&
                    has_head(b, b.in_warp, steps_of(b));
       gather_argmaxes(b, waits, epoch);

@@ -1,5 +1,6 @@
-// Who attends to what: the units of a layer (column, key/value head and, of a short context, some of its
-// queries, of a longer one a split) are dealt out to a lane's blocks, and each keeps its own in shared memory.
+// Who attends to what: the KV tasks of a layer (column, key/value head and, of a short context, some of its
+// queries, of a longer one a split) are dealt out to a lane's blocks, and each keeps its own in shared
+// memory.
 #pragma once
 #include <kog/columns/chunk.h>
 #include <kog/columns/stream.h>
@@ -16,9 +17,9 @@ KOG_DEVICE int length_of(const Block& b, int column, int steps) {
 KOG_DEVICE int blocks_of(int length) {
   return length <= kMergedLength ? 1 : splits_in_use(length);
 }
-// Units of a head whose context so many blocks share: a split each, or some of its queries.
+// KV tasks of a head whose context so many blocks share: a split each, or some of its queries.
 KOG_DEVICE int kv_tasks_of_head(int blocks) { return blocks > 1 ? blocks : kHeadParts; }
-// What the block of unit n of a column's walks.
+// What the block of KV task n of a column's walks.
 KOG_DEVICE Span span_of_kv_task(int n, int blocks, int position, int window) {
   if (blocks > 1) {
     int head = static_cast<int>(divided(static_cast<u32>(n), blocks));
@@ -30,9 +31,9 @@ KOG_DEVICE Span span_of_kv_task(int n, int blocks, int position, int window) {
   return span;
 }
 
-// How a layer's units are dealt out: those of column c in lane c.
+// How a layer's KV tasks are dealt out: those of column c in thread c.
 struct Deal {
-  int blocks, before, count;  // of a head; units of columns ahead of it; its own
+  int blocks, before, count;  // of a head; KV tasks of columns ahead of it; its own
 
   KOG_DEVICE Deal(const Block& b, int steps) : blocks(0), count(0) {
     if (b.in_warp < b.p.num_requests) {
@@ -48,7 +49,7 @@ struct Deal {
     before = static_cast<int>(sum) - count;
   }
 };
-// Unit number i of this block's; none behind the last. By whole warps.
+// KV task number i of this block's; none behind the last. By whole warps.
 KOG_DEVICE KvTask find_kv_task(const Block& b, int steps, int i) {
   Deal deal(b, steps);
   int n = b.group_index + i * kGroup;
@@ -64,7 +65,7 @@ KOG_DEVICE KvTask find_kv_task(const Block& b, int steps, int i) {
   return {word(column),     blocks,          word(span.head),  word(query),
           word(span.split), word(span.used), word(span.start), word(span.end)};
 }
-// Lay out this block's units from number `first` on; by its last warp.
+// Lay out this block's KV tasks from number `first` on; by its last warp.
 KOG_DEVICE void lay_out_kv_tasks(const Block& b, int first) {
   if (b.warp != kWarps - 1) return;
   u32 shares = 0;
@@ -83,9 +84,11 @@ constexpr bool kAllKept = kMostKvTasks <= kKvTasksKept;
 KOG_DEVICE void keep_kv_tasks(const Block& b) {
   if (kAllKept && (!kSameWindows || b.layer == 0)) lay_out_kv_tasks(b, 0);
 }
-// The unit in hand, by its number: in a register it would be spilled.
-KOG_DEVICE int kv_task_in_hand(const Block& b) { return static_cast<int>(load_state(b, &WarpState::kv_task)); }
-// Take unit i in hand: blocks that share its head, 0 behind the last; behind a barrier. By all warps.
+// The KV task in hand, by its number: in a register it would be spilled.
+KOG_DEVICE int kv_task_in_hand(const Block& b) {
+  return static_cast<int>(load_state(b, &WarpState::kv_task));
+}
+// Take KV task i in hand: blocks that share its head, 0 behind the last; behind a barrier. By all warps.
 KOG_DEVICE int enter_kv_task(const Block& b, int i) {
   save_state(b, &WarpState::kv_task, static_cast<u32>(i));
   if (!kAllKept && i % kKvTasksKept == 0) {

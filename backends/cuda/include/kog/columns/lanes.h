@@ -10,14 +10,14 @@
 //   DELAYED   before the stage waits for its inputs: those words came layers ago
 //   NOW       behind the stage, whose own outputs they are; the streams follow then
 //
-// backends/cuda/lanes.py says which outputs are sent, and that buffers suffice.
+// backends/cuda/layout/exchanges.py says which outputs are sent, and that buffers suffice.
 #pragma once
 #include <kog/columns/stream.h>
 
 namespace kog::columns {
 
-// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they send to
-// other lanes, and how many such outputs come before each layer.
+// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they
+// send to other lanes, and how many such outputs come before each layer.
 struct AttentionModule {
   using Stage = OProj;
   using Words = AttentionOutWords;
@@ -66,9 +66,9 @@ struct Reduction {
     return b.p.words + Words::kOffset + index % Words::kBuffers * (kLanes * kOfLane);
   }
   KOG_DEVICE static u32 phase(int index) { return phase_of(index / Words::kBuffers); }
-  KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
+  KOG_DEVICE static int offset(const Item& item) { return item.column * Words::kStride + item.row; }
 
-  // The sum of a lane of piece n of this block's.
+  // The sum of a thread of piece n of this block's.
   KOG_DEVICE static float* joined(const Block& b, int n) {
     return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
   }
@@ -78,7 +78,7 @@ struct Reduction {
     if constexpr (kSends) {
       int index = send_index(b, b.layer);
       if (item.there && Module::before(b.layer + 1) > Module::before(b.layer))
-        store_relaxed(words(b, index) + b.lane * kOfLane + place(item), pack_f32(y, phase(index)));
+        store_relaxed(words(b, index) + b.lane * kOfLane + offset(item), pack_f32(y, phase(index)));
     }
   }
 
@@ -97,7 +97,7 @@ struct Reduction {
         int n = next + a * kWarps;
         Item item = item_of<Stage>(b, first + n);
         mine[a] = n < count && item.there;
-        from[a] = place(item);
+        from[a] = offset(item);
         sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
       }
       u32 w[kAtOnce * kLanes];

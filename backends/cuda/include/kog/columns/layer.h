@@ -3,8 +3,7 @@
 //   x --norm--> qkv_proj ==> attention ==> o_proj ==> x --norm--> gate_up_proj ==> down_proj ==> x
 //                       words         words     words                         words         words
 //
-// What a block may overwrite, and when, is as in a kernel of one token: before it writes an exchange,
-// it has received a module's rows, which every block sent after it had read.
+// Why a block may overwrite an exchange: docs/SYNC.md.
 #pragma once
 #include <kog/columns/attention.h>
 #include <kog/columns/gather.h>
@@ -36,22 +35,23 @@ using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Walk k;
-  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
+  Walk walk;
+  qkv_rows(b, walk, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
 }
 
-// The hint of the block at this place, as units_of turns it: those that one warp waits for lie
+// The hint of the block at this rotated index (rotated_group_index): those that one warp waits for lie
 // together, others in other lines, so that all blocks' questions spread over the L2.
 KOG_DEVICE int mlp_flag(const Block& b, int group_index) {
-  return lane_offset<MlpFlagsWords>(b) + group_index / kFlagsTogether * kLineWords + group_index % kFlagsTogether;
+  return lane_offset<MlpFlagsWords>(b) + group_index / kFlagsTogether * kLineWords +
+         group_index % kFlagsTogether;
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
   auto x = held_operands<GateUpProj>(b);
   int iteration = iteration_of(b);
-  Walk k;
-  gate_up_rows(b, k, x, ahead, phase_of(iteration));
+  Walk walk;
+  gate_up_rows(b, walk, x, ahead, phase_of(iteration));
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(b, rotated_group_index<GateUpProj>(b.group_index, b.layer)),
@@ -89,8 +89,8 @@ struct Bases {
   }
 };
 
-// A module's rows to the streams, from `x` on. With those of the last layer this step's rows of the cache become
-// visible.
+// A module's rows to the streams, from `x` on. With those of the last layer this step's rows of the cache
+// become visible.
 template <class Module>
 struct Sink {
   using Asked = Base;
@@ -140,8 +140,8 @@ KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   begin_stage(b);
   Streams x = Module::streams(b);
   Sink<Module> sink{b, x, bases};
-  Walk k;
-  module_rows(b, k, operands, NothingAhead(), sink);
+  Walk walk;
+  module_rows(b, walk, operands, NothingAhead(), sink);
   begin_stage(b);
   Reduction<Module>(b).end(b, x, sink);
 }
@@ -163,7 +163,8 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
-  int from = rotated_owner<GateUpProj>(2 * first / kRows), to = rotated_owner<GateUpProj>((2 * last - 1) / kRows);
+  int from = rotated_owner<GateUpProj>(2 * first / kRows);
+  int to = rotated_owner<GateUpProj>((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
     int group_index = from + i * 32 + b.in_warp;
@@ -178,7 +179,7 @@ KOG_DEVICE void down_proj(Block& b) {
     int iteration = iteration_of(b);
     if constexpr (DownProj::kRead > 0)
       operands.in_memory = lane_words<MlpWords>(b) +
-                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.thread;
+                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.offset;
     stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, operands, phase_of(iteration),
                                     [&] { await_mlp(b, epoch_of(iteration)); });
   });

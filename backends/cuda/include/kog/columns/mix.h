@@ -1,5 +1,5 @@
-// The streams of all columns as the head's operands. The mix of several lanes' (../mix.h) comes with hints, so that
-// it is staged as streams are.
+// The streams of all columns as the head's operands. The mix of several lanes' (../mix.h) comes with hints,
+// so that it is staged as streams are.
 #pragma once
 #include <kog/columns/layer.h>
 #include <kog/mix.h>
@@ -30,8 +30,8 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   }
 }
 
-// The head's operands, and their sums of squares; behind it this step's rows of the cache are
-// there for all that comes.
+// The head's operands, and their sums of squares; acquires this step's rows of the cache (docs/SYNC.md,
+// Fences).
 KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream

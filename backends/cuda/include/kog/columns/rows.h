@@ -1,4 +1,4 @@
-// What a warp of a kernel of columns finishes of a batch: pieces of units, a sum a lane, a warp a piece.
+// What a warp of a kernel of columns finishes of a batch: pieces of units, a sum a thread, a warp a piece.
 #pragma once
 #include <kog/columns/flags.h>
 #include <kog/columns/warp_state.h>
@@ -21,8 +21,8 @@ KOG_DEVICE int piece_of(const Item& item) {
   int n = item.column * kRows + item.row % kRows;
   return item.row / kRows * OperandLayout<Stage>::kPieces + n / OperandLayout<Stage>::kPieceWords;
 }
-// Of pieces [from, from + count) number `first` and every kWarps-th from there on, which are of the same tokens
-// whatever the batch.
+// Of pieces [from, from + count) number `first` and every kWarps-th from there on, which are of the same
+// tokens whatever the batch.
 template <class Stage>
 struct Pieces {
   static constexpr int kRounds = OperandLayout<Stage>::kRounds;
@@ -37,7 +37,7 @@ struct Pieces {
   KOG_DEVICE bool has(const Block&, int r) const { return first + r * kWarps < count; }
   KOG_DEVICE int number(int r) const { return from + first + r * kWarps; }
   KOG_DEVICE Item item(const Block& b, int r) const { return item_of<Stage>(b, number(r)); }
-  // Where the lane's sums are.
+  // Where the thread's sums are.
   KOG_DEVICE int at(const Block& b, int r) const {
     constexpr int kWords = OperandLayout<Stage>::kPieceWords;
     return (first + r * kWarps) * kWords + b.in_warp % kWords;
@@ -66,9 +66,10 @@ struct Walk {
   KOG_DEVICE Ring take_ring(const Block& b) const { return load_ring(b); }
   KOG_DEVICE void put_ring(const Block& b, const Ring& ring) const { save_ring(b, ring); }
   template <class Stage>
-  KOG_DEVICE float* sums(const Block& b, int scratch) const {
+  KOG_DEVICE float* sums(const Block& b, int buffer) const {
     float* first = reinterpret_cast<float*>(b.scratch + Stage::kSumsAt);
-    if constexpr (Stage::kSumBuffers > 1) first += scratch * (Stage::kParts * OperandLayout<Stage>::kPartStride);
+    if constexpr (Stage::kSumBuffers > 1)
+      first += buffer * (Stage::kParts * OperandLayout<Stage>::kPartStride);
     return first;
   }
 };

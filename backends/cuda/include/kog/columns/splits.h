@@ -1,8 +1,8 @@
-// A head of a column, or some of its queries, over a context that one block walks: it joins the splits as each
-// reader of a kernel of one token does for itself, in the order and roundings of those.
+// A head of a column, or some of its queries, over a context that one block walks: it joins the splits as
+// each reader of a kernel of one token does for itself, in the order and roundings of those.
 //
 //   round   two splits, a half of the warps each, where all of them have a tile a warp; else one
-//   merge   of all splits' results, a pair of values a lane
+//   merge   of all splits' results, a pair of values a thread
 //   join    of the splits, by way of shared memory
 #pragma once
 #include <kog/attention.h>
@@ -10,7 +10,7 @@
 
 namespace kog::columns {
 
-constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a unit
+constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a KV task
 constexpr bool kEvenGroup = kWarpsAGroup % 2 == 0;
 static_assert(kPartQueries <= kGroupHeads);  // they are of one group of warps
 
@@ -41,7 +41,7 @@ KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u
   if (pair == 0) store_relaxed(b.p.words + head_flag(b, b.column, query_head), epoch);
 }
 
-// One pair of a split's merged results, by one lane in the order of those that share it in a kernel of one
+// One pair of a split's merged results, by one thread in the order of those that share it in a kernel of one
 // token (../merge.h): `top` becomes the largest maximum.
 KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, int query, int pair,
                              float& top) {
@@ -70,7 +70,7 @@ KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, 
   return merged[0];
 }
 
-// How a unit's splits are walked.
+// How a KV task's splits are walked.
 struct Rounds {
   Span span;
   int position;
@@ -167,7 +167,8 @@ KOG_DEVICE void walk_head(Block& b) {
       int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].head));
       walk_tiles<false>(b, fresh, from, tiles, Cached(b, head), 0, tile, softmax);
     }
-    // What a unit is and where a thread stands is asked anew: kept while tiles are walked, it would be spilled.
+    // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
+    // spilled.
     b.begin_stage();
     Rounds round(b);
     int next = first + round.at_once;

@@ -11,11 +11,12 @@
 
 namespace kog::columns {
 
-// Where a slice has no more elements than half of a warp's lanes take, the other half has the other columns.
+// Where a slice has no more elements than half of a warp's threads take, the other half has the other
+// columns.
 constexpr int kSharing = kSlice <= 64 ? 2 : 1;
-constexpr int kMine = kColumns / kSharing;  // columns of a lane
+constexpr int kMine = kColumns / kSharing;  // columns of a thread
 KOG_DEVICE int first_column(const Block& b) { return b.in_warp / (32 / kSharing) * kMine; }
-// The first of this lane's elements of group i of its warp's slice, counted from there.
+// The first of this thread's elements of group i of its warp's slice, counted from there.
 KOG_DEVICE int in_slice(const Block& b, int i) { return i * 128 + b.in_warp % (32 / kSharing) * 4; }
 
 // Layers that the launch has run before this one; and what their flags carry.
@@ -54,19 +55,19 @@ KOG_DEVICE Streams inner_streams(const Block& b) {
   return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
 }
 
-// Until some of the warp's rows, this lane's from element e on, are said to be there.
+// Until some of the warp's rows, this thread's from element e on, are said to be there.
 KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, int e, int iteration) {
   const int at[1] = {e < kHidden ? x.hints + e / 4 : -1};
   await<true>(b, step, at, epoch_of(iteration));
 }
 
-// Four values of each of this lane's columns from element e on, by a whole warp; zeros where there are
+// Four values of each of this thread's columns from element e on, by a whole warp; zeros where there are
 // none.
 struct Quads {
   uint4 w[kMine];
 
   KOG_DEVICE float value(int c, int j) const { return float_of(word_of(w[c], j)); }
-  // Of the lane's first column.
+  // Of the thread's first column.
   KOG_DEVICE static const u32* place(const Block& b, const Streams& x, int e) {
     return x.words + first_column(b) * kHiddenStride + e;
   }
@@ -143,7 +144,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     bool staged = local < kSlice && e < kPaddedK;
     from[i] = staged ? e : kHiddenStride;
     if (i == 0) v.ask(b, x, from[0], iteration);
-    // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
+    // Threads without an element multiply zeros with them (../residual.h says why they load at all).
     const float* gains = gains_of(b, norm) + (staged && e < kHidden ? e : 0);
     gain[i] = kGains ? *reinterpret_cast<const float4*>(gains) : float4{1, 1, 1, 1};
   }
@@ -162,7 +163,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     }
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
-    // Places of the first column, to which known numbers are added: two, as what turns them turns columns.
+    // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
+    // even and odd columns.
     static_assert(!kSwapped || kMine % 2 == 0);
     int swizzle = bank_swizzle(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
     u32* even = step + place + swizzle;
@@ -182,9 +184,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       });
     }
   }
-  int lanes = 32 / kColumns;  // that share a column's sum
+  int sharers = 32 / kColumns;  // that share a column's sum
   float sum = sum_columns<kSharing>(b, square);
-  if (b.in_warp % lanes == 0) b.small->squares[b.in_warp / lanes * kWarps + b.warp] = sum;
+  if (b.in_warp % sharers == 0) b.small->squares[b.in_warp / sharers * kWarps + b.warp] = sum;
   sync_staged<kOwn>();
 }
 

@@ -8,7 +8,7 @@ KOG_DEVICE u32 load_state(const Block& b, u32 WarpState::* what) {
   return load_volatile(&(b.small->warp_states[b.warp].*what));
 }
 KOG_DEVICE void save_state(const Block& b, u32 WarpState::* what, u32 v) {
-  sync_warp();  // all lanes have read what was there
+  sync_warp();  // all threads have read what was there
   if (b.in_warp == 0) store_volatile(&(b.small->warp_states[b.warp].*what), v);
   sync_warp();
 }
@@ -18,12 +18,14 @@ KOG_DEVICE u32 count_up(const Block& b, u32 WarpState::* what) {
   save_state(b, what, next);
   return next;
 }
-// The ring's place, while a warp does not multiply. Every lane stores the same and reads its own.
+// Where the ring is, while a warp does not multiply. Every thread stores the same and reads its own.
 KOG_DEVICE void save_ring(const Block& b, const Ring& ring) {
   store_volatile(&b.small->warp_states[b.warp].slot, ring.slot);
   store_volatile(&b.small->warp_states[b.warp].parity, ring.parity);
 }
-KOG_DEVICE Ring load_ring(const Block& b) { return {load_state(b, &WarpState::slot), load_state(b, &WarpState::parity)}; }
+KOG_DEVICE Ring load_ring(const Block& b) {
+  return {load_state(b, &WarpState::slot), load_state(b, &WarpState::parity)};
+}
 // Steps that the launch has done.
 KOG_DEVICE int steps_of(const Block& b) { return static_cast<int>(load_state(b, &WarpState::steps)); }
 
