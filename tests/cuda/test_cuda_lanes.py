@@ -368,7 +368,7 @@ FAULTS = {
     ),
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
     "one buffer": ("columns/lanes.h", "index % Words::kBuffers", "0 * index"),
-    "a phase of another turn": ("columns/lanes.h", "phase_of(index / Words::kBuffers)", "1"),
+    "a phase of another use": ("columns/lanes.h", "phase_of(index / Words::kBuffers)", "1"),
     "a mean that is not normed": (
         "mix.h",
         "x * gain * scale()",

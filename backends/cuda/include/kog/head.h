@@ -49,7 +49,7 @@ KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
 }
 
 // Logits and the token that all blocks agree on, and acquire_cache; the host's word is asked for by one
-// thread of all. `kMix` false: the lanes' mix is in its place already, in x or in its words.
+// thread of all. `kMix` false: the lanes' mix is there already, in x or in its words.
 template <bool kMix = kMixes>
 KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   u32 control = 0;

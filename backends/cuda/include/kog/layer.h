@@ -149,7 +149,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk) {
 // the cache (docs/SYNC.md, Fences).
 KOG_DEVICE void acquire_cache() { fence_gpu(); }
 
-// All of them.
+// All layers.
 KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
     qkv_proj(b, walk, NothingAhead());
@@ -157,7 +157,7 @@ KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
     join_mlp_out(b, walk);
   }
 }
-// The same with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
+// All layers, with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
 // pass of the loop: a register that lived from one pass to the next would be spilled.
 KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   b.layer = 0;

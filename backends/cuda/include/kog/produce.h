@@ -14,7 +14,7 @@ KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span
   fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
   fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
 }
-// The same for this block's part of a layer's attention.
+// Bring this block's part of a layer's attention into the L2.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   if (position >= kMaxContext) return;  // ahead of the end of a request
   for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup) {
@@ -33,7 +33,7 @@ template <class... Stages>
 struct Matrices {
   static constexpr int kCount = sizeof...(Stages);
 
-  // Of number n, in one run by the block at a place of its lane.
+  // Of number n, in one run by the block of a group index.
   KOG_DEVICE static int fragments(int n, int group_index, int layer) {
     int i = 0, found = 0;
     ((found = i++ == n ? fragments_of<Stages>(group_index, layer) : found), ...);

@@ -65,8 +65,8 @@ KOG_DEVICE void drop_phase_bit(float (&x)[kHeld]) {
   for (int i = 0; i < kHeld; i++) x[i] = unpack_f32(bits_of(x[i]));
 }
 
-// How many of a module's outputs went to all lanes at once: it says slot and phase of the next one,
-// and with the layers run that of the next one for the lane alone.
+// How many of a module's outputs went to all lanes at once: that gives buffer and phase of the
+// next one, and with the layers run the phase of the next one for the lane alone.
 struct ReduceCounts {
   int now = 0;
   KOG_DEVICE int own(int iteration) const { return iteration - now; }
@@ -87,8 +87,8 @@ struct Module {
   int how, iteration;
 
   KOG_DEVICE u32* delayed(int when, int lane, int row) const {
-    int slot = when % kDelayedBuffers;
-    return b.p.words + Delayed::kOffset + (slot * kLanes + lane) * Delayed::kStride + row;
+    int buffer = when % kDelayedBuffers;
+    return b.p.words + Delayed::kOffset + (buffer * kLanes + lane) * Delayed::kStride + row;
   }
   KOG_DEVICE static u32 delayed_phase(int when) { return phase_of(when / kDelayedBuffers); }
 

@@ -77,7 +77,7 @@ KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u
 }
 KOG_DEVICE int token_of(const Candidate& c) { return c.key == -infinity() ? kNothing : c.id; }
 
-// A block's words of one head: two slots, because lanes that never meet may be a token apart.
+// A block's words of one head: two buffers, because lanes that never meet may be a token apart.
 KOG_DEVICE u64* argmax_words(const Block& b, int heads, int block) {
   return words_of_block<ArgmaxWords, 4>(b, block, heads & 1);
 }

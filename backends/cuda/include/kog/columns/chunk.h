@@ -8,7 +8,7 @@
 #pragma once
 #include <kog/attention.h>
 #include <kog/columns/flags.h>
-#include <kog/columns/place.h>
+#include <kog/columns/position.h>
 
 namespace kog::columns {
 

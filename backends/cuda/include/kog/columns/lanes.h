@@ -3,7 +3,7 @@
 //
 //   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner
 //
-// Blocks at the same place of their lanes own the same rows. An owner receives what the others owe
+// Blocks of the same group index own the same rows. An owner receives what the others owe
 // its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
 // scratch:
 //
