@@ -73,7 +73,7 @@ class StageRunner:
             self._put_pairs(words, "mlp", v["mlp"])
         if "delayed" in v:
             slot, phase = self._delayed_slot(self.spec.delay)
-            self._put_floats(words, self._module(stage) + "_past", slot, v["delayed"], phase)
+            self._put_floats(words, self._module(stage) + "_delayed", slot, v["delayed"], phase)
         if "x" in v:
             self._put_x(v["x"])
         scale = 1.0
@@ -190,15 +190,15 @@ class StageRunner:
 
     def _delayed_slot(self, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
-        buffers = self.layout.regions["mlp_out_past"].buffers
+        buffers = self.layout.regions["mlp_out_delayed"].buffers
         return iteration % buffers, (iteration // buffers + 1) & 1
 
     def _output(self, words: np.ndarray, stage: str, layer: int) -> Tensor:
         """A module's output as its rows made it, before it joins the streams."""
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
-        if self.layout.regions[name + "_past"].stride:
+        if self.layout.regions[name + "_delayed"].stride:
             return self._get_floats(
-                words, name + "_past", self._delayed_slot(2 * self.spec.delay)[0]
+                words, name + "_delayed", self._delayed_slot(2 * self.spec.delay)[0]
             )
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")
