@@ -87,10 +87,10 @@ struct Module {
   int how, iteration;
 
   KOG_DEVICE u32* past(int when, int lane, int row) const {
-    int slot = when % kPastBuffers;
+    int slot = when % Past::kBuffers;
     return b.p.words + Past::kOffset + (slot * kLanes + lane) * Past::kStride + row;
   }
-  KOG_DEVICE static u32 past_phase(int when) { return phase_of(when / kPastBuffers); }
+  KOG_DEVICE static u32 past_phase(int when) { return phase_of(when / Past::kBuffers); }
 
   // Whether lane j's output is needed.
   KOG_DEVICE bool needs(const Item& item, int j) const {
