@@ -72,7 +72,7 @@ class StageRunner:
         if "mlp" in v:
             self._put_pairs(words, "mlp", v["mlp"])
         if "delayed" in v:
-            slot, phase = self._delayed_slot(self.spec.delay)
+            slot, phase = self._delayed_slot(stage, self.spec.delay)
             self._put_floats(words, self._module(stage) + "_delayed", slot, v["delayed"], phase)
         if "x" in v:
             self._put_x(v["x"])
@@ -188,9 +188,9 @@ class StageRunner:
     def _module(self, stage: str) -> str:
         return "attention_out" if stage == "o_proj" else "mlp_out"
 
-    def _delayed_slot(self, iteration: int) -> tuple[int, int]:
+    def _delayed_slot(self, stage: str, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
-        buffers = self.layout.regions["mlp_out_delayed"].buffers
+        buffers = self.layout.regions[self._module(stage) + "_delayed"].buffers
         return iteration % buffers, (iteration // buffers + 1) & 1
 
     def _output(self, words: np.ndarray, stage: str, layer: int) -> Tensor:
@@ -198,7 +198,7 @@ class StageRunner:
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
         if self.layout.regions[name + "_delayed"].stride:
             return self._get_floats(
-                words, name + "_delayed", self._delayed_slot(2 * self.spec.delay)[0]
+                words, name + "_delayed", self._delayed_slot(stage, 2 * self.spec.delay)[0]
             )
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")

@@ -84,7 +84,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "vocab": spec.vocab_size,
         "max_context": layout.max_context,
         "delay": spec.delay,
-        "delayed_buffers": layout.region("mlp_out_delayed").buffers,
         "blocks": lo.num_blocks,
         "group": lo.group_size(schedule.stage("qkv_proj")),
         "warps": WARPS,

@@ -87,10 +87,10 @@ struct Module {
   int how, iteration;
 
   KOG_DEVICE u32* delayed(int when, int lane, int row) const {
-    int buffer = when % kDelayedBuffers;
+    int buffer = when % Delayed::kBuffers;
     return b.p.words + Delayed::kOffset + (buffer * kLanes + lane) * Delayed::kStride + row;
   }
-  KOG_DEVICE static u32 delayed_phase(int when) { return phase_of(when / kDelayedBuffers); }
+  KOG_DEVICE static u32 delayed_phase(int when) { return phase_of(when / Delayed::kBuffers); }
 
   // Whether lane j's output is needed.
   KOG_DEVICE bool needs(const Item& item, int j) const {
