@@ -230,7 +230,7 @@ def test_a_lane_runs_ahead_by_the_buffers_of_each_module():
     weights = RandomWeights(spec)
     walk, tokens = Walk(spec, weights, 4), tokens_of(spec, 2)
     regions = walk.layout.regions
-    assert regions["attention_out_past"].buffers > regions["mlp_out_past"].buffers
+    assert regions["attention_out_delayed"].buffers > regions["mlp_out_delayed"].buffers
     expected = walk.forward_logits(tokens)
     walk.store_late("mlp_out", 300, rows=1)
     assert np.array_equal(walk.forward_logits(tokens, limit=1 << 15), expected)
