@@ -73,6 +73,9 @@ def _close_open_engines() -> None:
         engine.close()
 
 
+os.register_at_fork(after_in_child=_open_engines.clear)  # they are the parent's to close
+
+
 class Engine:
     """One backend and its slots. `peak` is what MBU compares with, if it is known."""
 

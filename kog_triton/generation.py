@@ -179,7 +179,7 @@ class Generation:
         for step in steps:
             if isinstance(step, Failure):
                 self.finish_reason = FINISH_REASONS["cancel"]
-                raise run_error(step.error) from step.error
+                raise run_error(step.error)
             texts.append(self._text_of(step, now))
             if self.finished:
                 break

@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
-from kog_triton import LLM
+from kog_triton import LLM, engine
 from kog_triton.errors import RequestError, RunError
 from tests.lib.fake_backend import GREEDY, FakeBackend, cold
 
@@ -337,6 +339,43 @@ def test_an_error_that_stays_reaches_everybody_who_waits(folder):
         streams = [llm.stream(f"say:{i}", GREEDY) for i in range(4)]
         assert [text_of(stream) for stream in streams] == ["the GPU fell silent"] * 4
         assert (llm.engine.num_waiting, llm.engine.num_free_slots) == (0, 1)
+
+
+def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with narrow.engine._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        engine._close_open_engines()  # as at its exit
+        os._exit(0)
+    over.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+class Broken(FakeBackend):
+    def generate(self, mailbox):
+        try:
+            raise OSError("of the driver")
+        except OSError as error:
+            raise RunError("the GPU broke off") from error
+
+
+@pytest.mark.parametrize("backend, says", [(Broken, "of the driver"), (FakeBackend, "is gone")])
+def test_an_error_says_what_it_came_from_and_never_itself(folder, backend, says):
+    with LLM(folder, backend=backend) as llm, pytest.raises(RunError) as raised:
+        llm.generate("crash", GREEDY)
+    assert says in str(raised.value.__cause__)
+    assert raised.value.__cause__ is not raised.value
 
 
 def test_a_failure_is_that_of_its_request_alone(narrow):
