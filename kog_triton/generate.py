@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from kog_triton.sampling.params import SamplingParams
     from kog_triton.sampling.structured import StructuredOutputs
 
-# flag -> field of SamplingParams; a flag that is not given leaves the checkpoint's default
-SAMPLING_FLAGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "logprobs",
-    "max_tokens",
-)
-
 
 def build_parser() -> Parser:
     from kog_triton.backends import PREFILLS  # imported inside `run`, where Ctrl-C is one line
@@ -168,10 +152,14 @@ def structured_outputs(args: argparse.Namespace) -> "StructuredOutputs | None":
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of SamplingParams that were given, checked before a model is opened for them."""
+    """Fields of SamplingParams that were given, checked before a model is opened for them.
+
+    A flag that is not given leaves the checkpoint's default.
+    """
     from kog_triton.sampling.params import SamplingParams
 
-    explicit = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    fields = SamplingParams.__dataclass_fields__
+    explicit = {name: value for name, value in vars(args).items() if name in fields}
     explicit["structured_outputs"] = structured_outputs(args)
     explicit = {name: value for name, value in explicit.items() if value is not None}
     SamplingParams(**explicit)

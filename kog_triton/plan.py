@@ -44,12 +44,10 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     s = partition.schedule
     cuda = partition if isinstance(partition, CudaLowering) else None
     title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
-    table = plain_table(title)
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
     names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else []
     names += [] if cuda else ["MB/token", "roofline us"]
-    for name in names:
-        table.add_column(name, justify="left" if name == "stage" else "right")
+    table = plain_table(names, title, wrap=True)
     for segment, stage in s.walk():
         shards = 1 if stage.scope is Scope.ALL else s.num_shards
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kog_triton.backends.device import clock
 from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 
@@ -49,13 +50,10 @@ class Kernel:
     ) -> float:
         """Launch and wait for the end; seconds on the GPU from what `before` has queued to the end."""
         with torch.cuda.device(self._device):
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before()
-            begun.record()
+            seconds = clock(self._device)
             self.launch(blocks, threads, argument)
-            ended.record()
-            ended.synchronize()
-            return begun.elapsed_time(ended) / 1e3
+            return seconds()
 
     def resources(self) -> Resources:
         """Registers, local and shared memory, the dynamic part included."""

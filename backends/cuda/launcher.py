@@ -1,7 +1,7 @@
 """Launches of the CUDA kernels for requests (kog_triton/backends/serving.py): which kernel serves whom.
 
 A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
-kernel or it is still being compiled, several in turn, a token each. It ends when one of them does. A prompt
+kernel or it is still being compiled, several round robin, a token each. It ends when one of them does. A prompt
 goes first, alone and in chunks (chunks.py), while the others wait.
 """
 
@@ -16,7 +16,7 @@ from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import STEPS
-from kog_triton.backends.cuda.layout.protocol import MOST_SEATS, Word
+from kog_triton.backends.cuda.layout.protocol import MAX_REQUESTS, Word
 from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.mailbox import Request
@@ -77,7 +77,7 @@ class CudaLauncher:
         count = len(running)
         ready = self.columns.ready(count)
         step = self.columns.take(count, self.device) if ready else None
-        slots = list(running)[: self.columns.most if step else MOST_SEATS]
+        slots = list(running)[: self.columns.most if step else MAX_REQUESTS]
         alone = self.whole and count == 1
         return self._start(slots, UNLIMITED if alone else _most_steps(running, slots), step, count)
 
@@ -101,8 +101,8 @@ class CudaLauncher:
         except RunError as error:
             return Result(positions, (), error=error)
         ended = () if outcome is Outcome.YIELD else (last,)
-        in_turn = layout.columns == 1
-        return Result(positions, ended, slots[: slots.index(last) + 1] if in_turn else slots)
+        round_robin = layout.columns == 1
+        return Result(positions, ended, slots[: slots.index(last) + 1] if round_robin else slots)
 
     def take_back(self, one: InSlot) -> None:
         self.memory.recount(one.request.slot, one.request.prompt, one.output)
@@ -112,7 +112,7 @@ def _most_steps(running: Mapping[int, InSlot], slots: Sequence[int]) -> int:
     """Steps after which the launch ends, so that a cancel in a long prompt is heard."""
     ahead = (len(running[s].request.prompt) - running[s].position for s in slots)
     silent = min(ahead) * len(slots)
-    waiting = len(running) > len(slots)  # for a seat
+    waiting = len(running) > len(slots)  # for the next launch
     return MOST_SILENT if waiting or silent > MOST_SILENT else UNLIMITED
 
 
@@ -128,13 +128,13 @@ def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
 
 def check_waits(memory: Memory, layout: Layout) -> None:
     """RunError that names the first wait of a launch that expired."""
-    flag, block, step, layer, word, seen, wanted, told = memory.error.tolist()
+    flag, block, step, layer, word, seen, wanted, reported = memory.error.tolist()
     if not flag:
         return
     what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
-    if not told:
+    if not reported:
         what = "for a word that came while it gave up"
-    kind = LateMask if told and STEPS[step] == "mask" else RunError
+    kind = LateMask if reported and STEPS[step] == "mask" else RunError
     raise kind(
         f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
         f"after {memory.mailbox[Word.STEPS]} steps"

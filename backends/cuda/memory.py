@@ -75,7 +75,7 @@ class Memory:
         for name, tensor in tensors.items():
             held, seen = tensor.element_size(), protocol.item_bytes(name)
             assert held == seen, f"{name}: {held} bytes an element, the kernel sees {seen}"
-        order = (ctypes.c_int32 * protocol.MOST_SEATS)(*slots)
+        order = (ctypes.c_int32 * protocol.MAX_REQUESTS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
         return protocol.Pointers(*addresses, limit, most_steps, len(slots), order)
 

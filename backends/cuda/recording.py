@@ -19,7 +19,7 @@ from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 
 WAITS = ("attention_qkv", "o_proj_input", "attention_out", "down_proj_input", "mlp_out")
 # The head's points, by the names that they have in a layer.
-HEAD_POINTS = (("qkv_proj", Span("lm_head", HEAD)), ("attention", Span("winner", HEAD, True)))
+HEAD_POINTS = (("qkv_proj", Span("lm_head", HEAD)), ("attention", Span("argmax", HEAD, True)))
 LOW_HALF = 0xFFFFFFFF
 
 

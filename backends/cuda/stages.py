@@ -6,6 +6,7 @@ rounded as they would be on their way.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kog_triton.backends.cuda.layout.protocol import StageCall, StageId
 from kog_triton.backends.cuda.memory import Memory
 
 from kog_triton.backends.request_words import encode_logits
+from kog_triton.backends.stage_tokens import run_by_token
 from kog_triton.errors import RequestError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule import wire
@@ -55,17 +57,11 @@ class StageRunner:
         known = {s.name for _, s in self.schedule.walk()} & set(STAGES)
         if stage not in known:
             raise RequestError(f"the cuda backend has no stage named {stage!r} in this model")
-        tensors = {name: value.to("cpu").float() for name, value in state.items()}
         if stage == "attention":
-            return self._attention(layer, tensors)
-        count = next(iter(tensors.values())).shape[0 if stage == "embed" else 1]
-        axes = {name: 0 if t.dim() == 1 else 1 for name, t in tensors.items()}
-        parts = [
-            self._column(stage, layer, {n: t.select(axes[n], i) for n, t in tensors.items()})
-            for i in range(count)
-        ]
-        axis = 0 if stage == "lm_head" else 1
-        return {name: torch.stack([part[name] for part in parts], axis) for name in parts[0]}
+            return self._attention(
+                layer, {name: value.cpu().float() for name, value in state.items()}
+            )
+        return run_by_token(stage, state, partial(self._column, stage, layer))
 
     def _column(self, stage: str, layer: int, v: dict[str, Tensor]) -> dict[str, Tensor]:
         """One token of any stage but attention: tensors without their token axis, as those it gives."""
@@ -76,8 +72,8 @@ class StageRunner:
         if "mlp" in v:
             self._put_pairs(words, "mlp", v["mlp"])
         if "delayed" in v:
-            slot, phase = self._delayed_slot(self.spec.delay)
-            self._put_floats(words, self._module(stage) + "_past", slot, v["delayed"], phase)
+            slot, phase = self._delayed_slot(stage, self.spec.delay)
+            self._put_floats(words, self._module(stage) + "_delayed", slot, v["delayed"], phase)
         if "x" in v:
             self._put_x(v["x"])
         scale = 1.0
@@ -192,17 +188,17 @@ class StageRunner:
     def _module(self, stage: str) -> str:
         return "attention_out" if stage == "o_proj" else "mlp_out"
 
-    def _delayed_slot(self, iteration: int) -> tuple[int, int]:
+    def _delayed_slot(self, stage: str, iteration: int) -> tuple[int, int]:
         """Slot and phase of what a module sent in an iteration; the stage itself runs 2 * delay."""
-        buffers = self.layout.regions["mlp_out_past"].buffers
+        buffers = self.layout.regions[self._module(stage) + "_delayed"].buffers
         return iteration % buffers, (iteration // buffers + 1) & 1
 
     def _output(self, words: np.ndarray, stage: str, layer: int) -> Tensor:
         """A module's output as its rows made it, before it joins the streams."""
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
-        if self.layout.regions[name + "_past"].stride:
+        if self.layout.regions[name + "_delayed"].stride:
             return self._get_floats(
-                words, name + "_past", self._delayed_slot(2 * self.spec.delay)[0]
+                words, name + "_delayed", self._delayed_slot(stage, 2 * self.spec.delay)[0]
             )
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")

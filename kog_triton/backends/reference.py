@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import STAGE_WRITES, Availability, BackendOptions, WeightSource, block_walk
+from kog_triton.backends.device import TORCH_DTYPES, gpu_of
 from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
@@ -27,14 +28,13 @@ from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Op, Prologue, Schedule, Stage, build
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
-from kog_triton.schedule.topology import GPUS, VENDORS, Gpu, find_gpu
+from kog_triton.schedule.topology import GPUS, VENDORS
 
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
 # Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 1.5 times as
 # fast with one thread as with two on a two-core CPU (benchmarks/README.md).
 ONE_THREAD_BYTES = 128 << 20
-STORED = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
 Values = dict[str, Tensor]  # exchanges and x, by name
@@ -57,7 +57,7 @@ class ReferenceBackend:
         self.spec = weights.spec.replace(dtype=stored, kv_dtype=DType.F32)
         self.options = options
         self.device = _device(options.device)
-        self.gpu = _gpu(self.device)
+        self.gpu = gpu_of(self.device)
         self.schedule: Schedule = build(self.spec, options.num_gpus)
         self.max_context = options.max_context or self.spec.max_context
         self.partition: Partition | None = None
@@ -75,7 +75,7 @@ class ReferenceBackend:
         s = self.schedule
 
         def get(name: str) -> Tensor:
-            return weights.load(name).to(self.device, STORED[self.spec.dtype])
+            return weights.load(name).to(self.device, TORCH_DTYPES[self.spec.dtype])
 
         self._weights: dict[tuple[str, int], Tensor] = {}  # [S, rows, cols]; gate above up
         self._biases: dict[tuple[str, int], Tensor] = {}  # [S, rows]
@@ -325,22 +325,7 @@ def _device(name: str) -> torch.device:
         )
     here = torch.cuda.get_device_name()
     vendor = "amd" if torch.version.hip else "nvidia"
-    if (name in VENDORS and name != vendor) or (
-        name in GPUS and GPUS[name] is not _gpu_named(here)
-    ):
+    device = torch.device("cuda")
+    if (name in VENDORS and name != vendor) or (name in GPUS and GPUS[name] is not gpu_of(device)):
         raise DeviceError(f"device {name!r} was asked for, and this machine has {here}")
-    return torch.device("cuda")
-
-
-def _gpu(device: torch.device) -> Gpu | None:
-    """The row of the GPU in use, to compare rates with; None on a CPU and on a GPU without a row."""
-    if device.type != "cuda":
-        return None
-    return _gpu_named(torch.cuda.get_device_name(device))
-
-
-def _gpu_named(driver_name: str) -> Gpu | None:
-    try:
-        return find_gpu(driver_name)
-    except DeviceError:
-        return None
+    return device

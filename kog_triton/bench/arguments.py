@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.backends.choose import known_names
-from kog_triton.bench.peers import MODULES
+from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
 from kog_triton.errors import RequestError
@@ -68,9 +68,7 @@ def build_parser() -> Parser:
         help=f"ids of the prompt ({DEPTH}); of several each is measured, with a record of its own",
     )
     decoding = Parser(add_help=False, parents=[deep])
-    decoding.add_argument(
-        "--max-tokens", type=positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
-    )
+    _number(decoding, "--max-tokens", MAX_TOKENS)
     decoding.add_argument(
         "--target-tps",
         type=not_negative,
@@ -108,12 +106,8 @@ def build_parser() -> Parser:
         parents=[common, _repeated(), sampled],
         help="all tokens/s of several requests at a time, over those of one",
     )
-    crowd.add_argument(
-        "--prompt-tokens", type=positive, default=DEPTH, metavar="N", help="(%(default)s)"
-    )
-    crowd.add_argument(
-        "--max-tokens", type=positive, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
-    )
+    _number(crowd, "--prompt-tokens", DEPTH)
+    _number(crowd, "--max-tokens", MAX_TOKENS)
     crowd.add_argument(
         "--requests",
         type=positive,
@@ -123,18 +117,14 @@ def build_parser() -> Parser:
         help=f"at a time ({' '.join(map(str, REQUESTS))})",
     )
     prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
-    prefill.add_argument(
-        "--prompt-tokens", type=positive, default=PROMPT_TOKENS, metavar="N", help="(%(default)s)"
-    )
+    _number(prefill, "--prompt-tokens", PROMPT_TOKENS)
     kinds.add_parser(
         "stages",
         parents=[common, _repeated(), deep],
         help="each stage alone, against the roofline of its own bytes",
     )
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
-    startup.add_argument(
-        "--rounds", type=positive, default=2, metavar="N", help="processes (%(default)s)"
-    )
+    _number(startup, "--rounds", 2, "processes (%(default)s)")
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument(
@@ -167,17 +157,21 @@ def _common() -> Parser:
     return out
 
 
+def _number(parser: Parser, flag: str, default: int, help: str = "(%(default)s)") -> None:
+    parser.add_argument(flag, type=positive, default=default, metavar="N", help=help)
+
+
 def _repeated() -> Parser:
     out = Parser(add_help=False)
-    out.add_argument("--rounds", type=positive, default=5, metavar="N", help="(%(default)s)")
-    out.add_argument("--warmup", type=positive, default=2, metavar="N", help="(%(default)s)")
+    _number(out, "--rounds", 5)
+    _number(out, "--warmup", 2)
     return out
 
 
 def _timed() -> Parser:
     out = Parser(add_help=False, parents=[_repeated()])
     out.add_argument(
-        "--peer", action="append", metavar="NAME", choices=MODULES, help=f"{', '.join(MODULES)}"
+        "--peer", action="append", metavar="NAME", choices=PEERS, help=f"{', '.join(PEERS)}"
     )
     out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
     out.add_argument(

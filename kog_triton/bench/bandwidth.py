@@ -7,14 +7,15 @@
 A method that cannot run here is named with its reason. Bytes / s are medians over REPEATS.
 """
 
-import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
 
+from kog_triton.backends.device import clock
 from kog_triton.schedule.topology import Gpu
 
 # What the H200 reached on which the project's absolute targets were set, by bulk copies.
@@ -56,12 +57,7 @@ def measure_bandwidth(device: torch.device, gpu: Gpu | None, num_gpus: int) -> d
 def cpu_read_rate(num_bytes: int) -> float:
     """Bytes / s of a sum over memory that no cache holds, with torch's threads."""
     buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        buffer.sum()
-        seconds.append(time.perf_counter() - started)
-    return num_bytes / median(seconds)
+    return num_bytes / median_seconds(buffer.device, buffer.sum)
 
 
 def triton_read_rate(buffer: torch.Tensor) -> float:
@@ -70,10 +66,8 @@ def triton_read_rate(buffer: torch.Tensor) -> float:
     from kog_triton.bench.read_kernel import read_all
 
     out = torch.zeros(1, dtype=torch.int32, device=buffer.device)
-    return max(
-        buffer.nbytes / gpu_seconds(lambda per_sm=per_sm: read_all(buffer, out, per_sm))  # type: ignore[misc]
-        for per_sm in (1, 2, 4)
-    )
+    reads = (partial(read_all, buffer, out, per_sm) for per_sm in (1, 2, 4))
+    return max(buffer.nbytes / median_seconds(buffer.device, read) for read in reads)
 
 
 def bulk_read_rate(buffer: torch.Tensor) -> float:
@@ -84,19 +78,16 @@ def bulk_read_rate(buffer: torch.Tensor) -> float:
     from kog_triton.bench.bulk_read import BulkReader
 
     reader = BulkReader(buffer)
-    return buffer.nbytes / gpu_seconds(reader.read)
+    return buffer.nbytes / median_seconds(buffer.device, reader.read)
 
 
-def gpu_seconds(launch: Callable[[], Any]) -> float:
-    """Median seconds of a launch, by events on the current stream; the first two do not count."""
+def median_seconds(device: torch.device, launch: Callable[[], Any]) -> float:
+    """Of a launch by the device's clock; the first two do not count."""
     spans = []
     for _ in range(REPEATS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        seconds = clock(device)
         launch()
-        end.record()
-        end.synchronize()
-        spans.append(start.elapsed_time(end) / 1e3)
+        spans.append(seconds())
     return median(spans[2:])
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_triton.backends.choose import Choice, choose, known_names, look_at
 from kog_triton.bench.arguments import each_depth, parse
-from kog_triton.bench.peers import MODULES, find_peer
+from kog_triton.bench.peers import PEERS, find_peer
 from kog_triton.bench.record import kept_file, make_record, target_of, write
 from kog_triton.cli.command import run
 from kog_triton.errors import RequestError, RunError
@@ -71,9 +71,11 @@ def _record(
     test: dict[str, Any],
     measured: dict[str, Any],
 ) -> dict[str, Any]:
-    """The record of what was measured on this machine."""
+    """The record of what was measured on this machine; `test` says what was asked, but for what all kinds share."""
     from kog_triton.bench import machine
 
+    shared = {name: getattr(args, name) for name in ("rounds", "warmup") if name in args}
+    test = {**shared, "num_gpus": args.gpus, **test}
     target = target_of(measured["rows"], getattr(args, "target_tps", None))
     return make_record(
         args.kind, _asked(argv), model.describe(), machine.describe(), test, measured, target
@@ -106,7 +108,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         if find_device(args.device)[0].type == "cpu":  # known before a model is opened
             raise RequestError("--no-kernel-switches counts kernels on a GPU: there is none in use")
     common, absent = _common(args, deepest + tokens)
-    peers = args.peer or (list(MODULES) if args.kind == "compare" else [])
+    peers = args.peer or (list(PEERS) if args.kind == "compare" else [])
     task = Task(
         **common,
         test=test,
@@ -129,8 +131,6 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prefill": task.options().prefill,
         "batch": 1,
         "rounds": measured.pop("rounds"),
-        "warmup": args.warmup,
-        "num_gpus": args.gpus,
         "interrupted": measured.pop("interrupted"),
     }
     return _record(args, argv, task.model, described, measured)
@@ -173,9 +173,6 @@ def _crowded(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "tokens": args.max_tokens,
         "sampling": str(task.sampling),
         "batch": requests[-1],
-        "rounds": args.rounds,
-        "warmup": args.warmup,
-        "num_gpus": args.gpus,
     }
     return _record(args, argv, task.model, described, measured)
 
@@ -193,9 +190,6 @@ def _staged(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "prompt_tokens": args.depth,
         "prompt": f"random tensors, seed {SEED}",
         "tokens": 1,
-        "rounds": args.rounds,
-        "warmup": args.warmup,
-        "num_gpus": args.gpus,
     }
     return _record(args, argv, task.model, described, measured)
 
@@ -209,18 +203,14 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
     model = open_model(args.model, args.shape, device, args.dtype)
-    passed = ["--gpus", str(args.gpus), "--device", args.device, "--dtype", args.dtype]
-    for flag in ("model", "shape"):
-        if getattr(args, flag):
-            passed += [f"--{flag}", getattr(args, flag)]
-    rows = [start_rounds(choice.name, passed, args.rounds, _say(args)) for choice in choices]
+    asked = {name: getattr(args, name) for name in ("model", "shape", "device", "dtype")}
+    asked["num_gpus"] = args.gpus
+    rows = [start_rounds(choice.name, asked, args.rounds, _say(args)) for choice in choices]
     measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}
     described = {
         "name": "startup",
         "prompt_tokens": STARTUP_PROMPT,
         "tokens": 1,
-        "rounds": args.rounds,
-        "num_gpus": args.gpus,
     }
     return _record(args, argv, model, described, measured)
 

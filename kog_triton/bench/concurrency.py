@@ -9,19 +9,16 @@ tokens/s = (tokens of all requests - 1) / (last stamp of any - first stamp of an
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
 from typing import Any
 
 import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
-from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.engines import BackendUnderTest, Run, Sampling
-from kog_triton.bench.record import make_row, note_of
-from kog_triton.bench.task import Common, Say
-from kog_triton.bench.timing import decode_bytes, figures_of_all, roofline
+from kog_triton.bench.task import Common, Row, Say
+from kog_triton.bench.timing import decode_bytes, roofline, times
 from kog_triton.model.spec import ModelSpec
 
 
@@ -46,25 +43,12 @@ class _Measurement:
 def measure_concurrency(task: ConcurrencyTask, say: Say) -> dict[str, Any]:
     """The parts of a record that this measurement makes: bandwidth, conditions, rows, failures."""
     bandwidth = task.read_bandwidth(say)
-    samples = [machine.sample()]
-    rows = []
-    for choice in task.backends:
-        try:
-            rows += _rows(task, choice, bandwidth, say)
-        except Exception as error:
-            rows.append(make_row(choice.name, "backend", "failed", note_of(error)))
-    samples.append(machine.sample())
-    return {
-        "bandwidth": bandwidth,
-        "conditions": machine.conditions(samples),
-        "rows": rows,
-        "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
-    }
+    return task.measure(bandwidth, lambda choice, row: _rows(task, choice, row, bandwidth, say))
 
 
 def _rows(
-    task: ConcurrencyTask, choice: Choice, bandwidth: dict[str, Any], say: Say
-) -> list[dict[str, Any]]:
+    task: ConcurrencyTask, choice: Choice, row: Row, bandwidth: dict[str, Any], say: Say
+) -> list[Row]:
     """A row a number of requests, or one that says what is wrong."""
     most = max(task.requests)
     options = BackendOptions(
@@ -94,17 +78,17 @@ def _rows(
         engine.settle()
         common["memory_bytes"] = engine.memory_bytes()
         if not check["passed"]:
-            row = make_row(choice.name, "backend", "wrong", "its text is wrong: not timed")
-            return [row | common]
+            return [row | common | {"status": "wrong", "note": "its text is wrong: not timed"}]
         alone = [
             engine.generate_all([prompt], task.tokens, task.sampling, seed)[0].tokens
             for seed, prompt in enumerate(prompts)
         ]
         measurements = _time(task, engine, prompts, say)
-        rows = [_row(task, choice, engine.spec, m, alone, bandwidth) | common for m in measurements]
-        one = next((row["host"]["tokens_per_s"] for row in rows if row["requests"] == 1), None)
-        for row in rows:
-            row["over_one"] = row["host"]["tokens_per_s"] / one if one else None
+        row |= common
+        rows = [row | _measured(task, engine.spec, m, alone, bandwidth) for m in measurements]
+        one = next((r["host"]["tokens_per_s"] for r in rows if r["requests"] == 1), None)
+        for r in rows:
+            r["over_one"] = r["host"]["tokens_per_s"] / one if one else None
         return rows
     finally:
         engine.close()
@@ -128,32 +112,16 @@ def _time(
     return measurements
 
 
-def _row(
+def _measured(
     task: ConcurrencyTask,
-    choice: Choice,
     spec: ModelSpec,
     m: _Measurement,
     alone: list[list[int]],
     bandwidth: dict[str, Any],
 ) -> dict[str, Any]:
-    row = make_row(choice.name, "backend", "timed", choice.reason)
-    runs = [run for one in m.rounds for run in one]
-    on_device = all(run.device_ns and all(run.device_ns) for run in runs)
-    ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
-    row |= {
-        "requests": m.requests,
-        "host": figures_of_all(
-            [[[t * 1e6 for t in run.arrivals] for run in one] for one in m.rounds]
-        ),
-        "device": figures_of_all(
-            [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in m.rounds]
-        )
-        if on_device
-        else None,
-        "ttft_us": median(ttft),
-        "ttft_us_rounds": ttft,
-        "repeatable": all([run.tokens for run in one] == alone[: m.requests] for one in m.rounds),
-    }
+    """What one number of requests adds to the row of its backend."""
+    same = all([run.tokens for run in one] == alone[: m.requests] for one in m.rounds)
+    row = times(m.rounds) | {"requests": m.requests, "repeatable": same}
     # a step reads the weights once, and the keys and values of every request
     weights = spec.bytes_per_token
     num_bytes = decode_bytes(spec, task.prompt_tokens, task.tokens) - weights

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import kog_triton
+from kog_triton.backends.device import gpu_of
 from kog_triton.doctor import driver, installed_version, system
-from kog_triton.errors import DeviceError
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import Gpu
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
 SOURCES = (".py", ".cu", ".h")
@@ -39,7 +39,8 @@ SLOWDOWNS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-# The same by the driver's clock: how long each has held the GPU back so far. Older drivers have no such fields.
+# The same by the driver's clock: microseconds that each has held the GPU back since the driver was loaded. Older
+# drivers have no such fields.
 COUNTERS = {
     "power cap": "clocks_event_reasons_counters.sw_power_cap",
     "software thermal slowdown": "clocks_event_reasons_counters.sw_thermal_slowdown",
@@ -76,12 +77,7 @@ def describe() -> dict[str, Any]:
 
 def gpu_row() -> Gpu | None:
     """The row of topology for the GPU that torch sees; None without a GPU or a row."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return find_gpu(torch.cuda.get_device_name())
-    except DeviceError:
-        return None
+    return gpu_of(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def source_files() -> dict[str, Path]:
@@ -138,21 +134,9 @@ def sample() -> dict[str, Any] | None:
     """Clocks, temperature, power and clock event reasons now; None without nvidia-smi or a GPU."""
     if not torch.cuda.is_available() or torch.version.hip:
         return None
-    found = parse_sample(_ask(QUERY))
-    return None if found is None else found | {"slowed_us": parse_counters(_ask(COUNTERS))}
-
-
-def parse_sample(said: str | None) -> dict[str, Any] | None:
-    """The first line of nvidia-smi's CSV; a field that it does not support is null."""
-    return _cells(said, QUERY)
-
-
-def parse_counters(said: str | None) -> dict[str, float] | None:
-    """Microseconds since the driver was loaded; None unless all are known."""
-    found = _cells(said, COUNTERS)
-    if found is None or None in found.values():
-        return None
-    return {name: value for name, value in found.items() if value is not None}
+    found, slowed = parse(_ask(QUERY), QUERY), parse(_ask(COUNTERS), COUNTERS)
+    known = slowed is not None and None not in slowed.values()
+    return None if found is None else {**found, "slowed_us": slowed if known else None}
 
 
 def _ask(fields: dict[str, str]) -> str | None:
@@ -160,9 +144,9 @@ def _ask(fields: dict[str, str]) -> str | None:
     return _say([*query, "--format=csv,noheader,nounits"])
 
 
-def _cells(said: str | None, names: Iterable[str]) -> dict[str, float | None] | None:
+def parse(said: str | None, names: Collection[str]) -> dict[str, float | None] | None:
+    """The first line of nvidia-smi's CSV; a field that it does not support is null."""
     cells = [cell.strip() for line in (said or "").splitlines()[:1] for cell in line.split(",")]
-    names = list(names)
     if len(cells) != len(names):
         return None
     return {name: _number(cell) for name, cell in zip(names, cells, strict=True)}

@@ -6,7 +6,8 @@ one that fails is reported with its reason, and the others go on.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Task(Common):
     test: str  # "tg128 @ d32", "pp512"
     prompt_tokens: int
     tokens: int
-    peers: Sequence[Peer]
+    peers: Sequence[type[Peer]]
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
     one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
@@ -104,7 +105,7 @@ def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
     )
 
 
-def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
+def _open_peer(task: Task, peer: type[Peer], say: Say) -> _Entry:
     setting = Setting(task.model.weights, task.device, task.max_context, task.gguf)
     why = peer.absent(setting)
     if task.num_gpus > 1:
@@ -112,14 +113,12 @@ def _open_peer(task: Task, peer: Peer, say: Say) -> _Entry:
     if why:
         return _Entry(make_row(peer.name, "peer", "absent", f"{why}; {peer.ran}"))
     say(f"open {peer.name}")
-    return _opened(
-        _Entry(make_row(peer.name, "peer", "timed", "")), lambda: peer.open_peer(setting)
-    )
+    return _opened(_Entry(make_row(peer.name, "peer", "timed", "")), lambda: peer(setting))
 
 
 def _opened(entry: _Entry, make: Callable[[], EngineUnderTest]) -> _Entry:
     started = time.perf_counter()
-    with _Guard(entry):
+    with _guard(entry):
         entry.engine = make()
         entry.row["load_s"] = time.perf_counter() - started
         if isinstance(entry.engine, BackendUnderTest):
@@ -145,7 +144,7 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
                 entry.row["note"] = "it shows no tokens: text not checked"
                 continue
             say(f"check {entry.row['name']}")
-            with _Guard(entry):
+            with _guard(entry):
                 entry.row["check"] = asdict(judge.examine(entry.engine, entry.row["kind"]))
             if entry.engine and not entry.row["check"]["passed"]:
                 entry.row |= {"status": "wrong", "note": "its text is wrong: not timed"}
@@ -162,7 +161,7 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
         for _ in range(task.warmup):
             if entry.engine:
                 say(f"warm up {entry.row['name']}")
-                with _Guard(entry):
+                with _guard(entry):
                     _request(task, entry.engine, prompt)
 
 
@@ -178,7 +177,7 @@ def _time(
             first = done % max(len(entries), 1)
             for entry in entries[first:] + entries[:first]:
                 if entry.engine:
-                    with _Guard(entry):
+                    with _guard(entry):
                         entry.runs.append(_request(task, entry.engine, prompt))
             done += 1
     except KeyboardInterrupt:
@@ -217,7 +216,7 @@ def _trace(task: Task, entry: _Entry, prompt: list[int]) -> None:
     """The kernels of one more request like those timed."""
     engine = entry.engine
     if engine is not None:
-        with _Guard(entry):
+        with _guard(entry):
             entry.row["kernels"] = trace_kernels(lambda: _request(task, engine, prompt))
 
 
@@ -268,21 +267,14 @@ def _failures(task: Task, entries: list[_Entry]) -> list[str]:
     return out
 
 
-class _Guard:
+@contextmanager
+def _guard(entry: _Entry) -> Iterator[None]:
     """Around what an engine does: an error becomes its row's note, and the engine leaves."""
-
-    def __init__(self, entry: _Entry) -> None:
-        self._entry = entry
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._entry.row |= {"status": "failed", "note": note_of(error)}
-        _close(self._entry)
-        return True
+    try:
+        yield
+    except Exception as error:
+        entry.row |= {"status": "failed", "note": note_of(error)}
+        _close(entry)
 
 
 def _close(entry: _Entry) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.machine import gpu_row
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -81,7 +82,7 @@ class Retyped:
 
     def load(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = self._weights.load(name)
-        return weight.to(torch.float16 if self.spec.dtype is DType.F16 else torch.bfloat16)
+        return weight.to(TORCH_DTYPES[self.spec.dtype])
 
 
 def find_device(name: str) -> tuple[torch.device, str]:

@@ -1,10 +1,10 @@
 """The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch after it.
 
-Prints its phases (startup.PHASES) as JSON, in seconds.
+Takes the arguments of `one_start` as JSON and prints its phases (startup.PHASES) as JSON, in seconds.
 """
 
-import argparse
 import json
+import sys
 import time
 
 from kog_triton.backends import BackendOptions
@@ -13,15 +13,23 @@ from kog_triton.precompile import precompile
 PROMPT_TOKENS, MAX_CONTEXT = 16, 64
 
 
-def one_start(args: argparse.Namespace) -> dict[str, float]:
-    """Wall clock, since it began in another process."""
+def one_start(
+    started: float,
+    backend: str,
+    model: str | None,
+    shape: str | None,
+    device: str,
+    num_gpus: int,
+    dtype: str,
+) -> dict[str, float]:
+    """`started` by the wall clock, since that was in another process; the others are `precompile`'s."""
     precompile(
-        args.backend,
-        args.model,
-        shape=args.shape,
-        device=args.device,
-        num_gpus=args.gpus,
-        dtype=args.dtype,
+        backend,
+        model,
+        shape=shape,
+        device=device,
+        num_gpus=num_gpus,
+        dtype=dtype,
         max_model_len=MAX_CONTEXT,
     )
     from kog_triton.backends.choose import choose
@@ -29,34 +37,26 @@ def one_start(args: argparse.Namespace) -> dict[str, float]:
     from kog_triton.bench.model import find_device, open_model
 
     imported = time.time()
-    device, word = find_device(args.device)
-    model = open_model(args.model, args.shape, device, args.dtype)
-    options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=args.gpus, device=word)
-    engine = BackendUnderTest(choose(args.backend, word).backend, model.weights, options)
+    place, word = find_device(device)
+    opened = open_model(model, shape, place, dtype)
+    options = BackendOptions(max_context=MAX_CONTEXT, num_gpus=num_gpus, device=word)
+    engine = BackendUnderTest(choose(backend, word).backend, opened.weights, options)
     loaded = time.time()
-    prompt = model.prompt(PROMPT_TOKENS)
+    prompt = opened.prompt(PROMPT_TOKENS)
     first, second = (engine.generate(prompt, 1) for _ in range(2))
     times = [run.arrivals[0] - run.submitted for run in (first, second)]
     engine.close()
     return {
-        "import_s": imported - args.started,
+        "import_s": imported - started,
         "load_s": loaded - imported,
         "first_token_s": times[0],
         "second_token_s": times[1],
-        "total_s": loaded - args.started + times[0],
+        "total_s": loaded - started + times[0],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--started", type=float, required=True)
-    parser.add_argument("--backend", required=True)
-    parser.add_argument("--model")
-    parser.add_argument("--shape")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--gpus", type=int, default=1)
-    print(json.dumps(one_start(parser.parse_args())))
+    print(json.dumps(one_start(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

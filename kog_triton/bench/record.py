@@ -16,6 +16,10 @@ RESULTS = Path("benchmarks") / "results"
 
 
 MOST_NOTE = 300  # characters
+MEASURED = (  # of an engine: null where it is not
+    "version", "dtype", "load_s", "memory_bytes", "check", "host", "device", "ttft_us", "ttft_us_rounds",
+    "prompt_tokens_per_s", "repeatable", "floor", "kernels", "startup",
+)  # fmt: skip
 
 
 def note_of(error: Exception) -> str:
@@ -31,20 +35,7 @@ def make_row(name: str, kind: str, status: str, note: str) -> dict[str, Any]:
         "kind": kind,
         "status": status,
         "note": note,
-        "version": None,
-        "dtype": None,
-        "load_s": None,
-        "memory_bytes": None,
-        "check": None,
-        "host": None,
-        "device": None,
-        "ttft_us": None,
-        "ttft_us_rounds": None,
-        "prompt_tokens_per_s": None,
-        "repeatable": None,
-        "floor": None,
-        "kernels": None,
-        "startup": None,
+        **dict.fromkeys(MEASURED),
     }
 
 

@@ -45,7 +45,7 @@ def speed_table(record: dict[str, Any]) -> Table:
     if decoding:
         names += ["tokens/s", "device t/s", "p50 us", "p99 us", "p99/p50", "roofline us", "MBU"]
     names += ["TTFT ms"] if decoding else ["tokens/s", "roofline ms", "TTFT ms"]
-    table = _table(names)
+    table = plain_table(names)
     for row in record["rows"]:
         if row["status"] == "absent":
             continue
@@ -83,7 +83,7 @@ def _device_rate(row: dict[str, Any]) -> str:
 def concurrency_table(record: dict[str, Any]) -> Table:
     """A row a backend and number of requests at a time; tokens/s are those of all of them."""
     names = ["", "requests", "text", "as alone", "tokens/s", "device t/s", "over one", "p50 us"]
-    table = _table([*names, "p99 us", "roofline us", "MBU", "TTFT ms"])
+    table = plain_table([*names, "p99 us", "roofline us", "MBU", "TTFT ms"])
     for row in record["rows"]:
         if not row["host"]:
             continue
@@ -107,7 +107,9 @@ def concurrency_table(record: dict[str, Any]) -> Table:
 
 def stage_table(record: dict[str, Any]) -> Table:
     """A row a stage and backend; below them what a token's runs add up to."""
-    table = _table(["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"])
+    table = plain_table(
+        ["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"]
+    )
     for row in record["rows"]:
         stages = row.get("stages") or []
         for s in stages:
@@ -123,17 +125,14 @@ def stage_table(record: dict[str, Any]) -> Table:
                 f"{s['us'] * s['runs']:,.1f}",
             )
         if row["status"] == "timed":
-            table.add_row(row["name"], "all", *[""] * 6, f"{_all_runs(stages):,.1f}")
+            whole = sum(s["us"] * s["runs"] for s in stages)
+            table.add_row(row["name"], "all", *[""] * 6, f"{whole:,.1f}")
     return table
-
-
-def _all_runs(stages: list[dict[str, Any]]) -> float:
-    return sum(s["us"] * s["runs"] for s in stages)
 
 
 def startup_table(record: dict[str, Any]) -> Table:
     """A row a round: seconds of each phase."""
-    table = _table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
+    table = plain_table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
     for row in record["rows"]:
         for index in range(record["test"]["rounds"]):
             seconds = (f"{row['startup'][phase][index]:.2f}" for phase in PHASES)
@@ -144,7 +143,11 @@ def startup_table(record: dict[str, Any]) -> Table:
 def notes(record: dict[str, Any]) -> list[str]:
     """What has to be known to read the table."""
     test, machine = record["test"], record["machine"]
-    lines = [f"{row['name']}: {row['status']}: {row['note']}" for row in _untimed(record)]
+    lines = [
+        f"{row['name']}: {row['status']}: {row['note']}"
+        for row in record["rows"]
+        if row["status"] != "timed"
+    ]
     lines += [
         f"{row['name']}: {row['note']}"
         for row in record["rows"]
@@ -198,10 +201,6 @@ def notes(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _untimed(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in record["rows"] if row["status"] != "timed"]
-
-
 def _bandwidth(bandwidth: dict[str, Any]) -> str:
     methods = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in bandwidth["methods"].items())
     line = f"read bandwidth measured: {methods or 'nothing'} TB/s"
@@ -223,13 +222,6 @@ def _conditions(conditions: dict[str, Any]) -> str:
         for s in samples
     )
     return f"{ends}; throttling: {', '.join(conditions['throttled']) or 'none seen'}"
-
-
-def _table(names: list[str]) -> Table:
-    table = plain_table()
-    for name in names:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    return table
 
 
 def _n(value: float | None, how: str) -> str:

@@ -27,10 +27,9 @@ from kog_triton.backends import (
     find_backend,
 )
 from kog_triton.backends.choose import Choice
-from kog_triton.bench import machine
+from kog_triton.backends.device import clock
 from kog_triton.bench.engines import check_devices
 from kog_triton.bench.model import SEED
-from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.task import Common, Say
 from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -61,22 +60,12 @@ def measure_stages(task: StageTask, say: Say) -> dict[str, Any]:
     )
     say("the reference's stages")
     states, expected = _expected(task, schedule, options)
-    samples = [machine.sample()]
-    rows = []
-    for choice in task.backends:
-        row = make_row(choice.name, "backend", "timed", choice.reason)
-        try:
-            _fill(task, row, choice, options, states, expected, bandwidth["measured"], say)
-        except Exception as error:
-            row |= {"status": "failed", "note": note_of(error)}
-        rows.append(row)
-    samples.append(machine.sample())
-    return {
-        "bandwidth": bandwidth,
-        "conditions": machine.conditions(samples),
-        "rows": rows,
-        "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
-    }
+
+    def rows_of(choice: Choice, row: dict[str, Any]) -> list[dict[str, Any]]:
+        _fill(task, row, choice, options, states, expected, bandwidth["measured"], say)
+        return [row]
+
+    return task.measure(bandwidth, rows_of)
 
 
 def _expected(
@@ -225,16 +214,9 @@ def stage_seconds(
         if isinstance(backend, StageTimer):
             return sum(backend.time_stage(stage, layer, state, before))
         before()
-        if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            backend.run_stage(stage, layer, state)
-            ended.record()
-            ended.synchronize()
-            return begun.elapsed_time(ended) / 1e3
-        started = time.perf_counter()
+        took = clock(device)
         backend.run_stage(stage, layer, state)
-        return time.perf_counter() - started
+        return took()
 
     seconds = [once() for _ in range(warmup + rounds)][warmup:]
     return "kernel" if isinstance(backend, StageTimer) else "call", seconds

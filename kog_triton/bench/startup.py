@@ -31,13 +31,13 @@ TIMEOUT_S = 900
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")
 
 
-def start_rounds(name: str, argv: list[str], rounds: int, say: Say) -> dict[str, Any]:
-    """A row of `rounds` starts of one backend; `argv` names the model and the device."""
+def start_rounds(name: str, asked: dict[str, Any], rounds: int, say: Say) -> dict[str, Any]:
+    """A row of `rounds` starts of one backend; `asked` are the other arguments of `one_start`."""
     starts = []
     with empty_caches() as environment:
         for n in range(rounds):
             say(f"start {n + 1} of {rounds}: {name}")
-            starts.append(_start(["--backend", name, *argv], environment))
+            starts.append(_start(asked | {"backend": name}, environment))
     row = make_row(name, "backend", "timed", "")
     row["load_s"] = median(s["load_s"] for s in starts)
     row["startup"] = {phase: [s[phase] for s in starts] for phase in PHASES}
@@ -54,12 +54,12 @@ def empty_caches() -> Iterator[dict[str, str]]:
         yield os.environ | {"HF_HOME": HF_HOME, "CUDA_CACHE_DISABLE": "1"} | moved
 
 
-def _start(argv: list[str], environment: dict[str, str]) -> dict[str, float]:
-    started = time.time()
-    program = [sys.executable, "-m", "kog_triton.bench.one_start", "--started", repr(started)]
+def _start(asked: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+    given = json.dumps(asked | {"started": time.time()})
+    program = [sys.executable, "-m", "kog_triton.bench.one_start", given]
     try:
         done = subprocess.run(
-            [*program, *argv], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            program, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
         raise RunError(f"a start took more than {TIMEOUT_S} s") from error

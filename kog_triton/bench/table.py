@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.bench.record import SCHEMA
+from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
 MARKERS = ("<!-- results -->", "<!-- /results -->")
@@ -92,10 +93,7 @@ def write_between(file: Path, inside: str) -> None:
     if between(text) is None:
         raise RequestError(f"{file}: the lines {MARKERS[0]} and {MARKERS[1]} are missing")
     head, tail = text.split(MARKERS[0], 1)[0], text.split(MARKERS[1], 1)[1]
-    try:
-        file.write_text(f"{head}{MARKERS[0]}\n{inside}\n{MARKERS[1]}{tail}", encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+    write_text(file, f"{head}{MARKERS[0]}\n{inside}\n{MARKERS[1]}{tail}")
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str]:

@@ -10,7 +10,9 @@ from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.model import Model
+from kog_triton.bench.record import make_row, note_of
 
+Row = dict[str, Any]
 Say = Callable[[str], None]  # told of each step, in a line
 
 
@@ -31,3 +33,26 @@ class Common:
         say("read bandwidth")
         gpu = machine.gpu_row() if self.device.type == "cuda" else None
         return measure_bandwidth(self.device, gpu, self.num_gpus)
+
+    def measure(
+        self, bandwidth: dict[str, Any], rows_of: Callable[[Choice, Row], list[Row]]
+    ) -> dict[str, Any]:
+        """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures.
+
+        rows_of  times one backend: its rows, made of the one that it is given; that one says what went wrong
+        """
+        samples = [machine.sample()]
+        rows: list[Row] = []
+        for choice in self.backends:
+            row = make_row(choice.name, "backend", "timed", choice.reason)
+            try:
+                rows += rows_of(choice, row)
+            except Exception as error:
+                rows.append(row | {"status": "failed", "note": note_of(error)})
+        samples.append(machine.sample())
+        return {
+            "bandwidth": bandwidth,
+            "conditions": machine.conditions(samples),
+            "rows": rows,
+            "failures": [f"{r['name']}: {r['note']}" for r in rows if r["status"] != "timed"],
+        }

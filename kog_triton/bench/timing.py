@@ -21,15 +21,13 @@ WINDOW = 64  # gaps
 LEAST = 100  # gaps: of fewer the 99th percentile is the largest one
 
 
-def figures(stamps_us: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """The decode figures of rounds of stamps (one a token, us); None with fewer than two tokens."""
-    if len(stamps_us[0]) < 2:
+def figures(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any] | None:
+    """Decode figures of rounds of requests at a time, of stamps (one a token, us): tokens/s of all, gaps of each.
+
+    None with fewer than two tokens.
+    """
+    if len(rounds[0][0]) < 2:
         return None
-    return figures_of_all([[stamps] for stamps in stamps_us])
-
-
-def figures_of_all(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """Decode figures of rounds of several requests at a time: tokens/s of all of them, gaps of each."""
     gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for one in rounds for stamps in one]
     rates = [
         (sum(map(len, one)) - 1)
@@ -61,18 +59,26 @@ def jitter(gaps: Sequence[Sequence[float]]) -> float | None:
     return float(percentile(ratios, 99)) if len(ratios) >= LEAST else None
 
 
-def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
-    """Decode by both clocks, and the prompt: what a row of the record says about time."""
+def times(rounds: Sequence[Sequence[Run]]) -> dict[str, Any]:
+    """Decode by both clocks, and the prompt, of rounds of requests at a time."""
+    runs = [run for one in rounds for run in one]
     ttft = [(run.arrivals[0] - run.submitted) * 1e6 for run in runs]
     on_device = all(run.device_ns and all(run.device_ns) for run in runs)
+    host = [[[t * 1e6 for t in run.arrivals] for run in one] for one in rounds]
+    device = [[[ns / 1e3 for ns in run.device_ns] for run in one] for one in rounds]
     return {
-        "host": figures([[t * 1e6 for t in run.arrivals] for run in runs]),
-        "device": figures([[ns / 1e3 for ns in run.device_ns] for run in runs])
-        if on_device
-        else None,
+        "host": figures(host),
+        "device": figures(device) if on_device else None,
         "ttft_us": median(ttft),
         "ttft_us_rounds": ttft,
-        "prompt_tokens_per_s": prompt_tokens / median(ttft) * 1e6,
+    }
+
+
+def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
+    """What a row of the record says about the times of one request."""
+    row = times([[run] for run in runs])
+    return row | {
+        "prompt_tokens_per_s": prompt_tokens / row["ttft_us"] * 1e6,
         "repeatable": all(run.tokens == runs[0].tokens for run in runs),
     }
 

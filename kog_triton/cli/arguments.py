@@ -1,4 +1,4 @@
-"""What the commands' command lines share: errors of one line, numbers in range, files that can be written."""
+"""What the commands' command lines share: errors of one line, numbers in range, files that are written."""
 
 import argparse
 import math
@@ -54,3 +54,11 @@ def check_output(flag: str, file: Path) -> None:
         raise RequestError(f"{flag} {file}: there is no folder {file.parent}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise RequestError(f"{flag} {file}: cannot be written: permission denied")
+
+
+def write_text(file: Path, text: str) -> None:
+    """RequestError if the file cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error

@@ -1,6 +1,7 @@
 """Tables on stdout: as wide as the terminal, and quiet when whoever reads them has enough."""
 
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -19,6 +20,9 @@ class Output(Console):
         raise BrokenPipeError
 
 
-def plain_table(title: str | None = None) -> Table:
-    """No frame but a line under the head; the title at the left."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def plain_table(names: Sequence[str], title: str | None = None, wrap: bool = False) -> Table:
+    """No frame but a line under the head; title and first column at the left, the other columns at the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=not wrap)
+    return table

@@ -10,7 +10,9 @@ checkpoint turns interleaved pairs permutes the query and key rows when it loads
 score as it was.
 """
 
-from dataclasses import dataclass, fields
+import dataclasses
+import math
+from dataclasses import dataclass
 from enum import IntEnum
 
 from kog_triton.errors import ModelError
@@ -209,13 +211,10 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        total = 0
-        for name, shape in self.shapes.items():
-            size = 1
-            for n in shape:
-                size *= n
-            total += size * (self.num_layers if "{}" in name else 1)
-        return total
+        return sum(
+            math.prod(shape) * (self.num_layers if "{}" in name else 1)
+            for name, shape in self.shapes.items()
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -239,5 +238,4 @@ class ModelSpec:
         return seen * self._kv_row_bytes
 
     def replace(self, **changes: object) -> "ModelSpec":
-        values = {f.name: getattr(self, f.name) for f in fields(self)} | changes
-        return ModelSpec(**values)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

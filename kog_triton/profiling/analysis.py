@@ -34,6 +34,11 @@ class Timeline:
         return self.ends - self.starts
 
     @property
+    def seen(self) -> np.ndarray:
+        """bool [tokens, blocks, spans]: whether the block took the span and the recording saw it begin."""
+        return self.taken & ~np.isnan(self.starts)
+
+    @property
     def token_ns(self) -> float:
         """From the end of a token to the end of the next, a mean; of one token, its own time."""
         last = self.ends[:, :, -1].mean(1)
@@ -106,8 +111,8 @@ def figures(recording: Recording, line: Timeline) -> list[Figure]:
     out = []
     for name in dict.fromkeys(span.name for span in line.spans):
         at = [i for i, span in enumerate(line.spans) if span.name == name]
-        took, taken = line.took[:, :, at], line.taken[:, :, at]
-        seen = taken & ~np.isnan(took)
+        took = line.took[:, :, at]
+        seen = line.seen[:, :, at]
         if not seen.any():
             continue
         tokens = seen.any((1, 2))

@@ -33,7 +33,7 @@ def draw(line: Timeline, token: int, file: Path, title: str) -> None:
     color = {name: colormaps["tab20"](n % 20) for n, name in enumerate(names)}
     origin = np.nanmin(line.starts[token])
     for block in range(line.ends.shape[1]):
-        shown = np.flatnonzero(line.taken[token, block] & ~np.isnan(line.starts[token, block]))
+        shown = np.flatnonzero(line.seen[token, block])
         starts = line.starts[token, block, shown]
         bars = np.stack([starts - origin, line.ends[token, block, shown] - starts], 1) / 1e3
         spans = [line.spans[i] for i in shown]

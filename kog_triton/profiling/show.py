@@ -29,9 +29,7 @@ def show(
 
 def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:
     names = ["span", "runs", "us/run", "largest", "us/token", "share", "weights", "critical"]
-    table = plain_table(title)
-    for name in [*names, "GB/s", "roofline us"]:
-        table.add_column(name, justify="left" if name == "span" else "right", no_wrap=True)
+    table = plain_table([*names, "GB/s", "roofline us"], title)
     total = sum(row.token for row in rows)
     for row in rows:
         rate = row.num_bytes / row.mean if row.num_bytes and row.mean else None  # bytes / ns

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kog_triton.backends.recording import HEAD, Recording
-from kog_triton.errors import RequestError
+from kog_triton.cli.arguments import write_text
 from kog_triton.profiling.analysis import Timeline
 
 PROCESS = 0
@@ -29,9 +29,7 @@ def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[s
             {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": block, "args": name}
         )
         for token in range(tokens):
-            for i in np.flatnonzero(
-                line.taken[token, block] & ~np.isnan(line.starts[token, block])
-            ):
+            for i in np.flatnonzero(line.seen[token, block]):
                 span, start = line.spans[i], line.starts[token, block, i]
                 events.append(
                     {
@@ -57,7 +55,4 @@ def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[s
 
 
 def write(document: dict[str, Any], file: Path) -> None:
-    try:
-        file.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+    write_text(file, json.dumps(document, allow_nan=False) + "\n")

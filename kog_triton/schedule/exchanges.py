@@ -27,10 +27,8 @@ from kog_triton.schedule.schedule import Schedule, Scope
 
 Array = np.ndarray
 Token = tuple[range, tuple[str, ...]]  # its layers and its end
-PLACES, TOKENS = (
-    7,
-    4,
-)  # that the proof follows: blocks of a lane, among which owners of rows rotate, and tokens
+PLACES = 7  # blocks of a lane that the proof follows, among which owners of rows rotate
+TOKENS = 4  # that the proof follows
 
 
 class Mark(IntEnum):
@@ -316,19 +314,14 @@ class _Run:
                 layers = exchange.layers if reader.layers is None else reader.layers
                 if reader.step != step or not (layers is None or layer in layers):
                     continue
-                uses, wanted = (
-                    self.uses[exchange.name],
-                    (token - reader.tokens, layer - reader.delay),
-                )
+                wanted = token - reader.tokens, layer - reader.delay
                 if wanted[0] < 0:
                     continue  # the cache before the first token
+                uses = self.uses[exchange.name]
                 n = len(uses) - 1
-                while (
-                    n >= 0
-                    and (reader.delay or reader.tokens)
-                    and (uses[n].token, uses[n].layer) != wanted
-                ):
-                    n -= 1
+                if reader.delay or reader.tokens:  # not the last use
+                    while n >= 0 and (uses[n].token, uses[n].layer) != wanted:
+                        n -= 1
                 if n < 0:
                     raise ModelError(
                         f"{exchange.name}: {step} waits for it before anybody has written it"
@@ -390,15 +383,14 @@ class _Run:
         sure = self.known[self.near[exchange.scope]].min()
         for m in range(n - 1, -1, -1):
             use = uses[m]
-            if use.last <= sure or self.has_come(exchange, use, rows, self.known, reads):
+            if use.last <= sure or self.has_come(exchange, use, rows, reads):
                 continue
             again = exchange.restarts and use.token != uses[n].token
             self.found[exchange.name].add(0 if again else n - m)
 
-    def has_come(
-        self, exchange: Exchange, use: _Use, rows: Array, known: Array, reads: bool = False
-    ) -> bool:
+    def has_come(self, exchange: Exchange, use: _Use, rows: Array, reads: bool) -> bool:
         """Whether blocks [row, block] know that each row of a use was written and, with `reads`, read."""
+        known = self.known
         if exchange.who is Who.SOME:
             near = self.near[exchange.scope]
             written = (known >= use.at)[near].all()

@@ -99,7 +99,6 @@ class Tiles:
     lanes: int
     delay: int
     delayed_buffers: int
-    mixed_reduce: bool  # layers differ in how they reduce
     head_mode: int
     num_blocks: int
     group: int  # blocks of one lane
@@ -156,7 +155,7 @@ class Tiles:
 # SOME blocks own rows of qkv_proj and gate_up_proj, and KV tasks of attention; EACH owns rows of the others (_owners).
 
 MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
-AGREE, ALL_REDUCE, MEET = ("candidate", "winner"), ("partial", "all_reduce"), ("arrive", "arrivals")
+AGREE, ALL_REDUCE, MEET = ("candidate", "argmax"), ("partial", "all_reduce"), ("arrive", "arrivals")
 DECODE_STEPS = {
     "attention": ("attention", "attention_join"),
     "down_proj": ("down_proj", "layer_end"),
@@ -175,7 +174,7 @@ def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
     spec, layers = schedule.spec, distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
     ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE, mix + AGREE)
-    fences = (Fence("down_proj", (layers - 1,)), Fence("winner"))
+    fences = (Fence("down_proj", (layers - 1,)), Fence("argmax"))
     words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
     steps = layer_steps(schedule, DECODE_STEPS)
     return Kernel(t.lanes, layers, (*words, cache_of("attention")), steps, ends, fences)
@@ -206,7 +205,7 @@ def _decode_exchanges(
         out.append(Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
         far = (Reader(stage, Of.OWN, layers=delayed, delay=t.delay), all_lanes)
         words, buffers = (t.hidden_size, t.delayed_buffers) if t.delayed_buffers else (0, 1)
-        ring = Exchange(f"{name}_past", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
+        ring = Exchange(f"{name}_delayed", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
         late.append(replace(ring, region="delayed"))
     mixes = t.lanes > 1 and t.head_mode != Head.VOCAB_PARALLEL
     adds = mixes and t.head_mode != Head.CONCAT
@@ -224,7 +223,7 @@ def _decode_exchanges(
         Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
         Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
         every("all_reduce", ALL_REDUCE, 8, restarts=True),  # four values in halves
-        every("winner", AGREE, 4),
+        every("argmax", AGREE, 4),
     )
 
 
@@ -307,7 +306,6 @@ def lower_tiles(
         lanes=lanes,
         delay=spec.delay if delayed else 0,
         delayed_buffers=3 * spec.delay if delayed else 0,
-        mixed_reduce=lanes > 1,
         head_mode=int(spec.head),
         num_blocks=group * lanes,
         group=group,
@@ -385,18 +383,14 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            tiling = StageTiles(**(tiling.__dict__ | {"offset": base}))
+            tiling = replace(tiling, offset=base)
             offset += tiling.tiles * tiling.words * blocks
             cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
             stages.append(tiling)
-        if len(stages) == 5 and _stream_fits(stages):
+        # The residual stream is held in registers, at most eight tensors a plane.
+        if len(stages) == 5 and stages[0].k_tiles <= 8:
             options.append((cost, -group, -words, tuple(stages)))
     return options
-
-
-def _stream_fits(stages: list[StageTiles]) -> bool:
-    """The residual stream is held in registers, at most eight tensors a plane."""
-    return stages[0].k_tiles <= 8
 
 
 def _cost(s: StageTiles) -> float:

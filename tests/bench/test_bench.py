@@ -21,7 +21,7 @@ from kog_triton.bench import cli as bench
 from kog_triton.bench import measure
 from kog_triton.bench.engines import GREEDY, BackendUnderTest, Sampling
 from kog_triton.bench.model import Model
-from kog_triton.bench.peers import MODULES
+from kog_triton.bench.peers import PEERS
 from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.startup import CACHES, PHASES
@@ -142,7 +142,7 @@ def test_our_backends_sample_beside_peers_that_are_greedy(cli, llama):
 def test_compare_takes_all_and_says_who_is_absent(cli, llama):
     code, record, out, _ = cli("compare", "--model", str(llama), *FEW)
     rows = rows_of(record)
-    assert code == 0 and set(rows) == {"cuda", "triton", "hip", "reference", *MODULES}
+    assert code == 0 and set(rows) == {"cuda", "triton", "hip", "reference", *PEERS}
     for name in ("reference", "transformers"):
         assert rows[name]["status"] == "timed" and rows[name]["check"]["passed"]
         assert len(rows[name]["host"]["tokens_per_s_rounds"]) == 2
@@ -202,7 +202,7 @@ def test_the_first_start_finds_nothing_compiled_and_the_next_ones_what_it_kept(c
     found, hubs, real = [], [], subprocess.run
 
     def run(argv, env=None, **options):
-        if "--started" not in argv:
+        if "kog_triton.bench.one_start" not in argv:
             return real(argv, env=env, **options)
         folders = [Path(env[name]) for name in CACHES]
         assert not any(f.is_relative_to(Path.home()) for f in folders)

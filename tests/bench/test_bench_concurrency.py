@@ -16,7 +16,7 @@ from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
 from kog_triton.bench.engines import GREEDY, Sampling
 from kog_triton.bench.model import Model
 from kog_triton.bench.show import concurrency_table
-from kog_triton.bench.timing import figures_of_all
+from kog_triton.bench.timing import figures
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
 from tests.lib.ring_walker import spec_of
@@ -48,7 +48,7 @@ def measured(backend, requests=(1, 3), sampling=GREEDY):
 def test_figures_by_hand():
     """Two rounds of two requests: 5 tokens from 0 to 40 us, then from 10 to 20 us."""
     rounds = [[[0.0, 10.0, 30.0], [5.0, 40.0]], [[10.0, 12.0, 20.0], [11.0, 19.0]]]
-    out = figures_of_all(rounds)
+    out = figures(rounds)
     assert out["tokens_per_s_rounds"] == [pytest.approx(4 / 40e-6), pytest.approx(4 / 10e-6)]
     assert out["tokens_per_s"] == pytest.approx((4 / 40e-6 + 4 / 10e-6) / 2)
     assert out["itl_us"] == [[10, 20], [35], [2, 8], [8]] and out["itl_max_us"] == 35

@@ -22,11 +22,11 @@ PACKAGE = ROOT / "kog_triton" / "bench"
 
 
 def test_a_line_of_nvidia_smi():
-    sample = machine.parse_sample("1980, 3201, 41, 312.52, 0x0000000000000024\n")
+    sample = machine.parse("1980, 3201, 41, 312.52, 0x0000000000000024\n", machine.QUERY)
     assert sample["sm_mhz"] == 1980 and sample["power_w"] == 312.52 and sample["reasons"] == 0x24
-    assert machine.parse_sample("1980, 3201, [N/A], 1, 0x0")["temperature_c"] is None
-    assert machine.parse_sample("no devices were found") is None
-    assert machine.parse_sample(None) is None and machine.parse_sample("") is None
+    assert machine.parse("1980, 3201, [N/A], 1, 0x0", machine.QUERY)["temperature_c"] is None
+    assert machine.parse("no devices were found", machine.QUERY) is None
+    assert machine.parse(None, machine.QUERY) is None and machine.parse("", machine.QUERY) is None
 
 
 def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch):

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions, find_backend
+from kog_triton.bench import timing
 from kog_triton.bench.check import compare, token_gaps
 from kog_triton.bench.engines import BackendUnderTest, Run
 from kog_triton.bench.model import open_model
 from kog_triton.bench.record import make_row, target_of
-from kog_triton.bench.timing import decode_bytes, figures, roofline, summarize
+from kog_triton.bench.timing import decode_bytes, roofline, summarize
 from kog_triton.bench.trace import count
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
@@ -102,6 +103,11 @@ def test_nan_is_an_error():
 
 
 # ---- figures ----
+
+
+def figures(rounds):
+    """Of rounds of one request."""
+    return timing.figures([[stamps] for stamps in rounds])
 
 
 def test_figures_by_hand():

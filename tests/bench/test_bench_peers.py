@@ -29,7 +29,7 @@ def test_a_peer_is_the_same_model(model, peer):
     """On a CPU nothing is compiled or captured; the maths and the loop are those of a GPU."""
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
     setting = Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
-    engine = find_peer(peer).open_peer(setting)
+    engine = find_peer(peer)(setting)
     check = judge_of(weights).examine(engine)
     assert check.passed and check.top1 == 1 and check.kl_max < 1e-9 and check.largest_gap < 1e-4
     runs = [engine.generate(PROMPT, 16) for _ in range(2)]
@@ -53,7 +53,7 @@ def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
 
     monkeypatch.setattr(transformers_compiled, "captured", traced)
     weights = RandomWeights(read_spec(SMALL | MODELS["mistral"]))  # with a window
-    engine = find_peer("transformers-compiled").open_peer(
+    engine = find_peer("transformers-compiled")(
         Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
     )
     torch._dynamo.reset()
@@ -66,7 +66,7 @@ def test_weights_without_a_place_are_refused():
     """Qwen3 has norms that a spec without `qk_norm` does not bring."""
     weights = RandomWeights(read_spec(SMALL | MODELS["qwen3"]).replace(qk_norm=False))
     with pytest.raises(ModelError, match="also wants"):
-        find_peer("transformers").open_peer(Setting(weights, torch.device("cpu"), 64))
+        find_peer("transformers")(Setting(weights, torch.device("cpu"), 64))
 
 
 # ---- llama-bench ----
@@ -113,9 +113,9 @@ def llama_cpp(tmp_path, monkeypatch):
 
 def test_llama_bench_is_asked_and_read(llama_cpp):
     setting = llama_cpp()
-    assert llama_bench.absent(setting) == ""
-    assert "--gguf" in llama_bench.absent(Setting(setting.weights, setting.device, 64))
-    engine = llama_bench.open_peer(setting)
+    assert llama_bench.LlamaBench.absent(setting) == ""
+    assert "--gguf" in llama_bench.LlamaBench.absent(Setting(setting.weights, setting.device, 64))
+    engine = llama_bench.LlamaBench(setting)
     assert engine.version == "llama.cpp 0c1e570 (CPU), llama ?B all F32"
     assert engine.memory_bytes() == {"weights": 4 * setting.weights.spec.num_parameters}
     got = summarize([engine.generate(PROMPT, 4)], 20)
@@ -133,10 +133,10 @@ def test_what_llama_bench_does_not_print_is_refused(text):
 def test_a_gguf_of_another_model_or_type_is_refused(llama_cpp, field):
     right = RandomWeights(read_spec(SMALL | MODELS["llama"])).spec.num_parameters
     right *= 4 if field == "model_size" else 1
-    llama_bench.open_peer(llama_cpp(**{field: round(right * 1.005)}))  # tables for RoPE
+    llama_bench.LlamaBench(llama_cpp(**{field: round(right * 1.005)}))  # tables for RoPE
     for factor in (0.5, 1.02):
         with pytest.raises(RunError, match=f"its {field} is .* convert it as f32"):
-            llama_bench.open_peer(llama_cpp(**{field: round(right * factor)}))
+            llama_bench.LlamaBench(llama_cpp(**{field: round(right * factor)}))
 
 
 def test_an_unknown_peer_is_refused():

@@ -348,11 +348,11 @@ def test_where_nothing_is_allowed_the_request_says_so(name):
 # header, before, after, who must see it; on the model "one lane" unless the test names another
 FAULTS = {
     "every request in one slot's cache": (
-        "seat.h", "small->slot = seat.slot", "small->slot = 0",
+        "cursor.h", "small->slot = cursor.slot", "small->slot = 0",
         test_a_request_that_joins_others_says_what_it_says_alone,
     ),
     "a token that is not kept": (
-        "seat.h", "states[2 * seat.slot + 1] = seat.token", "states[0] += 0",
+        "cursor.h", "states[2 * cursor.slot + 1] = cursor.token", "states[0] += 0",
         test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted,
     ),
     "a host that is not heard": (
@@ -364,7 +364,7 @@ FAULTS = {
         partial(test_a_cancel_frees_the_slot_for_another, where="answer"),
     ),
     "stop ids beyond those of a warp": (
-        "seat.h", "u32 i = lane + 32; i < count", "u32 i = count; i < count",
+        "cursor.h", "u32 i = thread + 32; i < count", "u32 i = count; i < count",
         partial(test_a_stop_id_or_the_limit_ends_a_request, model="one lane"),
     ),
     "a token too many": (

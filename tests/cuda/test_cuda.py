@@ -223,6 +223,19 @@ def test_lanes_agree_with_the_reference(head):
     assert_close(Walk(spec, weights, 8), weights, 4, 0.02)
 
 
+def test_a_lane_runs_ahead_by_the_buffers_of_each_module():
+    """Each module's delayed outputs have buffers of their own number. A lane whose stores land late falls behind."""
+    lanes = {"num_layers": 7, "delay": 1, "reduce_mlp": (OWN,) * 7}
+    spec = f16_spec(**LANES | lanes | {"reduce_attention": (OWN, OWN, DELAYED) + (OWN,) * 4})
+    weights = RandomWeights(spec)
+    walk, tokens = Walk(spec, weights, 4), tokens_of(spec, 2)
+    regions = walk.layout.regions
+    assert regions["attention_out_past"].buffers > regions["mlp_out_past"].buffers
+    expected = walk.forward_logits(tokens)
+    walk.store_late("mlp_out", 300, rows=1)
+    assert np.array_equal(walk.forward_logits(tokens, limit=1 << 15), expected)
+
+
 @pytest.mark.parametrize("region", ["attention", "splits", "split_tops"])
 def test_stores_that_land_late_change_nothing(region):
     """A word's writers change from layer to layer: only what they have read of it orders their stores."""

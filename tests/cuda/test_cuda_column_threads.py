@@ -96,7 +96,7 @@ RACES = {
     "rows of the cache are sent without a fence": ("columns/layer.h", "if (last) fence_gpu();", ""),
     "partial sums are overwritten while they are read": (
         "rows.h",
-        "  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read\n",
+        "  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read\n",
         "",
     ),
 }

@@ -253,7 +253,7 @@ def spec():
 
 
 def test_every_way_to_choose_works_beside_every_other(spec):
-    """Plain columns, whose winners one block picks, beside those that all blocks choose one by one."""
+    """Plain columns, whose argmax one block picks, beside those that all blocks choose one by one."""
     requests = [
         request(i, PROMPTS[i], 4, params, mask=(lambda out: ALLOWED) if name == "masked" else None)
         for i, (name, params) in enumerate(MIXED.items())
@@ -279,7 +279,11 @@ FAULTS = {
         "b.in_warp / (32 / kSharing) * kMine",
         "0 * b.in_warp",
     ),
-    "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
+    "every request in one slot's cache": (
+        "cursor.h",
+        "small->slot = cursor.slot",
+        "small->slot = 0",
+    ),
     "an operand in another's place": (
         "operands.h",
         "kHalves == 1 ? 2 * token + odd",
@@ -287,7 +291,7 @@ FAULTS = {
     ),
     "sums that a slower warp still reads": (
         "rows.h",
-        "  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read\n",
+        "  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read\n",
         "",
     ),
     "the streams' rms of another column": (
@@ -295,9 +299,9 @@ FAULTS = {
         "b.small->squares + column * kWarps + i",
         "b.small->squares + i",
     ),
-    "the winner of the last step": (
+    "the argmax of the last step": (
         "columns/head.h",
-        "static_cast<u64>(count_up(b, &Kept::heads)) << 32",
+        "static_cast<u64>(count_up(b, &WarpState::heads)) << 32",
         "static_cast<u64>(1) << 32",
     ),
     "another column's position": (
@@ -306,7 +310,11 @@ FAULTS = {
         "position = position_of(b, 0, steps_of(b));",
     ),
     "one split for both halves of the warps": ("columns/splits.h", "split += side(b);", ""),
-    "splits that weigh alike": ("unit.h", "share[s] = exp2_fast(top[s] - best);", "share[s] = 1;"),
+    "splits that weigh alike": (
+        "kv_task.h",
+        "share[s] = exp2_fast(top[s] - best);",
+        "share[s] = 1;",
+    ),
 }
 
 
@@ -327,7 +335,7 @@ SHAPE_FAULTS = {
     "a lane without a sum that leads": (
         "two columns of eight rows",
         "columns/head.h",
-        " && b.in_warp < Cut<LmHead>::kPieceWords",
+        " && b.in_warp < OperandLayout<LmHead>::kPieceWords",
         "",
     ),
     "sums over operands that another warp still takes": (
@@ -350,7 +358,7 @@ SHAPE_FAULTS = {
     ),
     "queries of another block": (
         "joins of many splits",
-        "columns/units.h",
+        "columns/kv_tasks.h",
         "n % kHeadParts * kPartQueries",
         "0 * n",
     ),

@@ -367,8 +367,8 @@ FAULTS = {
         "unpack_f32(word(kLanes - 1 - lane))",
     ),
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
-    "one buffer": ("columns/lanes.h", "turn % Words::kBuffers", "0 * turn"),
-    "a phase of another turn": ("columns/lanes.h", "phase_of(turn / Words::kBuffers)", "1"),
+    "one buffer": ("columns/lanes.h", "index % Words::kBuffers", "0 * index"),
+    "a phase of another use": ("columns/lanes.h", "phase_of(index / Words::kBuffers)", "1"),
     "a mean that is not normed": (
         "mix.h",
         "x * gain * scale()",

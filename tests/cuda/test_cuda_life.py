@@ -163,8 +163,8 @@ def test_a_cancel_is_heard_in_a_prompt(backend, monkeypatch):
     assert again == run(make(FiberBackend, num_slots=1), request(0, prompt, 3))[0]
 
 
-def test_more_requests_than_seats_all_progress(expected, monkeypatch):
-    monkeypatch.setattr(launcher, "MOST_SEATS", 2)
+def test_more_requests_than_a_launch_serves_all_progress(expected, monkeypatch):
+    monkeypatch.setattr(launcher, "MAX_REQUESTS", 2)
     monkeypatch.setattr(launcher, "MOST_SILENT", 4)
     prompts = [*THREE, PROMPTS[0], PROMPTS[1]]
     backend, order = make(FiberBackend, num_slots=5), []
@@ -290,16 +290,20 @@ def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_wr
 
 FAULTS = {
     "a token that is not kept": (
-        "seat.h",
-        "states[2 * seat.slot + 1] = seat.token",
+        "cursor.h",
+        "states[2 * cursor.slot + 1] = cursor.token",
         "states[0] += 0",
     ),
-    "a position counted for the wrong seat": (
+    "a position counted for the wrong request": (
         "decode.h",
-        "num_seats - 1 - seat)",
-        "num_seats - 1)",
+        "num_requests - 1 - cursor)",
+        "num_requests - 1)",
     ),
-    "every request in one slot's cache": ("seat.h", "small->slot = seat.slot", "small->slot = 0"),
+    "every request in one slot's cache": (
+        "cursor.h",
+        "small->slot = cursor.slot",
+        "small->slot = 0",
+    ),
     "a launch that runs a step too far": ("decode.h", "== b.p.most_steps", "== b.p.most_steps + 1"),
 }
 

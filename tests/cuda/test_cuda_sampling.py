@@ -161,7 +161,8 @@ def way_of(walk, params):
     assert walk.run(walk.words(PROMPT, 1, params), PROMPT) > 0
     tokens = walk.tokens()
     tried, cut = (
-        int(walk.memory.words[walk.layout.regions[name].offset + 1]) for name in ("trial", "bin")
+        int(walk.memory.words[walk.layout.regions[name].offset + 1])
+        for name in ("top_p_check", "bin")
     )
     row = walk.forward_logits(PROMPT)[-1]
     assert tokens == [sample(row, params, History(PROMPT), len(PROMPT)).token]
@@ -219,7 +220,7 @@ def many_blocks():
     return walk, words, tokens, records
 
 
-@pytest.mark.parametrize("seed, late", [(-1, None), (-2, None), (3, "trial"), (4, "shares")])
+@pytest.mark.parametrize("seed, late", [(-1, None), (-2, None), (3, "top_p_check"), (4, "shares")])
 def test_many_blocks_say_the_same_out_of_step(many_blocks, seed, late):
     """Winners and sums meet by several warps, of which some lag behind; or words land late."""
     walk, words, tokens, records = many_blocks
@@ -306,15 +307,15 @@ FAULTS = {
                           "odd", SETTINGS["top_k"]),
     "ties of a cut fall": ("cut.h", "ordered(f.top) - cut - 1", "ordered(f.top) - cut", "ties",
                            SETTINGS["top_k"]),
-    "ties come before a winner": ("trial.h", "> logit;", ">= logit;", "ties", SETTINGS["top_k"]),
-    "every winner survives": (
-        "trial.h", "share)) return Fate::kFalls;", "share)) return Fate::kSurvives;", "odd",
+    "ties come before the argmax": ("top_p_check.h", "> logit;", ">= logit;", "ties", SETTINGS["top_k"]),
+    "every argmax survives": (
+        "top_p_check.h", "share)) return Verdict::kFalls;", "share)) return Verdict::kSurvives;", "odd",
         {"top_p": 0.3, "temperature": 4.0}),
     "a share of all ids, not of the top_k": (
-        "trial.h", "? Fate::kSurvives : Fate::kOpen", "? Fate::kSurvives : Fate::kSurvives", "odd",
+        "top_p_check.h", "? Verdict::kSurvives : Verdict::kOpen", "? Verdict::kSurvives : Verdict::kSurvives", "odd",
         {"top_k": 150, "top_p": 0.5, "temperature": 30.0}),
-    "as many before a winner as top_k": (
-        "trial.h", "s.before.count >= k", "s.before.count > k", "odd", {"top_k": 1, "temperature": 0.7}),
+    "as many before the argmax as top_k": (
+        "top_p_check.h", "s.before.count >= k", "s.before.count > k", "odd", {"top_k": 1, "temperature": 0.7}),
     "output counted once too often": ("edit.h", "step * (seen - 1)", "step * seen", "odd",
                                       {"frequency_penalty": 1.0, "temperature": 0,
                                        "allowed_token_ids": [50, 60, 70, 80]}),

@@ -26,14 +26,14 @@ PLANTED = {
         "block.h deals out other units than schedule/lowering.py",
     ),
     "fewer words of a block": (
-        r"(struct WinnerWords .*kStride = )\d+",
+        r"(struct ArgmaxWords .*kStride = )\d+",
         r"\g<1>4",
         "a block has another number of words than the layout gives it",
     ),
     "other steps of operands": (
         r"(struct QkvProj .*kStepBytes = )\d+",
         r"\g<1>4",
-        "operands.h and layout/batches.py cut operands and sums otherwise",
+        "operands.h and layout/batches.py lay out operands and sums otherwise",
     ),
 }
 

@@ -158,20 +158,20 @@ def test_one_buffer_too_few_is_seen(tmp_path):
         tmp_path,
         (
             "residual.h",
-            "to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;\n"
-            "      phase = phase_of(turns.now >> 1);",
+            "to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes + b.lane) * Now::kStride;\n"
+            "      phase = phase_of(counts.now >> 1);",
             "to = b.p.words + Now::kOffset + b.lane * Now::kStride;\n"
-            "      phase = phase_of(turns.now);",
+            "      phase = phase_of(counts.now);",
         ),
         (
             "residual.h",
-            "const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;",
+            "const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;",
             "const u32* base = b.p.words + Now::kOffset;",
         ),
         (
             "residual.h",
-            "gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);",
-            "gather(b, step, base + j * Now::kStride, phase_of(turns.now), x);",
+            "gather(b, step, base + j * Now::kStride, phase_of(counts.now >> 1), x);",
+            "gather(b, step, base + j * Now::kStride, phase_of(counts.now), x);",
         ),
     )
     spec, blocks, _ = SPECS["lanes"]

@@ -173,8 +173,8 @@ GENERATE = "from kog_triton.generate import main; main(['--backend', 'reference'
     [
         GENERATE.format("'-p', 'a', '-m', '1'"),
         GENERATE.format("'--interactive'"),
-        "sys.argv[1:] = ['--started', '0', '--backend', 'reference']\n"
-        "from kog_triton.bench.one_start import main; main()",
+        "from kog_triton.bench.one_start import one_start\n"
+        "one_start(0, 'reference', None, None, '', 1, 'auto')",
     ],
     ids=["generate", "interactive", "bench startup"],
 )

@@ -36,7 +36,7 @@ SPANS = (
     Span("rows", 0),
     Span("gather", 0, True),
     Span("split", 0),
-    Span("winner", HEAD, True),
+    Span("argmax", HEAD, True),
 )
 ENDS = [
     [[100, 200, 230, 260, 300], [100, 210, 232, 0, 300], [110, 150, 228, 290, 301]],
@@ -107,7 +107,7 @@ def test_figures_of_a_recording():
         "rows": (535 / 6, 110, 535 / 6, 2),
         "gather": (38, 78, 38, 0),
         "split": (191 / 4, 62, 191 / 6, 0),
-        "winner": (257 / 6, 79, 257 / 6, 0),
+        "argmax": (257 / 6, 79, 257 / 6, 0),
     }.items():
         assert rounded[name] == pytest.approx(wanted), name
     assert rows["rows"].num_bytes == 6000 and rows["split"].num_bytes == 0
@@ -130,7 +130,7 @@ def test_one_token_knows_no_step_before_it():
     line = timeline(one)
     assert line.clock_error is None
     assert trace(one, line, {})["otherData"]["clock_error_ns"] is None
-    assert [row.name for row in figures(one, line)] == ["rows", "gather", "split", "winner"]
+    assert [row.name for row in figures(one, line)] == ["rows", "gather", "split", "argmax"]
     assert line.token_ns == pytest.approx(901 / 3 - 310 / 3)
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
-from kog_triton.cli.report import stats
 
 import kog_triton
 from kog_triton import LLM, doctor, generate
@@ -23,8 +22,10 @@ from kog_triton import __main__ as kog
 from kog_triton.backends.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
 from kog_triton.cli import interactive
 from kog_triton.cli.command import run
+from kog_triton.cli.stats import stats
 from kog_triton.cli.stderr_log import STDERR_LOG, StderrLog
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
+from kog_triton.sampling.params import SamplingParams
 from tests import ROOT
 from tests.lib.fake_backend import install
 from tests.lib.fake_checkpoint import make_checkpoint
@@ -126,7 +127,8 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     assert cli("-p", "abc", "--quiet", *flags)[0] == 0
     record = json.loads(file.read_text())
     wanted = sampling | {"stop": ["zz"], "ignore_eos": True}
-    assert set(wanted) == set(generate.SAMPLING_FLAGS)
+    parsed = vars(generate.parse(["-p", "x"]))
+    assert set(wanted) == set(parsed) & set(SamplingParams.__dataclass_fields__)
     params = {name: record["params"][name] for name in wanted}
     assert params | {"stop": list(params["stop"])} == wanted
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}

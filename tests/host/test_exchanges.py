@@ -48,13 +48,13 @@ def test_every_exchange_of_every_kernel_is_proved(model, which):
 @pytest.mark.parametrize(
     ("which", "name"),
     [
-        ("decode", "attention_out_past"),
-        ("decode", "mlp_out_past"),
-        ("decode", "winner"),
+        ("decode", "attention_out_delayed"),
+        ("decode", "mlp_out_delayed"),
+        ("decode", "argmax"),
         ("columns", "attention_out_sent"),
-        ("columns", "winner"),
+        ("columns", "argmax"),
         ("triton", "all_reduce"),
-        ("triton", "winner"),
+        ("triton", "argmax"),
         ("prompt", "arrivals"),
         ("prompt", "attention_out"),
     ],
@@ -63,7 +63,7 @@ def test_one_buffer_fewer_is_refused(which, name):
     kernel = kernel_of(named_shape("laneformer-2b"), which)
     fewer = change(kernel, name, buffers=kernel.exchange(name).buffers - 1)
     with pytest.raises(ModelError, match=f"{name}: [0-9] buffers rotate, and .* could rewrite one"):
-        check_kernel(fewer, ends=name in ("winner", "all_reduce"))
+        check_kernel(fewer, ends=name in ("argmax", "all_reduce"))
 
 
 def test_outputs_for_all_lanes_need_two_buffers_beside_layers_that_need_none():
@@ -83,12 +83,12 @@ def test_outputs_for_all_lanes_need_two_buffers_beside_layers_that_need_none():
     [
         ("decode", "attention_out"),
         ("decode", "mlp_out"),
-        ("decode", "winner"),
+        ("decode", "argmax"),
         ("decode", "shares"),
         ("decode", "bin"),
         ("columns", "attention_out"),
-        ("columns", "column_winner"),
-        ("triton", "winner"),
+        ("columns", "column_argmax"),
+        ("triton", "argmax"),
         ("triton", "mlp_out"),
         ("prompt", "arrivals"),
     ],
@@ -126,7 +126,7 @@ def test_an_exchange_without_a_writer_or_a_reader_is_refused(which):
         ("columns", "down_proj_sum", "cache"),
         ("columns", "layer_end", "cache"),
         ("triton", "down_proj", "cache"),
-        ("triton", "winner", "cache"),
+        ("triton", "argmax", "cache"),
         ("prompt", "arrive", "x"),
         ("prompt", "arrivals", "x"),
     ],
@@ -149,12 +149,12 @@ def test_a_fence_ahead_of_what_it_publishes_is_refused():
 def test_late_outputs_that_leave_before_the_others_came_need_more_buffers():
     """A lane may then be two layers that need no other's outputs ahead of one that still waits."""
     kernel = kernel_of(named_shape("laneformer-2b"), "decode")
-    for name, stage in (("attention_out_past", "o_proj"), ("mlp_out_past", "down_proj")):
+    for name, stage in (("attention_out_delayed", "o_proj"), ("mlp_out_delayed", "down_proj")):
         (late,) = kernel.exchange(name).readers
         kernel = change(kernel, name, readers=(replace(late, step=f"{stage}_sum"),))
-    with pytest.raises(ModelError, match="attention_out_past: 6 buffers rotate"):
+    with pytest.raises(ModelError, match="attention_out_delayed: 6 buffers rotate"):
         check_kernel(kernel)
-    assert fewest_buffers(kernel, "attention_out_past") == 7
+    assert fewest_buffers(kernel, "attention_out_delayed") == 7
 
 
 @pytest.mark.parametrize("which", KERNELS[:-1])

@@ -10,17 +10,6 @@ import pytest
 
 from tests import ROOT
 
-# Older than the glossary: the C++ kernels with their emulation, and what names exchanges or serves requests. An entry
-# leaves with the change that renames it, the last one takes this constant along.
-RENAMED_LATER = (
-    "backends/cuda/columns.cu",
-    "backends/cuda/decode.cu",
-    "backends/cuda/include/",
-    "backends/cuda/launcher.py",
-    "backends/cuda/layout/",
-    "backends/cuda/memory.py",
-    "tests/lib/cuda_host/",
-)
 FOREIGN = r"\b(math|np|torch|tl|std)(\.|::)floor\b|\bpast_key_values\b"  # other libraries' names
 CPLUSPLUS = {".h", ".cu", ".cpp"}
 FILES = [
@@ -29,10 +18,6 @@ FILES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", *CPLUSPLUS}
 ]
-
-
-def is_later(path: Path) -> bool:
-    return str(path.relative_to(ROOT)).startswith(RENAMED_LATER)
 
 
 def retired_words(glossary: str) -> set[str]:
@@ -62,26 +47,12 @@ def words_of(name: str) -> set[str]:
 RETIRED = retired_words((ROOT / "docs" / "GLOSSARY.md").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if not is_later(p)], ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_name_holds_a_retired_word(path):
     text = path.read_text(encoding="utf-8")
     found = sorted(n for n in identifiers(path, text) | {path.stem} if words_of(n) & RETIRED)
     found = [n for n in found if not n.startswith("test_")]
     assert not found, f"{path.relative_to(ROOT)}: docs/GLOSSARY.md says what to call {found}"
-
-
-@pytest.mark.parametrize("entry", RENAMED_LATER)
-def test_what_is_renamed_later_holds_a_retired_word(entry):
-    """Else the entry is to leave the list."""
-    names = [
-        name
-        for path in FILES
-        if str(path.relative_to(ROOT)).startswith(entry)
-        for name in identifiers(path, path.read_text(encoding="utf-8"))
-    ]
-    assert any(words_of(name) & RETIRED for name in names)
 
 
 @pytest.mark.parametrize(

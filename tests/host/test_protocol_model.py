@@ -75,10 +75,10 @@ def test_a_phase_that_does_not_flip_is_caught():
     assert "taken for" in Machine(still).explore()
 
 
-@pytest.mark.parametrize(("which", "name"), [("decode", "winner"), ("triton", "winner")])
+@pytest.mark.parametrize(("which", "name"), [("decode", "argmax"), ("triton", "argmax")])
 def test_candidates_take_turns_with_two_buffers(which, name):
     kernel = plain(which, layers=0)
-    end = kernel.ends.index(("candidate", "winner"))
+    end = kernel.ends.index(("candidate", "argmax"))
     assert Machine(programs_of(kernel, (name,), 4, 3, end)).explore() == ""
     single = change(kernel, name, buffers=1)
     assert Machine(programs_of(single, (name,), 4, 3, end)).explore() == HANGS
@@ -90,9 +90,9 @@ def test_candidates_take_turns_with_two_buffers(which, name):
 @pytest.mark.parametrize(
     ("which", "delay", "name"),
     [
-        ("decode", 1, "attention_out_past"),
-        ("decode", 2, "attention_out_past"),
-        ("triton", 1, "attention_out_past"),
+        ("decode", 1, "attention_out_delayed"),
+        ("decode", 2, "attention_out_delayed"),
+        ("triton", 1, "attention_out_delayed"),
         ("columns", 1, "attention_out_sent"),
         ("columns", 2, "attention_out_sent"),
     ],
@@ -107,7 +107,7 @@ def test_a_late_lane_is_never_overtaken(which, delay, name):
 
 def test_late_outputs_that_leave_before_the_others_came_are_overtaken():
     """As test_exchanges.py proves: with three times the delay, a lane at a token's first layers is too fast."""
-    name = "attention_out_past"
+    name = "attention_out_delayed"
     kernel = late_lanes("decode", 1)
     (late,) = kernel.exchange(name).readers
     kernel = change(kernel, name, readers=(replace(late, step="o_proj_sum"),))
@@ -198,7 +198,7 @@ def test_rows_of_all_lanes_are_waited_for():
     """The machine itself: a reader OWN of another lane, and not of its own."""
     kernel = late_lanes("decode", 1)
     waits = [
-        op for op in programs_of(kernel, ("attention_out_past",), 1, 1)[0] if op.kind == "wait"
+        op for op in programs_of(kernel, ("attention_out_delayed",), 1, 1)[0] if op.kind == "wait"
     ]
     assert {op.word[2] for op in waits} == {1}
-    assert kernel.exchange("attention_out_past").readers[0].of is Of.OWN
+    assert kernel.exchange("attention_out_delayed").readers[0].of is Of.OWN

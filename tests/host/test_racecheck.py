@@ -13,7 +13,7 @@ REPORT = """\
 =========     and Write access at kog_decode+0xb700 [72 hazards]
 =========
 ========= Error: Race reported between Write access at kog::end_step(kog::Block &)+0x10 in decode.h:61
-=========     and Read access at kog::Turn::position(const kog::Block &) const+0x2fe0 in seat.h:26 [132 hazards]
+=========     and Read access at kog::StepOrder::position(const kog::Block &) const+0x2fe0 in cursor.h:26 [132 hazards]
 =========     and Write access at kog::columns::end_column(kog::Block &)+0x10950 in decode.h:25 [508 hazards]
 =========
 ========= Error: Race reported between Write access at kog_columns+0xb700

@@ -81,7 +81,7 @@ def failure_of(backend, prompt=PROMPT, count=6):
 # rows' owners wait for it, and all others of them for the owners. Whose watchdog looks first is chance.
 AWAITED = (
     r"(layer 0, attention_out, word \d+ of attention_out|"
-    r"layer 2, past, word \d+ of mlp_out_past|"
+    r"layer 2, delayed_outputs, word \d+ of mlp_out_delayed|"
     r"layer 2, mlp_out, word \d+ of mlp_out)"
 )
 

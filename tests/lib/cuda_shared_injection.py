@@ -33,9 +33,9 @@ SHARED_EDITS = (
     *EDITS,
     (
         "columns/layer.h",
-        "  if (b.warp == 0)\n    raise_flag(b, b.p.words + mlp_flag(b, turned_place",
+        "  if (b.warp == 0)\n    raise_flag(b, b.p.words + mlp_flag(b, rotated_group_index",
         f"  if (b.warp == 0 && (b.block != 1 || b.p.limit % {FAULTY} != {SILENT}))\n"
-        "    raise_flag(b, b.p.words + mlp_flag(b, turned_place",
+        "    raise_flag(b, b.p.words + mlp_flag(b, rotated_group_index",
     ),
     (
         "outputs.h",

@@ -125,11 +125,13 @@ class Walk:
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
 
-    def store_late(self, region, rounds):
-        """In the next run stores to the words of a region land up to so many rounds late, in any order."""
+    def store_late(self, region, rounds, rows=None):
+        """In the next run stores to a region's words, or its first rows', land up to so many rounds late, in any
+        order."""
         words = self.layout.regions[region]
         first = self.memory.words.data_ptr() + 4 * words.offset
-        count = ctypes.c_long(words.end - words.offset)
+        stored = words.end - words.offset if rows is None else rows * words.stride
+        count = ctypes.c_long(stored)
         self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
 
     def fetches(self):

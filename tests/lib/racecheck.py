@@ -9,8 +9,8 @@ ORDERED = {
     # flags between warps, words that are polled; no other data hangs on them
     "store_volatile": {"load_volatile", "stamp"},
     # every thread writes the value that every thread has computed, and reads what it wrote itself
-    "end_step": {"position", "begin_step", "serve_seat", "save_seats"},
-    "serve_seat": {"cache_of"},
+    "end_step": {"position", "begin_step", "select_request", "save_cursors"},
+    "select_request": {"cache_of"},
 }
 
 

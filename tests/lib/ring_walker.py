@@ -101,7 +101,7 @@ class RingWalker:
         for name in ("attention_out", "mlp_out"):
             self._add(name, self.spec.hidden_size)
             if Reduce.DELAYED in self.spec.reduce_attention + self.spec.reduce_mlp:
-                self._add(name + "_past", self.spec.hidden_size, count=3 * self.spec.delay)
+                self._add(name + "_delayed", self.spec.hidden_size, count=3 * self.spec.delay)
         shape = (self.spec.num_layers, self.s.num_shards)
         self.kv = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
         self.layers_done = 0  # counts over tokens: the iteration of every layer exchange
@@ -179,8 +179,8 @@ class RingWalker:
         assert (np.diff(ids) == 1).all(), "a block publishes one run"
         if target.endswith("_out"):
             how = self.s.reduce(stage.name, layer)
-            if target + "_past" in self.buffers:
-                self.buffers[target + "_past"].publish(it, shard, ids[0], values)
+            if target + "_delayed" in self.buffers:
+                self.buffers[target + "_delayed"].publish(it, shard, ids[0], values)
             if how is Reduce.DELAYED:
                 values = values + delayed[shard][ids]
             elif how is Reduce.OWN:
@@ -194,7 +194,7 @@ class RingWalker:
             or self.s.reduce(stage.name, layer) is not Reduce.DELAYED
         ):
             return None
-        buffer = self.buffers[stage.target + "_past"]
+        buffer = self.buffers[stage.target + "_delayed"]
         sent = [
             buffer.read(it - self.spec.delay, i, 0, stage.rows) for i in range(self.s.num_shards)
         ]

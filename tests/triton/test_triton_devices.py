@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.device import gpu_of
 from kog_triton.backends.triton import TritonBackend
-from kog_triton.backends.triton.host.backend import _blocks, _known_gpu
+from kog_triton.backends.triton.host.backend import _blocks
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.shapes import named_shape
@@ -49,7 +50,7 @@ def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, 
     capability, multiprocessors = NEWER[name]
     pretend(name, capability, multiprocessors)
     assert TritonBackend.availability().ok
-    assert _known_gpu(DEVICE) is None and _blocks(None, DEVICE) == multiprocessors
+    assert gpu_of(DEVICE) is None and _blocks(None, DEVICE) == multiprocessors
     for shape in ("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b"):
         tiles = lower_tiles(build(named_shape(shape)), multiprocessors, 4096, "nvidia")
         assert 0.75 * multiprocessors <= tiles.num_blocks <= multiprocessors
@@ -118,7 +119,7 @@ def test_too_few_blocks_are_refused_with_what_to_do(shape, blocks, said):
 
 def test_a_gpu_with_a_row_has_the_blocks_that_it_says(pretend):
     pretend("NVIDIA H200", (9, 0), 132)
-    gpu = _known_gpu(DEVICE)
+    gpu = gpu_of(DEVICE)
     assert gpu is GPUS["h200"] and _blocks(gpu, DEVICE) == 128
 
 

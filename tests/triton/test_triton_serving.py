@@ -377,7 +377,7 @@ def test_a_stage_that_waits_in_vain_claims_no_steps_of_a_launch_before_it(monkey
 
 def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():
     tiles = backend_of(ONE).tiles
-    mask, argmax = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "winner"))
+    mask, argmax = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "argmax"))
     came = [0] * 11
     assert "block 2, stage sample, for the host's mask of token 2" in describe_wait(
         [[2], came, argmax, mask], tiles, 3

@@ -43,12 +43,12 @@ def group_heads(spec: ModelSpec) -> int:
 
 
 def result_slots(spec: ModelSpec) -> int:
-    """Places for results in a group: those of half of its warps find room at once."""
+    """Places for results in a group: those of half of its warps fit at once."""
     return -(-(WARPS // head_groups(spec)) // 2)
 
 
 def result_stride(spec: ModelSpec) -> int:
-    """Words from one query head's results to the next's: a row, and four that turn the banks."""
+    """Words from one query head's results to the next's: a row, and four that shift the banks."""
     return row_dim(spec) + 4
 
 
@@ -68,7 +68,7 @@ def numbers(spec: ModelSpec) -> dict[str, int]:
 
 
 def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
-    """What a unit keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/unit.h)."""
+    """What a KV task keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/kv_task.h)."""
     row = row_dim(spec)
     results = head_groups(spec) * result_slots(spec) * group_heads(spec)
     return _places(
@@ -98,7 +98,7 @@ def _places(**sizes: int) -> dict[str, int]:
 
 
 def received_bytes(spec: ModelSpec, new_rows: int = 1) -> int:
-    """Of a unit's scratch, what it holds of heads that were received: queries, new keys and values."""
+    """Of a KV task's scratch, what it holds of heads that were received: queries, new keys and values."""
     return scratch_places(spec, new_rows)["results"]
 
 
@@ -110,6 +110,6 @@ def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
 
 
 def part_queries(spec: ModelSpec, columns: int, blocks: int) -> int:
-    """Query heads that a block takes of a head that one block walks: as few as give no block two units."""
+    """Query heads that a block takes of a head that one block walks: as few as give no block two KV tasks."""
     parts = max(head_groups(spec), min(spec.group, blocks // (columns * spec.lane_kv_heads)))
     return -(-spec.group // parts)

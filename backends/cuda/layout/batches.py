@@ -185,7 +185,7 @@ def sums_over(lo: CudaLowering, stage: Stage, columns: int) -> bool:
     return over > 0 and batch_units(lo, stage, columns) == over
 
 
-def sum_rooms(lo: CudaLowering, stage: Stage, columns: int) -> int:
+def sum_buffers(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Rooms for partial sums: two where batches follow each other and operands stay beside them."""
     units = -(-lo.num_units(stage) // lo.group_size(stage))
     one = units <= batch_units(lo, stage, columns)

@@ -45,17 +45,17 @@ MODULES = (
     ("attention_out", "o_proj", "gate_up_proj", "down_proj"),
     ("mlp_out", "down_proj", "layer_end", "o_proj"),
 )
-# What ends a token. A choice (choose.h) draws, finds the winner's fate, draws again, finds the cut level by level,
+# What ends a token. A choice (choose.h) draws, checks top-p of the argmax, draws again, finds the cut level by level,
 # delivers log-probabilities. What has more of this has one of these in it, and more that blocks learn of each other.
-AGREE: Steps = ("candidate", "winner")
-AGREE_ON_COLUMNS = ("column_candidate", "judge", "column_winner")
+AGREE: Steps = ("candidate", "argmax")
+AGREE_ON_COLUMNS = ("column_candidate", "column_pick", "column_argmax")
 PEAKS, LEVEL = ("peak", "peaks"), ("bin", "histogram", "cut")
-SURVIVES = ("draw", *PEAKS, "trial", "share", "shares")
+SURVIVES = ("draw", *PEAKS, "top_p_check", "share", "shares")
 CHOICES = (
     AGREE,
     SURVIVES,
     (*SURVIVES, "rank", "best"),
-    (*SURVIVES, "draw", "trial", "share", "shares"),
+    (*SURVIVES, "draw", "top_p_check", "share", "shares"),
     (*SURVIVES, *LEVEL, *LEVEL, *AGREE),
     ("draw", *PEAKS, *AGREE),  # no id can be chosen
     (*PEAKS, "rank", *AGREE, "best"),
@@ -69,7 +69,7 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> Kernel:
     schedule, spec = lowering.schedule, lowering.schedule.spec
     lanes, last, hidden = schedule.num_shards, distinct_layers(spec) - 1, spec.hidden_size
     pairs = {stage.name: -(-stage.outputs // 2) for _, stage in schedule.walk()}
-    late, pasts = Reduce.DELAYED in _hows(spec), []
+    late, to_all = Reduce.DELAYED in _hows(spec), []
     at_once = hidden if lanes > 1 and Reduce.NOW in _hows(spec) else 0
     # fmt: off
     out = [
@@ -80,22 +80,22 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> Kernel:
     for name, stage, step, _ in MODULES:
         now, own, delayed = _reduces(spec, stage)
         # Sent in every layer, behind the wait for what the others sent.
-        past = (Reader(stage, Of.OWN, layers=delayed, delay=spec.delay),)
+        later = (Reader(stage, Of.OWN, layers=delayed, delay=spec.delay),)
         words, buffers = (hidden, 3 * spec.delay) if late else (0, 1)
         out.append(Exchange(name, f"{stage}_sum", (Reader(step),), hidden, lanes, layers=own))
-        pasts += [
+        to_all += [
             Exchange(f"{name}_now", f"{stage}_sum", (Reader(step),), at_once, lanes, 2, scope=Scope.ALL, layers=now),
-            Exchange(f"{name}_past", stage, past, words, lanes, buffers, scope=Scope.ALL),
+            Exchange(f"{name}_delayed", stage, later, words, lanes, buffers, scope=Scope.ALL),
         ]
     # fmt: on
-    out += pasts
+    out += to_all
     for name, words, rows in _splits(spec, lanes * spec.lane_kv_heads, splits):
         out.append(some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
     out += [*mixes, *_choice(lowering.num_blocks), CACHE]
     fences = (Fence("down_proj", (last,)), Fence("layer_end", (last,)))
     steps = layer_steps(schedule, DECODE_STEPS)
-    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_past")
+    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_delayed")
 
 
 def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
@@ -133,8 +133,8 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
     out += [
         _hints("mlp_flags", "gate_up_proj", "down_proj", hints, lanes),
         *mixes,
-        _numbered("column_best", "column_candidate", Reader("judge", who=Who.FEW), 4 * 2 * blocks * columns),
-        _numbered("column_winner", "judge", Reader("column_winner"), 2 * 2 * columns, who=Who.FEW),
+        _numbered("column_best", "column_candidate", Reader("column_pick", who=Who.FEW), 4 * 2 * blocks * columns),
+        _numbered("column_argmax", "column_pick", Reader("column_argmax"), 2 * 2 * columns, who=Who.FEW),
         *_choice(blocks),
         CACHE,
     ]
@@ -205,9 +205,9 @@ def _choice(blocks: int) -> list[Exchange]:
     """What all blocks tell each other about one token's logits."""
     few, one = Reader("histogram", who=Who.FEW), Reader("best", who=Who.ONE)
     return [
-        _numbered("winner", "candidate", Reader("winner"), 4 * 2 * blocks, 2),
+        _numbered("argmax", "candidate", Reader("argmax"), 4 * 2 * blocks, 2),
         _numbered("peak", "peak", Reader("peaks"), 2 * 2 * blocks),
-        _numbered("trial", "draw", Reader("trial"), 3 * 2 * 2 * blocks),
+        _numbered("top_p_check", "draw", Reader("top_p_check"), 3 * 2 * 2 * blocks),
         _numbered("shares", "share", Reader("shares"), 3 * 2 * 2 * blocks),
         _numbered("bin_part", "bin", few, BINS * 4 * 2 * blocks),
         _numbered("bin", "histogram", Reader("cut"), BINS * 4 * 2, who=Who.FEW),

@@ -25,8 +25,8 @@ from kog_triton.backends.cuda.layout.batches import (
     THREADS,
     batch_units,
     staged_bytes,
+    sum_buffers,
     sum_bytes,
-    sum_rooms,
     sums_in_place,
     sums_over,
     up,
@@ -40,7 +40,7 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
-SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, seats, flags
+SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, cursors, flags
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
 
@@ -127,7 +127,7 @@ class Layout:
         """Of its inputs and partial sums, in a kernel of several columns."""
         lo, staged = self.lowering, self.staged_bytes(stage)
         sums = batch_units(lo, stage, self.columns) * sum_bytes(lo, stage, self.columns)
-        sums *= sum_rooms(lo, stage, self.columns)
+        sums *= sum_buffers(lo, stage, self.columns)
         return max(staged, self.sums_at(stage) + sums)
 
     @property

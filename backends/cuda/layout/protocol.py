@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 
-MOST_SEATS = 16  # requests that one launch serves
+MAX_REQUESTS = 16  # requests that one launch serves
 # Tensors that a launch reads and writes, and what the kernel sees them as.
 TENSORS = {
     "weights": "const u8*",  # chunks, those of all blocks side by side
@@ -39,18 +39,18 @@ ITEM_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "int": 4, "float": 4}
 class Pointers(ctypes.Structure):
     """The argument of a launch, by value: TENSORS, then
 
-    limit       clock ticks that a wait may take
-    most_steps  tokens of any request after which the launch yields
-    num_seats   requests that this launch serves
-    order       their slots, the one that is due first
+    limit         clock ticks that a wait may take
+    most_steps    tokens of any request after which the launch yields
+    num_requests  requests that this launch serves
+    order         their slots, the one that is due first
     """
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),
         ("limit", ctypes.c_int64),
         ("most_steps", ctypes.c_int64),
-        ("num_seats", ctypes.c_int32),
-        ("order", ctypes.c_int32 * MOST_SEATS),
+        ("num_requests", ctypes.c_int32),
+        ("order", ctypes.c_int32 * MAX_REQUESTS),
     )
 
 

@@ -1,15 +1,12 @@
 """Other engines on the same weights, prompt, dtype and number of tokens, greedy, batch 1.
 
-A peer is a module with `absent(setting)`, why it cannot run here ("" if it can), and
-`open_peer(setting)`, a `Subject`. `RAN` says where the adapter itself has run so far: a record in which
-the peer is absent repeats it, so that nobody takes untried code for a measurement that was left out.
+A peer is a class (`Peer`) in a module of its own, which is imported when the peer is asked for.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -17,12 +14,12 @@ from kog_triton.backends import WeightSource
 from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.errors import RequestError
 
-MODULES = {
-    "transformers": "transformers_eager",
-    "transformers-compiled": "transformers_compiled",
-    "transformers-tuned": "transformers_tuned",
-    "torch-graph": "torch_graph",
-    "llama-bench": "llama_bench",
+PEERS = {  # module and class
+    "transformers": ("transformers_eager", "TransformersEager"),
+    "transformers-compiled": ("transformers_compiled", "TransformersCompiled"),
+    "transformers-tuned": ("transformers_tuned", "TransformersTuned"),
+    "torch-graph": ("torch_graph", "TorchGraph"),
+    "llama-bench": ("llama_bench", "LlamaBench"),
 }
 
 
@@ -36,17 +33,25 @@ class Setting:
     gguf: Path | None = None  # the same model for llama-bench
 
 
-@dataclass(frozen=True)
-class Peer:
-    name: str
-    absent: Callable[[Setting], str]
-    open_peer: Callable[[Setting], EngineUnderTest]
-    ran: str  # where the adapter has run, in words
+class Peer(EngineUnderTest, Protocol):
+    """`ran` says where the adapter itself has run so far: a record in which the peer is absent repeats it, so that
+    nobody takes untried code for a measurement that was left out.
+    """
+
+    ran: ClassVar[str]
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        """Why it cannot run here; "" if it can."""
+        ...
+
+    def __init__(self, setting: Setting) -> None: ...
 
 
-def find_peer(name: str) -> Peer:
+def find_peer(name: str) -> type[Peer]:
     """RequestError with the known names if there is none of that name."""
-    if name not in MODULES:
-        raise RequestError(f"no peer is named {name!r}: have {', '.join(MODULES)}")
-    module: Any = import_module(f"kog_triton.bench.peers.{MODULES[name]}")
-    return Peer(name, module.absent, module.open_peer, module.RAN)
+    if name not in PEERS:
+        raise RequestError(f"no peer is named {name!r}: have {', '.join(PEERS)}")
+    module, peer = PEERS[name]
+    found: type[Peer] = getattr(import_module(f"kog_triton.bench.peers.{module}"), peer)
+    return found

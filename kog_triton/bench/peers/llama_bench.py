@@ -20,17 +20,10 @@ from kog_triton.bench.peers import Setting
 from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 
-RAN = "this adapter has run on a CPU only, with a tiny model"
 TIMEOUT_S = 600
 # Of parameters and of bytes: llama.cpp counts tables for RoPE too, and keeps norms in float32.
 LIKENESS = 0.01
 FIELDS = ("avg_ns", "build_commit", "backends", "model_type", "model_n_params", "model_size")
-
-
-def absent(setting: Setting) -> str:
-    if shutil.which("llama-bench") is None:
-        return "llama-bench is not on the PATH"
-    return "" if setting.gguf else "needs --gguf FILE, this model converted for llama.cpp"
 
 
 class LlamaBench:
@@ -38,6 +31,13 @@ class LlamaBench:
 
     name = "llama-bench"
     checks_text = False
+    ran = "this adapter has run on a CPU only, with a tiny model"
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        if shutil.which("llama-bench") is None:
+            return "llama-bench is not on the PATH"
+        return "" if setting.gguf else "needs --gguf FILE, this model converted for llama.cpp"
 
     def __init__(self, setting: Setting) -> None:
         assert setting.gguf is not None, "absent() looked"
@@ -109,7 +109,3 @@ def check_model(result: dict[str, Any], spec: ModelSpec) -> None:
                 f"the GGUF file is another model ({result['model_type']}): its {name} is "
                 f"{result[name]}, and this model's {want}; convert it as {spec.dtype.name.lower()}"
             )
-
-
-def open_peer(setting: Setting) -> LlamaBench:
-    return LlamaBench(setting)

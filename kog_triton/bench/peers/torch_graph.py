@@ -15,22 +15,13 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
-from kog_triton.bench.peers.transformers_model import DTYPES
 from kog_triton.schedule.rope import rope_table
 
-RAN = "this adapter has run on a CPU, its step uncaptured, and on one H200"
 CHUNK = 512  # prompt tokens of one pass: bounds the score matrix
 Tensor = torch.Tensor
-
-
-def absent(setting: Setting) -> str:
-    if setting.device.type == "cpu":
-        return "graphs are captured on a GPU only"
-    if setting.weights.spec.num_lanes > 1:
-        return "it has one residual stream, not lanes"
-    return ""
 
 
 class PlainDecoder:
@@ -39,7 +30,7 @@ class PlainDecoder:
 
     def __init__(self, weights: WeightSource, device: torch.device, context: int) -> None:
         spec = self.spec = weights.spec
-        dtype = DTYPES[spec.dtype]
+        dtype = TORCH_DTYPES[spec.dtype]
 
         def get(name: str) -> Tensor:
             tensor = weights.load(name).to(device, dtype)
@@ -134,6 +125,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class TorchGraph:
     name = "torch-graph"
     checks_text = True
+    ran = "this adapter has run on a CPU, its step uncaptured, and on one H200"
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        if setting.device.type == "cpu":
+            return "graphs are captured on a GPU only"
+        if setting.weights.spec.num_lanes > 1:
+            return "it has one residual stream, not lanes"
+        return ""
 
     def __init__(self, setting: Setting) -> None:
         self.version = f"torch {torch.__version__}, CUDA graph of plain torch"
@@ -184,7 +184,3 @@ class TorchGraph:
 
     def close(self) -> None:
         del self._graph, self._decoder
-
-
-def open_peer(setting: Setting) -> TorchGraph:
-    return TorchGraph(setting)

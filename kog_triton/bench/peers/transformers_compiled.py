@@ -8,37 +8,34 @@ the GPU, and the next step is queued before the token of the last one is read.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
-from kog_triton.bench.peers.transformers_model import forward_logits, load_model, why_absent
+from kog_triton.bench.peers.transformers_model import TransformersPeer
 
-RAN = "this adapter has run on an H200"
 TRIES = 3  # calls before a capture: the first compiles
 
 
-def absent(setting: Setting) -> str:
-    if setting.device.type == "cpu":
-        return "it compiles for a GPU only"
-    return why_absent(setting)
-
-
-class TransformersCompiled:
+class TransformersCompiled(TransformersPeer):
     name = "transformers-compiled"
-    checks_text = True
+    ran = "this adapter has run on an H200"
+    how = "torch.compile, CUDA graph"
     step_options: ClassVar[dict[str, Any] | None] = None  # of torch.compile
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        if setting.device.type == "cpu":
+            return "it compiles for a GPU only"
+        return TransformersPeer.absent(setting)
 
     def __init__(self, setting: Setting) -> None:
         from transformers.cache_utils import StaticCache, StaticLayer
 
-        self.version = f"transformers {version('transformers')}, torch.compile, CUDA graph"
-        self.spec, self._device = setting.weights.spec, setting.device
-        self._model: Any = load_model(setting.weights, setting.device)
+        super().__init__(setting)
+        self._device = setting.device
         self._cache: Any = StaticCache(config=self._model.config, max_cache_len=setting.max_context)
         # Layers of a window too keep all positions: a cache that turns counts on the host, out of a
         # graph's sight. Their mask hides what lies outside the window.
@@ -48,9 +45,6 @@ class TransformersCompiled:
         self._host = torch.zeros(setting.max_context, dtype=torch.int64, pin_memory=pinned)
         self._prompts: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}  # by length
         self._step: Callable[[], None] | None = None
-
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        return forward_logits(self._model, token_ids)
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> Run:
@@ -69,12 +63,9 @@ class TransformersCompiled:
             run.add(int(self._host[made]))
         return run
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {"weights": sum(p.nbytes for p in self._model.parameters())}
-
     def close(self) -> None:
-        self._prompts, self._step = {}, None
-        self._model = self._cache = None
+        self._prompts, self._step, self._cache = {}, None, None
+        super().close()
 
     def _prompt_of(self, length: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """Where the ids of a prompt of this length go, and what runs it."""
@@ -133,7 +124,3 @@ def captured(
     with torch.cuda.graph(graph):
         compiled()
     return graph.replay
-
-
-def open_peer(setting: Setting) -> TransformersCompiled:
-    return TransformersCompiled(setting)

@@ -1,40 +1,18 @@
-"""transformers as it comes: `model.generate` with its dynamic cache, one kernel at a time."""
+"""transformers as it comes: `model.generate` with its dynamic cache, one kernel at a time; a streamer stamps tokens."""
 
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
-from typing import Any
 
-import numpy as np
 import torch
 
 from kog_triton.bench.engines import Run
-from kog_triton.bench.peers import Setting
-from kog_triton.bench.peers.transformers_model import (
-    Stamps,
-    forward_logits,
-    load_model,
-    why_absent,
-)
-
-RAN = "this adapter has run on a CPU and on one H200"
+from kog_triton.bench.peers.transformers_model import TransformersPeer
 
 
-def absent(setting: Setting) -> str:
-    return why_absent(setting)
-
-
-class TransformersEager:
+class TransformersEager(TransformersPeer):
     name = "transformers"
-    checks_text = True
-
-    def __init__(self, setting: Setting) -> None:
-        self.version = f"transformers {version('transformers')}, eager, sdpa"
-        self.spec = setting.weights.spec
-        self._model: Any = load_model(setting.weights, setting.device)
-
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        return forward_logits(self._model, token_ids)
+    ran = "this adapter has run on a CPU and on one H200"
+    how = "eager, sdpa"
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> Run:
@@ -50,12 +28,20 @@ class TransformersEager:
         )
         return run
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {"weights": sum(p.nbytes for p in self._model.parameters())}
 
-    def close(self) -> None:
-        self._model = None
+class Stamps:
+    """A streamer: `generate` hands it the prompt, then the tokens as it makes them."""
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._prompt = True
 
-def open_peer(setting: Setting) -> TransformersEager:
-    return TransformersEager(setting)
+    def put(self, ids: torch.Tensor) -> None:
+        if self._prompt:
+            self._prompt = False
+            return
+        for token in ids.reshape(-1).tolist():
+            self._run.add(token)
+
+    def end(self) -> None:
+        pass

@@ -1,9 +1,10 @@
 """A transformers model with our weights: the configuration from the spec, the tensors by its names.
 
-Both transformers peers use it. `generate` of transformers makes the tokens; a streamer stamps them.
+All transformers peers are its subclasses.
 """
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,22 +12,44 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.bench.engines import Run
+from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.peers import Setting
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
-from kog_triton.model.spec import DType, ModelSpec, RopeScaling
+from kog_triton.model.spec import ModelSpec, RopeScaling
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
-def why_absent(setting: Setting) -> str:
-    """Why transformers cannot run this model here; "" if it can."""
-    family = setting.weights.spec.family
-    if family not in FAMILIES:
-        return f"transformers has no {family}"
-    return "" if find_spec("transformers") else "not installed: pip install 'kog-triton[bench]'"
+class TransformersPeer:
+    """A peer but for its name and its way to make tokens. `how` it runs is told beside the version."""
+
+    checks_text = True
+    how: str
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        family = setting.weights.spec.family
+        if family not in FAMILIES:
+            return f"transformers has no {family}"
+        return "" if find_spec("transformers") else "not installed: pip install 'kog-triton[bench]'"
+
+    def __init__(self, setting: Setting) -> None:
+        self.version = f"transformers {version('transformers')}, {self.how}"
+        self.spec = setting.weights.spec
+        self._model: Any = load_model(setting.weights, setting.device)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        out: np.ndarray = self._model(ids, use_cache=False).logits[0].float().cpu().numpy()
+        return out
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": sum(p.nbytes for p in self._model.parameters())}
+
+    def close(self) -> None:
+        self._model = None
 
 
 def config_of(spec: ModelSpec) -> Any:
@@ -90,7 +113,7 @@ def load_model(weights: WeightSource, device: torch.device) -> Any:
 
     spec = weights.spec
     with device:
-        model = AutoModelForCausalLM.from_config(config_of(spec), dtype=DTYPES[spec.dtype])
+        model = AutoModelForCausalLM.from_config(config_of(spec), dtype=TORCH_DTYPES[spec.dtype])
     model.eval()
     own = model.state_dict()
     missing = set(own)
@@ -114,29 +137,3 @@ def _names(spec: ModelSpec) -> list[tuple[str, str]]:
         for layer in range(spec.num_layers if "{}" in pattern else 1):
             pairs.append((pattern.format(layer), source.names[0].format(layer)))
     return pairs
-
-
-class Stamps:
-    """A streamer: `generate` hands it the prompt, then the tokens as it makes them."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._prompt = True
-
-    def put(self, ids: torch.Tensor) -> None:
-        if self._prompt:
-            self._prompt = False
-            return
-        for token in ids.reshape(-1).tolist():
-            self._run.add(token)
-
-    def end(self) -> None:
-        pass
-
-
-@torch.inference_mode()
-def forward_logits(model: Any, token_ids: Sequence[int]) -> np.ndarray:
-    """Logits of every position, float32 [tokens, vocab]."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    out: np.ndarray = model(ids, use_cache=False).logits[0].float().cpu().numpy()
-    return out

@@ -7,20 +7,10 @@ the library's. On an H200 this decodes Llama-3.2-1B 1.3 times as fast (benchmark
 
 from typing import Any, ClassVar
 
-from kog_triton.bench.peers import Setting
-from kog_triton.bench.peers.transformers_compiled import RAN, TransformersCompiled, absent
-
-__all__ = ["RAN", "TransformersTuned", "absent", "open_peer"]
+from kog_triton.bench.peers.transformers_compiled import TransformersCompiled
 
 
 class TransformersTuned(TransformersCompiled):
     name = "transformers-tuned"
+    how = f"{TransformersCompiled.how}, coordinate descent"
     step_options: ClassVar[dict[str, Any] | None] = {"coordinate_descent_tuning": True}
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.version += ", coordinate descent"
-
-
-def open_peer(setting: Setting) -> TransformersTuned:
-    return TransformersTuned(setting)

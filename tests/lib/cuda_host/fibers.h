@@ -66,13 +66,13 @@ void yield() { yield_fiber(); }
 
 // The whole block meets once after the ring is set up.
 KOG_EMULATED void sync_all(BlockState& b) {
-  u64 mine = b.turn;
+  u64 mine = b.generation;
   note_arrival(mine);
   if (++b.arrived == kThreads) {
     b.arrived = 0;
-    b.turn++;
+    b.generation++;
   }
-  while (b.turn == mine) yield();
+  while (b.generation == mine) yield();
   note_leaving(mine);
 }
 
@@ -85,7 +85,7 @@ static void run_thread() {
 #else
   Block b(*argument);
   init_ring(b);
-  take_seats(b);
+  load_cursors(b);
   sync_all(*current->block);
   run_roles(b, [&] { walk::consume(b); }, [&] { walk::produce(b); });
 #endif
@@ -160,22 +160,22 @@ class BlockRunner {
   }
   // Let a warp go on for a few of its collectives, or less where it waits.
   KOG_EMULATED void run_warp(int index) {
-    Fiber* lanes = &fibers_[32 * index];
+    Fiber* threads = &fibers_[32 * index];
     Warp& warp = state_.warps[index];
-    if (warp.blocked == 32 && warp.barrier == state_.turn) return;
+    if (warp.blocked == 32 && warp.barrier == state_.generation) return;
     begin_warp(state_, index);
     int looks = 0;
     for (int pass = 0; pass < kPasses && looks < kLooks; pass++) {
-      u64 turn = warp.turn;
+      u64 generation = warp.generation;
       warp.looked = false;
-      for (int lane = 0; lane < 32; lane++) {
-        if (lanes[lane].done) continue;
-        current = &lanes[lane];
+      for (int thread = 0; thread < 32; thread++) {
+        if (threads[thread].done) continue;
+        current = &threads[thread];
         kog_switch(&scheduler_stack, current->stack_top);
-        ended_ += lanes[lane].done;
+        ended_ += threads[thread].done;
       }
       looks += warp.looked;
-      if (warp.turn == turn) break;
+      if (warp.generation == generation) break;
     }
     end_warp(state_);
   }

@@ -39,7 +39,7 @@ static void excuse(const kog::Small& small) {
   auto alike = [](const auto& member) {
     AnnotateBenignRaceSized(__FILE__, __LINE__, &member, sizeof member, "written alike");
   };
-  alike(small.seats), alike(small.slot), alike(small.token), alike(small.position);
+  alike(small.cursors), alike(small.slot), alike(small.token), alike(small.position);
   alike(small.chosen);
 }
 

@@ -45,7 +45,7 @@ struct Tiles {
   int at, end, cached;
 };
 
-// The heads that a unit waits for, `fresh` says which (Newest); behind a barrier.
+// The heads that a KV task waits for, `fresh` says which (Newest); behind a barrier.
 template <class Fresh>
 KOG_DEVICE void receive_heads(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
   Rotation rotation = fresh.rotation(b, span, position);
@@ -101,10 +101,10 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, F
   leave_results();
 }
 
-// One unit: a key/value head over one split. Splits not in use publish too, so that all phases keep
+// One KV task: a key/value head over one split. Splits not in use publish too, so that all phases keep
 // step.
-KOG_DEVICE void walk_split(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 phase) {
+  Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) {
     u32* words = split_words(b, span.head, 0, span.split);
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
@@ -124,7 +124,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     return stage_words<Stage>(
         b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
         join_phase(b));
-  // Four values a lane: two words of each split, and the logarithms of all.
+  // Four values a thread: two words of each split, and the logarithms of all.
   using In = Inputs<Stage, 4>;
   In in(b);
   uint2 w[In::kCount][kMerged];
@@ -143,7 +143,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     }
   }
   poll_until(
-      b, step, [&] { return place_of(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
+      b, step, [&] { return word_index(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
       phase, [&] {
         u32 bad = 0;
 #pragma unroll

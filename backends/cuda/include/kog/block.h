@@ -12,56 +12,56 @@ struct Candidate {
 
 // One request of the launch: its slot, the position it was at when the launch began, the position
 // from which its steps have a head, and its next token.
-struct Seat {
+struct RequestCursor {
   int slot, first, first_head, token;
 };
 
-// What a block does of a layer's attention in a kernel of columns (columns/units.h): of which column, how
-// many blocks share the head's context (0: no more units), its first query, and what the block walks.
-struct Unit {
+// What a block does of a layer's attention in a kernel of columns (columns/kv_tasks.h): of which column, how
+// many blocks share the head's context (0: no more KV tasks), its first query, and what the block walks.
+struct KvTask {
   u32 column, blocks, head, query, split, used, start, end;
 };
-// What a warp of a kernel of columns keeps from stage to stage (columns/kept.h). In registers from the first
-// layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a layer
-// of Qwen3-0.6B.
-struct Kept {
+// What a warp of a kernel of columns keeps from stage to stage (columns/warp_state.h). In registers from the
+// first layer to the last it was spilled: one load of such a value on the way out of attention took 1.9 us a
+// layer of Qwen3-0.6B.
+struct WarpState {
   u32 layer, steps, heads, mixes;  // where it is; exchanges of heads and of the lanes' streams
   u32 slot, parity;  // of the ring, while it does not multiply
-  u32 unit;          // of attention
+  u32 kv_task;          // of attention
 };
 constexpr int kHeadParts = (kHeads / kKvHeads + kPartQueries - 1) / kPartQueries;
 constexpr int kMostOfHead = kSplits > kHeadParts ? kSplits : kHeadParts;
-constexpr int kMostUnits = (kColumns * kKvHeads * kMostOfHead + kGroup - 1) / kGroup + 1;
-constexpr int kUnitsKept = kColumns == 1 ? 1 : kMostUnits < 10 ? kMostUnits : 10;
+constexpr int kMostKvTasks = (kColumns * kKvHeads * kMostOfHead + kGroup - 1) / kGroup + 1;
+constexpr int kKvTasksKept = kColumns == 1 ? 1 : kMostKvTasks < 10 ? kMostKvTasks : 10;
 
-constexpr int kWinners = (kBlocks + 31) / 32;  // of 32 blocks each
+constexpr int kCandidateWarps = (kBlocks + 31) / 32;  // of 32 blocks each
 
 // The end of shared memory: small things that warps tell each other.
 struct Small {
   alignas(16) float squares[kColumns * kWarps];  // [column][warp]
   Candidate local[kWarps];
-  Candidate global[kWinners];
-  Seat seats[kMostSeats];
+  Candidate global[kCandidateWarps];
+  RequestCursor cursors[kMaxRequests];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
-  Unit units[kUnitsKept];
+  KvTask kv_tasks[kKvTasksKept];
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may
   u32 leave;   // no wait of this block waits any longer
   u32 joins;   // attentions whose splits were joined in a step of their own
   u32 walks;   // 1 while a long span is walked
-  u32 shares;  // whether other blocks have splits of a unit's head, in a kernel of columns
+  u32 shares;  // whether other blocks have splits of a KV task's head, in a kernel of columns
   u32 issued;  // chunks that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
-  Kept kept[kColumns > 1 ? kWarps : 1];
+  WarpState warp_states[kColumns > 1 ? kWarps : 1];
 };
 constexpr u32 kExpired = 2;
-static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew its room in layout.py");
+static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew SMALL_BYTES of layout/layout.py");
 
 struct Block {
   const Pointers& p;
   const u32* request;  // the words of the request in hand
-  int block, lane, place;  // of the grid; the lane it works for; its place in that lane's group
+  int block, lane, group_index;  // of the grid; the lane it works for; its index in that lane's group
   int thread, warp, in_warp;
   u8* ring;
   u64* full;
@@ -72,7 +72,7 @@ struct Block {
   int layer;
   int column = 0;      // of the token in hand, in a kernel of columns (columns/)
   i64 ring_ticks = 0;  // that this warp waited for weights, if kProfile
-  int turn = 0;        // of the profile: which of its tokens this is
+  int profile_row = 0;        // of the profile: which of its tokens this is
 
   KOG_DEVICE explicit Block(const Pointers& pointers)
       : p(pointers), request(pointers.request), layer(0) {
@@ -81,7 +81,7 @@ struct Block {
     full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);
     empty = full + kRingChunks;
     scratch = reinterpret_cast<u8*>(empty + kRingChunks);
-    // Behind it: results of attention run on over the partial sums (unit.h).
+    // Behind it: results of attention run on over the partial sums (kv_task.h).
     partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));
     small = reinterpret_cast<Small*>(scratch + kScratchBytes + kPartialBytes);
   }
@@ -92,7 +92,7 @@ struct Block {
   KOG_DEVICE void begin_stage() {
     block = block_index();
     lane = kLanes > 1 ? block / kGroup : 0;
-    place = kLanes > 1 ? block % kGroup : block;
+    group_index = kLanes > 1 ? block % kGroup : block;
     thread = thread_index();
     KOG_ASSUME(block >= 0 && block < kBlocks && thread >= 0 && thread < kThreads);
     warp = thread / 32;
@@ -109,17 +109,17 @@ KOG_DEVICE void end_wait(const Block& b) {
   if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], 0);
 }
 KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leave) != 0; }
-// Whether to end the wait in vain. The first lane of the expired wait whose own word is stale tells of
-// it; `place` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
-// it was told: the wait may have ended meanwhile, and the warp stand in another.
-KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 wanted) {
-  if (!any_lane(must_leave(b))) return false;
+// Whether to end the wait in vain. The first thread of the expired wait whose own word is stale reports
+// it; `word_index` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
+// it was reported: the wait may have ended meanwhile, and the warp stand in another.
+KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted) {
+  if (!any_in_warp(must_leave(b))) return false;
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
-    u32 layer = kColumns > 1 ? load_volatile(&b.small->kept[b.warp].layer) : static_cast<u32>(b.layer);
+    u32 layer = kColumns > 1 ? load_volatile(&b.small->warp_states[b.warp].layer) : static_cast<u32>(b.layer);
     store_relaxed(b.p.error + 3, layer);
-    store_relaxed(b.p.error + 4, place);
+    store_relaxed(b.p.error + 4, word_index);
     store_relaxed(b.p.error + 5, seen);
     store_relaxed(b.p.error + 6, wanted);
   }
@@ -131,7 +131,7 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 place, u32 seen, u32 want
 KOG_DEVICE void stamp(const Block& b, Point point) {
   if constexpr (kProfile) {
     if (b.in_warp != 0) return;
-    u64 at = (static_cast<u64>(b.turn % kProfileTokens) * kBlocks + b.block) * kWarps + b.warp;
+    u64 at = (static_cast<u64>(b.profile_row % kProfileTokens) * kBlocks + b.block) * kWarps + b.warp;
     at = at * ((kLayers + 1) * kPoints) + b.layer * kPoints + static_cast<int>(point);
     u64 waited = static_cast<u64>(b.ring_ticks), issued = load_volatile(&b.small->issued);
     store_pair(b.p.profile + 2 * at, static_cast<u64>(clock_ticks()), waited | issued << 32);
@@ -168,7 +168,7 @@ KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
 }
 
 template <class Stage>
-KOG_DEVICE int stage_place(const Block& b) {
+KOG_DEVICE int stage_group_index(const Block& b) {
   return b.block % Stage::kGroup;
 }
 
@@ -177,34 +177,34 @@ struct Units {
   int first, last;
 };
 template <class Stage>
-KOG_DEVICE constexpr int turned_place(int place, int layer) {
-  return (place + 2 * Stage::kGroup - Stage::kShift - layer % Stage::kGroup) % Stage::kGroup;
+KOG_DEVICE constexpr int rotated_group_index(int group_index, int layer) {
+  return (group_index + 2 * Stage::kGroup - Stage::kShift - layer % Stage::kGroup) % Stage::kGroup;
 }
 template <class Stage>
-KOG_DEVICE constexpr Units units_of(int place, int layer) {
-  int turned = turned_place<Stage>(place, layer);
-  return {turned * Stage::kUnits / Stage::kGroup, (turned + 1) * Stage::kUnits / Stage::kGroup};
+KOG_DEVICE constexpr Units units_of(int group_index, int layer) {
+  int rotated = rotated_group_index<Stage>(group_index, layer);
+  return {rotated * Stage::kUnits / Stage::kGroup, (rotated + 1) * Stage::kUnits / Stage::kGroup};
 }
-// The turned place of the block that has a unit.
+// The rotated index of the block that has a unit.
 template <class Stage>
-KOG_DEVICE constexpr int turned_owner(int unit) {
+KOG_DEVICE constexpr int rotated_owner(int unit) {
   return ((unit + 1) * Stage::kGroup - 1) / Stage::kUnits;
 }
 // Fragments that a warp multiplies in one run of a stage.
 template <class Stage>
-KOG_DEVICE int fragments_of(int place, int layer) {
-  Units u = units_of<Stage>(place, layer);
+KOG_DEVICE int fragments_of(int group_index, int layer) {
+  Units u = units_of<Stage>(group_index, layer);
   return (u.last - u.first) * Stage::kSteps;
 }
 
-// A number that the host makes of all places' units in the same way; 0 if turned_owner says another of them.
+// A number that the host makes of all blocks' units in the same way; 0 if rotated_owner gives another block.
 template <class Stage>
 KOG_DEVICE constexpr int checked_units() {
   u64 n = 1;
   for (int i = 0; i < 2 * Stage::kGroup; i++) {
-    int place = i % Stage::kGroup, layer = i / Stage::kGroup * (kLayers - 1);
-    Units units = units_of<Stage>(place, layer);
-    bool owns = turned_owner<Stage>(units.last - 1) == turned_place<Stage>(place, layer);
+    int group_index = i % Stage::kGroup, layer = i / Stage::kGroup * (kLayers - 1);
+    Units units = units_of<Stage>(group_index, layer);
+    bool owns = rotated_owner<Stage>(units.last - 1) == rotated_group_index<Stage>(group_index, layer);
     if (units.first < units.last && !owns) return 0;
     n = (31 * n + static_cast<u64>(units.first)) % 0x7fffffff;
   }

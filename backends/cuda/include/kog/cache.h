@@ -1,9 +1,9 @@
 // Tiles of the cache of keys and values, as the tensor core takes them straight from memory.
 //
 // A warp takes kTileRows positions at once. Scores: heads are the rows of one operand, 8 positions the
-// columns of the other, so a lane holds a quarter of one key a group of 8. Outputs: dimensions are the
-// rows, positions the depth, heads the columns, so a lane holds an eighth of the values at 2 positions
-// a group of 8. Which dimension stands in which row or step is ours to choose (Pieces). Rows of the
+// columns of the other, so a thread holds a quarter of one key a group of 8. Outputs: dimensions are the
+// rows, positions the depth, heads the columns, so a thread holds an eighth of the values at 2 positions
+// a group of 8. Which dimension stands in which row or step is ours to choose (RowShare). Rows of the
 // cache are padded with zeros to kRowDim.
 #pragma once
 #include <kog/words.h>
@@ -11,15 +11,15 @@
 namespace kog {
 
 constexpr int kDimSteps = kRowDim / 16;
-constexpr int kKeyWords = kRowDim / 8;     // of one key in one lane
-constexpr int kValueWords = kRowDim / 16;  // of one value in one lane
+constexpr int kKeyWords = kRowDim / 8;     // of one key in one thread
+constexpr int kValueWords = kRowDim / 16;  // of one value in one thread
 
-// A lane's words of a row come in pieces of a load each; the pieces of the lanes that share the row lie
+// A thread's words of a row come in pieces of a load each; the pieces of the threads that share the row lie
 // side by side, so that one load of a warp reads whole sectors.
 template <int kWords>
 constexpr int kPieceOf = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
 template <int kWords, int kSharers>
-struct Pieces {
+struct RowShare {
   static constexpr int kPiece = kPieceOf<kWords>, kCount = kWords / kPiece,
                        kStride = kSharers * kPiece;
   // Where in the row word `word` of sharer `which` is, in words.
@@ -43,9 +43,9 @@ struct Pieces {
   }
 };
 
-// Keys of one tile: group j holds the key at position 8 * j + lane / 4 of the tile, a quarter a lane.
+// Keys of one tile: group j holds the key at position 8 * j + thread / 4 of the tile, a quarter a thread.
 struct Keys {
-  using Quarter = Pieces<kKeyWords, 4>;
+  using Quarter = RowShare<kKeyWords, 4>;
   u32 w[kTileRows / 8][kKeyWords];
 
   KOG_DEVICE static int row(const Block& b, int j) { return 8 * j + b.in_warp / 4; }
@@ -69,15 +69,15 @@ struct Keys {
   }
 };
 
-// Values of one tile: row i holds the value at position `row` of the tile, an eighth a lane.
+// Values of one tile: row i holds the value at position `row` of the tile, an eighth a thread.
 struct Values {
-  using Eighth = Pieces<kValueWords, 8>;
+  using Eighth = RowShare<kValueWords, 8>;
   u32 w[kTileRows / 4][kValueWords];
 
   KOG_DEVICE static int row(const Block& b, int i) {
     return i / 2 * 8 + b.in_warp % 4 * 2 + i % 2;
   }
-  // The first of the two dimensions of word `word` of this lane.
+  // The first of the two dimensions of word `word` of this thread.
   KOG_DEVICE static int dimension(const Block& b, int word) {
     return 2 * Eighth::at(b.in_warp / 4, word);
   }

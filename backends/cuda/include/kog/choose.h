@@ -1,11 +1,11 @@
-// The choice of a token that takes more than every row's logit once: edited, cut, or told to the
-// host.
+// The choice of a token that takes more than every row's logit once: edited, cut, or
+// with log-probabilities.
 //
-//   logits --edit--> a draw, peaks ==> trials ==> (cut ==> candidates ==>) token, log-probabilities
+//   logits --edit--> a draw, peaks ==> top-p checks ==> (cut ==> candidates ==>) token, log-probabilities
 //                              all blocks, each arrow one exchange or a few
 #pragma once
 #include <kog/logprob.h>
-#include <kog/trial.h>
+#include <kog/top_p_check.h>
 
 namespace kog {
 
@@ -47,15 +47,15 @@ KOG_DEVICE Candidate draw(const Block& b, const Field& f, const Reach& reach, co
   return mine;
 }
 
-// A trial to its end: whether its winner survives, who is in reach of the next draw if not.
-KOG_DEVICE Fate try_winner(Block& b, const Field& f, u64 number, Reach& reach, u64* room) {
-  Trial t = gather_trial(b, number, reinterpret_cast<u32*>(room));
-  publish_shares(b, f, t.logit, number, room);
+// A top-p check to its end: whether the argmax survives, which ids the next draw reaches if not.
+KOG_DEVICE Verdict check_argmax(Block& b, const Field& f, u64 number, Reach& reach, u64* scratch) {
+  TopPCheck t = gather_top_p_check(b, number, reinterpret_cast<u32*>(scratch));
+  publish_shares(b, f, t.logit, number, scratch);
   reach = {false, t.logit};
-  return fate_of(b, f, t.logit, gather_shares(b, number, room));
+  return verdict_of(b, f, t.logit, gather_shares(b, number, scratch));
 }
 
-// The token that all blocks agree on where logits are edited, cut or told to the host. They lie in
+// The token that all blocks agree on where logits are edited, cut or reported to the host. They lie in
 // memory, each row by its owner's store. Out of line, and with a Block of its own: it must cost the
 // loops that stream weights no register.
 KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep h) {
@@ -70,36 +70,36 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     edit_logits(b, field.rows, b.small->token, h.position, raw, p.scores);
     field.logits = p.scores;
   }
-  u64* room = reinterpret_cast<u64*>(b.partials);
+  u64* scratch = reinterpret_cast<u64*>(b.partials);
   bool drawn = h.drawn && (flags & kEdited) == 0;
-  int left = (flags & kCut) != 0 ? kTrials : 0;
+  int left = (flags & kCut) != 0 ? kTopPChecks : 0;
   Peaks peaks = {0, 0, false};
-  Fate fate = Fate::kOpen;
+  Verdict verdict = Verdict::kOpen;
   Reach reach;
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!drawn) keep_best(b, draw(b, field, reach, raw, h.position));
     drawn = false;
-    u64 number = exchange_number(h.heads, 1 + kTrials - left);
-    if (left > 0) publish_trial(b, field, number, h.control);
+    u64 number = exchange_number(h.heads, 1 + kTopPChecks - left);
+    if (left > 0) publish_top_p_check(b, field, number, h.control);
     if (first && (flags & (kCut | kLogprobs)) != 0) {
-      peaks = find_peaks(b, field.rows, raw, field.logits, h.heads, reinterpret_cast<u32*>(room));
+      peaks = find_peaks(b, field.rows, raw, field.logits, h.heads, reinterpret_cast<u32*>(scratch));
       field.top = peaks.edited;
-      // Nothing is cut where nothing can be chosen. A trial that is gathered must not end without
-      // shares: by them a block knows that all others have read it.
+      // Nothing is cut where nothing can be chosen. A check that is gathered must not end without
+      // shares: they tell a block that all others have read it.
       if (!peaks.finite || peaks.edited == -float_of(kInfinity)) left = 0;
     }
     if (left == 0) break;
-    fate = try_winner(b, field, number, reach, room);
-    if (fate == Fate::kSurvives) break;
-    left = fate == Fate::kFalls ? left - 1 : 0;
+    verdict = check_argmax(b, field, number, reach, scratch);
+    if (verdict == Verdict::kSurvives) break;
+    left = verdict == Verdict::kFalls ? left - 1 : 0;
     if (left > 0) continue;
-    Search search = {field, reinterpret_cast<Level*>(room), h.heads};
+    Search search = {field, reinterpret_cast<Level*>(scratch), h.heads};
     reach.bound = bound_of(field, cut_depth(b, search));
   }
   bool tells = (flags & kLogprobs) != 0 && peaks.finite;
-  if (tells) publish_best(b, field.rows, raw, peaks.raw, h.heads, room);
-  if (fate != Fate::kSurvives) {
+  if (tells) publish_best(b, field.rows, raw, peaks.raw, h.heads, scratch);
+  if (verdict != Verdict::kSurvives) {
     publish_candidate(b, h.heads, h.control);
     gather_candidates(b, h.heads);
   }
@@ -109,7 +109,7 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     int token = agreed(b);
     if (b.thread == 0 && field.rows.hold(token))
       store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
-    if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, room);
+    if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, scratch);
   }
 }
 

@@ -1,5 +1,5 @@
 // Who survives min_p, top_k and top_p (kog_triton/sampling/definition.py, survivors): exact, in a
-// few exchanges of histograms, for tokens that trials do not settle (trial.h).
+// few exchanges of histograms, for tokens that a top-p check leaves open (top_p_check.h).
 //
 // All three rules are cuts on the logit. An id's depth is how many floats lie between its logit and
 // the largest one; a cut is found by bins of depths, then bins within the bin that holds it, until
@@ -13,7 +13,7 @@
 namespace kog {
 
 constexpr int kLevels = 5;
-// The number of a token's first exchange of levels: peaks and trials come before.
+// The number of a token's first exchange of levels: peaks and top-p checks come before.
 constexpr int kFirstLevel = 3;
 static_assert(kFirstLevel + 2 * kLevels < kExchanges, "a cut takes the exchange of logprobs");
 
@@ -29,9 +29,9 @@ struct Sums {
 
   KOG_DEVICE Sums plus(const Sums& s) const { return {weight + s.weight, count + s.count}; }
   KOG_DEVICE Sums minus(const Sums& s) const { return {weight - s.weight, count - s.count}; }
-  KOG_DEVICE Sums of_lane(int lane) const {
-    u64 high = shuffle(static_cast<u32>(weight >> 32), lane);
-    return {high << 32 | shuffle(static_cast<u32>(weight), lane), shuffle(count, lane)};
+  KOG_DEVICE Sums of_thread(int thread) const {
+    u64 high = shuffle(static_cast<u32>(weight >> 32), thread);
+    return {high << 32 | shuffle(static_cast<u32>(weight), thread), shuffle(count, thread)};
   }
 };
 
@@ -44,9 +44,9 @@ struct Level {
 
   KOG_DEVICE Sums sums(int bin) const { return {weights[bin], counts[bin]}; }
 };
-static_assert(kLevels * sizeof(Level) <= kRoomBytes, "the levels outgrew the partial sums");
+static_assert(kLevels * sizeof(Level) <= kSamplingBytes, "the levels outgrew the partial sums");
 
-// What a lane adds of a level, and what all lanes add.
+// What a thread adds of a level, and what all threads add.
 constexpr int kOwnBins = kBins / 32;
 KOG_DEVICE Sums own_sums(const Block& b, const Level& level) {
   Sums sum;
@@ -96,7 +96,7 @@ struct Search {
   int exchanges = kFirstLevel;  // of this token so far
 };
 
-// One id of each lane into its bin, kBins for none. Lanes of one bin add together first: most ids
+// One id of each thread into its bin, kBins for none. Threads of one bin add together first: most ids
 // of a vocabulary fall into few bins, and 64-bit additions to shared memory are loops that collide.
 KOG_DEVICE void add_to_bins(const Block& b, Level& level, u32 bin, u64 weight) {
   constexpr int kLow = 21, kCountAt = 25;  // 2^40 in two parts, whose sums over a warp fit
@@ -193,15 +193,15 @@ KOG_DEVICE int find_bin(const Block& b, const Level& level, bool by_count, u64 t
   Sums own = own_sums(b, level), to_here = own;
 #pragma unroll 1
   for (int by = 1; by < 32; by *= 2) {
-    Sums left = to_here.of_lane(b.in_warp >= by ? b.in_warp - by : 0);
+    Sums left = to_here.of_thread(b.in_warp >= by ? b.in_warp - by : 0);
     if (b.in_warp >= by) to_here = to_here.plus(left);
   }
-  u32 turned = reached(before.plus(to_here)) ? 31u - static_cast<u32>(b.in_warp) : 0u;
-  int lane = 31 - static_cast<int>(largest_of_warp(turned));
-  before = before.plus(to_here.minus(own).of_lane(lane));
-  int bin = kOwnBins * lane;
+  u32 reversed = reached(before.plus(to_here)) ? 31u - static_cast<u32>(b.in_warp) : 0u;
+  int thread = 31 - static_cast<int>(largest_of_warp(reversed));
+  before = before.plus(to_here.minus(own).of_thread(thread));
+  int bin = kOwnBins * thread;
 #pragma unroll 1
-  for (; bin < kOwnBins * lane + kOwnBins - 1; bin++) {
+  for (; bin < kOwnBins * thread + kOwnBins - 1; bin++) {
     Sums with = before.plus(level.sums(bin));
     if (reached(with)) break;
     before = with;

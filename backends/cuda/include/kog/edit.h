@@ -22,7 +22,7 @@ struct Rows {
   KOG_DEVICE bool hold(int id) const { return first <= id && id < last; }
 };
 KOG_DEVICE Rows own_rows(const Block& b) {
-  Units u = units_of<LmHead>(stage_place<LmHead>(b), 0);
+  Units u = units_of<LmHead>(stage_group_index<LmHead>(b), 0);
   int at = kHeadByLane ? b.lane * LmHead::kRows : 0, last = u.last * LmHead::kUnitRows;
   return {at + u.first * LmHead::kUnitRows, at + (last < LmHead::kRows ? last : LmHead::kRows)};
 }
@@ -66,7 +66,7 @@ KOG_DEVICE float penalize(const u32* request, float logit, u32 seen) {
 // The host's mask of this token, the words of the block's ids, once it is there. Each word crosses
 // the bus once: `bits` are in shared memory, bit 0 that of the id rows.first / 32 * 32.
 constexpr int kOwnMaskWords = (LmHead::kUnits / LmHead::kGroup + 1) * LmHead::kUnitRows / 32 + 2;
-static_assert(kOwnMaskWords * sizeof(u32) <= kRoomBytes, "too many ids a block");
+static_assert(kOwnMaskWords * sizeof(u32) <= kSamplingBytes, "too many ids a block");
 
 KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
   int count = (rows.last + 31) / 32 - rows.first / 32;
@@ -77,7 +77,7 @@ KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
     u64 word = epoch << 32;
     auto ask = [&] {
       if (i < count) word = load_system(words + i);
-      return any_lane(word >> 32 < epoch);
+      return any_in_warp(word >> 32 < epoch);
     };
     if (ask()) {
       begin_wait(b);

@@ -7,10 +7,10 @@
 namespace kog {
 
 // This block's rows of its lane's stream.
-KOG_DEVICE void publish_stream(Block& b, Walk& k) {
+KOG_DEVICE void publish_stream(Block& b, Walk& walk) {
   float scale = 1;
   if constexpr (kNormedMix) {
-    stage_x<LmHead>(b, k.x, k.gain);
+    stage_x<LmHead>(b, walk.x, walk.gain);
     sync_consumers();
     scale = inverse_rms(b);
   }
@@ -18,28 +18,28 @@ KOG_DEVICE void publish_stream(Block& b, Walk& k) {
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     int e = element(b, i / 4) + i % 4;
-    float v = part_of(k.x[i], k.gain[i], [&] { return scale; });
-    if (e < kHidden && e * kGroup / kHidden == b.place)
-      store_relaxed(part + e, pack_f32(v, phase_of(k.heads)));
+    float v = part_of(walk.x[i], walk.gain[i], [&] { return scale; });
+    if (e < kHidden && e * kGroup / kHidden == b.group_index)
+      store_relaxed(part + e, pack_f32(v, phase_of(walk.heads)));
   }
 }
 
 // x becomes the mix.
-KOG_DEVICE void sum_streams(Block& b, Walk& k) {
-  u32 phase = phase_of(k.heads);
+KOG_DEVICE void sum_streams(Block& b, Walk& walk) {
+  u32 phase = phase_of(walk.heads);
   sum_parts(b, phase, [](int) {});
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
-    k.x[i] = 0;
-    if (kMean) k.gain[i] = 1;
+    walk.x[i] = 0;
+    if (kMean) walk.gain[i] = 1;
   }
-  gather(b, Step::kMixGather, b.p.words + YWords::kOffset, phase, k.x);
+  gather(b, Step::kMixGather, b.p.words + YWords::kOffset, phase, walk.x);
   sync_consumers();  // all warps have read the sums of squares
 }
 
-KOG_DEVICE void mix_lanes(Block& b, Walk& k) {
-  publish_stream(b, k);
-  if constexpr (!kConcat) sum_streams(b, k);
+KOG_DEVICE void mix_lanes(Block& b, Walk& walk) {
+  publish_stream(b, walk);
+  if constexpr (!kConcat) sum_streams(b, walk);
 }
 
 // Where the logits of one head are kept for whoever wants more than the token.
@@ -48,27 +48,27 @@ KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
   return raw_scores(b.p, 0);
 }
 
-// Logits and the token that all blocks agree on, and acquire_cache; the host's word is asked for by one thread of all.
-// `kMix` false: the lanes' mix is in its place already, in x or in its words.
+// Logits and the token that all blocks agree on, and acquire_cache; the host's word is asked for by one
+// thread of all. `kMix` false: the lanes' mix is there already, in x or in its words.
 template <bool kMix = kMixes>
-KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
+KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   u32 control = 0;
   stamp(b, Point::kStart);
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  if constexpr (kMix) mix_lanes(b, k);
+  if constexpr (kMix) mix_lanes(b, walk);
   if constexpr (kConcat) {
     sync_consumers();  // what the norms left in the scratch has been read
-    stage_parts(b, phase_of(k.heads));
+    stage_parts(b, phase_of(walk.heads));
   } else {
-    stage_x<LmHead>(b, k.x, k.gain);
+    stage_x<LmHead>(b, walk.x, walk.gain);
   }
   int first = kHeadByLane ? b.lane * LmHead::kRows : 0;
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
   run_rows<LmHead>(
-      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, held_operands<LmHead>(b),
+      b, walk, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, held_operands<LmHead>(b),
       NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
@@ -76,21 +76,21 @@ KOG_DEVICE void run_head(Block& b, Walk& k, int position) {
         float logit = sum * scale;
         int id = first + item.row;
         if (!item.there) return;
-        if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, k.heads)[id] = logit;
+        if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, walk.heads)[id] = logit;
         if ((flags & kEdited) != 0) return;
         compete(mine, b.request, logit, id, position + 1);
       },
       [](int) {});
   stamp(b, Point::kQkvProj);
-  k.ending.load(b);
+  walk.ending.load(b);
   keep_best(b, mine);
   if ((flags & kWantsMore) != 0) {
-    choose(b.p, b.request, {k.heads, position, control});
+    choose(b.p, b.request, {walk.heads, position, control});
     acquire_cache();
   } else {
-    publish_candidate(b, k.heads, control);
+    publish_candidate(b, walk.heads, control);
     acquire_cache();  // while the others' candidates are on their way
-    gather_candidates(b, k.heads);
+    gather_candidates(b, walk.heads);
   }
   stamp(b, Point::kAttention);
 }

@@ -1,14 +1,14 @@
-// The heads of q, k and v that a unit of attention waits for: received by a warp each, normalized and
+// The heads of q, k and v that a KV task waits for: received by a warp each, normalized and
 // rotated; queries go where the tensor core finds them, the new key and value into the cache.
 #pragma once
-#include <kog/unit.h>
+#include <kog/kv_task.h>
 
 namespace kog {
 
-constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a lane: two pairs half a head apart
+constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a thread: two pairs half a head apart
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
-// What a head is rotated with: this lane's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
+// What a head is rotated with: this thread's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
 struct Rotation {
   float2 cos[kQuads], sin[kQuads], gain[kQuads], gain_far[kQuads];
 };
@@ -31,11 +31,11 @@ KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
 }
 
 // (a * cos + z * sin) * scale, rounded alike in every kernel.
-KOG_DEVICE float turn(float a, float cos, float z, float sin, float scale) {
+KOG_DEVICE float rotate_rope(float a, float cos, float z, float sin, float scale) {
   return product(fused(a, cos, product(z, sin)), scale);
 }
 
-// One head of q, k or v: neighbors and those half a head on, a lane.
+// One head of q, k or v: neighbors and those half a head on, a thread.
 struct Head {
   float2 near[kQuads], far[kQuads];
 
@@ -47,7 +47,7 @@ struct Head {
         [&](int n) { return has_word(b, n); }, phase, w);
     unpack(w);
   }
-  // Where word n of a lane is, of a head's that lie from `words` on, if there is one; and the values
+  // Where word n of a thread is, of a head's that lie from `words` on, if there is one; and the values
   // of all of them.
   KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
     return words + n / 2 * 32 + b.in_warp + n % 2 * (kHeadDim / 4);
@@ -85,10 +85,10 @@ struct Head {
         far[n] = {product(far[n].x, r.gain_far[n].x), product(far[n].y, r.gain_far[n].y)};
       }
       float2 a = near[n], z = far[n];
-      near[n] = {turn(a.x, r.cos[n].x, -z.x, r.sin[n].x, scale),
-                 turn(a.y, r.cos[n].y, -z.y, r.sin[n].y, scale)};
-      far[n] = {turn(z.x, r.cos[n].x, a.x, r.sin[n].x, scale),
-                turn(z.y, r.cos[n].y, a.y, r.sin[n].y, scale)};
+      near[n] = {rotate_rope(a.x, r.cos[n].x, -z.x, r.sin[n].x, scale),
+                 rotate_rope(a.y, r.cos[n].y, -z.y, r.sin[n].y, scale)};
+      far[n] = {rotate_rope(z.x, r.cos[n].x, a.x, r.sin[n].x, scale),
+                rotate_rope(z.y, r.cos[n].y, a.y, r.sin[n].y, scale)};
     }
   }
   // put(word, pair) for every word of a row of the cache; those behind the head are zero.
@@ -105,7 +105,7 @@ struct Head {
   }
 };
 
-// A rotated query in two 16-bit parts, where the tensor core's lanes find it.
+// A rotated query in two 16-bit parts, where the tensor core's threads find it.
 KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
   u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
                                    query % kGroupHeads * 4);
@@ -113,21 +113,21 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
     u32 high = round_pair<kF16>(v.x, v.y);
     u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
     using Quarter = Keys::Quarter;
-    int lane = word % Quarter::kStride / Quarter::kPiece,
-        in_lane = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
-    *reinterpret_cast<uint2*>(to + (in_lane / 2 * 32 + lane) * 4 + in_lane % 2 * 2) = {high, low};
+    int thread = word % Quarter::kStride / Quarter::kPiece,
+        in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
+    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {high, low};
   });
 }
 KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }
 // Two 16-bit values, NaNs for infinities: a key's could weigh nothing, and nobody would know.
-KOG_DEVICE u32 infinities_void(u32 both) {
+KOG_DEVICE u32 inf_to_nan(u32 both) {
   constexpr u32 kInfinite = kF16 ? 0x7c00u : 0x7f80u, kQuiet = kF16 ? 0x0200u : 0x0040u;
   if ((both & kInfinite) == kInfinite) both |= kQuiet;
   if ((both >> 16 & kInfinite) == kInfinite) both |= kQuiet << 16;
   return both;
 }
 // Two values of a key or value, rounded as everybody will read them.
-KOG_DEVICE u32 cached_pair(float2 v) { return infinities_void(round_pair<kF16>(v.x, v.y)); }
+KOG_DEVICE u32 cached_pair(float2 v) { return inf_to_nan(round_pair<kF16>(v.x, v.y)); }
 // The new key or value to scratch and, by who `keeps` it, to the cache.
 KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cache, bool keeps) {
   head.each(b, [&](int word, float2 v) {
@@ -140,8 +140,8 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// What is not in the cache yet, where a step computes one position of a request: the newest. A unit receives
-// so many of its head's queries, from one on.
+// What is not in the cache yet, where a step computes one position of a request: the newest. A KV task
+// receives so many of its head's queries, from one on.
 struct Newest {
   int first_query = 0, queries = kQueries;
 

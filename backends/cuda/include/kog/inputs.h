@@ -6,7 +6,7 @@
 namespace kog {
 
 constexpr int kColumnWords = kFragK / 4;  // of a column of a step in scratch: a word is two values
-// Index of the first element of a lane's group i; kHidden or more if it has none.
+// Index of the first element of a thread's group i; kHidden or more if it has none.
 KOG_DEVICE int element(const Block& b, int i) {
   int local = i * 128 + b.in_warp * 4;
   return local < kSlice ? b.warp * kSlice + local : kHiddenStride;
@@ -28,7 +28,7 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
     const float four[4] = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
     const float g[4] = {gain[4 * i], gain[4 * i + 1], gain[4 * i + 2], gain[4 * i + 3]};
     bool staged = local < kSlice && e < Stage::kPaddedK;
-    square[0] = scale_four(four, g, square[0], staged, [&](int odd, const Parts& parts) {
+    square[0] = scale_four(four, g, square[0], staged, [&](int odd, const HighLow& parts) {
       u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) + e % kFragK / 4 +
                 odd * 2 * kColumnWords;
       to[0] = parts.high;
@@ -49,15 +49,15 @@ struct Inputs {
       kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
   static constexpr int kStride = kValues * 32 * (kOwnSlice ? 1 : kWarps);
   static constexpr int kCount = (kPart + kStride - 1) / kStride;
-  int first, lane;
+  int first, thread;
 
   KOG_DEVICE explicit Inputs(const Block& b) {
     first = kOwnSlice ? b.warp * kPart : 0;
-    lane = kOwnSlice ? b.in_warp : b.thread;
+    thread = kOwnSlice ? b.in_warp : b.thread;
   }
   // The first value of vector i; kPaddedK or more where there is none.
   KOG_DEVICE int value(int i) const {
-    int local = i * kStride + lane * kValues;
+    int local = i * kStride + thread * kValues;
     return local < kPart ? first + local : Stage::kPaddedK;
   }
   KOG_DEVICE void put(const Block& b, int i, const u32 (&w)[kValues / 2]) const {

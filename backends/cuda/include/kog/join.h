@@ -4,9 +4,9 @@
 
 namespace kog {
 
-constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a lane
+constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a thread
 
-// One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a lane in
+// One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a thread in
 // out[i].
 KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u32 phase,
                           float2 (&out)[kPairs]) {
@@ -93,8 +93,8 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
 }
 
 // A split's share of its head's join.
-KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 phase) {
-  Span span = span_of(unit / kSplits, unit % kSplits, position, window);
+KOG_DEVICE void join_splits(Block& b, int kv_task, int position, int window, u32 phase) {
+  Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) return;
   join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
     publish_output(b, query_head, pair, v);
@@ -103,11 +103,11 @@ KOG_DEVICE void join_splits(Block& b, int unit, int position, int window, u32 ph
 
 KOG_DEVICE void attention(Block& b, int position, u32 phase) {
   int window = kWindows[b.layer];
-  for (int unit = b.place; unit < kUnits; unit += kGroup)
-    walk_split(b, unit, position, window, phase);
+  for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup)
+    walk_split(b, kv_task, position, window, phase);
   if (!has_join(b, position)) return;
-  for (int unit = b.place; unit < kUnits; unit += kGroup)
-    join_splits(b, unit, position, window, phase);
+  for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup)
+    join_splits(b, kv_task, position, window, phase);
 }
 
 }  // namespace kog

@@ -38,10 +38,10 @@ struct Walk {
   using Share = ThreadRow<Stage>;
 
   Ring ring;
-  int turn = 0;       // which partial sums are free
+  int partial_buffer = 0;       // which partial sums are free
   int iteration = 0;  // layers run: the phase of every layer exchange
   int heads = 0;      // heads run: the phase of the head's
-  Turns attention_out, mlp_out;
+  ReduceCounts attention_out, mlp_out;
   float x[kHeld], gain[kHeld];
   Embedded embedded;  // the next token's
   Ending ending;
@@ -50,7 +50,7 @@ struct Walk {
   KOG_DEVICE void put_ring(const Block&, const Ring&) {}
   template <class Stage>
   KOG_DEVICE float* sums(const Block& b, int) {
-    return b.partials + (turn++ & 1) * (kPartialBytes / 8);
+    return b.partials + (partial_buffer++ & 1) * (kPartialBytes / 8);
   }
   template <class Stage>
   KOG_DEVICE Units units(const Block& b) const {
@@ -59,69 +59,68 @@ struct Walk {
 };
 
 template <class Taken>
-KOG_DEVICE void qkv_proj(Block& b, Walk& k, const Taken& ahead) {
+KOG_DEVICE void qkv_proj(Block& b, Walk& walk, const Taken& ahead) {
   stamp(b, Point::kStart);
   b.begin_stage();
-  stage_x<QkvProj>(b, k.x, k.gain);
-  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(k.iteration));
+  stage_x<QkvProj>(b, walk.x, walk.gain);
+  qkv_rows(b, walk, held_operands<QkvProj>(b), ahead, phase_of(walk.iteration));
   stamp(b, Point::kQkvProj);
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& k, const Ahead<GateUpProj>& ahead) {
+KOG_DEVICE void gate_up_proj(Block& b, Walk& walk, const Ahead<GateUpProj>& ahead) {
   b.begin_stage();
-  stage_x<GateUpProj>(b, k.x, k.gain);
-  gate_up_rows(b, k, held_operands<GateUpProj>(b), ahead, phase_of(k.iteration));
+  stage_x<GateUpProj>(b, walk.x, walk.gain);
+  gate_up_rows(b, walk, held_operands<GateUpProj>(b), ahead, phase_of(walk.iteration));
 }
 
-KOG_DEVICE AttentionOut attention_out(Block& b, Walk& k) {
-  return {b, k.attention_out, kReduceAttention[b.layer], k.iteration};
+KOG_DEVICE AttentionOut attention_out(Block& b, Walk& walk) {
+  return {b, walk.attention_out, kReduceAttention[b.layer], walk.iteration};
 }
-KOG_DEVICE MlpOut mlp_out(Block& b, Walk& k) {
-  return {b, k.mlp_out, kReduceMlp[b.layer], k.iteration};
+KOG_DEVICE MlpOut mlp_out(Block& b, Walk& walk) {
+  return {b, walk.mlp_out, kReduceMlp[b.layer], walk.iteration};
 }
 
 // Whose inputs are staged. The next stage's gains come with both.
-KOG_DEVICE void o_proj(Block& b, Walk& k, const Ahead<OProj>& ahead) {
-  load_gains(b, 2 * b.layer + 1, k.gain);
+KOG_DEVICE void o_proj(Block& b, Walk& walk, const Ahead<OProj>& ahead) {
+  load_gains(b, 2 * b.layer + 1, walk.gain);
   b.begin_stage();
-  module_rows(b, k, held_operands<OProj>(b), ahead, attention_out(b, k));
+  module_rows(b, walk, held_operands<OProj>(b), ahead, attention_out(b, walk));
   stamp(b, Point::kOProj);
 }
 
-KOG_DEVICE void join_attention_out(Block& b, Walk& k) {
-  attention_out(b, k).join(Step::kAttentionOut, k.x);
+KOG_DEVICE void join_attention_out(Block& b, Walk& walk) {
+  attention_out(b, walk).join(Step::kAttentionOut, walk.x);
   stamp(b, Point::kAttentionOut);
 }
 
-// To the words of its outputs. In the last layer this token's rows of the cache become visible with
-// them: the threads that send rows see to it while they would wait for inputs, behind the barriers
-// that all who append have passed.
-KOG_DEVICE void down_proj(Block& b, Walk& k, const Ahead<DownProj, true>& ahead) {
+// To the words of its outputs. In the last layer the threads that send rows release this token's rows of the
+// cache, while they would wait for inputs, behind the barriers of all who append (docs/SYNC.md, Fences).
+KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahead) {
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
   if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
   stage_words<DownProj>(b, Step::kDownProjInput,
                         b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
-                        phase_of(k.iteration));
+                        phase_of(walk.iteration));
   stamp(b, Point::kDownProjInput);
-  load_gains(b, 2 * b.layer + 2, k.gain);
+  load_gains(b, 2 * b.layer + 2, walk.gain);
   b.begin_stage();
-  module_rows(b, k, held_operands<DownProj>(b), ahead, mlp_out(b, k));
+  module_rows(b, walk, held_operands<DownProj>(b), ahead, mlp_out(b, walk));
   stamp(b, Point::kDownProj);
 }
 
 // Ends the layer.
-KOG_DEVICE void join_mlp_out(Block& b, Walk& k) {
-  mlp_out(b, k).join(Step::kMlpOut, k.x);
+KOG_DEVICE void join_mlp_out(Block& b, Walk& walk) {
+  mlp_out(b, walk).join(Step::kMlpOut, walk.x);
   stamp(b, Point::kMlpOut);
   count_join(b, b.small->position);
-  k.iteration++;
+  walk.iteration++;
 }
 
 // From the words of q, k and v to those of the layer's outputs.
-KOG_DEVICE void run_layer(Block& b, Walk& k) {
+KOG_DEVICE void run_layer(Block& b, Walk& walk) {
   b.begin_stage();
-  attention(b, b.small->position, phase_of(k.iteration));
+  attention(b, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kAttention);
   // While some blocks attend the rings fill up: behind all of o_proj's weights the next stage's are taken,
   // as many as there are registers for, and the others when those are free.
@@ -131,48 +130,48 @@ KOG_DEVICE void run_layer(Block& b, Walk& k) {
       kStreams && OWeights::kWhole ? kLeast<kMostAhead - OWeights::kCount, GateUpWeights::kCount> : 0;
   OWeights o_weights;
   GateUpWeights gate_up_weights;
-  o_weights.template take<0, OWeights::kCount, kStreams>(b, k.ring, b.layer);
-  gate_up_weights.template take<0, kEarly, kStreams>(b, k.ring, b.layer);
+  o_weights.template take<0, OWeights::kCount, kStreams>(b, walk.ring, b.layer);
+  gate_up_weights.template take<0, kEarly, kStreams>(b, walk.ring, b.layer);
   b.begin_stage();
-  stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(k.iteration));
+  stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kOProjInput);
-  o_proj(b, k, o_weights);
-  gate_up_weights.template take<kEarly, GateUpWeights::kCount, kStreams>(b, k.ring, b.layer);
-  join_attention_out(b, k);
-  gate_up_proj(b, k, gate_up_weights);
+  o_proj(b, walk, o_weights);
+  gate_up_weights.template take<kEarly, GateUpWeights::kCount, kStreams>(b, walk.ring, b.layer);
+  join_attention_out(b, walk);
+  gate_up_proj(b, walk, gate_up_weights);
   stamp(b, Point::kGateUpProj);
   Ahead<DownProj, true> down_weights;
-  down_weights.take(b, k.ring, b.layer);
-  down_proj(b, k, down_weights);
+  down_weights.take(b, walk.ring, b.layer);
+  down_proj(b, walk, down_weights);
 }
 
-// After a token's last outputs were received and before a barrier: what other blocks have appended to
-// the cache by then is read from behind the barrier on.
+// After a token's last outputs were received, before a barrier: acquires what other blocks have appended to
+// the cache (docs/SYNC.md, Fences).
 KOG_DEVICE void acquire_cache() { fence_gpu(); }
 
-// All of them.
-KOG_DEVICE void run_layers_in_turn(Block& b, Walk& k) {
+// All layers.
+KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
-    qkv_proj(b, k, NothingAhead());
-    run_layer(b, k);
-    join_mlp_out(b, k);
+    qkv_proj(b, walk, NothingAhead());
+    run_layer(b, walk);
+    join_mlp_out(b, walk);
   }
 }
-// The same with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
+// All layers, with qkv_proj's weights taken from the ring ahead of the wait for the layer before. In one
 // pass of the loop: a register that lived from one pass to the next would be spilled.
-KOG_DEVICE void run_layers_ahead(Block& b, Walk& k) {
+KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   b.layer = 0;
-  qkv_proj(b, k, NothingAhead());
+  qkv_proj(b, walk, NothingAhead());
   while (true) {
-    run_layer(b, k);
+    run_layer(b, walk);
     if (b.layer == kLayers - 1) break;
     Ahead<QkvProj, true> qkv_weights;
-    qkv_weights.take(b, k.ring, b.layer + 1);
-    join_mlp_out(b, k);
+    qkv_weights.take(b, walk.ring, b.layer + 1);
+    join_mlp_out(b, walk);
     b.layer++;
-    qkv_proj(b, k, qkv_weights);
+    qkv_proj(b, walk, qkv_weights);
   }
-  join_mlp_out(b, k);
+  join_mlp_out(b, walk);
   b.layer++;
 }
 

@@ -13,7 +13,7 @@ KOG_DEVICE u64 rank_of(float logit, int id) {
   return static_cast<u64>(ordered(logit)) << 32 | (0xffffffffu - static_cast<u32>(id));
 }
 
-// The k largest ranks of a warp into `to`, in order; below(last) is a lane's largest below `last`.
+// The k largest ranks of a warp into `to`, in order; below(last) is a thread's largest below `last`.
 template <class Below>
 KOG_DEVICE void take_best(const Block& b, int k, u64* to, Below below) {
   u64 last = ~0ull;
@@ -39,25 +39,25 @@ KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
   return words_of_block<BestWords, 2 * (kMostLogprobs + 1)>(b, block, heads & 1);
 }
 
-// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `room`
+// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `scratch`
 // is kListed + kMostLogprobs words of shared memory.
 KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, int heads,
-                             u64* room) {
+                             u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 sum = 0, number = exchange_number(heads, kExchanges - 1);
-  sync_consumers();  // the room was a cut's or a trial's, and every warp has read it
+  sync_consumers();  // a cut or a top-p check used the scratch, and every warp has read it
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
     sum += weight_at(distance_of(top, raw[id], kLog2eScale));
   sum = sum_of_warp(sum);
-  if (b.in_warp == 0) room[b.warp] = sum;
+  if (b.in_warp == 0) scratch[b.warp] = sum;
   sync_consumers();
   u64* to = best_words(b, heads, b.block);
   if (b.warp == 0) {
-    sum = sum_of_warp(b.in_warp < kWarps ? room[b.in_warp] : 0);
+    sum = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
     if (b.in_warp == 0) put_pair(to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
   sync_consumers();
-  take_best(b, k, room + b.warp * kMostLogprobs, [&](u64 last) {
+  take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
     u64 best = 0;
     for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
       if (u64 rank = rank_of(raw[id], id); rank < last && rank > best) best = rank;
@@ -65,9 +65,9 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
   });
   sync_consumers();
   if (b.warp == 0) {
-    join_lists(b, k, room, room + kListed);
+    join_lists(b, k, scratch, scratch + kListed);
     for (int i = b.in_warp; i < k; i += 32) {
-      u64 rank = room[kListed + i];
+      u64 rank = scratch[kListed + i];
       put_pair(to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
     }
   }
@@ -80,7 +80,7 @@ KOG_DEVICE u64* record_of(const Block& b, int made) {
 }
 
 // Block 0: what all blocks published, joined and told to the host.
-KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
+KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 number = exchange_number(heads, kExchanges - 1), tag = static_cast<u64>(made + 1) << 32;
   u64* record = record_of(b, made);
@@ -105,7 +105,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
       },
       [&](int i) { return rank(i) / kMostLogprobs < kBlocks && rank(i) % kMostLogprobs < k; },
       held);
-  take_best(b, k, room + b.warp * kMostLogprobs, [&](u64 last) {
+  take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
     u64 best = 0;
 #pragma unroll
     for (int i = 0; i < kHeldRanks; i++)
@@ -114,9 +114,9 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* room) {
   });
   sync_consumers();
   if (b.warp == 0) {
-    join_lists(b, k, room, room + kListed);
+    join_lists(b, k, scratch, scratch + kListed);
     for (int i = b.in_warp; i < k; i += 32) {
-      u64 rank = room[kListed + i];
+      u64 rank = scratch[kListed + i];
       u64 id = 0xffffffffu - static_cast<u32>(rank);
       u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
       store_system(record + 4 + i, (id + 1) << 32 | logit);

@@ -1,14 +1,14 @@
-// Weight @ activations of kColumns tokens: activations staged once a stage (operands.h), weights multiplied as
-// their chunks arrive. Every token's sums are made by the same operations in the same order however many share the
-// step: who shares it does not change a bit of them.
+// Weight @ activations of kColumns tokens: activations staged once a stage (operands.h), weights multiplied
+// as their chunks arrive. Every token's sums are made by the same operations in the same order however many
+// share the step: who shares it does not change a bit of them.
 //
-// A fragment is 8 rows by kFragK values of K; a lane holds a row's quarter of them, kFragK / 8 words.
+// A fragment is 8 rows by kFragK values of K; a thread holds a row's quarter of them, kFragK / 8 words.
 // It is the 16-row operand of the tensor core: rows 0-7 multiply the even words of each quarter, rows
 // 8-15 the odd ones, each against columns of its own. Of the other operand's columns, of one token,
 //
 //     0, 1   what the even words meet, high and low part        2, 3   what the odd words meet
 //
-// Or it is 4 rows by two such steps of K, the first in lanes 0-15, the second in lanes 16-31: rows 0-3
+// Or it is 4 rows by two such steps of K, the first in threads 0-15, the second in threads 16-31: rows 0-3
 // and 4-7 multiply the even words of each, 8-11 and 12-15 the odd ones, and columns 0 to 7 hold what
 // they meet in the same order.
 //
@@ -23,7 +23,7 @@
 namespace kog {
 
 // The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
-// a lane four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
+// a thread four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
 // stages for itself.
 constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
@@ -68,12 +68,12 @@ KOG_DEVICE float inverse_rms(const Block& b, int column = 0) {
 
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
 template <class Stage>
-KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][4],
+KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::kSets][2][4],
                          float* to) {
-  constexpr int kSets = Cut<Stage>::kSets, kTokens = Cut<Stage>::kTokens;
+  constexpr int kSets = OperandLayout<Stage>::kSets, kTokens = OperandLayout<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
-  if constexpr (Cut<Stage>::kSwaps) {
-    // A lane has two rows of a token, each as high and low parts of even and odd words.
+  if constexpr (OperandLayout<Stage>::kSwaps) {
+    // A thread has two rows of a token, each as high and low parts of even and odd words.
     float sum[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -87,8 +87,8 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       sum[i] = part[0] + part[1];
     }
     *reinterpret_cast<float2*>(to + row * Stage::kUnitRows + 2 * quarter) = {sum[0], sum[1]};
-  } else if constexpr (Stage::kWide && Cut<Stage>::kHalves == 1) {
-    // Of two sets at once, so that every lane has one to store.
+  } else if constexpr (Stage::kWide && OperandLayout<Stage>::kHalves == 1) {
+    // Of two sets at once, so that every thread has one to store.
     constexpr int kAtOnce = kSets < 2 ? 1 : 2;
 #pragma unroll
     for (int first = 0; first < kSets; first += kAtOnce) {
@@ -108,7 +108,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
       if (kAtOnce > 1 || (kColumns > 1 ? quarter % 2 : quarter) == 0)
         to[(2 * set + quarter / 2) * Stage::kUnitRows + row] = mine;
     }
-  } else if constexpr (Cut<Stage>::kHalves == 1) {
+  } else if constexpr (OperandLayout<Stage>::kHalves == 1) {
 #pragma unroll
     for (int set = 0; set < kSets; set++) {
       auto& v = c[set];
@@ -141,8 +141,8 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[Cut<Stage>::kSets][2][
 // (schedule/cuda.py keeps these short).
 template <class Stage>
 constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
-// Chunks of a period that have code of their own: operands in registers need steps that are known, and so does a
-// period of several units.
+// Chunks of a period that have code of their own: operands in registers need steps that are known, and so
+// does a period of several units.
 template <class Stage>
 constexpr int kKnownChunks =
     Stage::kPeriod > 1 ? kPeriodChunks<Stage> : (Stage::kHeld + kFragments - 1) / kFragments;
@@ -161,7 +161,7 @@ struct Chunk {
   // under a condition would take other registers (benchmarks/README.md).
   template <class Stage>
   KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
-    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + Cut<Stage>::place_in_fragment(b);
+    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::place_in_fragment(b);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
     if (mine) ring.release(b);
@@ -172,7 +172,7 @@ struct Chunk {
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
 // registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
-constexpr int kMostAhead = kAheadWords / (kFragments * kLaneWords);  // chunks
+constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // chunks
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
@@ -206,7 +206,7 @@ struct Ahead {
     }
   }
   KOG_DEVICE static bool is_mine(const Block& b, int layer, int i) {
-    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.place, layer);
+    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.group_index, layer);
   }
 };
 // The first kCount units, of kUnitChunks chunks each, of a stage of columns, all of whose operands are held.
@@ -225,16 +225,17 @@ using NothingAhead = Taken<0, 0>;
 
 // Sums of one unit, or of the one in hand of a period: of each set in two chains.
 template <class Stage>
-using UnitSums = float[Cut<Stage>::kSets][2][4];
+using UnitSums = float[OperandLayout<Stage>::kSets][2][4];
 
 // One fragment by operands `row`, as the f-th of its chunk.
 template <class Stage>
-KOG_DEVICE void multiply_fragment(const Fragment& w, const Words<Cut<Stage>::kRowWords>& row, int f,
+KOG_DEVICE void multiply_fragment(const Fragment& w,
+                                  const WordVector<OperandLayout<Stage>::kRowWords>& row, int f,
                                   UnitSums<Stage>& c) {
 #pragma unroll
-  for (int set = 0; set < Cut<Stage>::kSets; set++) {
+  for (int set = 0; set < OperandLayout<Stage>::kSets; set++) {
     auto operands = of_set<Stage>(row, set);
-    if constexpr (Cut<Stage>::kSwaps) {
+    if constexpr (OperandLayout<Stage>::kSwaps) {
       const u32 weights[2] = {w.w[set], w.w[2 + set]};
       multiply_add<kF16>(c[set][f & 1], operands.w, weights);
     } else {
@@ -247,7 +248,7 @@ KOG_DEVICE void multiply_fragment(const Fragment& w, const Words<Cut<Stage>::kRo
 template <class Stage, bool kKnown>
 KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
                                int i, int left, UnitSums<Stage>& c, float* to) {
-  using S = Cut<Stage>;
+  using S = OperandLayout<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
@@ -281,9 +282,9 @@ struct Reads {
     for (int n = 0; n < kReadChunks; n++) ask(x, n, kFirst + n);
   }
   KOG_DEVICE void ask(const Operands<Stage>& x, int n, int chunk) {
-    const u32* from = x.in_memory + chunk * kFragments * Cut<Stage>::kStepWords;
+    const u32* from = x.in_memory + chunk * kFragments * OperandLayout<Stage>::kStepWords;
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) load_row(from + f * Cut<Stage>::kStepWords, rows[n][f]);
+    for (int f = 0; f < kFragments; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
   KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c) {
 #pragma unroll 1
@@ -296,7 +297,7 @@ struct Reads {
         for (int f = 0; f < kFragments; f++) {
           Row row = rows[n][f];
 #pragma unroll
-          for (int j = 0; j < Cut<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+          for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
           multiply_fragment<Stage>(chunk.w[f], row, f, c);
         }
         int next = first + n + kReadChunks;
@@ -339,8 +340,8 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
 
-// Sums of `units` units, all warps together; takes whole chunks from the ring, those ahead first. `to`: where the
-// warp's of the first one go.
+// Sums of `units` units, all warps together; takes whole chunks from the ring, those ahead first. `to`: where
+// the warp's of the first one go.
 template <class Stage, class Taken>
 KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken,
                          float* to) {
@@ -353,14 +354,15 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++) {
     int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
-    multiply_period<Stage, true>(b, ring, x, left, to + p * kPeriod * Cut<Stage>::kUnitWords, [&](int i) {
+    float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
+    multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
       int n = p * kPeriodChunks<Stage> + i;
       return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
     });
   }
 #pragma unroll 1
   for (int n = Taken::kUnits; n < units; n += kPeriod)
-    multiply_period<Stage, false>(b, ring, x, units - n, to + n * Cut<Stage>::kUnitWords,
+    multiply_period<Stage, false>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords,
                                   [&](int) { return next_of_ring(); });
 }
 

@@ -1,11 +1,11 @@
-// What the warps of a unit of attention have found, joined in shared memory in their order.
+// What the warps of a KV task have found, joined in shared memory in their order.
 #pragma once
 #include <kog/softmax.h>
-#include <kog/unit.h>
+#include <kog/kv_task.h>
 
 namespace kog {
 
-// One warp's place among the results of kHeadsKept heads: where its lane keeps the outputs of its head i,
+// One warp's place among the results of kHeadsKept heads: where its thread keeps the outputs of its head i,
 // piece by piece.
 template <int kHeadsKept>
 struct Slot {
@@ -30,7 +30,7 @@ struct Slot {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       each_piece(b, i, [&](float* at, int t) {
-        if constexpr (kPiece == 4) {  // wide stores: lanes of other heads meet in the same banks
+        if constexpr (kPiece == 4) {  // wide stores: threads of other heads meet in the same banks
           float4* wide = reinterpret_cast<float4*>(at);
           wide[0] = {s.out[t][i], s.out[t][i + 2], s.out[t + 1][i], s.out[t + 1][i + 2]};
           wide[1] = {s.out[t + 2][i], s.out[t + 2][i + 2], s.out[t + 3][i], s.out[t + 3][i + 2]};
@@ -51,7 +51,7 @@ struct Slot {
     float top = larger(s.top, theirs.x), share = exp2_fast(theirs.x - top);
     s.rescale(b, exp2_fast(s.top - top));
     s.top = top;
-    if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all lanes of the head
+    if (b.in_warp % 4 == 0) s.sum = fused(share, theirs.y, s.sum);  // a sum of all threads of the head
     float shares[2] = {shuffle(share, b.in_warp % 4 * 8), shuffle(share, b.in_warp % 4 * 8 + 4)};
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -62,7 +62,7 @@ struct Slot {
           s.out[t + n][i + 2] = fused(shares[i], at[2 * n + 1], s.out[t + n][i + 2]);
         }
       });
-    sync_warp();  // all lanes have read
+    sync_warp();  // all threads have read
   }
 };
 
@@ -88,7 +88,7 @@ KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& sof
   sync_consumers();
 }
 
-// Lanes that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
+// Threads that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
 constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
                          : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
                                                                       : 1;
@@ -119,7 +119,7 @@ struct Merged {
 };
 
 // Merge the warps' results in order: put(head, pair, values, log) for each pair of a head's outputs, by
-// one lane.
+// one thread.
 template <class Put>
 KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
   constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp

@@ -1,5 +1,5 @@
-// What the head scores of the lanes' residual streams: their mean or sum, made in two small hops; or all of them
-// side by side, which every block stages for itself.
+// What the head scores of the lanes' residual streams: their mean or sum, made in two small hops; or all of
+// them side by side, which every block stages for itself.
 //
 //   part   [lane][column][row]: a lane's own streams, normed but for the sum, by the lane's blocks
 //   y      [column][row]: the mix, by all blocks
@@ -8,7 +8,7 @@
 
 namespace kog {
 
-KOG_DEVICE int columns_of(const Block& b) { return kColumns == 1 ? 1 : b.p.num_seats; }
+KOG_DEVICE int columns_of(const Block& b) { return kColumns == 1 ? 1 : b.p.num_requests; }
 // One value of a lane's part. The 1 / rms is asked for where it is needed.
 template <class Scale>
 KOG_DEVICE float part_of(float x, float gain, Scale scale) {
@@ -16,7 +16,8 @@ KOG_DEVICE float part_of(float x, float gain, Scale scale) {
   return x;
 }
 
-// The lanes' sums of this block's rows: four rows of all columns, or several times that, a warp. said(n): quad n is there.
+// The lanes' sums of this block's rows: four rows of all columns, or several times that, a warp. said(n):
+// quad n is there.
 template <class Said>
 KOG_DEVICE void sum_parts(Block& b, u32 phase, Said said) {
   constexpr int kQuads = 32 / (4 * kColumns), kRounds = (kHidden + 4 * kQuads - 1) / (4 * kQuads);

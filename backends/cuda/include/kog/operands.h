@@ -10,37 +10,38 @@
 // Eight tokens' high and low parts fill the other side of the instruction (kSwapped): they are its 16 rows
 // then, and the weights, first the even words, then the odd ones, its columns.
 //
-// Operands of a step of K, in memory or in scratch, are [set][lane][word] (wide: as fragments of eight rows
-// take them, for those of four pick theirs), [even, odd][lane][word] (swapped) or [lane][set][word] (narrow).
-// A warp holds those of its first steps in registers, or, of one token, all if they are few; those of its last
-// ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks ahead (matvec.h).
+// Operands of a step of K, in memory or in scratch, are [set][thread][word] (wide: as fragments of eight rows
+// take them, for those of four pick theirs), [even, odd][thread][word] (swapped) or [thread][set][word]
+// (narrow). A warp holds those of its first steps in registers, or, of one token, all if they are few; those
+// of its last ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks
+// ahead (matvec.h).
 #pragma once
 #include <kog/words.h>
 
 namespace kog {
 
-// N words that one lane reads or writes side by side, so many at once as it can.
+// N words that one thread reads or writes side by side, so many at once as it can.
 template <int N>
-struct alignas(N < 4 ? 4 * N : 16) Words {
+struct alignas(N < 4 ? 4 * N : 16) WordVector {
   u32 w[N];
-  KOG_DEVICE static Words load(const void* p) { return *static_cast<const Words*>(p); }
-  KOG_DEVICE void store(void* p) const { *static_cast<Words*>(p) = *this; }
+  KOG_DEVICE static WordVector load(const void* p) { return *static_cast<const WordVector*>(p); }
+  KOG_DEVICE void store(void* p) const { *static_cast<WordVector*>(p) = *this; }
 };
-constexpr int kLaneWords = kFragK / 8;
+constexpr int kThreadWords = kFragK / 8;
 constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
-using Fragment = Words<kLaneWords>;
+using Fragment = WordVector<kThreadWords>;
 
-constexpr int kOperandWords = kLaneWords / 2;  // of one lane, step and set
+constexpr int kOperandWords = kThreadWords / 2;  // of one thread, step and set
 constexpr bool kSwapped = kColumns == 8 && kFragK == 32 && QkvProj::kFragmentRows == 8 &&
                           GateUpProj::kFragmentRows == 8 && LmHead::kFragmentRows == 8;
-// A wide operand's word of a step lies in scratch at its place exclusive or this: the lanes of a warp
+// A wide operand's word of a step lies in scratch at its place exclusive or this: the threads of a warp
 // that stages four steps at once meet banks of their own.
-KOG_DEVICE int wide_turn(int step) {
+KOG_DEVICE int bank_swizzle(int step) {
   return kColumns == 1 ? 0 : kSwapped ? step % 2 * 16 : step % 4 * 8;
 }
 
 template <class Stage>
-struct Cut {
+struct OperandLayout {
   static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
   static constexpr int kStepValues = kHalves * kFragK;  // of K
   static constexpr bool kSwaps = Stage::kWide && kSwapped;
@@ -48,14 +49,14 @@ struct Cut {
   static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   // Sets of tokens or, swapped, of words: the even and the odd ones.
   static constexpr int kSets = kSwaps ? 2 : kColumns / kTokens;
-  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a lane
-  static constexpr int kRowWords = kSets * kSetOperands;  // of one lane and step
+  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a thread
+  static constexpr int kRowWords = kSets * kSetOperands;  // of one thread and step
   static constexpr int kStepWords = kColumns * kStepValues / 2 * (Stage::kWide ? 2 : 1);
   static constexpr int kSetWords = kStepWords / kSets;
-  static constexpr int kLanes = kSetWords / kSetOperands;  // the others repeat them
-  static constexpr int kLaneStride = Stage::kWide ? kSetOperands : kRowWords;
+  static constexpr int kHolders = kSetWords / kSetOperands;  // the others repeat them
+  static constexpr int kThreadStride = Stage::kWide ? kSetOperands : kRowWords;
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
-  // A warp finishes a piece of a unit at a time, a sum a lane.
+  // A warp finishes a piece of a unit at a time, a sum a thread.
   static constexpr int kPieces = kUnitWords > 32 ? kUnitWords / 32 : 1;
   static constexpr int kPieceWords = kUnitWords / kPieces;
   static_assert(kPieceWords <= 32 && kWarps % kPieces == 0);
@@ -66,10 +67,10 @@ struct Cut {
       Stage::kSumsInPlace ? Stage::kSteps * kStepWords : Stage::kBatch * kUnitWords;
   static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
-  // Of a fragment, row by row, this lane's bytes.
+  // Of a fragment, row by row, this thread's bytes.
   KOG_DEVICE static int place_in_fragment(const Block& b) {
     int row = kHalves == 1 ? b.in_warp / 4 : b.in_warp / 4 % 4 * 2 + b.in_warp / 16;
-    return (4 * row + b.in_warp % 4) * (kLaneWords * 4);
+    return (4 * row + b.in_warp % 4) * (kThreadWords * 4);
   }
   // The first value of K that a warp multiplies, and how many there are.
   KOG_DEVICE static int first_value(const Block& b) {
@@ -77,23 +78,23 @@ struct Cut {
   }
   static constexpr int kPartValues = Stage::kSteps * kStepValues;
 
-  // Which narrow operands a lane has: of which token of a set, and the first value of a step.
-  KOG_DEVICE static int token(int lane) { return kHalves == 1 ? lane / 8 : lane / 4 % 2; }
-  KOG_DEVICE static int value(int lane) {
-    int odd = kHalves == 1 ? lane / 4 % 2 : lane / 16, half = kHalves == 1 ? 0 : lane / 8 % 2;
-    return half * kFragK + lane % 4 * (kFragK / 4) + 2 * odd;
+  // Which narrow operands a thread has: of which token of a set, and the first value of a step.
+  KOG_DEVICE static int token(int thread) { return kHalves == 1 ? thread / 8 : thread / 4 % 2; }
+  KOG_DEVICE static int value(int thread) {
+    int odd = kHalves == 1 ? thread / 4 % 2 : thread / 16, half = kHalves == 1 ? 0 : thread / 8 % 2;
+    return half * kFragK + thread % 4 * (kFragK / 4) + 2 * odd;
   }
-  // The lane that has word `word` (two values) of a step, of a token of a set.
-  KOG_DEVICE static int lane_of(int word, int token) {
+  // The thread that has word `word` (two values) of a step, of a token of a set.
+  KOG_DEVICE static int thread_of(int word, int token) {
     int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
     int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
-    return 4 * column + in_half / kLaneWords;
+    return 4 * column + in_half / kThreadWords;
   }
 };
 
-// A lane's words of a step, as another block has stored them.
+// A thread's words of a step, as another block has stored them.
 template <int N>
-KOG_DEVICE void load_row(const u32* from, Words<N>& v) {
+KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
   if constexpr (N % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
@@ -119,28 +120,29 @@ struct WidePlace {
   int high, low;
 
   KOG_DEVICE WidePlace(int step, int token, int word) {
-    int quarter = word / kLaneWords, odd = word % 2, at = word % kLaneWords / 2, turn = wide_turn(step);
+    int quarter = word / kThreadWords, odd = word % 2, at = word % kThreadWords / 2;
+    int swizzle = bank_swizzle(step);
     if constexpr (kSwapped) {
-      high = odd * Cut<Wide>::kSetWords + (((token * 4 + quarter) * 4 + 2 * at) ^ turn);
+      high = odd * OperandLayout<Wide>::kSetWords + (((token * 4 + quarter) * 4 + 2 * at) ^ swizzle);
       low = high + 1;
     } else {
-      int set = token / 2 * Cut<Wide>::kSetWords, lane = (token % 2 * 4 + odd * 2) * 4 + quarter;
-      high = set + ((lane * kOperandWords + at) ^ turn);
-      low = set + (((lane + 4) * kOperandWords + at) ^ turn);
+      int set = token / 2 * OperandLayout<Wide>::kSetWords, thread = (token % 2 * 4 + odd * 2) * 4 + quarter;
+      high = set + ((thread * kOperandWords + at) ^ swizzle);
+      low = set + (((thread + 4) * kOperandWords + at) ^ swizzle);
     }
   }
 };
 
 // Two values as the 16-bit pairs whose sums they are.
-struct Parts {
+struct HighLow {
   u32 high, low;
 
-  KOG_DEVICE Parts(float first, float second) : high(round_pair<kF16>(first, second)) {
+  KOG_DEVICE HighLow(float first, float second) : high(round_pair<kF16>(first, second)) {
     low = round_pair<kF16>(first - low_of(high), second - high_of(high));
   }
 };
-// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns `square` and
-// the squares of the values, added one by one.
+// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns
+// `square` and the squares of the values, added one by one.
 template <class Put>
 KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
   float scaled[4];
@@ -151,12 +153,12 @@ KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float s
   }
   if (staged)
 #pragma unroll
-    for (int i = 0; i < 2; i++) put(i, Parts(scaled[2 * i], scaled[2 * i + 1]));
+    for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
   return square;
 }
-// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves: in lane
-// `lane` that of column lane * N * kSharing / 32. The same pairs are added as if all lanes added all columns, but
-// each lane goes on with half of them.
+// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
+// thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
+// columns, but each thread goes on with half of them.
 template <int kSharing, int N>
 KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
 #pragma unroll
@@ -177,9 +179,9 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
 }
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
-  u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * Cut<Wide>::kStepWords;
+  u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * OperandLayout<Wide>::kStepWords;
   WidePlace place(e / kFragK, column, e % kFragK / 2);
-  Parts parts(v, 0);
+  HighLow parts(v, 0);
   reinterpret_cast<u16*>(step + place.high)[e % 2] = static_cast<u16>(parts.high);
   reinterpret_cast<u16*>(step + place.low)[e % 2] = static_cast<u16>(parts.low);
 }
@@ -187,8 +189,8 @@ KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {
-  using S = Cut<Stage>;
-  using Row = Words<S::kRowWords>;                                // a lane's words of a step
+  using S = OperandLayout<Stage>;
+  using Row = WordVector<S::kRowWords>;  // a thread's words of a step
   // The first step in scratch; those of one token all come by it.
   static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
@@ -196,33 +198,33 @@ struct Operands {
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
   u32* staged;           // words of step kFirst
-  const u32* in_memory;  // this lane's words of step 0, where some steps are read
-  int lane;              // where this lane's begin in a step
-  int first;             // wide: how the first step is turned
+  const u32* in_memory;  // this thread's words of step 0, where some steps are read
+  int offset;            // where this thread's begin in a step
+  int first;             // wide: the first step, which sets the swizzle
 
   KOG_DEVICE explicit Operands(const Block& b) {
     int part = b.warp % Stage::kParts;
     staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
-    lane = b.in_warp % S::kLanes * S::kLaneStride;
+    offset = b.in_warp % S::kHolders * S::kThreadStride;
     first = part * Stage::kSteps;
     if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
-      lane = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
+      offset = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
       staged += half * (S::kStepWords / S::kHalves);
       first = S::kHalves * first + half;
     }
   }
   KOG_DEVICE u32* place(int step) const {
-    int at = Stage::kWide ? lane ^ wide_turn(first + step) : lane;
+    int at = Stage::kWide ? offset ^ bank_swizzle(first + step) : offset;
     return staged + (step - kFirst) * S::kStepWords + at;
   }
   // Of one token, among those of two.
   KOG_DEVICE const u32* place_picked(int step, int token) const {
-    int at = lane ^ wide_turn(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
-    return staged + step * S::kStepWords + token / 2 * Cut<Wide>::kSetWords + at;
+    int at = offset ^ bank_swizzle(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
+    return staged + step * S::kStepWords + token / 2 * OperandLayout<Wide>::kSetWords + at;
   }
   KOG_DEVICE Row load(int step) const {
-    // A lane's words of all sets lie side by side, or of one.
+    // A thread's words of all sets lie side by side, or of one.
     constexpr int kRun = Stage::kWide ? S::kSetOperands : S::kRowWords < 4 ? S::kRowWords : 4;
     constexpr int kStride = Stage::kWide ? S::kSetWords : kRun;
     Row row;
@@ -233,7 +235,7 @@ struct Operands {
         from = place_picked(step, i);
       else
         from = place(step) + i * kStride;
-      auto v = Words<kRun>::load(from);
+      auto v = WordVector<kRun>::load(from);
 #pragma unroll
       for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
     }
@@ -255,9 +257,10 @@ KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
 }
 // A row's words of one set, as the tensor core takes them.
 template <class Stage>
-KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWords>& row, int set) {
-  constexpr int kWords = Cut<Stage>::kSetOperands;
-  Words<kWords> v;
+KOG_DEVICE WordVector<OperandLayout<Stage>::kSetOperands> of_set(
+    const WordVector<OperandLayout<Stage>::kRowWords>& row, int set) {
+  constexpr int kWords = OperandLayout<Stage>::kSetOperands;
+  WordVector<kWords> v;
 #pragma unroll
   for (int j = 0; j < kWords; j++) v.w[j] = row.w[set * kWords + j];
   return v;
@@ -267,20 +270,21 @@ KOG_DEVICE Words<Cut<Stage>::kSetOperands> of_set(const Words<Cut<Stage>::kRowWo
 // they lie in order: its readers share them out.
 template <class Stage>
 KOG_DEVICE int narrow_place(int word, int token) {
-  using S = Cut<Stage>;
+  using S = OperandLayout<Stage>;
   if constexpr (kColumns == 1) return word;
   int in_step = word % (S::kStepValues / 2);
   return word / (S::kStepValues / 2) * S::kStepWords +
-         S::lane_of(in_step, token % S::kTokens) * S::kLaneStride +
-         token / S::kTokens * kOperandWords + in_step % kLaneWords / 2;
+         S::thread_of(in_step, token % S::kTokens) * S::kThreadStride +
+         token / S::kTokens * kOperandWords + in_step % kThreadWords / 2;
 }
 
 template <class... Stages>
-constexpr bool kCutsAgree =
-    ((Cut<Stages>::kStepWords * Stages::kParts * 4 == Stages::kStepBytes &&
-      Cut<Stages>::kRowWords == Stages::kRowWords && Cut<Stages>::kPieces == Stages::kPieces) &&
+constexpr bool kOperandLayoutsAgree =
+    ((OperandLayout<Stages>::kStepWords * Stages::kParts * 4 == Stages::kStepBytes &&
+      OperandLayout<Stages>::kRowWords == Stages::kRowWords &&
+      OperandLayout<Stages>::kPieces == Stages::kPieces) &&
      ...);
-static_assert(kCutsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
-              "operands.h and layout/batches.py cut operands and sums otherwise");
+static_assert(kOperandLayoutsAgree<QkvProj, OProj, GateUpProj, DownProj, LmHead>,
+              "operands.h and layout/batches.py lay out operands and sums otherwise");
 
 }  // namespace kog

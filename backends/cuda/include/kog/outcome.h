@@ -1,7 +1,7 @@
 // Why a request ends with a token, and what the host is told of it.
 #pragma once
 #include <kog/sample.h>
-#include <kog/seat.h>
+#include <kog/cursor.h>
 
 namespace kog {
 
@@ -13,8 +13,8 @@ KOG_DEVICE int outcome_of(const Block& b, const Ending& ending, int token, int m
   return static_cast<int>(b.small->control);
 }
 
-// The token that a step has made of a request, if it has, its number and what it means for the request, in the
-// request's outbox (token_words.py); and, if the step `ends`, how many have.
+// The token that a step has made of a request, if it has, its number and what it means for the request, in
+// the request's outbox (token_words.py); and, if the step `ends`, how many have.
 KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int made, int steps,
                           bool ends) {
   u64 now = nanoseconds();
@@ -26,16 +26,16 @@ KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int 
   if (ends) store_system_pair(b.p.mailbox + Mailbox::kSteps, static_cast<u64>(steps), now);
 }
 
-// Steps until one ends a request or the launch: run(), then end(), which says whether it does. Block 0 then saves how
-// all requests stand: save() returns the slot of the one that ended. Methods, since a lambda so long may become a
-// function, which keeps its block in memory.
+// Steps until one ends a request or the launch: run(), then end(), which says whether it does. Block 0 then
+// saves how all requests stand: save() returns the slot of the one that ended. Methods, since a lambda so
+// long may become a function, which keeps its block in memory.
 template <class Steps>
 KOG_DEVICE void run_steps(Block& b, Steps& steps) {
   int outcome = kRunning;
   while (outcome == kRunning) {
-    pair_clocks(b, b.turn % kProfileTokens);
+    pair_clocks(b, b.profile_row % kProfileTokens);
     steps.run();
-    b.turn++;
+    b.profile_row++;
     // The one place where the warps of a block learn of each other's expired waits.
     outcome = any_consumer(must_leave(b)) ? static_cast<int>(kFailed) : steps.end();
   }

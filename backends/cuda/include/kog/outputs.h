@@ -10,9 +10,9 @@ namespace kog {
 
 template <class Stage>
 KOG_DEVICE Units layer_units(const Block& b) {
-  return units_of<Stage>(b.place, b.layer);
+  return units_of<Stage>(b.group_index, b.layer);
 }
-// Loaded by all lanes, of a row that exists: a value that were either loaded or zero would be moved between
+// Loaded by all threads, of a row that exists: a value that were either loaded or zero would be moved between
 // registers, and so waited for, at once.
 template <class Stage, bool kBias>
 KOG_DEVICE float bias_of(const Block& b, const Item& item) {
@@ -33,10 +33,10 @@ KOG_DEVICE void put_two(u32* to, const Item& item, float v, u32 phase) {
 
 // Of a stage that multiplies x * gain, whose sums are multiplied by 1 / rms(x): put(item, value).
 template <class Stage, bool kBias, class Walk, class Ahead, class Put>
-KOG_DEVICE void normed_rows(Block& b, Walk& k, const Operands<Stage>& x, const Ahead& ahead, Put put) {
+KOG_DEVICE void normed_rows(Block& b, Walk& walk, const Operands<Stage>& x, const Ahead& ahead, Put put) {
   float scale = 0;
   run_rows<Stage>(
-      b, k, [&] { return k.template units<Stage>(b); }, x, ahead,
+      b, walk, [&] { return walk.template units<Stage>(b); }, x, ahead,
       [&](int, const Item& item) { return bias_of<Stage, kBias>(b, item); },
       [&](const Item& item, float sum, float bias) {
         if (scale == 0) scale = inverse_rms(b, item.column);
@@ -45,17 +45,17 @@ KOG_DEVICE void normed_rows(Block& b, Walk& k, const Operands<Stage>& x, const A
       [](int) {});
 }
 template <class Walk, class Ahead>
-KOG_DEVICE void qkv_rows(Block& b, Walk& k, const Operands<QkvProj>& x, const Ahead& ahead,
+KOG_DEVICE void qkv_rows(Block& b, Walk& walk, const Operands<QkvProj>& x, const Ahead& ahead,
                          u32 phase) {
-  normed_rows<QkvProj, kQkvBias>(b, k, x, ahead, [&](const Item& item, float v) {
+  normed_rows<QkvProj, kQkvBias>(b, walk, x, ahead, [&](const Item& item, float v) {
     u32* to = lane_words<QkvWords>(b) + item.column * QkvWords::kStride + item.row / 2;
     put_two<QkvProj, 1>(to, item, v, phase);
   });
 }
 template <class Walk, class Ahead>
-KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const Operands<GateUpProj>& x, const Ahead& ahead,
+KOG_DEVICE void gate_up_rows(Block& b, Walk& walk, const Operands<GateUpProj>& x, const Ahead& ahead,
                              u32 phase) {
-  normed_rows<GateUpProj, kMlpBias>(b, k, x, ahead, [&](const Item& item, float v) {
+  normed_rows<GateUpProj, kMlpBias>(b, walk, x, ahead, [&](const Item& item, float v) {
     float up = shuffle_down(v, 1);
     u32* to = lane_words<MlpWords>(b) + narrow_place<DownProj>(item.row / 4, item.column);
     put_two<GateUpProj, 2>(to, item, silu(v) * up, phase);
@@ -63,10 +63,10 @@ KOG_DEVICE void gate_up_rows(Block& b, Walk& k, const Operands<GateUpProj>& x, c
 }
 // Of o_proj or down_proj.
 template <class Stage, class Walk, class Ahead, class Sink>
-KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& x, const Ahead& ahead,
+KOG_DEVICE void module_rows(Block& b, Walk& walk, const Operands<Stage>& x, const Ahead& ahead,
                             Sink sink) {
   run_rows<Stage>(
-      b, k, [&] { return k.template units<Stage>(b); }, x, ahead,
+      b, walk, [&] { return walk.template units<Stage>(b); }, x, ahead,
       [&](int r, const Item& item) { return sink.ask(r, item); },
       [&](const Item& item, float sum, typename Sink::Asked& asked) {
         sink.put(item, sum * kPairUnit + asked.bias, asked);
@@ -74,8 +74,8 @@ KOG_DEVICE void module_rows(Block& b, Walk& k, const Operands<Stage>& x, const A
       [&](int piece) { sink.done(piece); });
 }
 
-// A module's output as it joins its lane's stream: a lane that reduces alone scales it, others add what the other
-// lanes sent kDelay layers ago.
+// A module's output as it joins its lane's stream: a lane that reduces alone scales it, others add what the
+// other lanes sent kDelay layers ago.
 template <class Late>
 KOG_DEVICE float reduced(int how, float y, Late late) {
   if (kLanes > 1 && how == kOwn) return y * kRootLanes;

@@ -14,11 +14,11 @@ KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span
   fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
   fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
 }
-// The same for this block's part of a layer's attention.
+// Bring this block's part of a layer's attention into the L2.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   if (position >= kMaxContext) return;  // ahead of the end of a request
-  for (int unit = b.place; unit < kUnits; unit += kGroup) {
-    Span span = span_of(unit / kSplits, unit % kSplits, position, kWindows[layer]);
+  for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup) {
+    Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, kWindows[layer]);
     if (span.split < span.used) fetch_span(b, slot, layer, span);
   }
 }
@@ -33,10 +33,10 @@ template <class... Stages>
 struct Matrices {
   static constexpr int kCount = sizeof...(Stages);
 
-  // Of number n, in one run by the block at a place of its lane.
-  KOG_DEVICE static int fragments(int n, int place, int layer) {
+  // Of number n, in one run by the block of a group index.
+  KOG_DEVICE static int fragments(int n, int group_index, int layer) {
     int i = 0, found = 0;
-    ((found = i++ == n ? fragments_of<Stages>(place, layer) : found), ...);
+    ((found = i++ == n ? fragments_of<Stages>(group_index, layer) : found), ...);
     return found;
   }
   // The number of a stage; below 0 if it has no weights.
@@ -52,8 +52,8 @@ constexpr int kRuns = LayerMatrices::kCount * kLayers;
 KOG_DEVICE int layer_of_run(int run) { return run / LayerMatrices::kCount; }
 KOG_DEVICE bool begins_layer(int run) { return run < kRuns && run % LayerMatrices::kCount == 0; }
 KOG_DEVICE int fragments_of_run(const Block& b, int run) {
-  if (run == kRuns) return fragments_of<LmHead>(stage_place<LmHead>(b), 0);
-  return LayerMatrices::fragments(run % LayerMatrices::kCount, b.place, layer_of_run(run));
+  if (run == kRuns) return fragments_of<LmHead>(stage_group_index<LmHead>(b), 0);
+  return LayerMatrices::fragments(run % LayerMatrices::kCount, b.group_index, layer_of_run(run));
 }
 KOG_DEVICE int chunks_of_runs(const Block& b, int runs) {
   int chunks = 0;
@@ -83,8 +83,8 @@ struct Stream {
   }
 };
 
-// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps): ahead of a
-// layer's first. Runs ahead until the consumers leave.
+// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps):
+// ahead of a layer's first. Runs ahead until the consumers leave.
 template <class HasHead, class Fetch>
 KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
   b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
@@ -102,10 +102,10 @@ KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
 }
 KOG_DEVICE void produce(Block& b) {
   produce_steps(
-      b, [&](int steps) { return Turn{steps}.has_head(b); },
+      b, [&](int steps) { return StepOrder{steps}.has_head(b); },
       [&](int layer, int steps) {
-        Turn turn{steps};
-        fetch_tiles(b, turn.of(b).slot, layer, turn.position(b));
+        StepOrder order{steps};
+        fetch_tiles(b, order.of(b).slot, layer, order.position(b));
       });
 }
 

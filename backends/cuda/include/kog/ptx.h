@@ -1,5 +1,5 @@
 // One wrapper per instruction. The rest of the kernel is plain C++ over these, so that a host build
-// can bring its own versions (tests/cuda_host) and run the same stages on a CPU.
+// can bring its own versions (tests/lib/cuda_host) and run the same stages on a CPU.
 #pragma once
 
 #define KOG_ASSUME(x) __builtin_assume(x)
@@ -56,7 +56,8 @@ KOG_DEVICE u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// ---- words that other blocks (gpu) or the host (sys) write and read: relaxed, past the L1 ----
+// ---- words that other blocks (gpu) or the host (sys) write and read (docs/SYNC.md): relaxed, past the L1
+// ----
 
 KOG_DEVICE uint4 load_relaxed4(const u32* p) {
   uint4 v;
@@ -122,7 +123,7 @@ KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
 KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// ---- the cache of keys and values: read once a token, ordered by fence_gpu ----
+// ---- the cache of keys and values: read once a token, ordered by fence_gpu (docs/SYNC.md) ----
 
 // Zero where there is nothing to load. One statement: were zero and the loaded value joined by the
 // compiler, a move between registers would wait for the load on the spot.
@@ -161,13 +162,13 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 // ---- a warp ----
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
-KOG_DEVICE bool any_lane(bool p) { return __any_sync(kWholeWarp, p); }
-KOG_DEVICE u32 lanes_with(bool p) { return __ballot_sync(kWholeWarp, p); }
+KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
+KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
-KOG_DEVICE float shuffle(float v, int lane) { return __shfl_sync(kWholeWarp, v, lane); }
-KOG_DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(kWholeWarp, v, lane); }
+KOG_DEVICE float shuffle(float v, int thread) { return __shfl_sync(kWholeWarp, v, thread); }
+KOG_DEVICE u32 shuffle(u32 v, int thread) { return __shfl_sync(kWholeWarp, v, thread); }
 KOG_DEVICE u32 largest_of_warp(u32 v) { return __reduce_max_sync(kWholeWarp, v); }
 KOG_DEVICE u32 sum_of_warp(u32 v) { return __reduce_add_sync(kWholeWarp, v); }
 

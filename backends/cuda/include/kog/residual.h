@@ -5,7 +5,7 @@
 
 namespace kog {
 
-// What is asked for before a wait and used after it is loaded by every lane, even those that have no
+// What is asked for before a wait and used after it is loaded by every thread, even those that have no
 // element, from a place that exists: a value that were either loaded or zero would be moved between
 // registers, and so waited for, at once.
 KOG_DEVICE int place_of_element(const Block& b, int i) {
@@ -34,12 +34,12 @@ struct Embedded {
   }
 };
 
-// Gains of one norm (two a layer, then the last); lanes without an element multiply zeros with them.
+// Gains of one norm (two a layer, then the last); threads without an element multiply zeros with them.
 KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
   const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
-    auto g = Words<4>::load(from + place_of_element(b, i));
+    auto g = WordVector<4>::load(from + place_of_element(b, i));
 #pragma unroll
     for (int j = 0; j < 4; j++) gain[4 * i + j] = float_of(g.w[j]);
   }
@@ -60,37 +60,37 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
 }
 
 // A stream as kernels of columns send it, in words that carry their phase: without its lowest bit.
-KOG_DEVICE void settle(float (&x)[kHeld]) {
+KOG_DEVICE void drop_phase_bit(float (&x)[kHeld]) {
 #pragma unroll
   for (int i = 0; i < kHeld; i++) x[i] = unpack_f32(bits_of(x[i]));
 }
 
-// How many of a module's outputs went to all lanes at once: it says slot and phase of the next one,
-// and with the layers run that of the next one for the lane alone.
-struct Turns {
+// How many of a module's outputs went to all lanes at once: that gives buffer and phase of the
+// next one, and with the layers run the phase of the next one for the lane alone.
+struct ReduceCounts {
   int now = 0;
   KOG_DEVICE int own(int iteration) const { return iteration - now; }
 };
 
-// A module's outputs, rows of its last stage, in one layer: words own for the lane, now for all lanes at once, past for
-// later layers.
-template <class Stage, class Own, class Now, class Past, bool kBias>
+// A module's outputs, rows of its last stage, in one layer: words own for the lane, now for all lanes at
+// once, delayed for later layers.
+template <class Stage, class Own, class Now, class Delayed, bool kBias>
 struct Module {
   // With the words of the other lanes' outputs of kDelay layers ago, in lane order: asked for before the
   // multiplication.
   struct Asked {
     float bias;
-    u32 old[kHasPast ? kLanes : 1];
+    u32 old[kHasDelayed ? kLanes : 1];
   };
   Block& b;
-  Turns& turns;
+  ReduceCounts& counts;
   int how, iteration;
 
-  KOG_DEVICE u32* past(int when, int lane, int row) const {
-    int slot = when % kPastBuffers;
-    return b.p.words + Past::kOffset + (slot * kLanes + lane) * Past::kStride + row;
+  KOG_DEVICE u32* delayed(int when, int lane, int row) const {
+    int buffer = when % Delayed::kBuffers;
+    return b.p.words + Delayed::kOffset + (buffer * kLanes + lane) * Delayed::kStride + row;
   }
-  KOG_DEVICE static u32 past_phase(int when) { return phase_of(when / kPastBuffers); }
+  KOG_DEVICE static u32 delayed_phase(int when) { return phase_of(when / Delayed::kBuffers); }
 
   // Whether lane j's output is needed.
   KOG_DEVICE bool needs(const Item& item, int j) const {
@@ -98,26 +98,26 @@ struct Module {
   }
   KOG_DEVICE Asked ask(int, const Item& item) const {
     Asked asked{bias_of<Stage, kBias>(b, item)};
-    if constexpr (kHasPast)
+    if constexpr (kHasDelayed)
 #pragma unroll
       for (int j = 0; j < kLanes; j++)
-        if (needs(item, j)) asked.old[j] = load_relaxed(past(iteration - kDelay, j, item.row));
+        if (needs(item, j)) asked.old[j] = load_relaxed(delayed(iteration - kDelay, j, item.row));
     return asked;
   }
 
-  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received: with
-  // that the proof of layout/exchanges.py gets by on three times kDelay buffers.
+  // Send one row's output as the layer's reduction asks; by whole warps. First what others sent is received:
+  // with that the proof of layout/exchanges.py gets by on three times kDelay buffers.
   KOG_DEVICE void put(const Item& item, float y, Asked& asked) const {
     float own = y;
-    y = reduced(how, y, [&] { return kHasPast ? others(item, asked) : 0.f; });
-    if constexpr (kHasPast)
+    y = reduced(how, y, [&] { return kHasDelayed ? others(item, asked) : 0.f; });
+    if constexpr (kHasDelayed)
       if (item.there)
-        store_relaxed(past(iteration, b.lane, item.row), pack_f32(own, past_phase(iteration)));
+        store_relaxed(delayed(iteration, b.lane, item.row), pack_f32(own, delayed_phase(iteration)));
     u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
-    u32 phase = phase_of(turns.own(iteration));
+    u32 phase = phase_of(counts.own(iteration));
     if (kHasNow && how == kNow) {
-      to = b.p.words + Now::kOffset + ((turns.now & 1) * kLanes + b.lane) * Now::kStride;
-      phase = phase_of(turns.now >> 1);
+      to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes + b.lane) * Now::kStride;
+      phase = phase_of(counts.now >> 1);
     }
     if (item.there) store_relaxed(to + item.row, pack_f32(y, phase));
   }
@@ -125,34 +125,34 @@ struct Module {
 
   KOG_DEVICE float others(const Item& item, Asked& asked) const {
     auto need = [&](int j) { return needs(item, j); };
-    u32 phase = past_phase(iteration - kDelay), bad = 0;
+    u32 phase = delayed_phase(iteration - kDelay), bad = 0;
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
       if (need(j)) bad |= (asked.old[j] ^ phase) & 1;
-    if (any_lane(bad != 0))
+    if (any_in_warp(bad != 0))
       poll_words(
-          b, Step::kPast, [&](int j) { return past(iteration - kDelay, j, item.row); }, need, phase,
-          asked.old);
+          b, Step::kDelayedOutputs, [&](int j) { return delayed(iteration - kDelay, j, item.row); }, need,
+          phase, asked.old);
     return add_lanes(0, need, [&](int j) { return asked.old[j]; });
   }
 
   // x joined with the module's outputs of the lane, or of all lanes.
   KOG_DEVICE void join(Step step, float (&x)[kHeld]) const {
     if (kHasNow && how == kNow) {
-      const u32* base = b.p.words + Now::kOffset + (turns.now & 1) * kLanes * Now::kStride;
+      const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;
       for (int j = 0; j < kLanes; j++)
-        gather(b, step, base + j * Now::kStride, phase_of(turns.now >> 1), x);
-      turns.now++;
+        gather(b, step, base + j * Now::kStride, phase_of(counts.now >> 1), x);
+      counts.now++;
     } else {
       gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride,
-             phase_of(turns.own(iteration)), x);
+             phase_of(counts.own(iteration)), x);
     }
-    settle(x);
+    drop_phase_bit(x);
   }
 };
 
 using AttentionOut =
-    Module<OProj, AttentionOutWords, AttentionOutNowWords, AttentionOutPastWords, kOBias>;
-using MlpOut = Module<DownProj, MlpOutWords, MlpOutNowWords, MlpOutPastWords, kMlpBias>;
+    Module<OProj, AttentionOutWords, AttentionOutNowWords, AttentionOutDelayedWords, kOBias>;
+using MlpOut = Module<DownProj, MlpOutWords, MlpOutNowWords, MlpOutDelayedWords, kMlpBias>;
 
 }  // namespace kog

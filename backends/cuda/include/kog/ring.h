@@ -1,11 +1,11 @@
 // The weight stream: one warp keeps a ring of chunks in shared memory full, whatever the others
 // wait for.
 #pragma once
-#include <kog/seat.h>
+#include <kog/cursor.h>
 
 namespace kog {
 
-// The consumers' side. All lanes wait; one says that the warp is done.
+// The consumers' side. All threads wait; one says that the warp is done.
 struct Ring {
   u32 slot = 0, parity = 0;
 
@@ -22,7 +22,7 @@ struct Ring {
     Ring next = *this;
 #pragma unroll
     for (int i = 0; i < N; i++, next.step()) there &= barrier_try(&b.full[next.slot], next.parity);
-    if (any_lane(!there)) {
+    if (any_in_warp(!there)) {
       next = *this;
 #pragma unroll 1
       for (int i = 0; i < N; i++, next.step()) next.wait_on(b);
@@ -31,7 +31,7 @@ struct Ring {
   }
   KOG_DEVICE void wait_on(Block& b) const {
     begin_wait(b);
-    while (any_lane(!barrier_try(&b.full[slot], parity)))
+    while (any_in_warp(!barrier_try(&b.full[slot], parity)))
       if (give_up(b, Step::kRing, slot, parity ^ 1, parity)) break;
     end_wait(b);
   }
@@ -94,7 +94,7 @@ struct Producer {
     return true;
   }
   // Few bytes in flight, since polls queue behind them: kCalmChunks while the consumers have chunks
-  // to go on with, kWindowChunks when they have eaten all that came. All that a turn of the loop looks at
+  // to go on with, kWindowChunks when they have eaten all that came. All that the loop looks at in one pass
   // is asked for at once: a chunk that may leave late leaves the memory idle.
   KOG_DEVICE bool wait_for_window(Block& b) {
     while (true) {
@@ -110,7 +110,8 @@ struct Producer {
     barrier_expect(&b.full[next.slot], bytes);
     if (count >= kWindowChunks && !wait_for_window(b)) return false;
     bulk_load(b.ring + next.slot * kChunkBytes, from, bytes, &b.full[next.slot], policy);
-    // A launch may have more chunks than 2^32: numbers go back by two rings, which have the slots and parities.
+    // A launch may have more chunks than 2^32: numbers go back by two rings, which have the slots and
+    // parities.
     if (++count == 4 * kRingChunks) {
       count -= 2 * kRingChunks;
       fetched -= fetched < 2 * kRingChunks ? fetched : 2 * kRingChunks;

@@ -1,17 +1,18 @@
-// The rows of a stage, batch by batch: all warps multiply some units, then the parts' sums of each value are added
-// by one lane, which finishes it. What the warp keeps meanwhile, and which values a lane finishes, its Walk knows:
+// The rows of a stage, batch by batch: all warps multiply some units, then the parts' sums of each value are
+// added by one thread, which finishes the value. What the warp keeps meanwhile, and which values a thread
+// finishes, its Walk knows:
 //
 //   take_ring, put_ring   where it is in the stream
-//   sums<Stage>           room for a batch's partial sums
-//   Share<Stage>          the lane's values, one a round
+//   sums<Stage>           where a batch's partial sums go
+//   Share<Stage>          the thread's values, one a round
 //   units<Stage>          the block's of a layer
 #pragma once
 #include <kog/matvec.h>
 
 namespace kog {
 
-// One value of a stage's output: its row and whose token it is of. `there`: neither padding nor a column without
-// a request.
+// One value of a stage's output: its row and whose token it is of. `there`: neither padding nor a column
+// without a request.
 struct Item {
   int row, column;
   bool there;
@@ -22,14 +23,15 @@ template <class Stage>
 constexpr bool kOneBatch = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup <= Stage::kBatch;
 
 // One batch of units: before(r, item) -> what the owner of its r-th item asks for early, then
-// after(item, sum, asked) by whole warps, rows side by side in lanes, then done(piece). Batches take turns with
-// `room` where there are two: then only the last one's sums are waited for. which() says which units.
+// after(item, sum, asked) by whole warps, rows side by side in threads, then done(piece). Batches alternate
+// between two buffers where there are two: then only the last one's sums are waited for. which() says which
+// units.
 template <class Stage, class Walk, class Which, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, int room,
-                          bool last, Before before, After after, Done done) {
-  using S = Cut<Stage>;
+KOG_DEVICE void run_batch(Block& b, Walk& walk, Which which, const Operands<Stage>& x, const Ahead& ahead,
+                          int buffer, bool last, Before before, After after, Done done) {
+  using S = OperandLayout<Stage>;
   using Share = typename Walk::template Share<Stage>;
-  float* partials = k.template sums<Stage>(b, room);
+  float* partials = walk.template sums<Stage>(b, buffer);
   Units units = which();
   // Unless it begins on every path, registers are kept for it throughout the layer.
   decltype(before(0, Item{})) asked[Share::kRounds] = {};
@@ -39,25 +41,25 @@ KOG_DEVICE void run_batch(Block& b, Walk& k, Which which, const Operands<Stage>&
     if (Share::kAll || mine.has(b, r)) asked[r] = before(r, mine.item(b, r));
   float* to = partials + b.warp % Stage::kParts * S::kPartStride +
               b.warp / Stage::kParts * Stage::kFragmentRows;
-  auto&& ring = k.take_ring(b);
+  auto&& ring = walk.take_ring(b);
   multiply<Stage>(b, ring, units.last - units.first, x, ahead, to);
-  k.put_ring(b, ring);
+  walk.put_ring(b, ring);
   sync_consumers();
 #pragma unroll
   for (int r = 0; r < Share::kRounds; r++) {
     if (!mine.has(b, r)) break;
-    // Without a condition: what nobody has asked for is there as well, and no lane waits for a branch.
+    // Without a condition: what nobody has asked for is there as well, and no thread waits for a branch.
     float sum = sum_of_parts<Stage>(partials + mine.at(b, r), S::kPartStride);
     after(mine.item(b, r), sum, asked[r]);
     done(mine.number(r));
   }
-  if (!Share::kAll && (Stage::kRooms == 1 || last)) sync_consumers();  // the sums have been read
+  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read
 }
 
 // All units of the block, batch by batch; the first begins with what was taken ahead.
 template <class Stage, class Walk, class Which, class Ahead, class Before, class After, class Done>
-KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const Operands<Stage>& x, const Ahead& ahead, Before before,
-                         After after, Done done) {
+KOG_DEVICE void run_rows(Block& b, Walk& walk, Which which, const Operands<Stage>& x, const Ahead& ahead,
+                         Before before, After after, Done done) {
   static_assert(Ahead::kUnits <= Stage::kBatch);
   // What a stage staged is never overtaken; where sums take the place of other warps' operands, all
   // hold theirs before one of them puts its sums there.
@@ -65,9 +67,9 @@ KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const Operands<Stage>& 
   Units units = which();
   if (kShared || units.first == units.last) sync_consumers();
   if constexpr (kOneBatch<Stage>) {
-    // No loop: what each turn of one needs would be found ahead of it and kept while it multiplies.
+    // No loop: what each pass of one needs would be found ahead of it and kept while it multiplies.
     if (Ahead::kSure > 0 || units.first < units.last)
-      run_batch<Stage>(b, k, which, x, ahead, Ahead::kUnits > 0, true, before, after, done);
+      run_batch<Stage>(b, walk, which, x, ahead, Ahead::kUnits > 0, true, before, after, done);
   } else {
     int first = units.first;
     auto left = [&] { return which().last - first; };
@@ -76,12 +78,13 @@ KOG_DEVICE void run_rows(Block& b, Walk& k, Which which, const Operands<Stage>& 
       return Units{first, first + (count < Stage::kBatch ? count : Stage::kBatch)};
     };
     if constexpr (Ahead::kUnits > 0) {
-      run_batch<Stage>(b, k, batch, x, ahead, 1, left() <= Stage::kBatch, before, after, done);
+      run_batch<Stage>(b, walk, batch, x, ahead, 1, left() <= Stage::kBatch, before, after, done);
       first += Stage::kBatch;
     }
 #pragma unroll 1
-    for (int room = 0; left() > 0; first += Stage::kBatch, room ^= 1)
-      run_batch<Stage>(b, k, batch, x, NothingAhead(), room, left() <= Stage::kBatch, before, after, done);
+    for (int buffer = 0; left() > 0; first += Stage::kBatch, buffer ^= 1)
+      run_batch<Stage>(b, walk, batch, x, NothingAhead(), buffer, left() <= Stage::kBatch, before, after,
+                       done);
   }
 }
 

@@ -1,4 +1,4 @@
-// The draw (kog_triton/sampling/definition.py, bit for bit): what ids compete with, and who wins.
+// The draw (kog_triton/sampling/definition.py, bit for bit): what ids compete with, and which is the argmax.
 //
 // Every block scores its own rows of the head and publishes its best key; all blocks read all
 // candidates and pick the same one. Keys are float64: a product of a float32 logit and a 24-bit
@@ -34,11 +34,11 @@ KOG_DEVICE void compete(Candidate& best, const u32* request, float logit, int id
   if (beats(c, best)) best = c;
 }
 
-// The best of kLanes lanes side by side, to all of them.
-template <int kLanes>
-KOG_DEVICE Candidate best_of_lanes(Candidate c) {
+// The best of kCount threads side by side, to all of them.
+template <int kCount>
+KOG_DEVICE Candidate best_of_threads(Candidate c) {
 #pragma unroll
-  for (int mask = kLanes / 2; mask; mask >>= 1) {
+  for (int mask = kCount / 2; mask; mask >>= 1) {
     u64 bits = bits_of(c.key);
     u32 high = shuffle_xor(static_cast<u32>(bits >> 32), mask),
         low = shuffle_xor(static_cast<u32>(bits), mask);
@@ -48,23 +48,23 @@ KOG_DEVICE Candidate best_of_lanes(Candidate c) {
   }
   return c;
 }
-KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_lanes<32>(c); }
+KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<32>(c); }
 
 // The number of a head's exchange.
 KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }
-// A block's best as words: its key, its id and what is told with it.
-KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 told) {
+// A block's best as words: its key, its id and what is reported with it.
+KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 reported) {
   u64 key = bits_of(c.key);
   put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
-  put_pair(to + 2, number, static_cast<u32>(c.id), told);
+  put_pair(to + 2, number, static_cast<u32>(c.id), reported);
 }
-// The best of a warp's candidates, N a lane: at(i) says where, there(i) whether there is one; and the host's word of
-// the first.
+// The best of a warp's candidates, N a thread: at(i) says where, there(i) whether there is one; and the
+// host's word of the first.
 template <int N, class At, class There>
 KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u32& control) {
   u64 v[2 * N];
   poll_pairs(
-      b, Step::kWinner, number, [&](int i) { return at(i / 2) + i % 2 * 2; },
+      b, Step::kArgmax, number, [&](int i) { return at(i / 2) + i % 2 * 2; },
       [&](int i) { return there(i / 2); }, v);
   control = static_cast<u32>(v[1]);
   Candidate best = nobody();
@@ -77,9 +77,9 @@ KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u
 }
 KOG_DEVICE int token_of(const Candidate& c) { return c.key == -infinity() ? kNothing : c.id; }
 
-// A block's words of one head: two slots, because lanes that never meet may be a token apart.
-KOG_DEVICE u64* winner_words(const Block& b, int heads, int block) {
-  return words_of_block<WinnerWords, 4>(b, block, heads & 1);
+// A block's words of one head: two buffers, because lanes that never meet may be a token apart.
+KOG_DEVICE u64* argmax_words(const Block& b, int heads, int block) {
+  return words_of_block<ArgmaxWords, 4>(b, block, heads & 1);
 }
 
 // A warp's best, for `best_of_block` behind a barrier.
@@ -97,7 +97,7 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(winner_words(b, heads, b.block), head_number(heads), best, control);
+  put_candidate(argmax_words(b, heads, b.block), head_number(heads), best, control);
 }
 
 // The best of all blocks, known to every thread after the barrier at the token's end (`agreed`).
@@ -105,7 +105,7 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
   if (b.warp * 32 < kBlocks) {
     u32 control;
     Candidate c = poll_candidates<1>(
-        b, head_number(heads), [&](int) { return winner_words(b, heads, b.thread); },
+        b, head_number(heads), [&](int) { return argmax_words(b, heads, b.thread); },
         [&](int) { return b.thread < kBlocks; }, control);
     if (b.thread == 0) b.small->control = control;
     if (b.in_warp == 0) b.small->global[b.warp] = c;
@@ -113,7 +113,7 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
 }
 KOG_DEVICE int agreed(const Block& b) {
   Candidate best = b.small->global[0];
-  for (int w = 1; w < kWinners; w++)
+  for (int w = 1; w < kCandidateWarps; w++)
     if (beats(b.small->global[w], best)) best = b.small->global[w];
   return token_of(best);
 }

@@ -1,7 +1,7 @@
 // One warp's softmax over the tiles that it walks (arXiv 2205.14135), for kGroupHeads query heads.
 //
-// A lane holds the maximum and its share of the sum for head lane / 4, and outputs of heads
-// 2 * (lane % 4) and the next. Queries and weights are split in two 16-bit parts each, so that only keys
+// A thread holds the maximum and its share of the sum for head thread / 4, and outputs of heads
+// 2 * (thread % 4) and the next. Queries and weights are split in two 16-bit parts each, so that only keys
 // and values are rounded to 16 bits.
 #pragma once
 #include <kog/cache.h>
@@ -22,7 +22,7 @@ struct Softmax {
       for (int i = 0; i < 4; i++) out[t][i] = 0;
   }
 
-  // Weights of the tile's positions [0, count) against the maximum so far. `queries`: this lane's
+  // Weights of the tile's positions [0, count) against the maximum so far. `queries`: this thread's
   // words of the first step, high and low parts as rows 0-7 and 8-15.
   KOG_DEVICE void weigh(const Block& b, const uint4* queries, const Keys& keys, int count,
                         float (&p)[kTileRows / 8][2]) {
@@ -48,7 +48,7 @@ struct Softmax {
       }
 #pragma unroll
     for (int mask = 1; mask <= 2; mask <<= 1) best = larger(best, shuffle_xor(best, mask));
-    if (any_lane(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
+    if (any_in_warp(best > top && top != kNoScore)) rescale(b, exp2_fast(top - best));
     top = best;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)
@@ -60,7 +60,7 @@ struct Softmax {
       }
   }
 
-  // `share`: what the new maximum of head lane / 4 leaves of what was summed.
+  // `share`: what the new maximum of head thread / 4 leaves of what was summed.
   KOG_DEVICE void rescale(const Block& b, float share) {
     sum = product(sum, share);
     float first = shuffle(share, b.in_warp % 4 * 8), second = shuffle(share, b.in_warp % 4 * 8 + 4);

@@ -21,7 +21,7 @@ KOG_DEVICE void load_streams(const Block& b, const float* streams, float (&x)[kH
 
 // By one block a lane.
 KOG_DEVICE void store_streams(const Block& b, const float (&x)[kHeld], float* streams) {
-  if (b.place != 0) return;
+  if (b.group_index != 0) return;
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     int e = element(b, i / 4) + i % 4;
@@ -31,88 +31,88 @@ KOG_DEVICE void store_streams(const Block& b, const float (&x)[kHeld], float* st
 
 // The head's input as everybody names it: with the norm that the head itself would apply. Streams
 // side by side stay in their words.
-KOG_DEVICE void run_mix(Block& b, Walk& k) {
-  mix_lanes(b, k);
+KOG_DEVICE void run_mix(Block& b, Walk& walk) {
+  mix_lanes(b, walk);
   float scale = 1;
   if constexpr (!kNormedMix) {
-    stage_x<LmHead>(b, k.x, k.gain);
+    stage_x<LmHead>(b, walk.x, walk.gain);
     sync_consumers();
     scale = inverse_rms(b);
   }
 #pragma unroll
-  for (int i = 0; i < kHeld; i++) k.x[i] *= k.gain[i] * scale;
+  for (int i = 0; i < kHeld; i++) walk.x[i] *= walk.gain[i] * scale;
 }
 
 // What o_proj would multiply, as the words that a join of many splits sends; by one block a lane.
 KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
   u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
   sync_consumers();
-  if (b.place != 0) return;
+  if (b.group_index != 0) return;
   for (int word = b.thread; word < OProj::kCols / 2; word += 32 * kWarps) {
-    int in_fragment = 2 * word % kFragK, in_lane = word % kLaneWords;
+    int in_fragment = 2 * word % kFragK, in_thread = word % kThreadWords;
     const u32* from = reinterpret_cast<const u32*>(b.scratch) +
-                      (2 * word / kFragK * 2 + in_lane % 2) * kColumnWords +
-                      in_fragment / (2 * kLaneWords) * (kLaneWords / 2) + in_lane / 2;
+                      (2 * word / kFragK * 2 + in_thread % 2) * kColumnWords +
+                      in_fragment / (2 * kThreadWords) * (kThreadWords / 2) + in_thread / 2;
     store_relaxed(to + word, pack_operand(*from, phase));
   }
 }
 
 KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
-  Walk k;
-  k.iteration = kStageIteration;
+  Walk walk;
+  walk.iteration = kStageIteration;
   b.small->slot = 0;  // every thread writes the same
-  load_streams(b, c.x, k.x);
+  load_streams(b, c.x, walk.x);
   Ahead<QkvProj, true> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
   Ahead<DownProj, true> down_weights;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
-      k.embedded.load(b, c.token);
-      k.embedded.unpack(b, k.x);
+      walk.embedded.load(b, c.token);
+      walk.embedded.unpack(b, walk.x);
       break;
     case StageId::kQkvProj:
-      load_gains(b, 2 * b.layer, k.gain);
-      qkv_weights.take(b, k.ring, b.layer);
-      qkv_proj(b, k, qkv_weights);
+      load_gains(b, 2 * b.layer, walk.gain);
+      qkv_weights.take(b, walk.ring, b.layer);
+      qkv_proj(b, walk, qkv_weights);
       break;
     case StageId::kAttention:
-      attention(b, c.position, phase_of(k.iteration));
-      stage_attention<OProj>(b, Step::kOProjInput, c.position, phase_of(k.iteration));
-      publish_staged(b, phase_of(k.iteration));
+      attention(b, c.position, phase_of(walk.iteration));
+      stage_attention<OProj>(b, Step::kOProjInput, c.position, phase_of(walk.iteration));
+      publish_staged(b, phase_of(walk.iteration));
       break;
     case StageId::kOProj:
-      o_weights.take(b, k.ring, b.layer);
+      o_weights.take(b, walk.ring, b.layer);
       stage_words<OProj>(b, Step::kOProjInput,
                          b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
                          join_phase(b));
-      o_proj(b, k, o_weights);
-      join_attention_out(b, k);
+      o_proj(b, walk, o_weights);
+      join_attention_out(b, walk);
       break;
     case StageId::kGateUpProj:
-      load_gains(b, 2 * b.layer + 1, k.gain);
-      gate_up_weights.take(b, k.ring, b.layer);
-      gate_up_proj(b, k, gate_up_weights);
+      load_gains(b, 2 * b.layer + 1, walk.gain);
+      gate_up_weights.take(b, walk.ring, b.layer);
+      gate_up_proj(b, walk, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_weights.take(b, k.ring, b.layer);
-      down_proj(b, k, down_weights);
-      join_mlp_out(b, k);
+      down_weights.take(b, walk.ring, b.layer);
+      down_proj(b, walk, down_weights);
+      join_mlp_out(b, walk);
       break;
     case StageId::kMix:
-      load_gains(b, 2 * kLayers, k.gain);
-      if constexpr (kMixes) run_mix(b, k);
+      load_gains(b, 2 * kLayers, walk.gain);
+      if constexpr (kMixes) run_mix(b, walk);
       break;
     case StageId::kLmHead:
-      load_gains(b, 2 * kLayers, k.gain);
+      load_gains(b, 2 * kLayers, walk.gain);
 #pragma unroll
       for (int i = 0; i < kHeld; i++)
-        if (kMean) k.gain[i] = 1;
-      run_head<false>(b, k, c.position);
+        if (kMean) walk.gain[i] = 1;
+      run_head<false>(b, walk, c.position);
       break;
   }
   any_consumer(must_leave(b));
-  store_streams(b, k.x, c.out);
+  store_streams(b, walk.x, c.out);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
 }
 

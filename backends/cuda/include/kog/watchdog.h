@@ -4,7 +4,7 @@
 
 namespace kog {
 
-// Lane w watches warp w: a wait that has gone on for p.limit ticks ends the block's work, and through
+// Thread w watches warp w: a wait that has gone on for p.limit ticks ends the block's work, and through
 // p.error that of all blocks. Returns when the consumers have left.
 KOG_DEVICE void watch(Block& b) {
   b.begin_stage();  // what it watches with is not kept from before

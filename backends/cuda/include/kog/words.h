@@ -30,7 +30,7 @@ constexpr float kPairUnit = 1 / kPairScale;
 KOG_DEVICE u32 round_operand(float first, float second) {
   return round_pair<kF16>(first * kPairScale, second * kPairScale);
 }
-KOG_DEVICE u32 turn_left(u32 w, int by) { return w << by | w >> (32 - by); }
+KOG_DEVICE u32 rotate_left(u32 w, int by) { return w << by | w >> (32 - by); }
 
 KOG_DEVICE u32 pack_operand(u32 both, u32 phase) {
   if constexpr (kF16) {
@@ -39,14 +39,14 @@ KOG_DEVICE u32 pack_operand(u32 both, u32 phase) {
     return (both & 0xffff0000u) | (low & 0xfffeu) | phase;
   }
   u32 small = both & 0xffff8000u;  // a first whose exponent lacks the bit that readers set
-  return (turn_left((both & kExponentTop) != 0 ? both : small, 32 - kPairTurn) & ~1u) | phase;
+  return (rotate_left((both & kExponentTop) != 0 ? both : small, 32 - kPairRotation) & ~1u) | phase;
 }
 KOG_DEVICE u32 pack_pair(float first, float second, u32 phase) {
   return pack_operand(round_operand(first, second), phase);
 }
 KOG_DEVICE u32 operand_of(u32 w) {
   if constexpr (kF16) return w & ~1u;
-  return turn_left(w, kPairTurn) | kExponentTop;
+  return rotate_left(w, kPairRotation) | kExponentTop;
 }
 // An operand as its readers will find it.
 KOG_DEVICE u32 sent_operand(u32 both) { return operand_of(pack_operand(both, 0)); }
@@ -66,36 +66,36 @@ KOG_DEVICE u32 stale(const uint4& q, int at, int count, u32 phase) {
   return at < count ? bad & 1 : 0;
 }
 
-KOG_DEVICE u32 place_of(const Block& b, const u32* word) {
+KOG_DEVICE u32 word_index(const Block& b, const u32* word) {
   return static_cast<u32>(word - b.p.words);
 }
 
 // Where the lane's part of a region begins, of its first buffer.
 template <class Words>
-KOG_DEVICE int lane_place(const Block& b) {
+KOG_DEVICE int lane_offset(const Block& b) {
   return Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride);
 }
 template <class Words>
 KOG_DEVICE u32* lane_words(const Block& b) {
-  return b.p.words + lane_place<Words>(b);
+  return b.p.words + lane_offset<Words>(b);
 }
 
-// Until no lane's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
+// Until no thread's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
 // and asks again only for those: polls and weights share the way from the L2. One loop: the code that
 // runs once the words are there has been fetched while they were not.
-template <class Place, class Ask>
-KOG_DEVICE void poll_until(Block& b, Step step, Place place, u32 phase, Ask ask) {
+template <class WordIndex, class Ask>
+KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase, Ask ask) {
 #pragma unroll 1
   for (bool waits = false;; waits = true) {
     u32 bad = ask();
-    if (!any_lane(bad != 0)) break;
+    if (!any_in_warp(bad != 0)) break;
     if (!waits) begin_wait(b);
-    if (give_up(b, step, place(), phase ^ bad, phase)) break;
+    if (give_up(b, step, word_index(), phase ^ bad, phase)) break;
   }
   end_wait(b);
 }
 
-// N vectors of 4 words a lane: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
+// N vectors of 4 words a thread: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
 // 0, and 0 of its first word if nothing is to be loaded.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
@@ -106,7 +106,7 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
     q[i] = uint4{0, 0, 0, 0};
     late[i] = need(i, 0);
   }
-  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
+  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -133,10 +133,10 @@ KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u
       phase, q);
 }
 
-// N single words a lane: address(i) says where, need(i) whether the lane asks for it. Two functions:
+// N single words a thread: address(i) says where, need(i) whether the thread asks for it. Two functions:
 // of an address that may be null, NVRTC 13.0.88 made code that reads the null before it is written
 // and loads from there (decode of laneformer-2b in chunks of 24 KB: tests/sass_hazards.py). What no
-// lane needs is never loaded. For the record of a wait that expires address(0) is turned into a
+// thread needs is never loaded. For the record of a wait that expires address(0) is made a
 // number, needed or not: counted from the words, it is none that could fault, though it may be that
 // of a word beside the late one. To pick the late one took 40 instructions more of Llama-3.2-1B's
 // decode, and 184 of Laneformer-2B's.
@@ -146,7 +146,7 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 
   // A word that nobody waits for has the phase from the start.
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = need(i) ? ~phase : phase;
-  poll_until(b, step, [&] { return place_of(b, address(0)); }, phase, [&] {
+  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, [&] {
     u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -162,12 +162,12 @@ KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
   store_relaxed_pair(to, number | x, number | y);
 }
 
-// N pairs a lane: address(i) says where, need(i) whether the lane asks for it; others are zero.
+// N pairs a thread: address(i) says where, need(i) whether the thread asks for it; others are zero.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
                            u64 (&v)[N]) {
   const u32 wanted = static_cast<u32>(number >> 32);
-  u32 seen, place = ~0u;
+  u32 seen, word_index = ~0u;
   auto ask = [&] {
     bool bad = false;
     seen = wanted;
@@ -179,16 +179,16 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
       bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
       if (late && !bad) {
         seen = static_cast<u32>(w.x >> 32);
-        place = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
+        word_index = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
       }
       bad |= late;
       v[i] = w.x << 32 | (w.y & 0xffffffffu);
     }
-    return any_lane(bad);
+    return any_in_warp(bad);
   };
   if (ask()) {
     begin_wait(b);
-    while (!give_up(b, step, place, seen, wanted) && ask()) {
+    while (!give_up(b, step, word_index, seen, wanted) && ask()) {
     }
     end_wait(b);
   }

@@ -1,6 +1,5 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
 from kog_triton.backends.prefill.read_once import read_once
@@ -15,9 +15,9 @@ from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
-from kog_triton.model.spec import DTYPES, DType
+from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import Gpu
 from kog_triton.schedule.triton import lower_tiles
 
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
@@ -70,17 +70,16 @@ class TritonBackend:
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
         self.schedule = build(self.spec)
-        self.gpu = _known_gpu(device)
+        self.gpu = gpu_of(device)
         self.max_context = options.max_context or self.spec.max_context
         vendor = "cpu"
         if device.type == "cuda":
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[self.spec.dtype]
         with read_once(weights, self.spec, options, device) as once:
             self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
-            embed = self.memory.pointers.embed.view(half)
+            embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             self.library = open_library(
                 options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
             )
@@ -259,15 +258,15 @@ class TritonBackend:
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         before()
-        clock = _clock(self.device)
+        seconds = clock(self.device)
         stage_kernel[grid](
             pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
         )
-        seconds = clock()
+        took = seconds()
         # Without the heartbeat in `pointers`, which is that of the last launch that served.
         if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
-        return seconds
+        return took
 
 
 def _too_old(device: torch.device) -> str:
@@ -278,32 +277,6 @@ def _too_old(device: torch.device) -> str:
     if (major, minor) >= OLDEST:
         return ""
     return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
-
-
-def _known_gpu(device: torch.device) -> Gpu | None:
-    """The GPU's row in the table, if it has one."""
-    if device.type != "cuda":
-        return None
-    try:
-        return find_gpu(torch.cuda.get_device_name(device))
-    except DeviceError:
-        return None
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts after all that is queued; calling the result waits for what was queued since: the seconds it took."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        return lambda: time.perf_counter() - started
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
-
-    def stop() -> float:
-        ended.record()
-        ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3
-
-    return stop
 
 
 def _blocks(gpu: Gpu | None, device: torch.device) -> int:

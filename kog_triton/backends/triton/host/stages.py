@@ -5,11 +5,12 @@ Tensors are those of STAGE_READS and STAGE_WRITES. A token at a time: the kernel
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 
+from kog_triton.backends.stage_tokens import Tensors, run_by_token
 from kog_triton.backends.triton.host.memory import new_cache
 from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.errors import RequestError
@@ -19,6 +20,7 @@ from kog_triton.schedule.schedule import Op, Schedule
 from kog_triton.schedule.triton import Tiles
 
 Array = np.ndarray
+Arrays = dict[str, Array]
 # (pointers, x, out, layer, position, token, stage): one launch, to its end
 Launch = Callable[[Pointers, torch.Tensor, torch.Tensor, int, int, int, str], None]
 
@@ -45,45 +47,75 @@ class StageRun:
         self._device = pointers.words.device
         self._streams = torch.zeros(2, tiles.lanes, tiles.hidden_size, device=self._device)
 
-    def run(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        run = {
+    def run(self, state: Mapping[str, torch.Tensor]) -> Tensors:
+        if self._stage == "attention":
+            arrays = {name: t.detach().float().cpu().numpy() for name, t in state.items()}
+            return _tensors(self._attention(arrays))
+        runs: dict[str, Callable[[Arrays], Arrays]] = {
             "embed": self._embed,
             "qkv_proj": self._qkv_proj,
-            "attention": self._attention,
-            "o_proj": lambda s: self._residual(s, "attention", "attention_out"),
+            "o_proj": partial(self._residual, "attention", "attention_out"),
             "gate_up_proj": self._gate_up_proj,
-            "down_proj": lambda s: self._residual(s, "mlp", "mlp_out"),
+            "down_proj": partial(self._residual, "mlp", "mlp_out"),
             "mix": self._mix,
             "lm_head": self._lm_head,
-        }[self._stage]
-        given = {name: t for name, t in state.items() if name != "token_ids"}
-        arrays = {name: t.detach().float().cpu().numpy() for name, t in given.items()}
-        if "token_ids" in state:
-            arrays["token_ids"] = np.asarray(state["token_ids"].cpu())
-        out = run(arrays)
-        return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in out.items()}
+        }
+        run = runs[self._stage]
+        return run_by_token(
+            self._stage,
+            state,
+            lambda given: _tensors(run({n: t.numpy() for n, t in given.items()})),
+        )
 
-    # ---- stages ----
+    # ---- stages: arrays of one token ----
 
-    def _embed(self, state: dict[str, Array]) -> dict[str, Array]:
-        rows = []
-        for token in state["token_ids"]:
+    def _embed(self, given: Arrays) -> Arrays:
+        self._start()
+        self._go(token=int(given["token_ids"]))
+        return {"x": self._stream()}
+
+    def _qkv_proj(self, given: Arrays) -> Arrays:
+        t = self._tiles
+        self._start(given["x"])
+        self._go()
+        y = self._pairs("qkv").reshape(t.lanes, -1, t.head_dim)
+        return dict(zip("qkv", np.split(y, (t.heads, t.heads + t.kv_heads), 1), strict=True))
+
+    def _residual(self, source: str, target: str, given: Arrays) -> Arrays:
+        self._start(given["x"])
+        self._give_pairs(source, given[source])
+        if "delayed" in given:
+            self._give_delayed(given["delayed"])
+        self._go()
+        return {target: self._sent(target), "x": self._stream()}
+
+    def _gate_up_proj(self, given: Arrays) -> Arrays:
+        self._start(given["x"])
+        self._go()
+        return {"mlp": self._pairs("mlp")}
+
+    def _mix(self, given: Arrays) -> Arrays:
+        t = self._tiles
+        self._start(given["x"])
+        self._go()
+        if t.head_mode == Head.CONCAT:
+            return {"y": self._planes(t.region("part")).reshape(1, -1)}
+        return {"y": self._stream()[:1]}
+
+    def _lm_head(self, given: Arrays) -> Arrays:
+        t = self._tiles
+        x = given["y"] if "y" in given else given["x"]
+        if t.lanes > 1 and t.head_mode == Head.CONCAT:
             self._start()
-            self._go(token=int(token))
-            rows.append(self._stream())
-        return {"x": np.stack(rows, 1)}
+            self._give_planes(t.region("part"), x.reshape(t.lanes, -1), 1)
+        else:
+            self._start(np.broadcast_to(x, (t.lanes, t.hidden_size)))
+        self._go()
+        return {"logits": self._pointers.logits[0].cpu().numpy()}
 
-    def _qkv_proj(self, state: dict[str, Array]) -> dict[str, Array]:
-        t, rows = self._tiles, []
-        for x in _tokens(state["x"]):
-            self._start(x)
-            self._go()
-            rows.append(self._pairs("qkv", t.lanes))
-        y = np.stack(rows, 1).reshape(t.lanes, len(rows), -1, t.head_dim)
-        q, kv = t.heads, t.heads + t.kv_heads
-        return {"q": y[:, :, :q], "k": y[:, :, q:kv], "v": y[:, :, kv:]}
+    # ---- attention: arrays of all tokens ----
 
-    def _attention(self, state: dict[str, Array]) -> dict[str, Array]:
+    def _attention(self, state: Arrays) -> Arrays:
         t, rows = self._tiles, []
         qkv = np.concatenate([state[name].reshape(*state[name].shape[:2], -1) for name in "qkv"], 2)
         cached, count = state["keys"].shape[2], qkv.shape[1]
@@ -93,57 +125,13 @@ class StageRun:
         home = kv[0, self._layer]  # [lanes, kv_heads, 2, positions, head_dim]
         for which, name in enumerate(("keys", "values")):
             home[:, :, which, :cached] = torch.from_numpy(state[name]).to(home)
-        for i, row in enumerate(_tokens(qkv)):
+        for i in range(count):
             self._start()
-            self._give_pairs("qkv", row)
+            self._give_pairs("qkv", qkv[:, i])
             self._go(position=cached + i, kv=kv)
-            rows.append(self._pairs("attention", t.lanes))
+            rows.append(self._pairs("attention"))
         held = home[:, :, :, : cached + count].float().cpu().numpy()
         return {"attention": np.stack(rows, 1), "keys": held[:, :, 0], "values": held[:, :, 1]}
-
-    def _residual(self, state: dict[str, Array], source: str, target: str) -> dict[str, Array]:
-        delayed = state.get("delayed")
-        sent, xs = [], []
-        for i, (x, row) in enumerate(zip(_tokens(state["x"]), _tokens(state[source]), strict=True)):
-            self._start(x)
-            self._give_pairs(source, row)
-            if delayed is not None:
-                self._give_delayed(delayed[:, i])
-            self._go()
-            sent.append(self._sent(target))
-            xs.append(self._stream())
-        return {target: np.stack(sent, 1), "x": np.stack(xs, 1)}
-
-    def _gate_up_proj(self, state: dict[str, Array]) -> dict[str, Array]:
-        rows = []
-        for x in _tokens(state["x"]):
-            self._start(x)
-            self._go()
-            rows.append(self._pairs("mlp", self._tiles.lanes))
-        return {"mlp": np.stack(rows, 1)}
-
-    def _mix(self, state: dict[str, Array]) -> dict[str, Array]:
-        t, rows = self._tiles, []
-        for x in _tokens(state["x"]):
-            self._start(x)
-            self._go()
-            if t.head_mode == Head.CONCAT:
-                parts = self._planes(t.region("part"), t.lanes)
-                rows.append(parts.reshape(1, -1))
-            else:
-                rows.append(self._stream()[:1])
-        return {"y": np.stack(rows, 1)}
-
-    def _lm_head(self, state: dict[str, Array]) -> dict[str, Array]:
-        t, rows = self._tiles, []
-        for x in _tokens(state["y"] if "y" in state else state["x"]):
-            concatenated = t.lanes > 1 and t.head_mode == Head.CONCAT
-            self._start(None if concatenated else np.broadcast_to(x, (t.lanes, t.hidden_size)))
-            if concatenated:
-                self._give_planes(t.region("part"), x.reshape(t.lanes, -1), 1)
-            self._go()
-            rows.append(self._pointers.logits[0].cpu().numpy().copy())
-        return {"logits": np.stack(rows)}
 
     # ---- words ----
 
@@ -196,27 +184,27 @@ class StageRun:
     def _read(self, first: int, count: int) -> Array:
         return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)
 
-    def _pairs(self, region: str, lanes: int) -> Array:
+    def _pairs(self, region: str) -> Array:
         first, size = self._tiles.regions[region]
-        return wire.unpack_pair(self._read(first, size), self._dtype).reshape(lanes, -1)
+        return wire.unpack_pair(self._read(first, size), self._dtype).reshape(self._tiles.lanes, -1)
 
-    def _planes(self, first: int, lanes: int) -> Array:
-        words = self._read(first, lanes * self._tiles.hidden_size)
-        return _unwoven(wire.unpack_f32(words).reshape(lanes, -1))
+    def _planes(self, first: int) -> Array:
+        t = self._tiles
+        words = self._read(first, t.lanes * t.hidden_size)
+        return _unwoven(wire.unpack_f32(words).reshape(t.lanes, -1))
 
     def _sent(self, region: str) -> Array:
         """What the lanes owe each other of a module's output: [lanes, hidden], as it left the matrix."""
         t = self._tiles
         if t.delay:
-            return self._planes(self._buffer(self._layer)[0], t.lanes)
-        out = self._planes(t.region(region), t.lanes)
+            return self._planes(self._buffer(self._layer)[0])
+        out = self._planes(t.region(region))
         alone = t.lanes > 1 and self._schedule.reduce(self._stage, self._layer) is Reduce.OWN
         return out / np.float32(math.sqrt(t.lanes)) if alone else out
 
 
-def _tokens(rows: Array) -> Array:
-    """[S, T, n] token by token."""
-    return rows.swapaxes(0, 1)
+def _tensors(arrays: Arrays) -> Tensors:
+    return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
 def _woven(rows: Array) -> Array:

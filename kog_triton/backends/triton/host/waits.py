@@ -33,7 +33,7 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
         what = {
             "mask": "the host's mask of token",
             "all_reduce": "sums of round",
-            "winner": "candidates of pass",
+            "argmax": "candidates of pass",
         }
         return f"{head}, for {what[exchange]} {wanted}{after}"
     where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"

@@ -21,6 +21,7 @@ from kog_triton.backends.triton.kernel.words import (
     settle,
     unpack_f32,
     unpack_pair,
+    wait_all,
 )
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)  # positions of one step, at most
@@ -145,35 +146,13 @@ def attention(constants, layer, it, position, slot, coords, phase, alive, p, S: 
     for i in range(kv_tasks_each(S)):
         kv_task = i * S.group + group_index
         if kv_task < S.kv_heads * S.splits:
-            alive = one_head(
-                constants,
-                layer,
-                it,
-                position,
-                slot,
-                lane,
-                kv_task // S.splits,
-                kv_task % S.splits,
-                phase,
-                alive,
-                p,
-                S,
-            )
+            task = (lane, kv_task // S.splits, kv_task % S.splits)
+            alive = one_head(constants, layer, it, position, slot, task, phase, alive, p, S)
     for i in range(kv_tasks_each(S)):
         kv_task = i * S.group + group_index
         if kv_task < S.kv_heads * S.splits:
-            alive = join_splits(
-                constants,
-                layer,
-                position,
-                lane,
-                kv_task // S.splits,
-                kv_task % S.splits,
-                phase,
-                alive,
-                p,
-                S,
-            )
+            task = (lane, kv_task // S.splits, kv_task % S.splits)
+            alive = join_splits(constants, layer, position, task, phase, alive, p, S)
     return alive
 
 
@@ -207,10 +186,9 @@ def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def one_head(
-    constants, layer, it, position, slot, lane, head, split, phase, alive, p, S: tl.constexpr
-):
+def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.constexpr):
     """One key/value head over one split of positions [first, position]."""
+    lane, head, split = task
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
@@ -246,7 +224,7 @@ def one_head(
     upper = D // 4
     ptrs = (q, q + upper, k, k + upper, v, v + upper)
     masks = (mask, mask, kv_mask, kv_mask, kv_mask, kv_mask)
-    w, bad = poll(ptrs, masks, phase, alive, p, S, 6)
+    w, bad = poll(ptrs, masks, phase, alive, p, S)
     if (bad != 0) & (alive != 0):
         run: tl.constexpr = D // 2  # words
         record_timeout(words + head * GROUP * run, GROUP * run, phase, "attention qkv", layer, p)
@@ -295,8 +273,9 @@ def one_head(
 
 
 @triton.jit
-def join_splits(constants, layer, position, lane, head, split, phase, alive, p, S: tl.constexpr):
+def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constexpr):
     """Join the splits of this head for query heads split, split + used, ... and publish them."""
+    lane, head, split = task
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = triton.next_power_of_2(D)
@@ -312,10 +291,10 @@ def join_splits(constants, layer, position, lane, head, split, phase, alive, p, 
             part = base + s[:, None] * S.split_words
             have = mine & (i < D)[None, :]
             outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
-            w, bad = poll((outputs, weights), (have, have), phase, alive, p, S, 2)
-            if (bad != 0) & (alive != 0):
-                record_timeout(base, used * S.split_words, phase, "attention splits", layer, p)
-            alive = tl.where(bad != 0, 0, alive)
+            ptrs, count = (outputs, weights), used * S.split_words
+            w, alive = wait_all(
+                ptrs, (have, have), base, count, phase, alive, "attention splits", layer, p, S
+            )
             top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
             share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
             out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)

@@ -20,8 +20,8 @@ from kog_triton.backends.triton.kernel.columns import (
     store_qkv,
     vectors,
 )
-from kog_triton.backends.triton.kernel.partition import begins, parts, width
-from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, bias_at
+from kog_triton.backends.triton.kernel.partition import begins, parts
+from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
     OUTCOME,
@@ -62,30 +62,27 @@ def gather(number, say, layer, alive, block, p, S: tl.constexpr):
 
 
 @triton.jit
-def sent(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+def sent(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
     """A lane's output of a module for token t: float32 [n]."""
     PARTS: tl.constexpr = parts(S, STAGE)
     y = tl.zeros((i.numel,), tl.float32)
     for part in tl.static_range(PARTS):
-        rows = out_rows(which, layer, part, lane, p, S) + t * S.hidden_size
+        rows = out_rows(layer, part, lane, p, S, STAGE) + t * S.hidden_size
         y += tl.load(rows + i, mask=inside, other=0.0)
-    if S.o_bias if STAGE == 1 else S.mlp_bias:
-        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.hidden_size
-        y += tl.load(bias + i, mask=inside, other=0.0)
-    return y
+    return biased(y, i, inside, lane, layer, p, S, STAGE)
 
 
 @triton.jit
-def received(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
+def received(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr):
     """What joins a lane's stream, as the layer reduces the module's outputs."""
-    y = sent(which, layer, lane, t, i, inside, p, S, STAGE)
-    if S.mixed_reduce:
-        how = tl.load(p.reduces + which * S.num_layers + layer)
+    y = sent(layer, lane, t, i, inside, p, S, STAGE)
+    if S.lanes > 1:
+        how = ask_reduce(layer, p, S, STAGE)
         y = tl.where(how == OWN, y * tl.sqrt(S.lanes * 1.0), y)
         source = tl.where(how == DELAYED, layer - S.delay, layer)
         for other in range(tl.where(how == OWN, S.lanes, 0), S.lanes):
             if other != lane:
-                y += sent(which, source, other, t, i, inside, p, S, STAGE)
+                y += sent(source, other, t, i, inside, p, S, STAGE)
     return y
 
 
@@ -93,7 +90,6 @@ def received(which, layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.con
 def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The vectors that qkv_proj (STAGE 0) or gate_up_proj (2) reads: the stream, joined by what came before, normed."""
     HIDDEN: tl.constexpr = triton.next_power_of_2(S.hidden_size)
-    WIDTH: tl.constexpr = width(S, STAGE)
     AT: tl.constexpr = begins(S, "stream")
     HALF: tl.constexpr = S.hidden_size // 2
     i = tl.arange(0, HIDDEN)
@@ -103,14 +99,14 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
         stream = p.chunk + AT + (lane * S.columns + t) * S.hidden_size + i
         if STAGE == 2:
             x = tl.load(stream, mask=inside, other=0.0)
-            x += received(0, layer, lane, t, i, inside, p, S, 1)
+            x += received(layer, lane, t, i, inside, p, S, 1)
         elif layer == 0:
             token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + t)
             row = p.half_embed + token.to(tl.int64) * S.hidden_size
             x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
         else:
             x = tl.load(stream, mask=inside, other=0.0)
-            x += received(1, layer - 1, lane, t, i, inside, p, S, 3)
+            x += received(layer - 1, lane, t, i, inside, p, S, 3)
         tl.store(stream, x, mask=inside)
         norm = 2 * layer + STAGE // 2
         if S.lane_norms:
@@ -118,7 +114,7 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
         gains = p.gains + norm * S.hidden_size + (i & 1) * HALF + (i >> 1)
         scale = tl.rsqrt(tl.sum(x * x) / S.hidden_size + S.norm_eps)
         x = in_range(x * scale * tl.load(gains, mask=inside, other=0.0), S)
-        to = vectors("x", lane, p, S, WIDTH) + t * WIDTH + i
+        to = vectors("x", lane, t, p, S) + i
         tl.store(to, x.to(p.half_chunk.dtype.element_ty), mask=inside)
 
 
@@ -129,26 +125,23 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
 def run_step(step, layer, base, pos, count, slot, coords, p, S: tl.constexpr):
     """One step of a layer whose first weight is at `base`."""
     block, lane, _ = coords
-    X: tl.constexpr = width(S, 0)
-    A: tl.constexpr = width(S, 1)
-    H: tl.constexpr = width(S, 3)
     if step == 0:
         feed(pos, count, slot, layer, block, p, S, 0)
     elif step == 1:
-        x = vectors("x", lane, p, S, X)
+        x = vectors("x", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 0, store_qkv)
     elif step == 2:
         attend(layer, pos, count, slot, coords, p, S)
     elif step == 3:
-        x = vectors("attention", lane, p, S, A)
+        x = vectors("attention", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 1, store_out)
     elif step == 4:
         feed(pos, count, slot, layer, block, p, S, 2)
     elif step == 5:
-        x = vectors("x", lane, p, S, X)
+        x = vectors("x", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 2, store_gated)
     else:
-        x = vectors("mlp", lane, p, S, H)
+        x = vectors("mlp", lane, 0, p, S)
         multiply(x, base, layer, count, coords, p, S, 3, store_out)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.columns import vectors
-from kog_triton.backends.triton.kernel.partition import begins, width
+from kog_triton.backends.triton.kernel.partition import begins
 from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
 from kog_triton.backends.triton.kernel.words import in_range
 
@@ -150,8 +150,7 @@ def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
     tl.store(spot + VALUES + D // 2, upper_value, mask=own)
     seen = tl.trans(there) & (tl.trans(n) <= token) & (tl.trans(n) + pos > oldest)
     top, total, out = add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S)
-    WIDTH: tl.constexpr = width(S, 1)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = vectors("attention", lane, p, S, WIDTH) + token * WIDTH + query * D + j
+    to = vectors("attention", lane, token, p, S) + query * D + j
     tl.store(to, in_range(out[0] * share, S).to(element), mask=valid & inside)
     tl.store(to + D // 2, in_range(out[1] * share, S).to(element), mask=valid & inside)

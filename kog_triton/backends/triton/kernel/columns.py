@@ -16,18 +16,20 @@ from kog_triton.backends.triton.kernel.partition import (
     span,
     step,
     tile_strides,
+    vector_width,
     width,
 )
-from kog_triton.backends.triton.kernel.residual import bias_at
+from kog_triton.backends.triton.kernel.residual import biased
 from kog_triton.backends.triton.kernel.sync import dot_onto
 from kog_triton.backends.triton.kernel.words import in_range
 
 
 @triton.jit
-def vectors(name: tl.constexpr, lane, p, S: tl.constexpr, WIDTH: tl.constexpr):
-    """The lane's rows of a region of `half_chunk`, WIDTH values each."""
+def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
+    """Where vector `t` of a lane begins in a region of `half_chunk`."""
     AT: tl.constexpr = begins(S, name)
-    return p.half_chunk + AT + lane * (S.columns * WIDTH)
+    WIDTH: tl.constexpr = vector_width(S, name)
+    return p.half_chunk + AT + lane * (S.columns * WIDTH) + t * WIDTH
 
 
 @triton.jit
@@ -103,13 +105,6 @@ def multiply(
 
 
 @triton.jit
-def biased(y, row, owned, layer, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
-    T: tl.constexpr = S.stages[STAGE]
-    bias = p.biases + bias_at(S, layer, STAGE) + lane * T.rows
-    return y + tl.load(bias + row, mask=owned, other=0.0)[None, :]
-
-
-@triton.jit
 def here(count, S: tl.constexpr):
     """[columns, 1]: the columns, and which of them hold a token."""
     t = tl.arange(0, S.columns)[:, None]
@@ -123,8 +118,7 @@ def here(count, S: tl.constexpr):
 def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
     ROWS: tl.constexpr = S.stages[0].rows
     AT: tl.constexpr = begins(S, "qkv")
-    if S.qkv_bias:
-        y = biased(y, row, owned, layer, lane, p, S, STAGE)
+    y = biased(y, row, owned, lane, layer, p, S, STAGE)
     t, valid = here(count, S)
     to = p.chunk + AT + lane * (S.columns * ROWS) + t * ROWS + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])
@@ -134,25 +128,23 @@ def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE
 def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
     """silu(gate) * up of woven rows: gate, up, gate, up."""
     M: tl.constexpr = row_tile(S, STAGE)
-    WIDTH: tl.constexpr = width(S, 3)
     COLUMNS: tl.constexpr = S.columns
-    if S.mlp_bias:
-        y = biased(y, row, owned, layer, lane, p, S, STAGE)
+    y = biased(y, row, owned, lane, layer, p, S, STAGE)
     gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
     h = in_range(gate / (1.0 + tl.exp(-gate)) * up, S)
     gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
     t, valid = here(count, S)
-    to = vectors("mlp", lane, p, S, WIDTH) + t * WIDTH + (gate_row // 2)[None, :]
+    to = vectors("mlp", lane, t, p, S) + (gate_row // 2)[None, :]
     own, _ = tl.split(tl.reshape(owned.to(tl.int32), (M // 2, 2)))
     tl.store(to, h.to(p.half_chunk.dtype.element_ty), mask=valid & (own != 0)[None, :])
 
 
 @triton.jit
-def out_rows(which, layer, part, lane, p, S: tl.constexpr):
+def out_rows(layer, part, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The rows of a part of a module's output, float32 [columns, hidden]; `delay` layers back they still stand."""
     AT: tl.constexpr = begins(S, "out")
     PARTS: tl.constexpr = max_parts(S)
-    ring = which * (S.delay + 1) + layer % (S.delay + 1)
+    ring = STAGE // 2 * (S.delay + 1) + layer % (S.delay + 1)
     return p.chunk + AT + ((ring * PARTS + part) * S.lanes + lane) * (S.columns * S.hidden_size)
 
 
@@ -160,5 +152,5 @@ def out_rows(which, layer, part, lane, p, S: tl.constexpr):
 def store_out(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
     """One part of the sum over K; who adds the parts adds the bias."""
     t, valid = here(count, S)
-    to = out_rows(STAGE // 2, layer, part, lane, p, S) + t * S.hidden_size + row[None, :]
+    to = out_rows(layer, part, lane, p, S, STAGE) + t * S.hidden_size + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])

@@ -37,9 +37,8 @@ from kog_triton.backends.triton.kernel.words import diagnose_timeout
 def run_layers(pos, token, slot, it, coords, next_base, fetched, alive, p, S: tl.constexpr):
     """A token through all layers: x and the gains of the last norm, the tile fetched at `next_base`, alive."""
     _, lane, _ = coords
-    Q: tl.constexpr = S.stages[0]
     gains = load_gains(0, lane, p, S)
-    x = load_embedding(token, p, S, Q.k_tiles, Q.tile_words)
+    x = load_embedding(token, p, S)
     base = p.weights + tl.zeros((), tl.int64)
     for layer in tl.range(S.num_layers, disable_licm=True):
         following = (base + S.layer_words).to(tl.int64)

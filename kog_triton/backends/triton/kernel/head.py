@@ -29,8 +29,9 @@ from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGIT
 from kog_triton.backends.triton.kernel.sync import meet, store_shared
 from kog_triton.backends.triton.kernel.top_p_check import SURVIVES, best_candidate, check_argmax
 from kog_triton.backends.triton.kernel.words import (
-    index,
     pack_f32,
+    plane_index,
+    plane_tiles,
     poll,
     record_more,
     record_timeout,
@@ -61,28 +62,26 @@ def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
     if S.head_mode == CONCAT:
         y += tl.load(logits + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
     tl.store(logits + vocab_first + r, y, mask=r < T.rows)
-    return out
 
 
 @triton.jit
-def send_part(
-    x, gains, coords, phase, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr
-):
+def send_part(x, gains, coords, phase, p, S: tl.constexpr):
     """The block sends its rows of its lane's stream, normed unless the lanes are added first."""
     _, lane, group_index = coords
     HALF: tl.constexpr = S.hidden_size // 2
     if S.head_mode != SUM_THEN_NORM:
-        x = rms_norm(x, gains, S, K_TILES)
+        x = rms_norm(x, gains, S)
     part = p.words + S.region("part") + lane * S.hidden_size
-    for c in tl.static_range(K_TILES):
-        j = c * WORDS + index(WORDS)
+    for c in tl.static_range(plane_tiles(S)):
+        j = plane_index(c, S)
         mine = (j < HALF) & (j * S.group // HALF == group_index)
         for plane in tl.static_range(2):
             store_shared(part + plane * HALF + j, pack_f32(x[2 * c + plane], phase), mine)
 
 
 @triton.jit
-def zeros_like(x, COUNT: tl.constexpr):
+def zeros_like(x):
+    COUNT: tl.constexpr = len(x)
     out = ()
     for i in tl.static_range(COUNT):
         out = out + (x[i] * 0.0,)
@@ -90,16 +89,13 @@ def zeros_like(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def mix_lanes(
-    x, gains, coords, phase, alive, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr
-):
+def mix_lanes(x, gains, coords, phase, alive, p, S: tl.constexpr):
     """The head's input from all lanes, and alive."""
     block, _, _ = coords
-    HALF: tl.constexpr = S.hidden_size // 2
     SHARE: tl.constexpr = (S.hidden_size + S.num_blocks - 1) // S.num_blocks
     ROWS: tl.constexpr = triton.next_power_of_2(SHARE)
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    send_part(x, gains, coords, phase, p, S, K_TILES, WORDS)
+    send_part(x, gains, coords, phase, p, S)
     # Every block adds its rows over the lanes, in one wait for all of them.
     part = p.words + S.region("part")
     first = block * SHARE
@@ -109,7 +105,7 @@ def mix_lanes(
     j = tl.arange(0, LANES)[:, None]
     have = (j < S.lanes) & valid[None, :]
     ptr = part + j * S.hidden_size + r[None, :]
-    ws, bad = poll((ptr,), (have,), phase, alive, p, S, 1)
+    ws, bad = poll((ptr,), (have,), phase, alive, p, S)
     if (bad != 0) & (alive != 0):
         record_timeout(part, 0, phase, "mix part", 0, p)
         record_more(part + first, count, S.hidden_size, S.lanes, p)
@@ -118,12 +114,10 @@ def mix_lanes(
     if S.head_mode == MEAN:
         total = total / S.lanes
     store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
-    w, alive = wait_planes(
-        p.words + S.region("y"), HALF, phase, alive, "mix y", 0, p, S, WORDS, K_TILES
-    )
-    y = add_planes(zeros_like(x, 2 * K_TILES), w, HALF, K_TILES, WORDS)
+    w, alive = wait_planes(p.words + S.region("y"), phase, alive, "mix y", 0, p, S)
+    y = add_planes(zeros_like(x), w, S)
     if S.head_mode == SUM_THEN_NORM:
-        y = rms_norm(y, gains, S, K_TILES)
+        y = rms_norm(y, gains, S)
     return y, alive
 
 
@@ -132,20 +126,15 @@ def score_lanes(
     x, logits, first, block, head, next_base, fetched, phase, alive, p, S: tl.constexpr
 ):
     """Logits of the block's rows of a head as wide as all lanes, whose x are in words: the tile fetched, alive."""
-    Q: tl.constexpr = S.stages[0]
-    HALF: tl.constexpr = S.hidden_size // 2
     for j in range(S.lanes):
         part = p.words + S.region("part") + j * S.hidden_size
-        w, alive = wait_planes(
-            part, HALF, phase, alive, "lm_head part", 0, p, S, Q.tile_words, Q.k_tiles
-        )
-        y = add_planes(zeros_like(x, 2 * Q.k_tiles), w, HALF, Q.k_tiles, Q.tile_words)
-        xs = rounded(y, S, Q.k_tiles)
+        w, alive = wait_planes(part, phase, alive, "lm_head part", 0, p, S)
+        xs = rounded(add_planes(zeros_like(x), w, S), S)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
         out = (logits, first, 0, j)
-        out, fetched = rowwise(base, after, block, fetched, xs, out, S, 4, store_logits)
+        fetched = rowwise(base, after, block, fetched, xs, out, S, 4, store_logits)
         meet(S)  # the next lane's share is added to what other threads stored
     return fetched, alive
 
@@ -154,23 +143,21 @@ def score_lanes(
 def score(x, gains, row, epoch, coords, head, next_base, fetched, alive, p, S: tl.constexpr):
     """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The tile fetched and alive."""
     block, _, _ = coords
-    Q: tl.constexpr = S.stages[0]
     phase = epoch & 1
     first, _, vocab_first = head_rows(coords, S)
     logits = p.logits + row.to(tl.int64) * S.vocab_size
     if S.lanes > 1 and S.head_mode == CONCAT:
-        send_part(x, gains, coords, phase, p, S, Q.k_tiles, Q.tile_words)
+        send_part(x, gains, coords, phase, p, S)
         fetched, alive = score_lanes(
             x, logits, first, block, head, next_base, fetched, phase, alive, p, S
         )
     else:
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
-            y, alive = mix_lanes(x, gains, coords, phase, alive, p, S, Q.k_tiles, Q.tile_words)
+            y, alive = mix_lanes(x, gains, coords, phase, alive, p, S)
         else:
-            y = rms_norm(x, gains, S, Q.k_tiles)
-        xs = rounded(y, S, Q.k_tiles)
+            y = rms_norm(x, gains, S)
         out = (logits, first, vocab_first, 0)
-        out, fetched = rowwise(head, next_base, block, fetched, xs, out, S, 4, store_logits)
+        fetched = rowwise(head, next_base, block, fetched, rounded(y, S), out, S, 4, store_logits)
     return fetched, alive
 
 

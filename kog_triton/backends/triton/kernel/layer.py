@@ -17,6 +17,8 @@ from kog_triton.backends.triton.kernel.residual import (
     bias_at,
     join,
     load_gains,
+    module_input,
+    module_wait,
     publish_module,
     rms_norm,
     rounded,
@@ -42,7 +44,6 @@ def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
     publish_pairs(base, row, y, T.rows, phase, S, ROWS)
-    return out
 
 
 @triton.jit
@@ -57,7 +58,6 @@ def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
     gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
     h = gate / (1.0 + tl.exp(-gate)) * up
     publish_pairs(base, row // 2, h, T.rows // 2, phase, S, PAIRS)
-    return out
 
 
 # ---- stages ----
@@ -68,46 +68,11 @@ def qkv_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S: tl.
     """Publish the block's rows of q, k and v; returns the tile fetched."""
     block, lane, group_index = coords
     T: tl.constexpr = S.stages[0]
-    xs = rounded(rms_norm(x, gains, S, T.k_tiles), S, T.k_tiles)
+    xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
     out = (words, bias, group_index * T.block_rows, phase)
-    out, fetched = rowwise(base, next_base, block, fetched, xs, out, S, 0, store_qkv)
-    return fetched
-
-
-@triton.jit
-def o_proj(x, layer, it, coords, base, next_base, fetched, phase, alive, p, S: tl.constexpr):
-    """Attention's output through o_proj into x: x, the gains of the next norm, the tile fetched and alive."""
-    block, lane, group_index = coords
-    Q: tl.constexpr = S.stages[0]
-    T: tl.constexpr = S.stages[1]
-    how = ask_reduce(0, layer, p, S)
-    words = p.words + S.region("attention") + lane * S.attention_words
-    xs, alive = wait_pairs(
-        words,
-        S.attention_words,
-        phase,
-        alive,
-        "o_proj attention",
-        layer,
-        p,
-        S,
-        T.tile_words,
-        T.k_tiles,
-    )
-    stamp(p, it, 5, S)
-    delayed = ask_delayed(0, how, it, group_index, p, S, 1)
-    ys, fetched = wired(base, next_base, block, fetched, xs, S, 1)
-    stamp(p, it, 6, S)
-    alive = publish_module(
-        ys, delayed, "attention_out", 0, how, layer, it, coords, phase, alive, p, S, 1
-    )
-    gains = load_gains(2 * layer + 1, lane, p, S)
-    x, alive = join(
-        x, "attention_out", 0, how, layer, it, lane, phase, alive, p, S, Q.k_tiles, Q.tile_words
-    )
-    return x, gains, fetched, alive
+    return rowwise(base, next_base, block, fetched, xs, out, S, 0, store_qkv)
 
 
 @triton.jit
@@ -115,37 +80,52 @@ def gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S:
     """Publish the block's rows of silu(gate) * up; returns the tile fetched."""
     block, lane, group_index = coords
     T: tl.constexpr = S.stages[2]
-    xs = rounded(rms_norm(x, gains, S, T.k_tiles), S, T.k_tiles)
+    xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
     out = (words, bias, group_index * T.block_rows, phase)
-    out, fetched = rowwise(base, next_base, block, fetched, xs, out, S, 2, silu_mul)
-    return fetched
+    return rowwise(base, next_base, block, fetched, xs, out, S, 2, silu_mul)
 
 
 @triton.jit
-def down_proj(x, layer, it, coords, base, next_base, fetched, phase, alive, p, S: tl.constexpr):
-    """The gated values through down_proj into x: x, the gains of the next norm, the tile fetched and alive."""
+def module(
+    x,
+    layer,
+    it,
+    coords,
+    base,
+    next_base,
+    fetched,
+    phase,
+    alive,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+):
+    """Attention's output through o_proj (STAGE 1), or the gated values through down_proj (3), into x.
+
+    Returns x, the gains of the next norm, the tile fetched and alive.
+    """
     block, lane, group_index = coords
-    Q: tl.constexpr = S.stages[0]
-    T: tl.constexpr = S.stages[3]
-    how = ask_reduce(1, layer, p, S)
-    words = p.words + S.region("mlp") + lane * (S.ffn // 2)
-    xs, alive = wait_pairs(
-        words, S.ffn // 2, phase, alive, "down_proj mlp", layer, p, S, T.tile_words, T.k_tiles
-    )
-    stamp(p, it, 9, S)
-    delayed = ask_delayed(1, how, it, group_index, p, S, 3)
-    ys, fetched = wired(base, next_base, block, fetched, xs, S, 3)
-    stamp(p, it, 10, S)
-    if layer == S.num_layers - 1:
-        # This token's rows of the cache; pairs with the fence at the start of the next token.
-        fence(p.fences + block * 32, S)
-    alive = publish_module(ys, delayed, "mlp_out", 1, how, layer, it, coords, phase, alive, p, S, 3)
-    gains = load_gains(2 * layer + 2, lane, p, S)
-    x, alive = join(
-        x, "mlp_out", 1, how, layer, it, lane, phase, alive, p, S, Q.k_tiles, Q.tile_words
-    )
+    T: tl.constexpr = S.stages[STAGE]
+    INPUT: tl.constexpr = module_input(STAGE)
+    REASON: tl.constexpr = module_wait(STAGE, INPUT)
+    COUNT: tl.constexpr = T.cols // 2
+    POINT: tl.constexpr = 2 * STAGE + 3  # "gathered", and the stage after it, in POINTS
+    how = ask_reduce(layer, p, S, STAGE)
+    words = p.words + S.region(INPUT) + lane * COUNT
+    xs, alive = wait_pairs(words, COUNT, phase, alive, REASON, layer, p, S, T)
+    stamp(p, it, POINT, S)
+    delayed = ask_delayed(how, it, group_index, p, S, STAGE)
+    ys, fetched = wired(base, next_base, block, fetched, xs, S, STAGE)
+    stamp(p, it, POINT + 1, S)
+    if STAGE == 3:
+        if layer == S.num_layers - 1:
+            # This token's rows of the cache; pairs with the fence at the start of the next token.
+            fence(p.fences + block * 32, S)
+    alive = publish_module(ys, delayed, how, layer, it, coords, phase, alive, p, S, STAGE)
+    gains = load_gains(2 * layer + 1 + STAGE // 2, lane, p, S)
+    x, alive = join(x, how, layer, it, lane, phase, alive, p, S, STAGE)
     return x, gains, fetched, alive
 
 
@@ -161,14 +141,14 @@ def run_layer(
     stamp(p, it, 1, S)
     alive = attention(constants, layer, it, pos, slot, coords, phase, alive, p, S)
     stamp(p, it, 4, S)
-    x, gains, fetched, alive = o_proj(
-        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S
+    x, gains, fetched, alive = module(
+        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S, 1
     )
     stamp(p, it, 7, S)
     fetched = gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S)
     stamp(p, it, 8, S)
-    x, gains, fetched, alive = down_proj(
-        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S
+    x, gains, fetched, alive = module(
+        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S, 3
     )
     stamp(p, it, 11, S)
     return x, gains, fetched, alive

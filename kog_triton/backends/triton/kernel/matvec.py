@@ -131,10 +131,7 @@ def rowwise(
     STAGE: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T) -> out.
-
-    Returns out and the tile fetched.
-    """
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T); the tile fetched."""
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
@@ -151,9 +148,9 @@ def rowwise(
         for k in tl.static_range(K_TILES):
             total = add_k_tile(total, fetched, xs, S, HELD, k)
             fetched = load_tile(base, unit * K_TILES + k + 1, block, S, STAGE)
-        out = EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
+        EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
     for k in tl.static_range(K_TILES):
         total = add_k_tile(total, fetched, xs, S, HELD, k)
         fetched = fetch(base, next_base, block, S, STAGE, (UNITS - 1) * K_TILES + k)
-    out = EPILOGUE(tl.sum(total, axis=1), UNITS - 1, out, S, T)
-    return out, fetched
+    EPILOGUE(tl.sum(total, axis=1), UNITS - 1, out, S, T)
+    return fetched

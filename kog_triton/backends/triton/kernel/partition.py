@@ -74,6 +74,8 @@ def tile_strides(S: Any, stage: int) -> tuple[int, int]:
 
 # ---- where vectors stand ----
 
+READERS = {"x": 0, "attention": 1, "mlp": 3}  # the stage that reads vectors of `half_chunk`
+
 
 @triton.constexpr_function
 def max_parts(S: Any) -> int:
@@ -90,8 +92,12 @@ def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
         "qkv": rows * S.stages[0].rows,
         "out": outs * rows * S.hidden_size,
     }
-    halves = {"x": rows * width(S, 0), "attention": rows * width(S, 1), "mlp": rows * width(S, 3)}
-    return floats, halves
+    return floats, {name: rows * width(S, READERS[name]) for name in READERS}
+
+
+@triton.constexpr_function
+def vector_width(S: Any, name: str) -> int:
+    return width(S, READERS[name])
 
 
 @triton.constexpr_function

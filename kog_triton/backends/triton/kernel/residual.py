@@ -1,4 +1,4 @@
-"""The residual stream: every block holds its lane's x in registers, as even and odd planes of `k_tiles` tensors each.
+"""The residual stream: every block holds its lane's x in registers, as even and odd planes of several tensors each.
 
 A module's output leaves a block in words, row by row, and joins x in all blocks of the lane; `Reduce` says what
 the lanes owe each other (model/spec.py). A lane that needs nobody's output may run ahead, so where outputs are
@@ -12,10 +12,11 @@ from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
     half_bits,
     high,
-    index,
     load_polled,
     low,
     pack_f32,
+    plane_index,
+    plane_tiles,
     poll_on,
     record_more,
     record_timeout,
@@ -31,11 +32,11 @@ DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
 
 
 @triton.jit
-def load_embedding(token, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.constexpr):
+def load_embedding(token, p, S: tl.constexpr):
     HALF: tl.constexpr = S.hidden_size // 2
     x = ()
-    for c in tl.static_range(K_TILES):
-        j = c * WORDS + index(WORDS)
+    for c in tl.static_range(plane_tiles(S)):
+        j = plane_index(c, S)
         w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
         x = x + (low(w, S), high(w, S))
     return x
@@ -44,17 +45,14 @@ def load_embedding(token, p, S: tl.constexpr, K_TILES: tl.constexpr, WORDS: tl.c
 @triton.jit
 def load_gains(which, lane, p, S: tl.constexpr):
     """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
-    Q: tl.constexpr = S.stages[0]
-    K_TILES: tl.constexpr = Q.k_tiles
-    WORDS: tl.constexpr = Q.tile_words
     HALF: tl.constexpr = S.hidden_size // 2
     if S.lane_norms:
         ptr = p.gains + (which * S.lanes + lane) * S.hidden_size
     else:
         ptr = p.gains + which * S.hidden_size
     gains = ()
-    for c in tl.static_range(K_TILES):
-        j = c * WORDS + index(WORDS)
+    for c in tl.static_range(plane_tiles(S)):
+        j = plane_index(c, S)
         even = tl.load(ptr + j, mask=j < HALF, other=0.0)
         odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
         gains = gains + (even, odd)
@@ -62,32 +60,32 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, gains, S: tl.constexpr, K_TILES: tl.constexpr):
+def rms_norm(x, gains, S: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
     square = x[0] * 0.0
-    for c in tl.static_range(K_TILES):
+    for c in tl.static_range(plane_tiles(S)):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
     scale = tl.rsqrt(tl.sum(square) / S.hidden_size + S.norm_eps)
     out = ()
-    for i in tl.static_range(2 * K_TILES):
+    for i in tl.static_range(2 * plane_tiles(S)):
         out = out + (x[i] * scale * gains[i],)
     return out
 
 
 @triton.jit
-def rounded(x, S: tl.constexpr, K_TILES: tl.constexpr):
+def rounded(x, S: tl.constexpr):
     """Planes as a matrix reads them: words of two values in the model's 16-bit type."""
     out = ()
-    for c in tl.static_range(K_TILES):
+    for c in tl.static_range(plane_tiles(S)):
         out = out + ((half_bits(x[2 * c + 1], S) << 16) | half_bits(x[2 * c], S),)
     return out
 
 
 @triton.jit
-def add_planes(x, w, half, K_TILES: tl.constexpr, WORDS: tl.constexpr):
+def add_planes(x, w, S: tl.constexpr):
     out = ()
-    for c in tl.static_range(K_TILES):
-        valid = c * WORDS + index(WORDS) < half
+    for c in tl.static_range(plane_tiles(S)):
+        valid = plane_index(c, S) < S.hidden_size // 2
         even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
         out = out + (even, odd)
@@ -115,7 +113,37 @@ def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
     return layer * ROWS + BEFORE
 
 
-# ---- outputs of o_proj and down_proj ----
+@triton.constexpr_function
+def has_bias(S, stage):
+    return (S.qkv_bias, S.o_bias, S.mlp_bias, S.mlp_bias)[stage]
+
+
+@triton.jit
+def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """y [.., n] plus the biases of rows `row` [n], those valid, if the stage has any."""
+    if has_bias(S, STAGE):
+        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
+        y += tl.load(bias + row, mask=valid, other=0.0)
+    return y
+
+
+# ---- outputs of o_proj (STAGE 1) and down_proj (STAGE 3) ----
+
+
+@triton.constexpr_function
+def module_input(stage):
+    return "attention" if stage == 1 else "mlp"
+
+
+@triton.constexpr_function
+def module_output(stage):
+    return "attention_out" if stage == 1 else "mlp_out"
+
+
+@triton.constexpr_function
+def module_wait(stage, exchange):
+    """The stage's wait for an exchange, as WAITS names it."""
+    return f"{'o_proj' if stage == 1 else 'down_proj'} {exchange}"
 
 
 @triton.constexpr_function
@@ -164,61 +192,58 @@ def in_planes(ys, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def delayed_buffer(which, it, p, S: tl.constexpr):
+def delayed_buffer(it, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The buffer of layer run `it` in the ring of late outputs, every lane's planes, and its phase."""
     buffer, delayed_phase = it % S.delayed_buffers, ((it // S.delayed_buffers) + 1) & 1
-    at = (which * S.delayed_buffers + buffer) * S.lanes * S.hidden_size
+    at = (STAGE // 2 * S.delayed_buffers + buffer) * S.lanes * S.hidden_size
     return p.words + S.region("delayed") + at, delayed_phase
 
 
 @triton.jit
-def delayed_words(which, it, at, valid, p, S: tl.constexpr):
+def delayed_words(it, at, valid, p, S: tl.constexpr, STAGE: tl.constexpr):
     """Where the lanes' outputs of layer run `it` stand, [lanes, rows], which are there, and their phase."""
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    base, delayed_phase = delayed_buffer(which, it, p, S)
+    base, delayed_phase = delayed_buffer(it, p, S, STAGE)
     j = tl.arange(0, LANES)[:, None]
     return base + j * S.hidden_size + at[None, :], (j < S.lanes) & valid[None, :], delayed_phase
 
 
 @triton.jit
-def ask_reduce(which: tl.constexpr, layer, p, S: tl.constexpr):
+def ask_reduce(layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """How the layer reduces a module's outputs; asked for before a wait, used after it."""
-    if S.mixed_reduce:
-        return tl.load(p.reduces + which * S.num_layers + layer)
+    if S.lanes > 1:
+        return tl.load(p.reduces + STAGE // 2 * S.num_layers + layer)
     else:
         return 0
 
 
 @triton.jit
-def ask_delayed(which: tl.constexpr, how, it, group_index, p, S: tl.constexpr, STAGE: tl.constexpr):
+def ask_delayed(how, it, group_index, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
     if S.delay > 0:
         _, at, valid = module_rows(group_index, S, STAGE)
-        ptr, mask, delayed_phase = delayed_words(
-            which, it - S.delay, at, valid & (how == DELAYED), p, S
-        )
+        late = valid & (how == DELAYED)
+        ptr, mask, delayed_phase = delayed_words(it - S.delay, at, late, p, S, STAGE)
         return load_polled(ptr, mask, delayed_phase, S)
     else:
         return 0
 
 
 @triton.jit
-def add_delayed(
-    y, words, which: tl.constexpr, layer, it, coords, alive, p, S: tl.constexpr, STAGE: tl.constexpr
-):
+def add_delayed(y, words, layer, it, coords, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """y plus the other lanes' outputs of `delay` layers ago; waits if they were not there when asked for."""
     _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
     _, at, valid = module_rows(group_index, S, STAGE)
-    ptr, mask, delayed_phase = delayed_words(which, it - S.delay, at, valid, p, S)
+    ptr, mask, delayed_phase = delayed_words(it - S.delay, at, valid, p, S, STAGE)
     words, bad = poll_on(words, ptr, mask, delayed_phase, alive, p, S)
     if (bad != 0) & (alive != 0):
-        REASON: tl.constexpr = "o_proj delayed" if which == 0 else "down_proj delayed"
-        base, delayed_phase = delayed_buffer(which, it - S.delay, p, S)
+        base, delayed_phase = delayed_buffer(it - S.delay, p, S, STAGE)
         first = group_index * (T.block_rows // 2)  # the block's rows in every lane's two planes
         count = tl.minimum(T.block_rows // 2, HALF - first)
+        REASON: tl.constexpr = module_wait(STAGE, "delayed")
         record_timeout(base, 0, delayed_phase, REASON, layer, p)
         record_more(base + first, count, HALF, 2 * S.lanes, p)
     others = mask & (tl.arange(0, LANES) != lane)[:, None]
@@ -227,44 +252,24 @@ def add_delayed(
 
 
 @triton.jit
-def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
-    if S.o_bias if STAGE == 1 else S.mlp_bias:
-        bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
-        y += tl.load(bias + row, mask=valid, other=0.0)
-    return y
-
-
-@triton.jit
 def publish_module(
-    ys,
-    delayed,
-    name: tl.constexpr,
-    which: tl.constexpr,
-    how,
-    layer,
-    it,
-    coords,
-    phase,
-    alive,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
+    ys, delayed, how, layer, it, coords, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
     _, lane, group_index = coords
-    if S.mixed_reduce:
+    to = p.words + S.region(module_output(STAGE))
+    if S.lanes > 1:
         row, at, valid = module_rows(group_index, S, STAGE)
         y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
         raw = y
         if S.delay > 0:
             if how == DELAYED:
-                y, alive = add_delayed(y, delayed, which, layer, it, coords, alive, p, S, STAGE)
+                y, alive = add_delayed(y, delayed, layer, it, coords, alive, p, S, STAGE)
         if how == OWN:
             y *= tl.sqrt(S.lanes * 1.0)
-        to = p.words + S.region(name) + lane * S.hidden_size
-        store_shared(to + at, pack_f32(y, phase), valid)
+        store_shared(to + lane * S.hidden_size + at, pack_f32(y, phase), valid)
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
-            sent, delayed_phase = delayed_buffer(which, it, p, S)
+            sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
             store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
     else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
         T: tl.constexpr = S.stages[STAGE]
@@ -275,43 +280,27 @@ def publish_module(
             row = group_index * T.block_rows + u * ROWS + tl.arange(0, ROWS)
             y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
             at = (row & 1) * HALF + (row >> 1)
-            store_shared(p.words + S.region(name) + at, pack_f32(y, phase), row < T.rows)
+            store_shared(to + at, pack_f32(y, phase), row < T.rows)
     return alive
 
 
 @triton.jit
-def join(
-    x,
-    name: tl.constexpr,
-    which: tl.constexpr,
-    how,
-    layer,
-    it,
-    lane,
-    phase,
-    alive,
-    p,
-    S: tl.constexpr,
-    K_TILES: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """x plus the module's output, gathered from all blocks of the lane (of all lanes if reduced NOW)."""
-    HALF: tl.constexpr = S.hidden_size // 2
-    REASON: tl.constexpr = "o_proj attention_out" if which == 0 else "down_proj mlp_out"
-    base = p.words + S.region(name)
-    if S.mixed_reduce:
+    OUTPUT: tl.constexpr = module_output(STAGE)
+    REASON: tl.constexpr = module_wait(STAGE, OUTPUT)
+    base = p.words + S.region(OUTPUT)
+    if S.lanes > 1:
         first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
         if S.delay > 0:
             # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
-            sent, delayed_phase = delayed_buffer(which, it, p, S)
+            sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
             base = tl.where(how == NOW, sent.to(tl.int64), base.to(tl.int64)).to(base.dtype)
             phase = tl.where(how == NOW, delayed_phase, phase)
         for j in range(first, last):
-            w, alive = wait_planes(
-                base + j * S.hidden_size, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES
-            )
-            x = add_planes(x, w, HALF, K_TILES, WORDS)
+            w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
+            x = add_planes(x, w, S)
     else:
-        w, alive = wait_planes(base, HALF, phase, alive, REASON, layer, p, S, WORDS, K_TILES)
-        x = add_planes(x, w, HALF, K_TILES, WORDS)
+        w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
+        x = add_planes(x, w, S)
     return x, alive

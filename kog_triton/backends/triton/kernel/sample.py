@@ -70,7 +70,7 @@ def publish_candidate(best, best_id, control, epoch, alive, block, p, S: tl.cons
 @triton.jit
 def candidates(epoch, p, S: tl.constexpr):
     """One of two buffers: who publishes pass n + 1 may be ahead of who still reads pass n, but of nobody by two."""
-    return p.wide + S.region("winner") // 2 + (epoch & 1) * (4 * S.num_blocks)
+    return p.wide + S.region("argmax") // 2 + (epoch & 1) * (4 * S.num_blocks)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def argmax(epoch, alive, p, S: tl.constexpr):
     j = tl.arange(0, 4)[:, None] * S.num_blocks + tl.arange(0, NB)[None, :]
     mask = (tl.arange(0, NB) < S.num_blocks)[None, :] & (tl.arange(0, 4) >= 0)[:, None]
     ptr = candidates(epoch, p, S) + j
-    w, alive = wait_tagged(ptr, mask, epoch, alive, "sample winner", p, S)
+    w, alive = wait_tagged(ptr, mask, epoch, alive, "sample argmax", p, S)
     part = tl.arange(0, 4)[:, None]
     high = tl.sum(tl.where(part == 0, w, 0), axis=0)
     low = tl.sum(tl.where(part == 1, w, 0), axis=0)

@@ -18,22 +18,19 @@ from kog_triton.backends.triton.kernel.head import (
     send_part,
     store_logits,
 )
-from kog_triton.backends.triton.kernel.layer import down_proj, gate_up_proj, o_proj, qkv_proj
+from kog_triton.backends.triton.kernel.layer import gate_up_proj, module, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import load_tile, rowwise
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rounded
-from kog_triton.backends.triton.kernel.words import diagnose_timeout, index
+from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 
 @triton.jit
 def load_stream(x, lane, S: tl.constexpr):
     """Planes of float32 [lanes, 2, hidden / 2]."""
-    Q: tl.constexpr = S.stages[0]
-    WORDS: tl.constexpr = Q.tile_words
-    K_TILES: tl.constexpr = Q.k_tiles
     HALF: tl.constexpr = S.hidden_size // 2
     out = ()
-    for c in tl.static_range(2 * K_TILES):
-        j = c // 2 * WORDS + index(WORDS)
+    for c in tl.static_range(2 * plane_tiles(S)):
+        j = plane_index(c // 2, S)
         at = x + lane * S.hidden_size + c % 2 * HALF
         out = out + (tl.load(at + j, mask=j < HALF, other=0.0),)
     return out
@@ -43,12 +40,9 @@ def load_stream(x, lane, S: tl.constexpr):
 def store_stream(out, x, coords, S: tl.constexpr):
     """Planes x to `out`, as `load_stream` reads them; by one block of the lane."""
     _, lane, group_index = coords
-    Q: tl.constexpr = S.stages[0]
-    WORDS: tl.constexpr = Q.tile_words
-    K_TILES: tl.constexpr = Q.k_tiles
     HALF: tl.constexpr = S.hidden_size // 2
-    for c in tl.static_range(2 * K_TILES):
-        j = c // 2 * WORDS + index(WORDS)
+    for c in tl.static_range(2 * plane_tiles(S)):
+        j = plane_index(c // 2, S)
         at = out + lane * S.hidden_size + c % 2 * HALF
         tl.store(at + j, x[c], mask=(j < HALF) & (group_index == 0))
 
@@ -56,7 +50,6 @@ def store_stream(out, x, coords, S: tl.constexpr):
 @triton.jit
 def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.constexpr):
     """Stage STAGE of `layer` for one token, as layer run `layer` of a first pass; streams from `x`, to `out`."""
-    Q: tl.constexpr = S.stages[0]
     block = tl.program_id(0)
     lane = block // S.group
     coords = (block, lane, block % S.group)
@@ -69,7 +62,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     head = layers + S.num_layers * S.layer_words
     stream = load_stream(x, lane, S)
     if STAGE == "embed":
-        stream = load_embedding(token, p, S, Q.k_tiles, Q.tile_words)
+        stream = load_embedding(token, p, S)
         store_stream(out, stream, coords, S)
     elif STAGE == "qkv_proj":
         gains, fetched = load_gains(2 * layer, lane, p, S), load_tile(base, 0, block, S, 0)
@@ -79,8 +72,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         alive = attention(constants, layer, layer, position, zero, coords, phase, alive, p, S)
     elif STAGE == "o_proj":
         fetched = load_tile(base, 0, block, S, 1)
-        stream, gains, fetched, alive = o_proj(
-            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S
+        stream, gains, fetched, alive = module(
+            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S, 1
         )
         store_stream(out, stream, coords, S)
     elif STAGE == "gate_up_proj":
@@ -88,18 +81,16 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         gate_up_proj(stream, gains, layer, coords, base, base, fetched, phase, p, S)
     elif STAGE == "down_proj":
         fetched = load_tile(base, 0, block, S, 3)
-        stream, gains, fetched, alive = down_proj(
-            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S
+        stream, gains, fetched, alive = module(
+            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S, 3
         )
         store_stream(out, stream, coords, S)
     elif STAGE == "mix":
         gains = load_gains(2 * S.num_layers, lane, p, S)
         if S.head_mode == CONCAT:
-            send_part(stream, gains, coords, 1, p, S, Q.k_tiles, Q.tile_words)
+            send_part(stream, gains, coords, 1, p, S)
         else:
-            stream, alive = mix_lanes(
-                stream, gains, coords, 1, alive, p, S, Q.k_tiles, Q.tile_words
-            )
+            stream, alive = mix_lanes(stream, gains, coords, 1, alive, p, S)
             store_stream(out, stream, coords, S)
     else:
         tl.static_assert(STAGE == "lm_head", "no such stage")
@@ -117,7 +108,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         else:
             first, _, vocab_first = head_rows(coords, S)
             given = (p.logits, first, vocab_first, 0)
-            xs = rounded(stream, S, Q.k_tiles)
-            given, fetched = rowwise(head, head, block, fetched, xs, given, S, 4, store_logits)
+            xs = rounded(stream, S)
+            fetched = rowwise(head, head, block, fetched, xs, given, S, 4, store_logits)
     if alive == 0:
         diagnose_timeout(p, S)

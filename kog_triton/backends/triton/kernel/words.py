@@ -29,7 +29,7 @@ EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 WAITS = (
     "attention qkv", "attention splits", "o_proj attention", "o_proj delayed", "o_proj attention_out",
     "down_proj mlp", "down_proj delayed", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample all_reduce",
-    "sample mask", "sample winner", "chunk arrivals",
+    "sample mask", "sample argmax", "chunk arrivals",
 )  # fmt: skip
 WAIT_NUMBERS = {reason: i for i, reason in enumerate(WAITS)}
 
@@ -44,6 +44,19 @@ def index(WORDS: tl.constexpr):
     """0 .. WORDS - 1 as [WORDS / LINE, LINE]: the shape in which vectors meet tiles."""
     WIDE: tl.constexpr = min(WORDS, LINE)
     return tl.arange(0, WORDS // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+
+
+@triton.constexpr_function
+def plane_tiles(S):
+    """Tensors of each plane of the residual stream, which all stages that read it take in one shape."""
+    return S.stages[0].k_tiles
+
+
+@triton.jit
+def plane_index(c: tl.constexpr, S: tl.constexpr):
+    """`index` of the words in tensor `c` of a plane of the residual stream."""
+    WORDS: tl.constexpr = S.stages[0].tile_words
+    return c * WORDS + index(WORDS)
 
 
 @triton.jit
@@ -177,8 +190,9 @@ def settle(w):
 
 
 @triton.jit
-def missing(ws, wanted, COUNT: tl.constexpr):
-    """Where any of COUNT tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above."""
+def missing(ws, wanted):
+    """Where any of the tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above."""
+    COUNT: tl.constexpr = len(ws)
     if ws[0].dtype == tl.int64:
         return ((ws[0] >> 32) != wanted).to(tl.int32)
     else:
@@ -198,8 +212,9 @@ def poll_state(lacking, late):
 
 
 @triton.jit
-def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
-    """The words at COUNT tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
+def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
+    """The words at tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
+    COUNT: tl.constexpr = len(ptrs)
     ws = ()
     for i in tl.static_range(COUNT):
         ws = ws + (blank(ptrs[i]),)
@@ -210,7 +225,7 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
             ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
         tries += 1
         late = expired(since, tries, p.limit * alive, S)
-        state = poll_state(missing(ws, wanted, COUNT), late)
+        state = poll_state(missing(ws, wanted), late)
     return ws, state
 
 
@@ -218,12 +233,12 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr, COUNT: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = poll_state(missing((w,), wanted, 1), 1 - alive)
+    state = poll_state(missing((w,), wanted), 1 - alive)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
         late = expired(since, tries, p.limit, S)
-        state = poll_state(missing((w,), wanted, 1), late)
+        state = poll_state(missing((w,), wanted), late)
     return w, state
 
 
@@ -231,9 +246,20 @@ def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
 
 
 @triton.jit
+def wait_all(
+    ptrs, masks, base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr
+):
+    """The words at tensors of pointers, some of the `count` from `base` on, once all carry `phase`; and alive."""
+    ws, bad = poll(ptrs, masks, phase, alive, p, S)
+    if (bad != 0) & (alive != 0):
+        record_timeout(base, count, phase, reason, layer, p)
+    return ws, tl.where(bad != 0, 0, alive)
+
+
+@triton.jit
 def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constexpr):
     """int64 words once all carry `number` in their upper halves: the lower ones, zero where masked, and alive."""
-    ws, bad = poll((ptr,), (mask,), number.to(tl.int64), alive, p, S, 1)
+    ws, bad = poll((ptr,), (mask,), number.to(tl.int64), alive, p, S)
     if (bad != 0) & (alive != 0):
         record_timeout(p.words, 0, number, reason, 0, p)
     return ws[0] & 0xFFFFFFFF, tl.where(bad != 0, 0, alive)
@@ -242,65 +268,42 @@ def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constex
 @triton.jit
 def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
     """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
-    ws, bad = poll(((base + index)[:, None],), ((index < count)[:, None],), phase, alive, p, S, 1)
-    if (bad != 0) & (alive != 0):
-        record_timeout(base, count, phase, reason, layer, p)
-    return tl.max(settle(ws[0]), axis=1), tl.where(bad != 0, 0, alive)
+    ptr, mask = (base + index)[:, None], (index < count)[:, None]
+    ws, alive = wait_all((ptr,), (mask,), base, count, phase, alive, reason, layer, p, S)
+    return tl.max(settle(ws[0]), axis=1), alive
 
 
 @triton.jit
-def wait_planes(
-    base,
-    half,
-    phase,
-    alive,
-    reason: tl.constexpr,
-    layer,
-    p,
-    S: tl.constexpr,
-    WORDS: tl.constexpr,
-    K_TILES: tl.constexpr,
-):
-    """A vector's even and odd planes once all carry `phase`: 2 * K_TILES tensors of WORDS words."""
+def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
+    """The planes of a vector as wide as the residual stream, once all its words carry `phase`."""
+    HALF: tl.constexpr = S.hidden_size // 2
     ptrs, masks = (), ()
-    for c in tl.static_range(K_TILES):
-        j = c * WORDS + index(WORDS)
-        ptrs = ptrs + (base + j, base + half + j)
-        masks = masks + (j < half, j < half)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, 2 * K_TILES)
-    if (bad != 0) & (alive != 0):
-        record_timeout(base, 2 * half, phase, reason, layer, p)
+    for c in tl.static_range(plane_tiles(S)):
+        j = plane_index(c, S)
+        ptrs = ptrs + (base + j, base + HALF + j)
+        masks = masks + (j < HALF, j < HALF)
+    ws, alive = wait_all(ptrs, masks, base, 2 * HALF, phase, alive, reason, layer, p, S)
     out = ()
-    for i in tl.static_range(2 * K_TILES):
+    for i in tl.static_range(2 * plane_tiles(S)):
         out = out + (settle(ws[i]),)
-    return out, tl.where(bad != 0, 0, alive)
+    return out, alive
 
 
 @triton.jit
 def wait_pairs(
-    base,
-    count,
-    phase,
-    alive,
-    reason: tl.constexpr,
-    layer,
-    p,
-    S: tl.constexpr,
-    WORDS: tl.constexpr,
-    K_TILES: tl.constexpr,
+    base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
 ):
-    """`count` pair words once all carry `phase`, as operands: K_TILES tensors of WORDS words, zeros after the last."""
+    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
+    K_TILES: tl.constexpr = T.k_tiles
     ptrs, masks = (), ()
     for c in tl.static_range(K_TILES):
-        j = c * WORDS + index(WORDS)
+        j = c * T.tile_words + index(T.tile_words)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
-    ws, bad = poll(ptrs, masks, phase, alive, p, S, K_TILES)
-    if (bad != 0) & (alive != 0):
-        record_timeout(base, count, phase, reason, layer, p)
+    ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
     xs = ()
     for c in tl.static_range(K_TILES):
         xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
-    return xs, tl.where(bad != 0, 0, alive)
+    return xs, alive
 
 
 # ---- what an expired wait says ----

@@ -9,7 +9,7 @@
 //
 // The judge knows no fences. So each fence leaves what its warp has seen at an address of its own,
 // which goes with the words stored behind it; a fence takes up those of the words read before it.
-// What happens between the lanes of a warp is not judged.
+// What happens between the threads of a warp is not judged.
 #pragma once
 #include <time.h>
 
@@ -56,12 +56,12 @@ struct WarpWitness {
   bool used = true;  // there are any
   u32 seen[kMostSeen];
   int num_seen = 0;
-  int arrived = 0, left = 0;  // lanes, at the block's barrier
+  int arrived = 0, left = 0;  // threads, at the block's barrier
 };
 struct Witness {
   WarpWitness warps[kMostWarps];
   void* copies;      // the engine that copies in bulk, as a fiber of the judge's
-  u64 barriers[2];   // of the block, in turn
+  u64 barriers[2];   // of the block, alternating
   Late late[kMostLate];
   int num_late = 0;
   u32 dice = 1;
@@ -188,12 +188,12 @@ void add(T* p, T v) {
 inline void note_fetch(const void*, u32) {}
 KOG_EMULATED void note_release(void* at) { __tsan_release(at); }
 KOG_EMULATED void note_acquire(void* at) { __tsan_acquire(at); }
-// A warp arrives at the block's barrier with its last lane and leaves it with its first.
-KOG_EMULATED void note_arrival(u64 turn) {
-  if (++warp_witness().arrived % 32 == 0) __tsan_release(&witness().barriers[turn % 2]);
+// A warp arrives at the block's barrier with its last thread and leaves it with its first.
+KOG_EMULATED void note_arrival(u64 generation) {
+  if (++warp_witness().arrived % 32 == 0) __tsan_release(&witness().barriers[generation % 2]);
 }
-KOG_EMULATED void note_leaving(u64 turn) {
-  if (warp_witness().left++ % 32 == 0) __tsan_acquire(&witness().barriers[turn % 2]);
+KOG_EMULATED void note_leaving(u64 generation) {
+  if (warp_witness().left++ % 32 == 0) __tsan_acquire(&witness().barriers[generation % 2]);
 }
 
 // The judge's own idea of who runs.

@@ -60,15 +60,15 @@ struct Copy {
   int delay;
 };
 
-using Shown = u64[32];  // by lane
+using Shown = u64[32];  // by thread of the warp
 
 struct Warp {
   int arrived = 0;
-  u64 turn = 0;
+  u64 generation = 0;
   bool looked = false;  // whether somebody else has done something: it waits
-  int blocked = 0;      // lanes at the block's barrier, or past it, and which one that is
+  int blocked = 0;      // threads at the block's barrier, or past it, and which one that is
   u64 barrier = 0;
-  // What lanes show each other in a turn and the next one: nobody is two turns ahead.
+  // What threads show each other in one generation and the next: nobody is two ahead.
   Shown shown[2];
   float a[2][32][8], b[2][32][4];
 };
@@ -84,7 +84,7 @@ struct BlockState {
   u8* shared = nullptr;
   Warp warps[kMostWarps];
   int arrived = 0;
-  u64 turn = 0;
+  u64 generation = 0;
   bool pending = false, result = false;
   Copy copies[kMostCopies];
   int num_copies = 0;
@@ -106,21 +106,21 @@ void yield();
 void land_copies(BlockState& block);
 
 KOG_EMULATED Warp& warp() { return current->block->warps[current->thread / 32]; }
-KOG_EMULATED int lane() { return current->thread % 32; }
+KOG_EMULATED int thread() { return current->thread % 32; }
 KOG_EMULATED void meet() {
   Warp& w = warp();
-  u64 mine = w.turn;
+  u64 mine = w.generation;
   if (++w.arrived == 32) {
     w.arrived = 0;
-    w.turn++;
+    w.generation++;
   }
-  while (w.turn == mine) yield();
+  while (w.generation == mine) yield();
 }
-// What every lane of the warp shows.
+// What every thread of the warp shows.
 KOG_EMULATED const Shown& show(u64 v) {
   Warp& w = warp();
-  Shown& all = w.shown[w.turn % 2];
-  all[lane()] = v;
+  Shown& all = w.shown[w.generation % 2];
+  all[thread()] = v;
   meet();
   return all;
 }
@@ -199,53 +199,53 @@ T load_cache(const T* p, bool there) {
 }
 
 KOG_EMULATED void sync_warp() { host::meet(); }
-KOG_EMULATED bool any_lane(bool p) {
+KOG_EMULATED bool any_in_warp(bool p) {
   u64 any = 0;
   for (u64 v : host::show(p)) any |= v;
   return any != 0;
 }
-KOG_EMULATED u32 lanes_with(bool p) {
+KOG_EMULATED u32 threads_with(bool p) {
   const host::Shown& all = host::show(p);
   u32 bits = 0;
   for (int i = 0; i < 32; i++) bits |= static_cast<u32>(all[i]) << i;
   return bits;
 }
-inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::lane() ^ mask); }
-inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::lane() ^ mask); }
+inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
+inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline float shuffle_down(float v, int by) {
-  int from = host::lane() + by;
-  return host::exchange(v, from < 32 ? from : host::lane());
+  int from = host::thread() + by;
+  return host::exchange(v, from < 32 ? from : host::thread());
 }
-inline float shuffle(float v, int lane) { return host::exchange(v, lane); }
-inline u32 shuffle(u32 v, int lane) { return host::exchange(v, lane); }
+inline float shuffle(float v, int thread) { return host::exchange(v, thread); }
+inline u32 shuffle(u32 v, int thread) { return host::exchange(v, thread); }
 template <class Join>
-KOG_EMULATED u32 join_lanes(u32 v, Join join) {
+KOG_EMULATED u32 join_threads(u32 v, Join join) {
   u32 out = 0;
   for (u64 other : host::show(v)) out = join(out, static_cast<u32>(other));
   return out;
 }
 inline u32 largest_of_warp(u32 v) {
-  return join_lanes(v, [](u32 a, u32 b) { return a > b ? a : b; });
+  return join_threads(v, [](u32 a, u32 b) { return a > b ? a : b; });
 }
 inline u32 sum_of_warp(u32 v) {
-  return join_lanes(v, [](u32 a, u32 b) { return a + b; });
+  return join_threads(v, [](u32 a, u32 b) { return a + b; });
 }
 
 KOG_EMULATED bool any_consumer(bool p) {
   host::BlockState& b = *host::current->block;
-  u64 mine = b.turn;
+  u64 mine = b.generation;
   host::note_arrival(mine);
   b.pending |= p;
   if (++b.arrived == kConsumers) {
     b.arrived = 0;
     b.result = b.pending;
     b.pending = false;
-    b.turn++;
+    b.generation++;
   }
   host::Warp& w = host::warp();
   w.blocked = w.barrier == mine ? w.blocked + 1 : 1;
   w.barrier = mine;
-  while (b.turn == mine) host::yield();
+  while (b.generation == mine) host::yield();
   host::note_leaving(mine);
   return b.result;
 }
@@ -296,16 +296,16 @@ inline float widen_f16(u16 x) { return host::from_half(x, true); }
 template <bool kF16, int kHalves>
 KOG_EMULATED void multiply_halves(float (&c)[4], const u32* a, const u32* b) {
   host::Warp& w = host::warp();
-  int lane = host::lane();
-  auto& rows = w.a[w.turn % 2];
-  auto& columns = w.b[w.turn % 2];
+  int thread = host::thread();
+  auto& rows = w.a[w.generation % 2];
+  auto& columns = w.b[w.generation % 2];
   for (int i = 0; i < 4 * kHalves; i++)
-    rows[lane][i] = host::from_half(a[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
+    rows[thread][i] = host::from_half(a[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
   for (int i = 0; i < 2 * kHalves; i++)
-    columns[lane][i] = host::from_half(b[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
+    columns[thread][i] = host::from_half(b[i / 2] >> 16 * (i % 2) & 0xffff, kF16);
   host::meet();
   for (int i = 0; i < 4; i++) {
-    int row = lane / 4, column = 2 * (lane % 4) + i % 2;
+    int row = thread / 4, column = 2 * (thread % 4) + i % 2;
     double sum = 0;
     for (int half = 0; half < kHalves; half++)
       for (int q = 0; q < 4; q++)

@@ -1,4 +1,4 @@
-// Attention of one new token a column, by the units that are this block's (units.h).
+// Attention of one new token a column, by the KV tasks that are this block's (kv_tasks.h).
 //
 //   a short context   all of a head's splits by one block, which joins them (splits.h)
 //   a longer one      words, each split walked as in a kernel of one token (../attention.h), then joined by
@@ -15,28 +15,28 @@ namespace kog::columns {
 
 // Bring what this block's warps ask for first in a layer's attention into the L2 (../produce.h); by
 // the thread that fills the ring.
-KOG_DEVICE void fetch_units(const Block& b, int layer, int steps) {
-  int n = b.place;
+KOG_DEVICE void fetch_kv_tasks(const Block& b, int layer, int steps) {
+  int n = b.group_index;
 #pragma unroll 1
-  for (int c = 0; c < b.p.num_seats; c++) {
+  for (int c = 0; c < b.p.num_requests; c++) {
     int position = position_of(b, c, steps), window = kWindows[layer];
     if (position >= kMaxContext) continue;  // ahead of the end of a request
     int blocks = blocks_of(position + 1 - first_position(position, window));
 #pragma unroll 1
-    for (; n < units_of_head(blocks) * kKvHeads; n += kGroup)
-      fetch_span(b, b.small->seats[c].slot, layer, span_of_unit(n, blocks, position, window));
-    n -= units_of_head(blocks) * kKvHeads;
+    for (; n < kv_tasks_of_head(blocks) * kKvHeads; n += kGroup)
+      fetch_span(b, b.small->cursors[c].slot, layer, span_of_kv_task(n, blocks, position, window));
+    n -= kv_tasks_of_head(blocks) * kKvHeads;
   }
 }
 
 KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
-  return lane_place<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
+  return lane_offset<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
 }
-// By all warps: the words of one of many splits are there. Their phases do not keep step, the flag alone tells of
-// them: publish_block of docs/SYNC.md.
+// By all warps: the words of one of many splits are there. Their phases do not keep step, only the flag says
+// that they are there: publish_block of docs/SYNC.md.
 KOG_DEVICE void finish_split(Block& b) {
   sync_consumers();
-  Span span = take_unit(b);
+  Span span = take_kv_task(b);
   u32 epoch = epoch_of(iteration_of(b));
   if (b.warp != 0) return;
   fence_gpu();  // pairs with the one in await_splits
@@ -83,17 +83,17 @@ KOG_DEVICE void join_few(Block& b, const Span& span, u32 phase, Put put) {
 // One split of a head, to words of its own, and their flag.
 KOG_DEVICE void walk_shared(Block& b) {
   b.begin_stage();
-  Span span = take_unit(b);
+  Span span = take_kv_task(b);
   int position = position_of(b, b.column, steps_of(b));
   u32 phase = phase_of(iteration_of(b));
-  serve_seat(b, b.small->seats[b.column], position);
+  select_request(b, b.small->cursors[b.column], position);
   walk_span(b, span, position, phase, fresh_rows(b, steps_of(b), 0, kQueries));
   finish_split(b);
 }
 
-// The joins of the unit's head that are this block's.
-KOG_DEVICE void join_unit(Block& b) {
-  Span span = take_unit(b);
+// The joins of the KV task's head that are this block's.
+KOG_DEVICE void join_kv_task(Block& b) {
+  Span span = take_kv_task(b);
   if (span.split >= kQueries) return;
   u32 phase = phase_of(iteration_of(b)), epoch = epoch_of(iteration_of(b));
   await_splits(b, span, epoch);
@@ -109,7 +109,7 @@ KOG_DEVICE void join_unit(Block& b) {
 
 KOG_DEVICE void attention(Block& b) {
   bool shares = false;  // not known ahead
-  int blocks = enter_unit(b, 0);
+  int blocks = enter_kv_task(b, 0);
 #pragma unroll 1
   while (blocks != 0) {
     if (blocks == 1) {
@@ -118,23 +118,23 @@ KOG_DEVICE void attention(Block& b) {
       if (!kAllKept) shares = true;
       walk_shared(b);
     }
-    blocks = enter_unit(b, unit_of(b) + 1);
+    blocks = enter_kv_task(b, kv_task_in_hand(b) + 1);
   }
-  // A register less while they are walked where all units are laid out at once.
+  // A register less while they are walked where all KV tasks are laid out at once.
   if (kAllKept) shares = load_volatile(&b.small->shares) != 0;
   if (!shares) return;
-  blocks = enter_unit(b, 0);
+  blocks = enter_kv_task(b, 0);
 #pragma unroll 1
   while (blocks != 0) {
-    if (blocks > 1) join_unit(b);
-    blocks = enter_unit(b, unit_of(b) + 1);
+    if (blocks > 1) join_kv_task(b);
+    blocks = enter_kv_task(b, kv_task_in_hand(b) + 1);
   }
 }
 
 // Until the hints of the heads in this warp's part of Stage's inputs are there, of every column.
 template <class Stage>
 KOG_DEVICE void await_attention(Block& b, u32 epoch) {
-  using S = Cut<Stage>;
+  using S = OperandLayout<Stage>;
   constexpr bool kWholeHeads = S::kPartValues % kHeadDim == 0;
   constexpr int kCount = S::kPartValues / kHeadDim + (kWholeHeads ? 0 : 2);
   constexpr int kFlags = (kCount * kColumns + 31) / 32;
@@ -143,7 +143,7 @@ KOG_DEVICE void await_attention(Block& b, u32 epoch) {
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
     int n = i * 32 + b.in_warp, head = first + n / kColumns, column = n % kColumns;
-    at[i] = column < b.p.num_seats && head * kHeadDim < last ? head_flag(b, column, head) : -1;
+    at[i] = column < b.p.num_requests && head * kHeadDim < last ? head_flag(b, column, head) : -1;
   }
   await<true>(b, Step::kOProjInput, at, epoch);
 }

@@ -1,14 +1,14 @@
 // A chunk of a prompt: the columns of a step are positions in a row of one request, so that a
 // column sees what those ahead of it append. Their keys and values come to it as its own do: as
-// words of qkv_proj, rotated and rounded by each unit for itself. No step waits for the cache, and
+// words of qkv_proj, rotated and rounded by each KV task for itself. No step waits for the cache, and
 // each column computes what a kernel of one token does at its position, bit for bit.
 //
 //   [0, first)          in the cache, by steps or launches before this one
-//   [first, position]   words of the columns up to the unit's own, of this step
+//   [first, position]   words of the columns up to the KV task's own, of this step
 #pragma once
 #include <kog/attention.h>
 #include <kog/columns/flags.h>
-#include <kog/columns/place.h>
+#include <kog/columns/position.h>
 
 namespace kog::columns {
 
@@ -63,7 +63,7 @@ struct ChunkRows {
   // a key. Both in one wait.
   KOG_DEVICE static void receive_pair(Block& b, int column, int head, bool paired, u32 phase,
                                       Head& first, Head& second) {
-    constexpr int kOne = 2 * kQuads;  // words of a head, a lane
+    constexpr int kOne = 2 * kQuads;  // words of a head, a thread
     const u32* words =
         lane_words<QkvWords>(b) + column * QkvWords::kStride + head * (kHeadDim / 2);
     u32 w[2 * kOne];
@@ -79,7 +79,7 @@ struct ChunkRows {
   // Where among the new rows, from position `from` on, that of a span's position begins, in words; below 0
   // if it is none of them.
   KOG_DEVICE int from(const Span& all) const { return start(all); }
-  KOG_DEVICE static int place_of_row(int from, int end, int position) {
+  KOG_DEVICE static int word_of_row(int from, int end, int position) {
     return position < end ? (position - from) * (kRowDim / 2) : -1;
   }
   KOG_DEVICE static void patch(const Block& b, int from, int end, int, int at,
@@ -87,17 +87,17 @@ struct ChunkRows {
     if (at + kTileRows <= from) return;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
-      int place = place_of_row(from, end, at + Keys::row(b, j));
-      if (place < 0) continue;
-      const u32* row = reinterpret_cast<const u32*>(scratch.key) + place;
+      int word = word_of_row(from, end, at + Keys::row(b, j));
+      if (word < 0) continue;
+      const u32* row = reinterpret_cast<const u32*>(scratch.key) + word;
 #pragma unroll
       for (int i = 0; i < kKeyWords; i++) key.w[j][i] = row[Keys::Quarter::at(b.in_warp % 4, i)];
     }
 #pragma unroll
     for (int j = 0; j < kTileRows / 4; j++) {
-      int place = place_of_row(from, end, at + Values::row(b, j));
-      if (place < 0) continue;
-      const u32* row = reinterpret_cast<const u32*>(scratch.value) + place;
+      int word = word_of_row(from, end, at + Values::row(b, j));
+      if (word < 0) continue;
+      const u32* row = reinterpret_cast<const u32*>(scratch.value) + word;
 #pragma unroll
       for (int i = 0; i < kValueWords; i++)
         value.w[j][i] = row[Values::Eighth::at(b.in_warp / 4, i)];
@@ -105,7 +105,7 @@ struct ChunkRows {
   }
 };
 
-// Of a unit with so many queries from one on.
+// Of a KV task with so many queries from one on.
 KOG_DEVICE auto fresh_rows(const Block& b, int steps, int first_query, int queries) {
   if constexpr (kChunk)
     return ChunkRows{position_of(b, 0, steps), first_query, queries};
@@ -115,20 +115,20 @@ KOG_DEVICE auto fresh_rows(const Block& b, int steps, int first_query, int queri
 
 // The tokens of a chunk's columns: the host's states tell that of the first. By the first warp,
 // ahead of a barrier.
-KOG_DEVICE void spread_seats(const Block& b) {
-  if (b.thread >= b.p.num_seats) return;
-  Seat& seat = b.small->seats[b.thread];
-  seat.token = prompt_token(b, seat, position_of(b, b.thread, 0));
+KOG_DEVICE void spread_cursors(const Block& b) {
+  if (b.thread >= b.p.num_requests) return;
+  RequestCursor& cursor = b.small->cursors[b.thread];
+  cursor.token = prompt_token(b, cursor, position_of(b, b.thread, 0));
 }
 
 // Where the request stands behind `steps` chunks, for the next launch; by one thread.
 KOG_DEVICE void save_chunks(const Block& b, int steps) {
-  const Seat& seat = b.small->seats[0];
-  int next = ahead_of(b, 0, steps), last = seat.first_head;
+  const RequestCursor& cursor = b.small->cursors[0];
+  int next = ahead_of(b, 0, steps), last = cursor.first_head;
   // Behind the prompt comes the token of the column that stood at its end.
-  int column = next > last ? (last - seat.first) % kColumns : 0;
-  b.p.states[2 * seat.slot] = next > last ? last + 1 : next;
-  b.p.states[2 * seat.slot + 1] = b.small->seats[column].token;
+  int column = next > last ? (last - cursor.first) % kColumns : 0;
+  b.p.states[2 * cursor.slot] = next > last ? last + 1 : next;
+  b.p.states[2 * cursor.slot + 1] = b.small->cursors[column].token;
 }
 
 }  // namespace kog::columns

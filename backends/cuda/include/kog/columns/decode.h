@@ -1,5 +1,5 @@
 // One launch serves up to kColumns requests together, a token of each a step, until one ends or the
-// host wants to speak: the walk of one block. Who is served does not change while it runs. Or it
+// host wants control: the walk of one block. Who is served does not change while it runs. Or it
 // serves one prompt, kColumns positions a step, until its first token (chunk.h).
 #pragma once
 #include <kog/columns/head.h>
@@ -18,25 +18,25 @@ KOG_DEVICE void run_step(Block& b) {
   if (any_head(b, steps_of(b))) return run_head(b);
   // What the next step overwrites has been read by those who wait here.
   await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b) - 1);
-  fence_gpu();  // this step's rows of the cache are there for all that comes
+  fence_gpu();  // acquires this step's rows of the cache: docs/SYNC.md, Fences
 }
 
 // After a step: a warp a column says what its token means and what comes next.
 KOG_DEVICE void end_column(Block& b, int column) {
-  Seat& seat = b.small->seats[column];
+  RequestCursor& cursor = b.small->cursors[column];
   int made = made_by(b, column, steps_of(b));
   int token = made > 0 ? b.small->chosen[column] : 0;
   b.request = request_of(b, column);
   Ending ending;
   ending.load(b);
   int outcome = made > 0 ? outcome_of(b, ending, token, made) : static_cast<int>(kRunning);
-  int next = made > 0 ? token : prompt_token(b, seat, position_of(b, column, steps_of(b) + 1));
+  int next = made > 0 ? token : prompt_token(b, cursor, position_of(b, column, steps_of(b) + 1));
   if (kChunk && made > 0 && outcome == kRunning) outcome = kYield;  // the prompt is done
   if (b.in_warp != 0) return;
-  seat.token = next;
+  cursor.token = next;
   b.small->outcomes[column] = outcome;
   if (b.block == 0)
-    tell_host(b, seat.slot, token, outcome, made, steps_of(b) + 1, column == 0);
+    tell_host(b, cursor.slot, token, outcome, made, steps_of(b) + 1, column == 0);
 }
 
 // The steps of a launch, all requests' each.
@@ -46,11 +46,11 @@ struct Steps {
 
   KOG_DEVICE void run() { run_step(b); }
   KOG_DEVICE int end() {
-    if (b.warp < b.p.num_seats) end_column(b, b.warp);
-    count_up(b, &Kept::steps);
+    if (b.warp < b.p.num_requests) end_column(b, b.warp);
+    count_up(b, &WarpState::steps);
     sync_consumers();
     int outcome = kRunning;
-    for (int c = b.p.num_seats - 1; c >= 0; c--)
+    for (int c = b.p.num_requests - 1; c >= 0; c--)
       if (b.small->outcomes[c] != kRunning) outcome = b.small->outcomes[c], last = c;
     return steps_of(b) == b.p.most_steps && outcome == kRunning ? static_cast<int>(kYield) : outcome;
   }
@@ -58,18 +58,19 @@ struct Steps {
     if constexpr (kChunk) {
       if (b.thread == 0) save_chunks(b, steps_of(b));
     } else {
-      save_seats(b, [&](int) { return steps_of(b); });
+      save_cursors(b, [&](int) { return steps_of(b); });
     }
-    return b.small->seats[last].slot;
+    return b.small->cursors[last].slot;
   }
 };
 
 KOG_DEVICE void consume(Block& b) {
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
-  keep(b, &Kept::steps, 0), keep(b, &Kept::heads, 0), keep(b, &Kept::mixes, 0);
-  put_away(b, Ring());
+  save_state(b, &WarpState::steps, 0);
+  save_state(b, &WarpState::heads, 0), save_state(b, &WarpState::mixes, 0);
+  save_ring(b, Ring());
   if constexpr (kChunk) {
-    spread_seats(b);
+    spread_cursors(b);
     sync_consumers();
   }
   Steps steps{b};
@@ -79,7 +80,7 @@ KOG_DEVICE void consume(Block& b) {
 KOG_DEVICE void produce(Block& b) {
   produce_steps(
       b, [&](int steps) { return any_head(b, steps); },
-      [&](int layer, int steps) { fetch_units(b, layer, steps); });
+      [&](int layer, int steps) { fetch_kv_tasks(b, layer, steps); });
 }
 
 }  // namespace kog::columns

@@ -2,54 +2,54 @@
 // hints say that it is there or, if it is little, at once.
 #pragma once
 #include <kog/columns/flags.h>
-#include <kog/columns/kept.h>
+#include <kog/columns/warp_state.h>
 #include <kog/operands.h>
 
 namespace kog::columns {
 
-// Steps of K whose words are on their way at once: in as few turns as registers allow, and no more than the
-// first turn can leave in registers and scratch.
+// Steps of K whose words are on their way at once: in as few batches as registers allow, and no more than the
+// first batch can leave in registers and scratch.
 template <class Stage>
-struct Turn {
-  static constexpr int kMost = 64 / Cut<Stage>::kRowWords;
-  static constexpr int kTurns = (Stage::kSteps + kMost - 1) / kMost;
-  static constexpr int kEvenly = (Stage::kSteps + kTurns - 1) / kTurns;
+struct LoadBatch {
+  static constexpr int kMost = 64 / OperandLayout<Stage>::kRowWords;
+  static constexpr int kBatches = (Stage::kSteps + kMost - 1) / kMost;
+  static constexpr int kEvenly = (Stage::kSteps + kBatches - 1) / kBatches;
   static constexpr int kWanted = kEvenly > Stage::kHeld ? kEvenly : Stage::kHeld;
-  static constexpr int kKept = Operands<Stage>::kLast;
-  static constexpr int kSteps = kWanted < kKept ? kWanted : kKept;
+  static constexpr int kStored = Operands<Stage>::kLast;
+  static constexpr int kSteps = kWanted < kStored ? kWanted : kStored;
   static_assert(Stage::kHeld <= kSteps);
-  using Rows = Words<Cut<Stage>::kRowWords>[kSteps];
+  using Rows = WordVector<OperandLayout<Stage>::kRowWords>[kSteps];
 };
 
 // Whether all words of a part are few enough to be asked for before a hint says that some are there: in
-// vain, while other blocks still work, they cost the L2 what they would cost in the end. So few was chosen, not
-// tuned.
+// vain, while other blocks still work, they cost the L2 what they would cost in the end. So few was chosen,
+// not tuned.
 template <class Stage>
-constexpr bool kAsksAtOnce = Stage::kSteps * Cut<Stage>::kRowWords <= 32;
+constexpr bool kAsksAtOnce = Stage::kSteps * OperandLayout<Stage>::kRowWords <= 32;
 
-// Operands of a turn from step `first` on, once the words of the lane's own columns carry the phase. hint()
-// returns when some of the warp's are there: it is called if none of them are, unless it was.
+// Operands of a batch from step `first` on, once the words of the thread's own columns carry the phase.
+// hint() returns when some of the warp's are there: it is called if none of them are, unless it was.
 template <class Stage, class Region, class Hint>
-KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn<Stage>::Rows& w, Hint hint,
-                        bool& hinted) {
-  using S = Cut<Stage>;
-  constexpr int kSteps = Turn<Stage>::kSteps;
-  // The lane's words of a step: every other one of a quarter.
-  int lane = b.in_warp % S::kLanes, k = S::first_value(b) + first * S::kStepValues;
-  int value = k + S::value(lane);
-  const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + lane * S::kLaneStride;
-  // Whether the lane's word of a step is ever written.
+KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename LoadBatch<Stage>::Rows& w,
+                        Hint hint, bool& hinted) {
+  using S = OperandLayout<Stage>;
+  constexpr int kSteps = LoadBatch<Stage>::kSteps;
+  // The thread's words of a step: every other one of a quarter.
+  int thread = b.in_warp % S::kHolders, k = S::first_value(b) + first * S::kStepValues;
+  int value = k + S::value(thread);
+  const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + thread * S::kThreadStride;
+  // Whether the thread's word of a step is ever written.
   auto mine = [&](int i, int set, int word) {
     bool inside = Stage::kPaddedK == Stage::kCols ||
                   value + i * S::kStepValues + 4 * word < Stage::kCols;
-    return set * S::kTokens + S::token(lane) < b.p.num_seats && inside;
+    return set * S::kTokens + S::token(thread) < b.p.num_requests && inside;
   };
   static_assert(kSteps <= 32);
   constexpr u32 kAll = ~0u >> (32 - kSteps);
   u32 late = kAll;  // bit i: step i is
 #pragma unroll
   for (int i = 0; i < kSteps; i++) w[i] = {};
-  ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
+  ask_until_ready(b, step, word_index(b, from), phase ^ 1, phase, [&] {
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
       if ((late >> i & 1) != 0) load_row(from + i * S::kStepWords, w[i]);
@@ -62,8 +62,8 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn
         bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
       late |= (bad & 1) << i;
     }
-    bool again = any_lane(late != 0);
-    if (again && !hinted && !any_lane(S::token(lane) < b.p.num_seats && late != kAll)) hint();
+    bool again = any_in_warp(late != 0);
+    if (again && !hinted && !any_in_warp(S::token(thread) < b.p.num_requests && late != kAll)) hint();
     hinted = true;
     return again;
   });
@@ -76,13 +76,13 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Turn
 // This warp's part of Region's words as Stage's operands. hint(): see receive.
 template <class Stage, class Region, class Hint>
 KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase, Hint hint) {
-  constexpr int kSteps = Turn<Stage>::kSteps;
-  typename Turn<Stage>::Rows w;
+  constexpr int kSteps = LoadBatch<Stage>::kSteps;
+  typename LoadBatch<Stage>::Rows w;
   bool hinted = !kAsksAtOnce<Stage>;
   if (hinted) hint();
 #pragma unroll 1
-  for (int turn = kSteps; turn < Stage::kSteps; turn += kSteps) {
-    int first = turn + kSteps <= Stage::kSteps ? turn : Stage::kSteps - kSteps;
+  for (int next = kSteps; next < Stage::kSteps; next += kSteps) {
+    int first = next + kSteps <= Stage::kSteps ? next : Stage::kSteps - kSteps;
     receive<Stage, Region>(b, step, phase, first, w, hint, hinted);
 #pragma unroll
     for (int i = 0; i < kSteps; i++)

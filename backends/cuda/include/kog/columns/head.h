@@ -2,8 +2,8 @@
 // agree on.
 //
 //   plain requests   every block publishes its best of each column; one block a column picks the
-//                    winner and tells all
-//   the others       edited, cut or told to the host: ../choose.h, column after column
+//                    argmax and publishes it
+//   the others       edited, cut or with log-probabilities: ../choose.h, column after column
 #pragma once
 #include <kog/choose.h>
 #include <kog/columns/mix.h>
@@ -11,7 +11,7 @@
 namespace kog::columns {
 
 KOG_DEVICE const u32* request_of(const Block& b, int column) {
-  return b.p.request + b.small->seats[column].slot * kRequestWords;
+  return b.p.request + b.small->cursors[column].slot * kRequestWords;
 }
 // A column whose next token takes nothing but every row's logit once.
 KOG_DEVICE bool is_plain(const Block& b, int column) {
@@ -22,43 +22,44 @@ KOG_DEVICE u64* best_of_column(const Block& b, int column, int block) {
   u64* all = reinterpret_cast<u64*>(b.p.words + ColumnBestWords::kOffset);
   return all + 4 * (column * kBlocks + block);
 }
-KOG_DEVICE u64* winner_of_column(const Block& b, int column) {
-  return reinterpret_cast<u64*>(b.p.words + ColumnWinnerWords::kOffset) + 2 * column;
+KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
+  return reinterpret_cast<u64*>(b.p.words + ColumnArgmaxWords::kOffset) + 2 * column;
 }
 
-// This block's best of every column, from its lanes' best of their own. Lanes of a column lie side by side.
+// This block's best of every column, from its threads' best of their own. Threads of a column lie side by
+// side.
 KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
   constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
   static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
   if (b.in_warp < kColumns) local[b.in_warp * kWarps + b.warp] = nobody();
   sync_warp();
-  Candidate own = best_of_lanes<kRows>(mine);
-  bool leads = b.in_warp % kRows == 0 && b.in_warp < Cut<LmHead>::kPieceWords;
+  Candidate own = best_of_threads<kRows>(mine);
+  bool leads = b.in_warp % kRows == 0 && b.in_warp < OperandLayout<LmHead>::kPieceWords;
   if (leads) local[column * kWarps + b.warp] = own;
   sync_consumers();
-  if (b.warp >= b.p.num_seats) return;
+  if (b.warp >= b.p.num_requests) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
   put_candidate(best_of_column(b, b.warp, b.block), epoch, best, control);
 }
 
-// The block whose warp 0 picks a column's winner.
-KOG_DEVICE int judge_of(int column) { return column * kBlocks / kColumns; }
+// The block whose warp 0 picks a column's argmax.
+KOG_DEVICE int column_argmax_block(int column) { return column * kBlocks / kColumns; }
 
-KOG_DEVICE void judge(Block& b, int column, u64 epoch) {
-  constexpr int kEach = (kBlocks + 31) / 32;  // of a lane, on their way together
+KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
+  constexpr int kEach = (kBlocks + 31) / 32;  // of a thread, on their way together
   u32 control;  // block 0 brought it
   Candidate best = poll_candidates<kEach>(
       b, epoch, [&](int i) { return best_of_column(b, column, 32 * i + b.in_warp); },
       [&](int i) { return 32 * i + b.in_warp < kBlocks; }, control);
   if (b.in_warp != 0 || must_leave(b)) return;
-  put_pair(winner_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
+  put_pair(argmax_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
 }
 
 // The tokens of plain columns to all threads, behind the next barrier; by one warp.
-KOG_DEVICE void gather_winners(Block& b, bool mine, u64 epoch) {
-  u64 v = poll_pair(b, Step::kWinner, epoch, winner_of_column(b, b.in_warp % kColumns), mine);
+KOG_DEVICE void gather_argmaxes(Block& b, bool mine, u64 epoch) {
+  u64 v = poll_pair(b, Step::kArgmax, epoch, argmax_of_column(b, b.in_warp % kColumns), mine);
   if (!mine) return;
   b.small->chosen[b.in_warp] = static_cast<int>(v >> 32);
   b.small->control = static_cast<u32>(v);
@@ -76,9 +77,9 @@ KOG_DEVICE void run_head(Block& b) {
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;
   Candidate mine = nobody();
-  Walk k;
+  Walk walk;
   run_rows<LmHead>(
-      b, k, [&] { return units_of<LmHead>(stage_place<LmHead>(b), 0); }, x, NothingAhead(),
+      b, walk, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, x, NothingAhead(),
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = head_scale(b, item.column);
@@ -96,24 +97,25 @@ KOG_DEVICE void run_head(Block& b) {
   b.begin_stage();
   stamp(b, Point::kQkvProj);
   bool plain = false;
-  for (int c = 0; c < b.p.num_seats; c++) plain |= is_plain(b, c) && has_head(b, c, steps_of(b));
+  for (int c = 0; c < b.p.num_requests; c++) plain |= is_plain(b, c) && has_head(b, c, steps_of(b));
   if (plain) {
-    u64 epoch = static_cast<u64>(count_up(b, &Kept::heads)) << 32;
+    u64 epoch = static_cast<u64>(count_up(b, &WarpState::heads)) << 32;
     publish_best(b, mine, column, epoch, control);
     if (b.warp == 0) {
-      for (int c = 0; c < b.p.num_seats; c++)
-        if (judge_of(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b))) judge(b, c, epoch);
-      bool waits = b.in_warp < b.p.num_seats && is_plain(b, b.in_warp) &&
+      for (int c = 0; c < b.p.num_requests; c++)
+        if (column_argmax_block(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b)))
+          pick_argmax(b, c, epoch);
+      bool waits = b.in_warp < b.p.num_requests && is_plain(b, b.in_warp) &&
                    has_head(b, b.in_warp, steps_of(b));
-      gather_winners(b, waits, epoch);
+      gather_argmaxes(b, waits, epoch);
     }
   }
-  for (int c = 0; c < b.p.num_seats; c++) {
+  for (int c = 0; c < b.p.num_requests; c++) {
     if (is_plain(b, c) || !has_head(b, c, steps_of(b))) continue;
     sync_consumers();  // the request in hand is the last one's for nobody
     int position = position_of(b, c, steps_of(b));
-    serve_seat(b, b.small->seats[c], position);
-    int heads = static_cast<int>(count_up(b, &Kept::heads)) - 1;
+    select_request(b, b.small->cursors[c], position);
+    int heads = static_cast<int>(count_up(b, &WarpState::heads)) - 1;
     choose(b.p, b.request, {heads, position, control, c, false});
     sync_consumers();
     b.small->chosen[c] = agreed(b);  // every thread writes the same

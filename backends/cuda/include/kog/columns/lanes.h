@@ -3,21 +3,21 @@
 //
 //   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner
 //
-// Blocks at the same place of their lanes own the same rows. An owner receives what the others owe
+// Blocks of the same group index own the same rows. An owner receives what the others owe
 // its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
 // scratch:
 //
 //   DELAYED   before the stage waits for its inputs: those words came layers ago
 //   NOW       behind the stage, whose own outputs they are; the streams follow then
 //
-// backends/cuda/lanes.py says which outputs are sent, and that buffers suffice.
+// backends/cuda/layout/exchanges.py says which outputs are sent, and that buffers suffice.
 #pragma once
 #include <kog/columns/stream.h>
 
 namespace kog::columns {
 
-// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they send to
-// other lanes, and how many such outputs come before each layer.
+// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they
+// send to other lanes, and how many such outputs come before each layer.
 struct AttentionModule {
   using Stage = OProj;
   using Words = AttentionOutWords;
@@ -44,7 +44,7 @@ template <class Module>
 struct Reduction {
   using Stage = typename Module::Stage;
   using Words = typename Module::Sent;
-  static constexpr int kPieces = Cut<Stage>::kPieces;
+  static constexpr int kPieces = OperandLayout<Stage>::kPieces;
   static constexpr int kMost = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kPieces;
   // Items that a warp asks for in one round trip: their words are in registers meanwhile.
   static constexpr int kEach = (kMost + kWarps - 1) / kWarps, kRoom = kLanes < 32 ? 32 / kLanes : 1;
@@ -54,21 +54,21 @@ struct Reduction {
   int first, last;  // pieces of this block
 
   KOG_DEVICE explicit Reduction(const Block& b) : how(Module::how(b)) {
-    Units units = units_of<Stage>(b.place, b.layer);
+    Units units = units_of<Stage>(b.group_index, b.layer);
     first = units.first * kPieces, last = units.last * kPieces;
   }
 
   // Outputs that a lane has sent before this layer's.
-  KOG_DEVICE static int turn_of(const Block& b, int layer) {
+  KOG_DEVICE static int send_index(const Block& b, int layer) {
     return steps_of(b) * Module::before(kLayers) + Module::before(layer);
   }
-  KOG_DEVICE static u32* words(const Block& b, int turn) {
-    return b.p.words + Words::kOffset + turn % Words::kBuffers * (kLanes * kOfLane);
+  KOG_DEVICE static u32* words(const Block& b, int index) {
+    return b.p.words + Words::kOffset + index % Words::kBuffers * (kLanes * kOfLane);
   }
-  KOG_DEVICE static u32 phase(int turn) { return phase_of(turn / Words::kBuffers); }
-  KOG_DEVICE static int place(const Item& item) { return item.column * Words::kStride + item.row; }
+  KOG_DEVICE static u32 phase(int index) { return phase_of(index / Words::kBuffers); }
+  KOG_DEVICE static int offset(const Item& item) { return item.column * Words::kStride + item.row; }
 
-  // The sum of a lane of piece n of this block's.
+  // The sum of a thread of piece n of this block's.
   KOG_DEVICE static float* joined(const Block& b, int n) {
     return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
   }
@@ -76,16 +76,16 @@ struct Reduction {
   // An output to whoever needs it.
   KOG_DEVICE void send(const Block& b, const Item& item, float y) const {
     if constexpr (kSends) {
-      int turn = turn_of(b, b.layer);
+      int index = send_index(b, b.layer);
       if (item.there && Module::before(b.layer + 1) > Module::before(b.layer))
-        store_relaxed(words(b, turn) + b.lane * kOfLane + place(item), pack_f32(y, phase(turn)));
+        store_relaxed(words(b, index) + b.lane * kOfLane + offset(item), pack_f32(y, phase(index)));
     }
   }
 
   // Sums of what the lanes sent in `layer`: the others' alone or, behind x, all lanes'.
   KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
-    const u32* base = words(b, turn_of(b, layer));
-    u32 phase_there = phase(turn_of(b, layer));
+    const u32* base = words(b, send_index(b, layer));
+    u32 phase_there = phase(send_index(b, layer));
     int count = last - first;
 #pragma unroll 1
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
@@ -97,12 +97,12 @@ struct Reduction {
         int n = next + a * kWarps;
         Item item = item_of<Stage>(b, first + n);
         mine[a] = n < count && item.there;
-        from[a] = place(item);
+        from[a] = offset(item);
         sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
       }
       u32 w[kAtOnce * kLanes];
       poll_words(
-          b, Step::kPast,
+          b, Step::kDelayedOutputs,
           [&](int i) { return base + (from[i / kLanes] + i % kLanes * kOfLane); },
           [&](int i) { return mine[i / kLanes] && (all || i % kLanes != b.lane); }, phase_there,
           w);

@@ -3,8 +3,7 @@
 //   x --norm--> qkv_proj ==> attention ==> o_proj ==> x --norm--> gate_up_proj ==> down_proj ==> x
 //                       words         words     words                         words         words
 //
-// What a block may overwrite, and when, is as in a kernel of one token: before it writes an exchange,
-// it has received a module's rows, which every block sent after it had read.
+// Why a block may overwrite an exchange: docs/SYNC.md.
 #pragma once
 #include <kog/columns/attention.h>
 #include <kog/columns/gather.h>
@@ -26,7 +25,7 @@ constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
                         QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
                         QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
                         QkvProj::kSteps == GateUpProj::kSteps;
-constexpr int kRoomAhead = kTakenWords / (kFragments * kLaneWords) / kPeriodChunks<GateUpProj>;
+constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodChunks<GateUpProj>;
 constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
                             ? QkvProj::kUnits / QkvProj::kGroup
                             : GateUpProj::kUnits / GateUpProj::kGroup;
@@ -36,25 +35,26 @@ using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
-  Walk k;
-  qkv_rows(b, k, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
+  Walk walk;
+  qkv_rows(b, walk, held_operands<QkvProj>(b), ahead, phase_of(iteration_of(b)));
 }
 
-// The hint of the block at this place, as units_of turns it: those that one warp waits for lie
+// The hint of the block at this rotated index (rotated_group_index): those that one warp waits for lie
 // together, others in other lines, so that all blocks' questions spread over the L2.
-KOG_DEVICE int mlp_flag(const Block& b, int place) {
-  return lane_place<MlpFlagsWords>(b) + place / kFlagsTogether * kLineWords + place % kFlagsTogether;
+KOG_DEVICE int mlp_flag(const Block& b, int group_index) {
+  return lane_offset<MlpFlagsWords>(b) + group_index / kFlagsTogether * kLineWords +
+         group_index % kFlagsTogether;
 }
 
 KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
   auto x = held_operands<GateUpProj>(b);
   int iteration = iteration_of(b);
-  Walk k;
-  gate_up_rows(b, k, x, ahead, phase_of(iteration));
+  Walk walk;
+  gate_up_rows(b, walk, x, ahead, phase_of(iteration));
   // One hint of a block for all its units: many warps of all blocks wait for the same ones.
   if (b.warp == 0)
-    raise_flag(b, b.p.words + mlp_flag(b, turned_place<GateUpProj>(b.place, b.layer)),
+    raise_flag(b, b.p.words + mlp_flag(b, rotated_group_index<GateUpProj>(b.group_index, b.layer)),
                epoch_of(iteration));
 }
 
@@ -74,7 +74,7 @@ KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
 template <class Module>
 struct Bases {
   using Stage = typename Module::Stage;
-  static constexpr int kCount = kOneBatch<Stage> ? Cut<Stage>::kRounds : 1;
+  static constexpr int kCount = kOneBatch<Stage> ? OperandLayout<Stage>::kRounds : 1;
   Base of[kCount];
 
   KOG_DEVICE Bases(Block& b, const Streams& x) {
@@ -89,8 +89,8 @@ struct Bases {
   }
 };
 
-// A module's rows to the streams, from `x` on. With those of the last layer this step's rows of the cache become
-// visible.
+// A module's rows to the streams, from `x` on. With those of the last layer this step's rows of the cache
+// become visible.
 template <class Module>
 struct Sink {
   using Asked = Base;
@@ -114,7 +114,7 @@ struct Sink {
     put_stream(item, x.read(base.x) + sent_f32(y));
   }
   KOG_DEVICE void put_stream(const Item& item, float stream) const {
-    bool last = Module::kEndsLayer && kept(b, &Kept::layer) == kLayers - 1;
+    bool last = Module::kEndsLayer && load_state(b, &WarpState::layer) == kLayers - 1;
     if (last) fence_gpu();  // pairs with the one behind the last layer
     u32 word = pack_f32(stream, phase_of(iteration_of(b)));
     u32* to = lane_words<typename Module::Words>(b) + item.column * kHiddenStride + item.row;
@@ -140,8 +140,8 @@ KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   begin_stage(b);
   Streams x = Module::streams(b);
   Sink<Module> sink{b, x, bases};
-  Walk k;
-  module_rows(b, k, operands, NothingAhead(), sink);
+  Walk walk;
+  module_rows(b, walk, operands, NothingAhead(), sink);
   begin_stage(b);
   Reduction<Module>(b).end(b, x, sink);
 }
@@ -156,29 +156,30 @@ KOG_DEVICE void o_proj(Block& b) {
 
 // Until the blocks that compute this warp's part of down_proj's inputs have done so.
 KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
-  using S = Cut<DownProj>;
+  using S = OperandLayout<DownProj>;
   constexpr int kRows = GateUpProj::kUnitRows, kUnits = GateUpProj::kUnits,
                 kGroup = GateUpProj::kGroup;
   constexpr int kMost = (2 * S::kPartValues / kRows + 1) * kGroup / kUnits + 2;  // blocks
   constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
-  int from = turned_owner<GateUpProj>(2 * first / kRows), to = turned_owner<GateUpProj>((2 * last - 1) / kRows);
+  int from = rotated_owner<GateUpProj>(2 * first / kRows);
+  int to = rotated_owner<GateUpProj>((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
-    int place = from + i * 32 + b.in_warp;
-    at[i] = first < last && place <= to ? mlp_flag(b, place) : -1;
+    int group_index = from + i * 32 + b.in_warp;
+    at[i] = first < last && group_index <= to ? mlp_flag(b, group_index) : -1;
   }
   await<true>(b, Step::kDownProjInput, at, epoch);
 }
 
 KOG_DEVICE void down_proj(Block& b) {
   end_module<MlpModule>(b, Point::kDownProjInput, [&](Operands<DownProj>& operands) {
-    using S = Cut<DownProj>;
+    using S = OperandLayout<DownProj>;
     int iteration = iteration_of(b);
     if constexpr (DownProj::kRead > 0)
       operands.in_memory = lane_words<MlpWords>(b) +
-                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.lane;
+                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.offset;
     stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, operands, phase_of(iteration),
                                     [&] { await_mlp(b, epoch_of(iteration)); });
   });
@@ -200,16 +201,16 @@ KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
   stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                     half == 0 ? layer_streams(b) : inner_streams(b),
                                     2 * b.layer + half, iteration_of(b) - 1 + half, [&] {
-                                      Ring ring = take_back(b);
+                                      Ring ring = load_ring(b);
                                       ahead.take(b, ring);
-                                      put_away(b, ring);
+                                      save_ring(b, ring);
                                     });
 }
 
 KOG_DEVICE void run_layer(Block& b) {
   begin_stage(b);
   stamp(b, Point::kStart);
-  keep_units(b);
+  keep_kv_tasks(b);
   // One piece of code stages x for both halves of the layer: all of a layer's code has to fit into
   // the instruction cache.
   LayerAhead ahead;

@@ -1,5 +1,5 @@
-// The streams of all columns as the head's operands. The mix of several lanes' (../mix.h) comes with hints, so that
-// it is staged as streams are.
+// The streams of all columns as the head's operands. The mix of several lanes' (../mix.h) comes with hints,
+// so that it is staged as streams are.
 #pragma once
 #include <kog/columns/layer.h>
 #include <kog/mix.h>
@@ -19,19 +19,19 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   Streams x = last_streams(b);
   const float* gains = gains_of(b, 2 * kLayers);
   u32* to = lane_words<PartWords>(b);
-  int first = b.place * kHidden / kGroup, rows = (b.place + 1) * kHidden / kGroup - first;
+  int first = b.group_index * kHidden / kGroup, rows = (b.group_index + 1) * kHidden / kGroup - first;
 #pragma unroll 1
-  for (int n = b.warp * 32; n < rows * b.p.num_seats; n += kWarps * 32) {
+  for (int n = b.warp * 32; n < rows * b.p.num_requests; n += kWarps * 32) {
     int item = n + b.in_warp, column = item / rows, row = first + item % rows;
-    bool mine = column < b.p.num_seats;
+    bool mine = column < b.p.num_requests;
     float v = part_of(mine ? x.value(b, column, row) : 0, gains[row],
                       [&] { return inverse_rms(b, mine ? column : 0); });
     if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
   }
 }
 
-// The head's operands, and their sums of squares; behind it this step's rows of the cache are
-// there for all that comes.
+// The head's operands, and their sums of squares; acquires this step's rows of the cache (docs/SYNC.md,
+// Fences).
 KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
@@ -39,7 +39,7 @@ KOG_DEVICE void stage_head(Block& b) {
   stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last, [] {});
   fence_gpu();
   if constexpr (kMixes) {
-    int mixes = static_cast<int>(count_up(b, &Kept::mixes)) - 1;
+    int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
     publish_parts(b, phase_of(mixes));
     if constexpr (!kConcat)
       sum_parts(b, phase_of(mixes), [&](int quad) {

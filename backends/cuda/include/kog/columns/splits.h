@@ -1,16 +1,16 @@
-// A head of a column, or some of its queries, over a context that one block walks: it joins the splits as each
-// reader of a kernel of one token does for itself, in the order and roundings of those.
+// A head of a column, or some of its queries, over a context that one block walks: it joins the splits as
+// each reader of a kernel of one token does for itself, in the order and roundings of those.
 //
 //   round   two splits, a half of the warps each, where all of them have a tile a warp; else one
-//   merge   of all splits' results, a pair of values a lane
+//   merge   of all splits' results, a pair of values a thread
 //   join    of the splits, by way of shared memory
 #pragma once
 #include <kog/attention.h>
-#include <kog/columns/units.h>
+#include <kog/columns/kv_tasks.h>
 
 namespace kog::columns {
 
-constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a unit
+constexpr int kPartPairs = kPartQueries * kHeadDim / 2;  // pairs of values of a KV task
 constexpr bool kEvenGroup = kWarpsAGroup % 2 == 0;
 static_assert(kPartQueries <= kGroupHeads);  // they are of one group of warps
 
@@ -31,7 +31,7 @@ struct HeadScratch {
 // Hints of a head lie together: many warps of all blocks wait for the same ones, and what they ask
 // for meanwhile is few sectors.
 KOG_DEVICE int head_flag(const Block& b, int column, int query_head) {
-  return lane_place<AttentionHeadsWords>(b) + query_head * kColumns + column;
+  return lane_offset<AttentionHeadsWords>(b) + query_head * kColumns + column;
 }
 // One pair of a query head's outputs, and with the first one the hint: others come at the same time.
 KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u32 phase, u32 epoch) {
@@ -41,7 +41,7 @@ KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u
   if (pair == 0) store_relaxed(b.p.words + head_flag(b, b.column, query_head), epoch);
 }
 
-// One pair of a split's merged results, by one lane in the order of those that share it in a kernel of one
+// One pair of a split's merged results, by one thread in the order of those that share it in a kernel of one
 // token (../merge.h): `top` becomes the largest maximum.
 KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, int query, int pair,
                              float& top) {
@@ -56,28 +56,28 @@ KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, 
 #pragma unroll
   for (int n = 0; n < kSharedResults; n++)
 #pragma unroll
-    for (int lane = 0; lane < kSharers; lane++) {
-      int w = n * kSharers + lane;
+    for (int sharer = 0; sharer < kSharers; sharer++) {
+      int w = n * kSharers + sharer;
       if (w >= kSlots || w >= walked) continue;
-      merged[lane].add(tops[w < kSlots ? w : 0],
+      merged[sharer].add(tops[w < kSlots ? w : 0],
                        scratch.results + (at + w * kPartQueries) * kResultStride + 2 * pair, top);
     }
 #pragma unroll
   for (int mask = 1; mask < kSharers; mask <<= 1)
 #pragma unroll
-    for (int lane = 0; lane < kSharers; lane += 2 * mask) 
-      merged[lane].join([&](float Merged::*m) { return merged[lane + mask].*m; });
+    for (int sharer = 0; sharer < kSharers; sharer += 2 * mask) 
+      merged[sharer].join([&](float Merged::*m) { return merged[sharer + mask].*m; });
   return merged[0];
 }
 
-// How a unit's splits are walked.
+// How a KV task's splits are walked.
 struct Rounds {
   Span span;
   int position;
   bool halves;
   int at_once, walkers;  // splits of a round; warps of one of them
 
-  KOG_DEVICE explicit Rounds(Block& b) : span(take_unit(b)) {
+  KOG_DEVICE explicit Rounds(Block& b) : span(take_kv_task(b)) {
     position = position_of(b, b.column, steps_of(b));
     // A split is at most a position longer than another.
     halves = kEvenGroup && span.end - span.start <= span.used * (kSlots * kTileRows);
@@ -150,7 +150,7 @@ KOG_DEVICE void walk_head(Block& b) {
   Tile tile;
   b.begin_stage();
   Rounds all(b);
-  serve_seat(b, b.small->seats[b.column], all.position);
+  select_request(b, b.small->cursors[b.column], all.position);
   int first = 0, query = first_query(b), left = kQueries - query;
   auto fresh = fresh_rows(b, steps_of(b), query, left < kPartQueries ? left : kPartQueries);
   int from = fresh.from(all.span);
@@ -164,10 +164,11 @@ KOG_DEVICE void walk_head(Block& b) {
     Softmax softmax;
     bool walks = tiles.at < tiles.end;
     if (walks) {
-      int head = static_cast<int>(load_volatile(&b.small->units[unit_of(b) % kUnitsKept].head));
+      int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].head));
       walk_tiles<false>(b, fresh, from, tiles, Cached(b, head), 0, tile, softmax);
     }
-    // What a unit is and where a thread stands is asked anew: kept while tiles are walked, it would be spilled.
+    // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
+    // spilled.
     b.begin_stage();
     Rounds round(b);
     int next = first + round.at_once;

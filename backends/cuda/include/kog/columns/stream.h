@@ -7,15 +7,16 @@
 //   hints   [lane][4 rows]: the number of the run (flags.h)
 #pragma once
 #include <kog/columns/rows.h>
-#include <kog/seat.h>
+#include <kog/cursor.h>
 
 namespace kog::columns {
 
-// Where a slice has no more elements than half of a warp's lanes take, the other half has the other columns.
+// Where a slice has no more elements than half of a warp's threads take, the other half has the other
+// columns.
 constexpr int kSharing = kSlice <= 64 ? 2 : 1;
-constexpr int kMine = kColumns / kSharing;  // columns of a lane
+constexpr int kMine = kColumns / kSharing;  // columns of a thread
 KOG_DEVICE int first_column(const Block& b) { return b.in_warp / (32 / kSharing) * kMine; }
-// The first of this lane's elements of group i of its warp's slice, counted from there.
+// The first of this thread's elements of group i of its warp's slice, counted from there.
 KOG_DEVICE int in_slice(const Block& b, int i) { return i * 128 + b.in_warp % (32 / kSharing) * 4; }
 
 // Layers that the launch has run before this one; and what their flags carry.
@@ -30,10 +31,10 @@ struct Streams {
   template <class Words, class Hints>
   KOG_DEVICE static Streams of(const Block& b) {
     static_assert(Words::kStride == kHiddenStride);
-    return {lane_words<Words>(b), lane_place<Hints>(b)};
+    return {lane_words<Words>(b), lane_offset<Hints>(b)};
   }
   KOG_DEVICE const u16* embedding(const Block& b, int column) const {
-    int token = b.small->seats[column].token;  // below 0: the request ends, and why
+    int token = b.small->cursors[column].token;  // below 0: the request ends, and why
     return b.p.embed + static_cast<u64>(token > 0 ? token : 0) * kHiddenStride;
   }
   // A value that some warp of this block has received, as it comes, and as a number.
@@ -54,19 +55,19 @@ KOG_DEVICE Streams inner_streams(const Block& b) {
   return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
 }
 
-// Until some of the warp's rows, this lane's from element e on, are said to be there.
+// Until some of the warp's rows, this thread's from element e on, are said to be there.
 KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, int e, int iteration) {
   const int at[1] = {e < kHidden ? x.hints + e / 4 : -1};
   await<true>(b, step, at, epoch_of(iteration));
 }
 
-// Four values of each of this lane's columns from element e on, by a whole warp; zeros where there are
+// Four values of each of this thread's columns from element e on, by a whole warp; zeros where there are
 // none.
 struct Quads {
   uint4 w[kMine];
 
   KOG_DEVICE float value(int c, int j) const { return float_of(word_of(w[c], j)); }
-  // Of the lane's first column.
+  // Of the thread's first column.
   KOG_DEVICE static const u32* place(const Block& b, const Streams& x, int e) {
     return x.words + first_column(b) * kHiddenStride + e;
   }
@@ -76,7 +77,7 @@ struct Quads {
     for (int c = 0; c < kMine; c++) {
       int column = first_column(b) + c;
       w[c] = uint4{0, 0, 0, 0};
-      if (column >= b.p.num_seats || e >= kHidden) continue;
+      if (column >= b.p.num_requests || e >= kHidden) continue;
       uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, column) + e);
       w[c] = {bits_of(low_of(v.x)), bits_of(high_of(v.x)), bits_of(low_of(v.y)),
               bits_of(high_of(v.y))};
@@ -89,7 +90,7 @@ struct Quads {
     const u32* from = place(b, x, e);
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
-      bool there = x.words != nullptr && first + c < b.p.num_seats && e < kHidden;
+      bool there = x.words != nullptr && first + c < b.p.num_requests && e < kHidden;
       w[c] = load_relaxed4(from + c * kHiddenStride, there, phase);
     }
   }
@@ -100,16 +101,16 @@ struct Quads {
     const u32* from = place(b, x, e);
     bool hinted = false;
     u32 late = 0;
-    ask_until_ready(b, step, place_of(b, from), phase ^ 1, phase, [&] {
+    ask_until_ready(b, step, word_index(b, from), phase ^ 1, phase, [&] {
 #pragma unroll
       for (int c = 0; c < kMine; c++)
-        if (late != 0 && first + c < b.p.num_seats && e < kHidden)
+        if (late != 0 && first + c < b.p.num_requests && e < kHidden)
           w[c] = load_relaxed4(from + c * kHiddenStride);
       late = 0;
 #pragma unroll
       for (int c = 0; c < kMine; c++) late |= stale(w[c], e, kHidden, phase);
-      bool again = any_lane(late != 0);
-      if (again && !hinted && !any_lane(late == 0 && e < kHidden && first < b.p.num_seats))
+      bool again = any_in_warp(late != 0);
+      if (again && !hinted && !any_in_warp(late == 0 && e < kHidden && first < b.p.num_requests))
         await_rows(b, step, x, e, iteration);
       hinted = true;
       return again;
@@ -132,7 +133,7 @@ KOG_DEVICE const float* gains_of(const Block& b, int norm) {
 template <int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration,
                               Meanwhile meanwhile) {
-  using S = Cut<Wide>;
+  using S = OperandLayout<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
   float4 gain[kGroups];
   int from[kGroups];
@@ -143,7 +144,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     bool staged = local < kSlice && e < kPaddedK;
     from[i] = staged ? e : kHiddenStride;
     if (i == 0) v.ask(b, x, from[0], iteration);
-    // Lanes without an element multiply zeros with them (../residual.h says why they load at all).
+    // Threads without an element multiply zeros with them (../residual.h says why they load at all).
     const float* gains = gains_of(b, norm) + (staged && e < kHidden ? e : 0);
     gain[i] = kGains ? *reinterpret_cast<const float4*>(gains) : float4{1, 1, 1, 1};
   }
@@ -162,16 +163,17 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     }
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
-    // Places of the first column, to which known numbers are added: two, as what turns them turns columns.
+    // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
+    // even and odd columns.
     static_assert(!kSwapped || kMine % 2 == 0);
-    int turn = wide_turn(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
-    u32* even = step + place + turn;
-    u32* odd = step + place - turn;
+    int swizzle = bank_swizzle(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
+    u32* even = step + place + swizzle;
+    u32* odd = step + place - swizzle;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
       const float four[4] = {v.value(c, 0), v.value(c, 1), v.value(c, 2), v.value(c, 3)};
-      square[c] = scale_four(four, g, square[c], staged, [&](int i, const Parts& parts) {
+      square[c] = scale_four(four, g, square[c], staged, [&](int i, const HighLow& parts) {
         if constexpr (kSwapped) {
           u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
           *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
@@ -182,9 +184,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       });
     }
   }
-  int lanes = 32 / kColumns;  // that share a column's sum
+  int sharers = 32 / kColumns;  // that share a column's sum
   float sum = sum_columns<kSharing>(b, square);
-  if (b.in_warp % lanes == 0) b.small->squares[b.in_warp / lanes * kWarps + b.warp] = sum;
+  if (b.in_warp % sharers == 0) b.small->squares[b.in_warp / sharers * kWarps + b.warp] = sum;
   sync_staged<kOwn>();
 }
 
@@ -208,7 +210,7 @@ KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
   constexpr int kRows = Stage::kUnitRows;
   sync_warp();
   // Asked anew: known ahead of a loop of batches, what is derived from it would be kept while it multiplies.
-  int quad = thread_index() % 32, row = piece / Cut<Stage>::kPieces * kRows + 4 * quad;
+  int quad = thread_index() % 32, row = piece / OperandLayout<Stage>::kPieces * kRows + 4 * quad;
   if (quad < kRows / 4 && row < kHidden) store_relaxed(lane_words<Hints>(b) + row / 4, epoch);
 }
 

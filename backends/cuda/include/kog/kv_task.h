@@ -1,4 +1,4 @@
-// A unit of attention, which one block works on: a key/value head and one split of the context. Which
+// A KV task, which one block works on: a key/value head and one split of the context. Which
 // part of the context that is, where its words lie, and what it keeps in shared memory.
 #pragma once
 #include <kog/cache.h>
@@ -9,7 +9,7 @@ constexpr int kQueries = kHeads / kKvHeads;  // query heads of one key/value hea
 constexpr int kWarpsAGroup = kWarps / kHeadGroups;
 // Positions that the warps of a group take at once, a tile each: a round of a span.
 constexpr int kRoundRows = kWarpsAGroup * kTileRows;
-constexpr int kUnits = kKvHeads * kSplits;
+constexpr int kKvTasks = kKvHeads * kSplits;
 
 // Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
 // tensor core takes them, the new keys and values as rows of the cache, results of all warps. The
@@ -20,7 +20,7 @@ KOG_DEVICE T* scratch_at(const Block& b, int place) {
   return reinterpret_cast<T*>(b.scratch + kAttentionScratchAt + place);
 }
 struct AttentionScratch {
-  uint4* queries;  // [head groups][kDimSteps][32 lanes]
+  uint4* queries;  // [head groups][kDimSteps][32 threads]
   u16 *key, *value;  // [new rows][kRowDim]: those of one step, several in a chunk of a prompt
   float* results;  // [head group][slot][head][kResultStride]
   float2* tops;    // [head group][slot][head]: maximum and sum
@@ -38,7 +38,7 @@ KOG_DEVICE void leave_results() {
   if constexpr (kResultsOverSums) sync_consumers();
 }
 
-// Which part of the context a unit walks: [start, end), the newest position included.
+// Which part of the context a KV task walks: [start, end), the newest position included.
 struct Span {
   int head, split, used, start, end;
   bool newest;
@@ -82,9 +82,8 @@ KOG_DEVICE Span span_of(int head, int split_of_head, int position, int window) {
 KOG_DEVICE int tiles_of(const Span& span) {
   return (span.end - span.start + kTileRows - 1) / kTileRows;
 }
-// The words of `attention` change with each step that joins, not with each layer. If layers without
-// one wrote them to keep step, nobody would read that, and two blocks' stores to a word, a layer apart,
-// could land in either order.
+// The words of `attention` change with each step that joins, not with each layer: layers without a join would
+// write words that nobody reads, and such may land in either order (docs/SYNC.md).
 KOG_DEVICE u32 join_phase(const Block& b) {
   return phase_of(static_cast<int>(load_volatile(&b.small->joins)));
 }

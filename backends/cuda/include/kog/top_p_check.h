@@ -1,56 +1,56 @@
-// The winner among all ids, and whether min_p, top_k and top_p would have let it compete: one that
-// survives them wins among the survivors, too, so that most tokens need no cut (cut.h).
+// The argmax of all ids, and whether min_p, top_k and top_p would have let it compete: an id that
+// survives them is the argmax of the survivors, too, so that most tokens need no cut (cut.h).
 //
-//   draw ==> the winner and its logit ==> sums of the ids before it, and of all ==> it survives
+//   draw ==> the argmax and its logit ==> sums of the ids before it, and of all ==> it survives
 //                                             not: draw again, among the ids before it
 //
-// With top_p alone a winner survives with probability top_p at least.
+// With top_p alone an argmax survives with probability top_p at least.
 #pragma once
 #include <kog/cut.h>
 
 namespace kog {
 
 // Then the cut is found: a third would be for about one token in 800 at top-p 0.95.
-constexpr int kTrials = 2;
-static_assert(kFirstLevel == 1 + kTrials, "the exchanges of trials come before those of levels");
+constexpr int kTopPChecks = 2;
+static_assert(kFirstLevel == 1 + kTopPChecks, "the exchanges of top-p checks come before those of levels");
 
-// One winner of all blocks, and its logit as an ordered integer.
-struct Trial {
-  Candidate winner;
+// The argmax of all blocks, and its logit as an ordered integer.
+struct TopPCheck {
+  Candidate argmax;
   u32 logit;
 };
 
-// The best of what the warps have kept, for the trial of a number; the host's word comes with it.
-KOG_DEVICE void publish_trial(Block& b, const Field& f, u64 number, u32 control) {
+// The best of what the warps have kept, for the check of a number; the host's word comes with it.
+KOG_DEVICE void publish_top_p_check(Block& b, const Field& f, u64 number, u32 control) {
   sync_consumers();
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // as in publish_candidate
-  u64* to = words_of_block<TrialWords, 6>(b, b.block);
+  u64* to = words_of_block<TopPCheckWords, 6>(b, b.block);
   u32 logit = f.rows.hold(best.id) ? ordered(f.logits[best.id]) : 0;
   put_candidate(to, number, best, logit);
   put_pair(to + 4, number, control, 0);
 }
 
-// The winner of a trial, known to every thread; `agreed` knows it, too. `room` holds a word a warp.
-KOG_DEVICE Trial gather_trial(Block& b, u64 number, u32* room) {
+// The argmax of a check, known to every thread; `agreed` knows it, too. `scratch` holds a word a warp.
+KOG_DEVICE TopPCheck gather_top_p_check(Block& b, u64 number, u32* scratch) {
   if (b.warp * 32 < kBlocks) {
-    const u64* from = words_of_block<TrialWords, 6>(b, b.thread);
+    const u64* from = words_of_block<TopPCheckWords, 6>(b, b.thread);
     bool there = b.thread < kBlocks;
     u64 v[3];
     poll_pairs(
-        b, Step::kTrial, number, [&](int i) { return from + 2 * i; },
+        b, Step::kTopPCheck, number, [&](int i) { return from + 2 * i; },
         [&](int i) { return i < 2 ? there : b.thread == 0; }, v);
     Candidate c = there ? Candidate{double_of(v[0]), static_cast<int>(v[1] >> 32)} : nobody();
     Candidate best = best_of_warp(c);
-    if (there && c.id == best.id) room[b.warp] = static_cast<u32>(v[1]);
+    if (there && c.id == best.id) scratch[b.warp] = static_cast<u32>(v[1]);
     if (b.in_warp == 0) b.small->global[b.warp] = best;
     if (b.thread == 0) b.small->control = static_cast<u32>(v[2] >> 32);
   }
   sync_consumers();
-  Trial t = {b.small->global[0], room[0]};
-  for (int w = 1; w < kWinners; w++)
-    if (beats(b.small->global[w], t.winner)) t = {b.small->global[w], room[w]};
+  TopPCheck t = {b.small->global[0], scratch[0]};
+  for (int w = 1; w < kCandidateWarps; w++)
+    if (beats(b.small->global[w], t.argmax)) t = {b.small->global[w], scratch[w]};
   sync_consumers();
   return t;
 }
@@ -61,7 +61,7 @@ struct Shares {
 };
 
 // Of this block's ids. The counts of both are halves of one number.
-KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, u64* room) {
+KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};  // weight before, weight of all, counts
   for (int id = f.rows.first + b.thread; id < f.rows.last; id += 32 * kWarps) {
     if (!f.holds(f.logits[id])) continue;
@@ -74,23 +74,23 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
 #pragma unroll
   for (int i = 0; i < 3; i++) {
     sums[i] = sum_of_warp(sums[i]);
-    if (b.in_warp == 0) room[3 * b.warp + i] = sums[i];
+    if (b.in_warp == 0) scratch[3 * b.warp + i] = sums[i];
   }
   sync_consumers();
   if (b.warp != 0) return;
   u64* to = words_of_block<SharesWords, 6>(b, b.block);
 #pragma unroll
   for (int i = 0; i < 3; i++) {
-    u64 sum = sum_of_warp(b.in_warp < kWarps ? room[3 * b.in_warp + i] : 0);
+    u64 sum = sum_of_warp(b.in_warp < kWarps ? scratch[3 * b.in_warp + i] : 0);
     if (b.in_warp == 0 && !must_leave(b))  // as in publish_candidate
       put_pair(to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
 }
 
 // Of all blocks' ids, known to every thread.
-KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* room) {
+KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};
-  sync_consumers();  // warp 0 has read this block's sums: the room is free
+  sync_consumers();  // warp 0 has read this block's sums: the scratch is free
   if (b.warp * 32 < kBlocks) {
     const u64* from = words_of_block<SharesWords, 6>(b, b.thread);
     poll_pairs(
@@ -99,28 +99,28 @@ KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* room) {
 #pragma unroll
     for (int i = 0; i < 3; i++) {
       sums[i] = sum_of_warp(b.thread < kBlocks ? sums[i] : 0);
-      if (b.in_warp == 0) room[3 * b.warp + i] = sums[i];
+      if (b.in_warp == 0) scratch[3 * b.warp + i] = sums[i];
     }
   }
   sync_consumers();
   sums[0] = sums[1] = sums[2] = 0;
-  for (int i = 0; i < 3 * kWinners; i++) sums[i % 3] += room[i];
+  for (int i = 0; i < 3 * kCandidateWarps; i++) sums[i % 3] += scratch[i];
   return {{sums[0], static_cast<u32>(sums[2] >> 32)}, {sums[1], static_cast<u32>(sums[2])}};
 }
 
-// What becomes of a winner: of one behind top_k and top_p both it may take the cut of top_k to know.
-enum class Fate { kSurvives, kFalls, kOpen };
+// Whether the argmax survives; with top_k and top_p both it may take the cut of top_k to know (kOpen).
+enum class Verdict { kSurvives, kFalls, kOpen };
 
-KOG_DEVICE Fate fate_of(const Block& b, const Field& f, u32 logit, const Shares& s) {
-  if (!f.holds(from_ordered(logit))) return Fate::kFalls;
+KOG_DEVICE Verdict verdict_of(const Block& b, const Field& f, u32 logit, const Shares& s) {
+  if (!f.holds(from_ordered(logit))) return Verdict::kFalls;
   u32 k = b.request[Request::kTopK], share = b.request[Request::kTopP];
   bool by_count = k != 0 && s.all.count > k;
-  if (by_count && s.before.count >= k) return Fate::kFalls;
-  if ((b.request[Request::kFlags] & kTopP) == 0) return Fate::kSurvives;
-  if (s.before.weight >= share_of(s.all.weight, share)) return Fate::kFalls;
-  if (!by_count) return Fate::kSurvives;
+  if (by_count && s.before.count >= k) return Verdict::kFalls;
+  if ((b.request[Request::kFlags] & kTopP) == 0) return Verdict::kSurvives;
+  if (s.before.weight >= share_of(s.all.weight, share)) return Verdict::kFalls;
+  if (!by_count) return Verdict::kSurvives;
   u64 own = weight_at(distance_of(f.top, from_ordered(logit), f.scale));  // top_k leaves that at least
-  return s.before.weight < share_of(s.before.weight + own, share) ? Fate::kSurvives : Fate::kOpen;
+  return s.before.weight < share_of(s.before.weight + own, share) ? Verdict::kSurvives : Verdict::kOpen;
 }
 
 }  // namespace kog
