@@ -4,11 +4,13 @@ A claim is where the backend's steps arrive. It notes every token as it comes, w
 with the last step it knows what the slot holds and frees it at once.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 from kog_triton.backends.mailbox import Failure, Inbox, Request, Step
 
+log = logging.getLogger(__name__)
 WAITS = -1  # the slot of a request that has none yet
 
 
@@ -17,7 +19,7 @@ class Claim(Inbox):
 
     salt      only prompts with the same one may share keys and values
     ended     called once, as the backend's last word arrives: the claim, and the ids that its slot holds now
-    withdraw  called by a reader of a cancelled claim: ends one that still waits
+    withdraw  called by a reader of a cancelled claim: ends those that still wait
     """
 
     def __init__(
@@ -25,7 +27,7 @@ class Claim(Inbox):
         request: Request,
         salt: str,
         ended: "Callable[[Claim, list[int]], None]",
-        withdraw: "Callable[[Claim], None]",
+        withdraw: Callable[[], None],
     ) -> None:
         super().__init__()
         self.request, self.salt, self.ended = request, salt, False
@@ -37,7 +39,10 @@ class Claim(Inbox):
         self.request = replace(self.request, slot=slot, cached=cached)
 
     def listen(self, news: Callable[[], None]) -> None:
-        """Call `news` now and whenever there may be something to read, in whichever thread brings it."""
+        """Call `news` now and whenever there may be something to read, in whichever thread brings it.
+
+        It must not wait: the thread may be the engine's and hold its lock. What it raises there is logged.
+        """
         self._on_news = news
         news()
 
@@ -45,8 +50,7 @@ class Claim(Inbox):
         """Ask for an early end, from any thread, a signal handler or the collector."""
         self.cancelled = True
         self._steps.put(None)
-        if self._on_news is not None:
-            self._on_news()
+        self._tell_news()
 
     def push(self, step: Step | Failure) -> None:
         if isinstance(step, Failure):
@@ -57,13 +61,19 @@ class Claim(Inbox):
             if step.finish is not None:
                 self._end([*self.request.prompt, *self._made][: step.held])
         super().push(step)
-        if self._on_news is not None:
-            self._on_news()
+        self._tell_news()
 
     def read(self, timeout: float | None = None) -> list[Step | Failure]:
         if self.cancelled:
-            self._withdraw(self)
+            self._withdraw()
         return super().read(timeout)
+
+    def _tell_news(self) -> None:
+        try:
+            if self._on_news is not None:
+                self._on_news()
+        except Exception:  # the listener's own: other requests share this thread
+            log.exception("a request's listener failed")
 
     def _end(self, held: list[int]) -> None:
         self.ended = True

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kog_triton.backends import Backend
-from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request, Step
+from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
 from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import RequestError, RunError, shown
 from kog_triton.metrics import Peak
@@ -71,6 +71,9 @@ def _close_open_engines() -> None:
     """A thread that is inside a backend when Python ends would abort the process."""
     for engine in list(_open_engines):
         engine.close()
+
+
+os.register_at_fork(after_in_child=_open_engines.clear)  # they are the parent's to close
 
 
 class Engine:
@@ -197,8 +200,7 @@ class Engine:
         )
         claim = Claim(request, job.cache_salt, self._release, self._withdraw)
         with self._lock:
-            if self.closed:
-                raise RunError("the engine is closed: open a new LLM")
+            self._check_open()
             if self._free_slots():
                 self._give_slot(claim)
             else:
@@ -210,11 +212,19 @@ class Engine:
 
     # ---- slots; the lock is held ----
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RunError("the engine is closed: open a new LLM")
+
     def _free_slots(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.claim is None]
 
     def _give_slot(self, claim: Claim) -> None:
         """Give a free slot to a claim and its request to the backend."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
+            thread.start()  # first: the system may refuse it
+            self._thread = thread
         slot, cached = self._choose_slot(claim)
         slot.claim, slot.tokens, slot.salt = claim, [], claim.salt
         claim.admit(slot.index, cached)
@@ -222,9 +232,6 @@ class Engine:
         self._mailbox.post(claim.request, claim)
         self._num_posted += 1
         self._lock.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
-            self._thread.start()
 
     def _choose_slot(self, claim: Claim) -> tuple[Slot, int]:
         """A free slot and how many leading ids it holds; the last id is always left to compute.
@@ -249,12 +256,9 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free slots to those who have waited longest."""
+        self._queue.end_cancelled()
         while self._queue and not self.closed and self._free_slots():
-            claim = self._queue.next()
-            if claim.cancelled:
-                claim.push(Step(-1, "cancel"))
-            else:
-                self._give_slot(claim)
+            self._give_slot(self._queue.next())
 
     # ---- what claims call ----
 
@@ -268,17 +272,17 @@ class Engine:
             slot.tokens, slot.claim, slot.last_used = tokens, None, self._num_uses
             self._admit()
 
-    def _withdraw(self, claim: Claim) -> None:
-        """End a claim that still waits."""
+    def _withdraw(self) -> None:
+        """End cancelled claims that still wait."""
         with self._lock:
-            if self._queue.remove(claim):
-                claim.push(Step(-1, "cancel"))
+            self._queue.end_cancelled()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the backend serves nobody: running requests wait at a token boundary."""
+        """Inside, the backend serves nobody: running requests wait at a token boundary. RunError once closed."""
         with self._lock:
             self._lock.wait_for(lambda: not self._paused)
+            self._check_open()
             self._paused = True
         try:
             with self._lock:
@@ -360,6 +364,8 @@ class Engine:
             self._lock.notify_all()
         if thread is not None:
             thread.join()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._paused)
         self.backend.close()
 
 

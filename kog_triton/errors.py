@@ -56,4 +56,6 @@ def run_error(error: BaseException) -> KogError:
     """What a request raises for an error of its backend."""
     if isinstance(error, KogError):
         return error
-    return RunError(f"the backend failed: {type(error).__name__}: {error}")
+    found = RunError(f"the backend failed: {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

@@ -66,8 +66,15 @@ class Generation:
                 delta = self.poll(None)
                 if delta is not None:
                     yield delta
-        finally:
+        except GeneratorExit:
+            # Perhaps the collector's, in whichever thread it runs: the one that serves must not wait for itself.
+            self._claim.cancel()
+            self.finish_reason = self.finish_reason or FINISH_REASONS["cancel"]
+            raise
+        except BaseException:
             self.close()
+            raise
+        self.close()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas as they come, on the running event loop; leaving the loop early cancels the request."""
@@ -172,7 +179,7 @@ class Generation:
         for step in steps:
             if isinstance(step, Failure):
                 self.finish_reason = FINISH_REASONS["cancel"]
-                raise run_error(step.error) from step.error
+                raise run_error(step.error)
             texts.append(self._text_of(step, now))
             if self.finished:
                 break

@@ -186,7 +186,8 @@ class LLM:
         """Start one prompt; iterate over the result for `Delta`s, the last with the output.
 
         With `for` in a thread, or `async for` on an event loop. Leaving the loop, `cancel()`, `close()` or dropping
-        the result ends the request and frees its slot. RequestError if `max_waiting` others wait for a slot.
+        the result ends the request and frees its slot; `close()` waits until it is free. RequestError if `max_waiting`
+        others wait for a slot.
         """
         job = self._job(prompt, self.default_params() if params is None else params)
         if job.params.n != 1:

@@ -5,6 +5,7 @@ Whoever has many requests keeps only as many in line as there are slots (LLM.gen
 
 from collections import deque
 
+from kog_triton.backends.mailbox import Step
 from kog_triton.claim import Claim
 from kog_triton.errors import RequestError
 
@@ -23,8 +24,9 @@ class RequestQueue:
         return len(self._claims)
 
     def add(self, claim: Claim) -> None:
-        """To the end of the line; QueueFull if it is as long as it may be. Cancelled claims do not count."""
-        if sum(not other.cancelled for other in self._claims) >= self._most:
+        """To the end of the line; QueueFull if it is as long as it may be."""
+        self.end_cancelled()
+        if len(self) >= self._most:
             raise QueueFull(
                 f"every slot is busy and {self._most} requests wait: try again later, or open the LLM "
                 "with a larger num_slots or max_waiting"
@@ -35,10 +37,11 @@ class RequestQueue:
         """The claim that has waited longest, which leaves the line."""
         return self._claims.popleft()
 
-    def remove(self, claim: Claim) -> bool:
-        """Whether the claim was in line, which it leaves."""
-        try:
-            self._claims.remove(claim)
-        except ValueError:
-            return False
-        return True
+    def end_cancelled(self) -> None:
+        """Cancelled claims leave the line."""
+        claims, self._claims = self._claims, deque()
+        for claim in claims:
+            if claim.cancelled:
+                claim.push(Step(-1, "cancel"))
+            else:
+                self._claims.append(claim)

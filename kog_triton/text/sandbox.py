@@ -108,7 +108,8 @@ class Renderer:
 def _exchange(channel: socket.socket, line: bytes, max_chars: int) -> bytes:
     """The reply to a line, whole if it ends with a line break: not if the process ended."""
     try:
-        channel.sendall(line)
+        # the caller may let broken pipes end its process
+        channel.sendall(line, getattr(socket, "MSG_NOSIGNAL", 0))
         with channel.makefile("rb") as file:
             # a character is at most twelve bytes of JSON; 2000 hold an error
             return file.readline(12 * max_chars + 2000)

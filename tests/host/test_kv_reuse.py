@@ -57,9 +57,11 @@ def test_reuse_after_a_stop_string_equals_a_cold_run(folder, narrow):
 
 
 def test_leaving_a_stream_early_frees_and_keeps_the_slot(folder, narrow):
-    for delta in narrow.stream("slow Hi", replace(GREEDY, max_tokens=None)):
+    stream = narrow.stream("slow Hi", replace(GREEDY, max_tokens=None))
+    for delta in stream:
         if delta.text:
             break
+    stream.close()
     assert narrow.engine.num_free_slots == 1
     assert narrow.generate("slow Hi", GREEDY)[0].outputs[0] == cold(folder, "slow Hi")
 
@@ -136,6 +138,7 @@ def test_threads_that_share_the_slots_and_give_up_at_random_get_the_right_tokens
                 seen += delta.token_ids
                 if len(seen) >= give_up:
                     break
+            stream.close()
             wrong[seed] += seen != expected(prompt, len(seen))
 
     wrong = [0] * 4

@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
-from kog_triton import LLM
+from kog_triton import LLM, engine
 from kog_triton.errors import RequestError, RunError
 from tests.lib.fake_backend import GREEDY, FakeBackend, cold
 
@@ -209,6 +211,29 @@ def test_a_stream_that_is_dropped_in_line_is_never_served(folder, narrow):
     assert narrow.engine.backend.computed == [len("slow a"), len("c")]
 
 
+class Collects(FakeBackend):
+    """The collector runs in the engine's thread."""
+
+    def _advance(self, *args):
+        gc.collect()
+        return super()._advance(*args)
+
+
+def test_a_loop_that_the_collector_drops_in_the_engine_s_thread_harms_nobody(folder):
+    """Its generator is part of a cycle, as the frame of an error that was caught is."""
+    gc.disable()
+    try:
+        with LLM(folder, backend=Collects) as llm:
+            cycle = {"loop": iter(llm.stream("slow a", ENDLESS))}
+            next(cycle["loop"])
+            cycle["self"] = cycle
+            reader = Together(text_of, [llm.stream("say:b", GREEDY)])
+            del cycle
+            assert reader.join()[0].text == "b"
+    finally:
+        gc.enable()
+
+
 def test_a_stream_that_nobody_reads_ends_by_itself_and_its_slot_serves_the_next(folder, narrow):
     unread = narrow.stream("slow say:abc", GREEDY)
     assert narrow.generate("slow say:abc", GREEDY)[0].metrics.cached_tokens == 11
@@ -257,11 +282,100 @@ class Gone(FakeBackend):
         raise RunError("the GPU fell silent")
 
 
+@pytest.mark.parametrize("last", ["say:a", "fail a", "crash a", "slow a"])
+def test_a_listener_that_raises_harms_no_other_request(folder, caplog, last):
+    def listener():
+        if threading.current_thread().name == "kog-backend" and first._claim.ended:
+            raise ValueError("of the listener")
+
+    with LLM(folder, backend=FakeBackend) as llm:
+        with llm.engine.paused():
+            first = llm.stream(last, GREEDY)
+            first.listen(listener)
+            waiting = [llm.stream(f"say:{i}", GREEDY) for i in range(2)]
+        readers = Together(text_of, waiting)
+        assert [said.text for said in readers.join()] == ["0", "1"]
+        assert llm.engine.num_free_slots == 1
+    assert "of the listener" in caplog.text
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_the_slot_free(
+    folder, narrow, monkeypatch
+):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="start new thread"):
+        patch.setattr(threading.Thread, "start", start)
+        narrow.stream("a", GREEDY)
+    assert narrow.engine.num_free_slots == 1
+    assert Together(text_of, [narrow.stream("b", GREEDY)]).join() == [cold(folder, "b")]
+
+
+def test_closing_waits_for_who_has_the_backend_and_nobody_gets_it_afterwards(folder):
+    llm = LLM(folder, backend=FakeBackend)
+    with llm.engine.paused():
+        closing = threading.Thread(target=llm.close, daemon=True)
+        closing.start()
+        await_that(lambda: llm.engine.closed)
+        time.sleep(0.05)
+        assert not llm.engine.backend.closed
+    closing.join(20)
+    assert llm.engine.backend.closed
+    with pytest.raises(RunError, match="closed"):
+        llm.forward_logits([1])
+
+
+def test_streams_dropped_in_line_do_not_pile_up(narrow):
+    first = narrow.stream("slow a", ENDLESS)
+    for _ in range(50):
+        narrow.stream("b", GREEDY)
+    assert narrow.engine.num_waiting <= 1
+    first.close()
+
+
 def test_an_error_that_stays_reaches_everybody_who_waits(folder):
     with LLM(folder, backend=Gone) as llm:
         streams = [llm.stream(f"say:{i}", GREEDY) for i in range(4)]
         assert [text_of(stream) for stream in streams] == ["the GPU fell silent"] * 4
         assert (llm.engine.num_waiting, llm.engine.num_free_slots) == (0, 1)
+
+
+def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with narrow.engine._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        engine._close_open_engines()  # as at its exit
+        os._exit(0)
+    over.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+class Broken(FakeBackend):
+    def generate(self, mailbox):
+        try:
+            raise OSError("of the driver")
+        except OSError as error:
+            raise RunError("the GPU broke off") from error
+
+
+@pytest.mark.parametrize("backend, says", [(Broken, "of the driver"), (FakeBackend, "is gone")])
+def test_an_error_says_what_it_came_from_and_never_itself(folder, backend, says):
+    with LLM(folder, backend=backend) as llm, pytest.raises(RunError) as raised:
+        llm.generate("crash", GREEDY)
+    assert says in str(raised.value.__cause__)
+    assert raised.value.__cause__ is not raised.value
 
 
 def test_a_failure_is_that_of_its_request_alone(narrow):

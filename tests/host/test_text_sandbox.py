@@ -180,6 +180,15 @@ def test_time_is_limited_whatever_the_caller_does_with_the_signal(small):
         signal.signal(signal.SIGALRM, handler)
 
 
+def test_values_beyond_the_memory_do_not_end_a_caller_that_broken_pipes_end(small):
+    handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        reply = small.render("{{ m|length }}", {"m": "a" * (150 << 20)})
+    finally:
+        signal.signal(signal.SIGPIPE, handler)
+    assert MEMORY in reply["error"]
+
+
 def test_an_interrupted_rendering_does_not_answer_the_next_one(small, monkeypatch):
     def interrupted(channel, line, max_chars):
         channel.sendall(line)

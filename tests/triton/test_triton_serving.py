@@ -164,7 +164,20 @@ def test_slots_take_turns_and_do_not_touch_each_other():
     assert tokens(steps[0]) == alone(EDITED, (3, 42), 3)
     assert tokens(steps[1]) == alone(GREEDY, (12, 8), 3)
     assert tokens(watched[0].read(2, 0)) == alone(GREEDY, (7,), 1)
-    assert set(ahead) == {0, 1}
+    assert set(ahead) == {0, 1, -1}  # a launch begins where the last one did not
+
+
+def test_launches_that_end_at_every_token_serve_all_alike():
+    """As where requests are cancelled again and again."""
+    backend, ahead = backend_of(ONE, num_slots=2), []
+
+    def host(mailbox):
+        backend.launcher.leave()
+        made = [mailbox._inboxes[slot]._steps.qsize() for slot in range(2)]
+        ahead.append(made[0] - made[1])
+
+    serve(backend, Request(0, (3, 42), GREEDY, 0, 4), Request(1, (12, 8), GREEDY, 0, 4), host=host)
+    assert -1 <= min(ahead) < max(ahead) <= 1
 
 
 def test_a_yield_at_any_token_leaves_all_to_go_on():

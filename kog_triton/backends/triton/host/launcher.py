@@ -94,7 +94,8 @@ class TritonLauncher:
         failed = (states[:, OUTCOME.value] == Outcome.FAILED).int()
         positions = (states[:, POSITION.value] - failed).tolist()
         ended = [s for s in slots if self.outcomes[s] not in (0, Outcome.FAILED)]
-        return Result(positions, ended, error=self._expired())
+        # The next launch begins with another slot: launches may end at every token.
+        return Result(positions, ended, slots[:1], self._expired())
 
     def take_back(self, one: InSlot) -> None:
         # The block that waited told all of them to leave, in a pass of one slot's token.
