@@ -206,7 +206,7 @@ def test_shapes_have_what_they_are_there_for():
         spec, columns, blocks, _ = SHAPES[shape]
         text = header.render(layout_of(spec, columns, blocks))
         numbers = {k: int(v) for k, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
-        bodies = re.findall(r"struct (\w+) \{ static constexpr int (.*); \};", text)
+        bodies = re.findall(r"struct (\w+) \{ static constexpr int (.*?); .*\};", text)
         return numbers, {name: dict(re.findall(r"(k\w+) = (\w+)", body)) for name, body in bodies}
 
     for shape in ("tokens as rows", "tokens as rows, batch by batch"):
