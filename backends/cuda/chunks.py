@@ -32,7 +32,7 @@ CHUNKS_FROM = 3
 # tokens 5.4 for 6.0, behind 2,000 ones 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions
 # 0.92, behind 2,200 1.64. All of it was measured while joins began at 2,048 positions (layout/attention.py).
 CHUNKED = Crossover(8, 48)
-# The same of models with lanes, by Laneformer-2B in fp16, development runs: 8 tokens 2.00 ms for the library's 3.04,
+# For models with lanes, by Laneformer-2B in fp16, development runs: 8 tokens 2.00 ms for the library's 3.04,
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and
 # 9.2 for 6.9.
 CHUNKED_LANES = Crossover(8, 24)

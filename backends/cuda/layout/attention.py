@@ -81,8 +81,8 @@ def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
 
 
 def head_places(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> dict[str, int]:
-    """The same of `queries` heads whose splits, `merged` at most, one block walks alone
-    (include/kog/columns/splits.h)."""
+    """Byte places in scratch for `queries` heads whose splits, `merged` at most, one block walks alone:
+    name -> byte offset (include/kog/columns/splits.h)."""
     results = merged * result_slots(spec) * queries
     return _places(
         received=received_bytes(spec, new_rows),

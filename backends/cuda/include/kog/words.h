@@ -121,7 +121,7 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
     return bad;
   });
 }
-// The same of kCount words at `base`: at[i] is the index of the first word of vector i.
+// Polls kCount words at `base`: at[i] is the index of the first word of vector i.
 template <int kCount, int N>
 KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u32 phase,
                      uint4 (&q)[N]) {
