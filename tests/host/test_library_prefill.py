@@ -8,7 +8,12 @@ import torch
 
 from kog_triton.backends.prefill import forward as walk
 from kog_triton.backends.prefill import weights as fused
-from kog_triton.backends.prefill.library import BUCKETS, LibraryPrefill, choose_prefill
+from kog_triton.backends.prefill.library import (
+    BUCKETS,
+    BY_TOKEN,
+    LibraryPrefill,
+    choose_prefill,
+)
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from tests.lib.prefill_cases import (
@@ -172,8 +177,9 @@ def test_what_does_not_fit_is_refused():
 
 def test_auto_leaves_short_prompts_to_the_kernel():
     assert choose_prefill(1) == "kernel" and choose_prefill(BUCKETS[-1]) == "library"
-    chosen = [choose_prefill(n) for n in range(1, 600)]
-    assert chosen == sorted(chosen)  # one crossover, kernel below it
+    for first, least in ((0, BY_TOKEN.fresh), (1, BY_TOKEN.behind), (500, BY_TOKEN.behind)):
+        chosen = [choose_prefill(n, first) for n in range(1, 600)]
+        assert chosen == sorted(chosen) and chosen.index("library") + 1 == least
 
 
 # ---- on a GPU ----
