@@ -47,7 +47,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
+WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
 class CudaBackend:
@@ -93,7 +93,7 @@ class CudaBackend:
         self._gpu_answers = Answers()
         self.device, self.gpu = self._open_device()
         self.max_context = options.max_context or self.spec.max_context
-        self.wait_ticks = WAIT_TICKS
+        self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._kernels: list[Kernel] = []
         lowering = lower(build(self.spec), self.gpu, num_blocks)
@@ -226,7 +226,7 @@ class CudaBackend:
                 check_waits(memory, self.layout)
                 return seconds
 
-            self._stages = StageRunner(self.layout, memory, launch, self.wait_ticks)
+            self._stages = StageRunner(self.layout, memory, launch, self.wait_ns)
         return self._stages
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
@@ -306,7 +306,7 @@ class CudaBackend:
     ) -> Finished:
         """Start the kernel on slots of `memory`; what comes back says when it has ended."""
         self._clear(memory)
-        pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
+        pointers = memory.pointers(slots, self.wait_ns, most_steps, **others)
         kernel = kernel or self.kernel
         return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
 
