@@ -313,9 +313,7 @@ def test_a_block_that_hangs_ends_the_launch(walk):
     """Every other block gives up in bounded time, the first one says where, and no token comes out."""
     absent = walk.layout.lowering.num_blocks - 1
     rounds = walk.run(walk.words([1, 2], 40), [1, 2], seed=3, limit=2000, absent=absent)
-    assert (
-        2000 < rounds < 4000
-    )  # by the GPU's clock, whatever an SM's says: the emulated one counts rounds
+    assert 2000 < rounds < 4000  # which the emulated GPU's clock counts, and an SM's does not
     flag, block, step, layer, word, seen, wanted = walk.memory.error.tolist()[:7]
     assert flag == 1 and block != absent and layer == 0
     place = walk.layout.place_of(header.STEPS[step], word)
