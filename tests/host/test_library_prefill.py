@@ -3,6 +3,8 @@
 On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -180,6 +182,37 @@ def test_auto_leaves_short_prompts_to_the_kernel():
     for first, least in ((0, BY_TOKEN.fresh), (1, BY_TOKEN.behind), (500, BY_TOKEN.behind)):
         chosen = [choose_prefill(n, first) for n in range(1, 600)]
         assert chosen == sorted(chosen) and chosen.index("library") + 1 == least
+
+
+def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
+    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps."""
+    reserved, told = [100 << 20], []
+
+    class Graph:
+        def pool(self):
+            return "pool"
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        told.append(pool)
+        reserved[0] += 7 << 20
+        yield
+
+    def stream(*arguments):
+        raise AssertionError("a capture takes another stream")
+
+    fakes = {"CUDAGraph": Graph, "graph": capture, "Stream": stream, "empty_cache": lambda: None}
+    fakes["memory_reserved"] = lambda device: reserved[0]
+    ours = prefill_of("llama")
+    before = ours.memory_bytes()
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    ours._capture_all()
+    count = len(ours._graphs)
+    assert told == [None, *["pool"] * (count - 1)] and count > 1
+    assert ours.memory_bytes()["other"] - before["other"] == count * 7 << 20
+    monkeypatch.undo()
+    ours._graphs.clear()
 
 
 # ---- on a GPU ----
