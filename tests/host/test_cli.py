@@ -270,6 +270,29 @@ def test_interactive_answers_are_not_broken_by_the_lines_of_a_log(cli, monkeypat
     assert after[:2] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
 
 
+@pytest.mark.parametrize("how", ["prompt", "interactive"])
+def test_a_compiler_speaks_before_the_text_that_waits_for_it(cli, monkeypatch, how):
+    """Triton's takes 11 to 48 s in a first request, which sat silent: its lines waited for the text's end."""
+    seen = []
+
+    class Terminal(io.StringIO):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def write(self, text):
+            seen.append((self.name, text))
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("compile say:one\n"))
+    monkeypatch.setattr(sys, "stdout", Terminal("stdout"))
+    monkeypatch.setattr(sys, "stderr", Terminal("stderr"))
+    flags = ["-p", "compile say:one"] if how == "prompt" else ["--interactive", "--raw"]
+    assert cli(*flags)[0] == 0
+    said, text = seen.index(("stderr", "compiling the kernel")), seen.index(("stdout", "o"))
+    assert said < text
+
+
 @pytest.fixture
 def spoken():
     return logging.makeLogRecord({"msg": "compiled"})

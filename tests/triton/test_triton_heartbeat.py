@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
-from kog_triton.backends import watchdog
+from kog_triton.backends import compile_log, watchdog
 from kog_triton.backends.gpu_turn import Turn
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.serving import Launch, LaunchServing
@@ -43,6 +43,23 @@ def test_it_beats_in_prompts_too():
     backend.options = replace(backend.options, prefill="kernel")
     serve(backend, Request(0, tuple(range(3, 17)), GREEDY, 0, 1))
     assert backend.memory.pointers.mailbox[0, BEAT] > 0
+
+
+def test_the_first_launch_of_each_variant_says_that_it_compiles(monkeypatch, caplog):
+    """As the interpreter does in its way, longer than the patience here."""
+    monkeypatch.setattr(compile_log, "QUICK_S", 0.0)
+    caplog.set_level("INFO", "kog_triton.compilers")
+    backend = backend_of(ONE)
+    sampled = replace(GREEDY, temperature=1.0, top_p=0.5)
+    for params, what in ((GREEDY, "kernel"), (GREEDY, ""), (sampled, "kernel with sampling rules")):
+        caplog.clear()
+        serve(backend, Request(0, (3,), params, 0, 1))
+        if what:
+            begun, ended = caplog.messages
+            assert begun == f"compiling the Triton {what}, once for this model"
+            assert ended.startswith(f"compiled the Triton {what} in ")
+        else:
+            assert caplog.messages == []
 
 
 class Mute:

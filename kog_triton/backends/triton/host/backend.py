@@ -1,12 +1,14 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
@@ -89,6 +91,9 @@ class TritonBackend:
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
+        self._launched: set[object] = (
+            set()
+        )  # variants of kernels, each of which is compiled by its first launch
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -232,14 +237,23 @@ class TritonBackend:
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
-        self._compiled = decode_kernel[grid](
-            pointers, self.tiles, rules, chunks, **self._launch_options
-        )
+        parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
+        with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
+            self._compiled = decode_kernel[grid](
+                pointers, self.tiles, rules, chunks, **self._launch_options
+            )
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()
         finished.record()
         return finished.query
+
+    def _first_time(self, variant: object, what: str) -> AbstractContextManager[None]:
+        """Around a launch."""
+        if variant in self._launched:
+            return nullcontext()
+        self._launched.add(variant)
+        return told_if_slow(what)
 
     def _launch_stage(
         self,
@@ -260,9 +274,10 @@ class TritonBackend:
         grid = (self.tiles.num_blocks,)
         before()
         seconds = clock(self.device)
-        stage_kernel[grid](
-            pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
-        )
+        with self._first_time(stage, f"the Triton kernel of {stage}"):
+            stage_kernel[grid](
+                pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
+            )
         took = seconds()
         # Without the heartbeat in `pointers`, which is that of the last launch that served.
         if expired := describe_wait(pointers.error.tolist(), self.tiles):
