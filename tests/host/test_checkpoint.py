@@ -404,6 +404,31 @@ def test_hub_fetches_what_is_read_and_nothing_else(hub, sharded):
     assert tokenizer.render_chat(message, tools=[{"name": "f"}]) == "tools"
 
 
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("a/b", True),
+        ("o" * 96 + "/" + "n" * 96, True),
+        ("o" * 97 + "/n", False),
+        ("o/" + "n" * 97, False),
+        ("Org-1.x_y/Model.v2-3_4", True),
+        (".org/name", False),
+        ("org/-name", False),
+        ("org/na me", False),
+        ("org/name/", False),
+        ("org", False),
+    ],
+)
+def test_names_of_the_hub(hub, monkeypatch, tmp_path, name, is_one):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(hub[0])
+    if is_one:
+        assert model_folder(name) == hub[1] and hub[2]["repo_id"] == name
+    else:
+        with pytest.raises(ModelError, match="not a hub id of the form org/name"):
+            model_folder(name)
+
+
 def test_hub_failure_is_one_line_with_advice(monkeypatch):
     def snapshot_download(*args, **kwargs):
         raise OSError("cannot reach the host\nsecond line")

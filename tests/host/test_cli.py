@@ -134,6 +134,7 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
     options = {renamed.get(name, name): value for name, value in machine.items()}
     assert record["backend"]["options"] == options | {"num_slots": 1}
+    assert record["model"]["max_context"] == 64
 
 
 def test_flags_reach_the_sampling(cli):
@@ -193,6 +194,10 @@ def test_the_prompt_may_be_a_file_or_stdin(cli, tmp_path, monkeypatch):
     assert cli("-p", f"@{file}", "--quiet")[1] == "from a file"
     monkeypatch.setattr(sys, "stdin", io.StringIO("say:from stdin"))
     assert cli("-p", "-", "--quiet")[1] == "from stdin"
+    assert cli("-p", "@@say:@home", "--quiet")[1] == "@home"
+    file = tmp_path / "run.json"
+    cli("-p", "@@x", "-m", "1", "--quiet", "--json", str(file))
+    assert json.loads(file.read_text())["output"]["prompt"] == "@x"
 
 
 def test_chat_goes_through_the_template(cli, tmp_path):
@@ -289,8 +294,8 @@ def test_a_compiler_speaks_before_the_text_that_waits_for_it(cli, monkeypatch, h
     monkeypatch.setattr(sys, "stderr", Terminal("stderr"))
     flags = ["-p", "compile say:one"] if how == "prompt" else ["--interactive", "--raw"]
     assert cli(*flags)[0] == 0
-    said, text = seen.index(("stderr", "compiling the kernel")), seen.index(("stdout", "o"))
-    assert said < text
+    text = next(at for at, (stream, words) in enumerate(seen) if stream == "stdout" and words)
+    assert ("stderr", "compiling the kernel") in seen[:text]
 
 
 @pytest.fixture
@@ -447,6 +452,39 @@ def test_doctor_lists_every_backend(cli, capsys):
     backends = {b["name"]: b for b in found["backends"]}
     assert list(backends)[:4] == list(KNOWN) and backends["fake"]["available"]
     assert found["kog_triton"] == kog_triton.__version__ and found["packages"]["torch"]
+
+
+def test_doctor_tells_what_it_found_by_value():
+    found = {
+        "kog_triton": "1.2", "python": "3.12.1", "platform": "Linux", "packages": {"torch": "2.9", "triton": None},
+        "driver": "580.1", "gpus": [{"name": "G", "arch": "sm_90", "memory_bytes": 150_600_000_000}],
+        "backends": [
+            {"name": "cuda", "installed": True, "available": True, "reason": "", "advice": "do nothing"},
+            {"name": "hip", "installed": False, "available": False, "reason": "not here", "advice": "buy one"},
+            {"name": "odd", "installed": True, "available": False, "reason": "no idea", "advice": ""},
+        ],
+        "demo": {"path": "/d", "present": False},
+    }  # fmt: skip
+    assert doctor.report(found).splitlines() == [
+        "kog_triton 1.2, Python 3.12.1, Linux",
+        "torch 2.9, triton (not installed)",
+        "",
+        "GPUs",
+        "  0  G  sm_90  151 GB",
+        "  driver: 580.1",
+        "",
+        "backends",
+        "  cuda      ready",
+        "  hip       cannot run here  not here",
+        "            -> buy one",
+        "  odd       cannot run here  no idea",
+        "",
+        "demo checkpoint: missing, /d",
+    ]
+    bare = doctor.report(
+        found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
+    )
+    assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
 
 
 def test_kog_hands_over_to_its_commands(cli, capsys):
