@@ -234,6 +234,7 @@ def test_the_target_is_about_our_backends():
     rows = [make_row(n, k, "timed", "") for n, k in (("a", "backend"), ("b", "peer"))]
     for row, rate in zip(rows, (10.0, 99.0), strict=True):
         row["host"] = {"tokens_per_s": rate}
+    assert target_of(rows, target_of(rows, 10)["reached"])["met"]  # just reached
     assert target_of(rows, 50)["met"] is False and target_of(rows, 10)["by"] == "a"
     assert target_of(rows[1:], 5) == {"tokens_per_s": 5, "reached": 0.0, "by": None, "met": False}
     assert target_of(rows, None) is None

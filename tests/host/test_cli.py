@@ -9,17 +9,21 @@ import importlib
 import io
 import json
 import logging
+import platform
 import sys
 import tomllib
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import jsonschema
 import pytest
+import torch
 
 import kog_triton
 from kog_triton import LLM, doctor, generate
 from kog_triton import __main__ as kog
 from kog_triton.backends.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.cli import interactive
 from kog_triton.cli.command import run
 from kog_triton.cli.stats import stats
@@ -28,7 +32,7 @@ from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, R
 from kog_triton.sampling.params import SamplingParams
 from tests import ROOT
 from tests.lib.fake_backend import install
-from tests.lib.fake_checkpoint import make_checkpoint
+from tests.lib.fake_checkpoint import END, make_checkpoint
 
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
 
@@ -224,6 +228,49 @@ def test_the_record_follows_its_schema(cli, tmp_path):
     del record["output"]["metrics"]["seed"]
     with pytest.raises(jsonschema.ValidationError, match="seed"):
         jsonschema.validate(record, SCHEMA)
+
+
+def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kog", "generate", "-p", "abc"])
+    file = tmp_path / "run.json"
+    before = datetime.now(UTC).replace(microsecond=0)
+    assert (
+        cli(
+            "-p",
+            "say:ab",
+            "--max-model-len",
+            "100",
+            "--stop",
+            "x",
+            "--seed",
+            "5",
+            "--json",
+            str(file),
+        )[0]
+        == 0
+    )
+    record = json.loads(file.read_text())
+    assert before <= datetime.fromisoformat(record["created"]) <= datetime.now(UTC)
+    spec = Checkpoint.open(folder).spec
+    assert record["model"] == {
+        "path": str(folder), "family": "llama", "num_parameters": spec.num_parameters, "dtype": "f32", "max_context": 100,
+    }  # fmt: skip
+    assert (record["backend"]["name"], record["backend"]["reason"]) == ("fake", "asked for")
+    assert record["backend"]["memory_bytes"] == {"weights": 0, "kv_cache": 0, "other": 0}
+    where = record["environment"]
+    assert (
+        where["argv"] == ["generate", "-p", "abc"] and where["kog_triton"] == kog_triton.__version__
+    )
+    assert (where["python"], where["platform"]) == (platform.python_version(), platform.platform())
+    assert where["torch"] == torch.__version__ and record["load_s"] > 0
+    unresolved = set(SamplingParams.__dataclass_fields__) - {"end_token_ids", "bad_words_token_ids"}
+    assert set(record["params"]) == unresolved
+    # the checkpoint's own default, what was said, and the rest of the context
+    params = record["params"]
+    assert (params["temperature"], params["seed"], params["max_tokens"]) == (0.5, 5, None)
+    output = record["output"]
+    assert output["prompt_token_ids"] == list(b"say:ab") and output["finished"] is True
+    assert output["outputs"][0]["token_ids"] == [*b"ab", END] and output["outputs"][0]["index"] == 0
 
 
 def test_interactive_holds_a_conversation(cli, monkeypatch):
