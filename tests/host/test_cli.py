@@ -253,7 +253,8 @@ def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
     assert before <= datetime.fromisoformat(record["created"]) <= datetime.now(UTC)
     spec = Checkpoint.open(folder).spec
     assert record["model"] == {
-        "path": str(folder), "family": "llama", "num_parameters": spec.num_parameters, "dtype": "f32", "max_context": 100,
+        "path": str(folder), "family": "llama", "num_parameters": spec.num_parameters, "dtype": "f32",
+        "max_context": 100,
     }  # fmt: skip
     assert (record["backend"]["name"], record["backend"]["reason"]) == ("fake", "asked for")
     assert record["backend"]["memory_bytes"] == {"weights": 0, "kv_cache": 0, "other": 0}
