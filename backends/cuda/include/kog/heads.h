@@ -112,7 +112,7 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
   head.each(b, [&](int word, float2 v) {
     u32 high = round_pair<kF16>(v.x, v.y);
     u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
-    using Quarter = Keys::Quarter;
+    using Quarter = Keys::Share;
     int thread = word % Quarter::kStride / Quarter::kPiece,
         in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
     *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {high, low};
@@ -187,8 +187,9 @@ struct Newest {
                                const AttentionScratch& scratch, Keys& key, Values& value) {
     int newest = cached < end ? cached - at : kTileRows;
     if (newest >= kTileRows) return;
-    key.patch(b, newest, scratch.key);
-    value.patch(b, newest, scratch.value);
+    auto word_of = [&](int row) { return row == newest ? 0 : -1; };
+    key.patch(b, scratch.key, word_of);
+    value.patch(b, scratch.value, word_of);
   }
 };
 

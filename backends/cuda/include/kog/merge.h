@@ -9,7 +9,7 @@ namespace kog {
 // piece by piece.
 template <int kHeadsKept>
 struct Slot {
-  static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
+  static constexpr int kPiece = Values::Share::kPiece;  // words whose dimensions lie side by side
   float* results;
   float2* tops;
 

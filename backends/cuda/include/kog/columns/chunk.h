@@ -85,23 +85,9 @@ struct ChunkRows {
   KOG_DEVICE static void patch(const Block& b, int from, int end, int, int at,
                                const AttentionScratch& scratch, Keys& key, Values& value) {
     if (at + kTileRows <= from) return;
-#pragma unroll
-    for (int j = 0; j < kTileRows / 8; j++) {
-      int word = word_of_row(from, end, at + Keys::row(b, j));
-      if (word < 0) continue;
-      const u32* row = reinterpret_cast<const u32*>(scratch.key) + word;
-#pragma unroll
-      for (int i = 0; i < kKeyWords; i++) key.w[j][i] = row[Keys::Quarter::at(b.in_warp % 4, i)];
-    }
-#pragma unroll
-    for (int j = 0; j < kTileRows / 4; j++) {
-      int word = word_of_row(from, end, at + Values::row(b, j));
-      if (word < 0) continue;
-      const u32* row = reinterpret_cast<const u32*>(scratch.value) + word;
-#pragma unroll
-      for (int i = 0; i < kValueWords; i++)
-        value.w[j][i] = row[Values::Eighth::at(b.in_warp / 4, i)];
-    }
+    auto word_of = [&](int row) { return word_of_row(from, end, at + row); };
+    key.patch(b, scratch.key, word_of);
+    value.patch(b, scratch.value, word_of);
   }
 };
 
