@@ -86,12 +86,11 @@ struct Rounds {
   KOG_DEVICE int side(const Block& b) const { return b.warp % kWarpsAGroup / walkers; }
   KOG_DEVICE int walker(const Block& b) const { return b.warp % kWarpsAGroup % walkers; }
   // Of the round from split `split` on.
-  template <class Fresh>
-  KOG_DEVICE Tiles tiles(const Block& b, int split, Fresh fresh) const {
+  KOG_DEVICE Tiles tiles(const Block& b, int split, const NewRows& rows) const {
     split += side(b);
     Span own = span_of(span.head, split, position, kWindows[b.layer]);
     if (b.warp >= kWarpsAGroup || split >= span.used) return {0, 0, 0};
-    return {own.start + walker(b) * kTileRows, own.end, fresh.cached(own)};
+    return {own.start + walker(b) * kTileRows, own.end, rows.start(own)};
   }
   KOG_DEVICE int walked(const Block& b, int split) const {
     int tiles = tiles_of(span_of(span.head, split, position, kWindows[b.layer]));
@@ -152,12 +151,12 @@ KOG_DEVICE void walk_head(Block& b) {
   Rounds all(b);
   select_request(b, b.small->cursors[b.column], all.position);
   int first = 0, query = first_query(b), left = kQueries - query;
-  auto fresh = fresh_rows(b, steps_of(b), query, left < kPartQueries ? left : kPartQueries);
-  int from = fresh.from(all.span);
-  Tiles tiles = all.tiles(b, first, fresh);
+  NewRows rows = {position_of(b, 0, steps_of(b)), query, left < kPartQueries ? left : kPartQueries};
+  int start = rows.start(all.span);
+  Tiles tiles = all.tiles(b, first, rows);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   tile.load(b, Cached(b, all.span.head), tiles.at, tiles.cached);
-  receive_heads(b, all.span, all.position, phase_of(iteration_of(b)), fresh);
+  rows.receive(b, all.span, all.position, phase_of(iteration_of(b)));
 
 #pragma unroll 1
   while (true) {
@@ -165,7 +164,7 @@ KOG_DEVICE void walk_head(Block& b) {
     bool walks = tiles.at < tiles.end;
     if (walks) {
       int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].head));
-      walk_tiles<false>(b, fresh, from, tiles, Cached(b, head), 0, tile, softmax);
+      walk_tiles<false>(b, start, tiles, Cached(b, head), 0, tile, softmax);
     }
     // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
     // spilled.
@@ -174,7 +173,7 @@ KOG_DEVICE void walk_head(Block& b) {
     int next = first + round.at_once;
     bool more = next < round.span.used;
     if (more) {  // the next round's tiles are on their way while this one's results are put
-      tiles = round.tiles(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
+      tiles = round.tiles(b, next, NewRows{position_of(b, 0, steps_of(b))});
       tile.load(b, Cached(b, round.span.head), tiles.at, tiles.cached);
     }
     put_round(b, round, walks, first, softmax);
