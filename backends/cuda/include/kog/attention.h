@@ -123,10 +123,7 @@ template <class Stage>
 KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int length = position + 1 - first_position(position, kWindows[b.layer]);
   int used = splits_in_use(length);
-  if (used > kMerged)
-    return stage_words<Stage>(
-        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
-        join_phase(b));
+  if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b));
   // Four values a thread: two words of each split, and the logarithms of all.
   using In = Inputs<Stage, 4>;
   In in(b);

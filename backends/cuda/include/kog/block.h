@@ -153,18 +153,18 @@ KOG_DEVICE void pair_clocks(const Block& b, int row) {
 
 // The lane in a kernel of columns, known where there is one.
 KOG_DEVICE int lane_of(const Block& b) { return kLanes > 1 ? b.lane : 0; }
-// The row of an exchange's words: the lane's or, in a kernel of columns, that of the lane's column.
-KOG_DEVICE int words_row(const Block& b) {
-  return kColumns > 1 ? lane_of(b) * kColumns + b.column : b.lane;
-}
 
+// A region as 64-bit words.
+template <class Words>
+KOG_DEVICE u64* pairs_of(const Block& b) {
+  return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
+}
 // 64-bit words of one of a region's buffers, in which every block has kCount.
 template <class Words, int kCount>
 KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
   static_assert(Words::kStride == (2 * kCount * kBlocks + 3) / 4 * 4,
                 "a block has another number of words than the layout gives it");
-  return reinterpret_cast<u64*>(b.p.words + Words::kOffset) + buffer * (Words::kStride / 2) +
-         kCount * block;
+  return pairs_of<Words>(b) + buffer * (Words::kStride / 2) + kCount * block;
 }
 
 template <class Stage>

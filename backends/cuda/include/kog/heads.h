@@ -94,12 +94,12 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
   u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
-    u32 high = round_pair<kF16>(v.x, v.y);
-    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
+    HighLow parts(v.x, v.y);
     using Quarter = Keys::Share;
     int thread = word % Quarter::kStride / Quarter::kPiece,
         in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
-    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {high, low};
+    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {parts.high,
+                                                                                      parts.low};
   });
 }
 KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }

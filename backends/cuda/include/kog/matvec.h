@@ -154,7 +154,7 @@ struct Chunk {
 
   template <class Stage>
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    ring.wait(b);
+    ring.wait_for<1>(b);
     take_there<Stage>(b, ring);
   }
   // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
@@ -201,7 +201,7 @@ struct Ahead {
     if constexpr (kTogether) ring.wait_for<kLast - kFirst>(b);
 #pragma unroll
     for (int i = kFirst; i < kLast; i++) {
-      if constexpr (!kTogether) ring.wait(b);
+      if constexpr (!kTogether) ring.wait_for<1>(b);
       chunks[i].template take_there<Stage>(b, ring, is_mine(b, layer, i));
     }
   }

@@ -133,14 +133,6 @@ struct WidePlace {
   }
 };
 
-// Two values as the 16-bit pairs whose sums they are.
-struct HighLow {
-  u32 high, low;
-
-  KOG_DEVICE HighLow(float first, float second) : high(round_pair<kF16>(first, second)) {
-    low = round_pair<kF16>(first - low_of(high), second - high_of(high));
-  }
-};
 // Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns
 // `square` and the squares of the values, added one by one.
 template <class Put>

@@ -46,6 +46,7 @@ struct Matrices {
     return found;
   }
 };
+static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>, "run_layer's order");
 
 // A token's stream is a list of runs: the matrices of each layer, then the head.
 constexpr int kRuns = LayerMatrices::kCount * kLayers;

@@ -9,10 +9,6 @@ namespace kog {
 struct Ring {
   u32 slot = 0, parity = 0;
 
-  KOG_DEVICE const u8* wait(Block& b) {
-    wait_for<1>(b);
-    return chunk(b);
-  }
   KOG_DEVICE const u8* chunk(const Block& b) const { return b.ring + slot * kChunkBytes; }
   // Until the next N are there: the code of a wait that lasts stands there once, not N times.
   template <int N>

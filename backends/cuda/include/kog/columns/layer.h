@@ -11,9 +11,6 @@
 
 namespace kog::columns {
 
-static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
-              "run_layer's order");
-
 // The stages that multiply x: what is staged serves either.
 constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
