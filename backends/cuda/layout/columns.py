@@ -18,6 +18,7 @@ from kog_triton.schedule.exchanges import check_kernel
 from kog_triton.schedule.lowering import matrix_stages
 
 COUNTS = (2, 4, 8)  # columns that kernels are made for
+MOST_KV_TASKS = 10  # that COLUMN_SMALL_BYTES have room for
 
 
 def lay_out_columns(
@@ -43,6 +44,11 @@ def lay_out_columns(
         partial_bytes=0,
         small_bytes=COLUMN_SMALL_BYTES,
     )
+    if layout.block_kv_tasks > MOST_KV_TASKS:
+        raise ModelError(
+            f"{spec.lane_kv_heads} key/value heads and {columns} columns give a block {layout.block_kv_tasks - 1} "
+            f"KV tasks: the cuda backend takes {MOST_KV_TASKS - 1}"
+        )
     behind = layout.stage_bytes(stages["o_proj"]) + max(
         attention_bytes(spec, splits, layout.new_rows),
         layout.head_places["end"],

@@ -108,6 +108,8 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
+        "head_parts": layout.head_parts,
+        "block_kv_tasks": layout.block_kv_tasks,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),

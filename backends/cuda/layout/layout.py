@@ -70,6 +70,19 @@ class Layout:
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
         return part_queries(schedule.spec, self.columns, group)
 
+    @property
+    def head_parts(self) -> int:
+        """Blocks that those queries keep busy."""
+        return -(-self.lowering.schedule.spec.group // self.part_queries)
+
+    @property
+    def block_kv_tasks(self) -> int:
+        """KV tasks of a block in a layer of a kernel of several columns, at most, and one behind the last."""
+        schedule = self.lowering.schedule
+        group = self.lowering.group_size(schedule.stage("qkv_proj"))
+        tasks = self.columns * schedule.spec.lane_kv_heads * max(self.splits, self.head_parts)
+        return -(-tasks // group) + 1 if self.columns > 1 else 1
+
     @cached_property
     def regions(self) -> dict[str, Region]:
         return lay_out_regions(self.kernel.exchanges, ROW_WORDS)

@@ -29,10 +29,6 @@ struct WarpState {
   u32 slot, parity;  // of the ring, while it does not multiply
   u32 kv_task;          // of attention
 };
-constexpr int kHeadParts = (kHeads / kKvHeads + kPartQueries - 1) / kPartQueries;
-constexpr int kMostOfHead = kSplits > kHeadParts ? kSplits : kHeadParts;
-constexpr int kMostKvTasks = (kColumns * kKvHeads * kMostOfHead + kGroup - 1) / kGroup + 1;
-constexpr int kKvTasksKept = kColumns == 1 ? 1 : kMostKvTasks < 10 ? kMostKvTasks : 10;
 
 constexpr int kCandidateWarps = (kBlocks + 31) / 32;  // of 32 blocks each
 
@@ -43,7 +39,7 @@ struct Small {
   Candidate global[kCandidateWarps];
   RequestCursor cursors[kMaxRequests];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
-  KvTask kv_tasks[kKvTasksKept];
+  KvTask kv_tasks[kBlockKvTasks];  // the last is none
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may

@@ -163,7 +163,7 @@ KOG_DEVICE void walk_head(Block& b) {
     Softmax softmax;
     bool walks = tiles.at < tiles.end;
     if (walks) {
-      int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].head));
+      int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b)].head));
       walk_tiles<false>(b, start, tiles, Cached(b, head), 0, tile, softmax);
     }
     // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
