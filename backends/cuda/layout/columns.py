@@ -38,7 +38,7 @@ def lay_out_columns(
         kernel,
         splits,
         scratch_bytes=0,
-        ring_chunks=0,
+        ring_slots=0,
         columns=columns,
         chunk=chunk,
         partial_bytes=0,
@@ -62,11 +62,11 @@ def lay_out_columns(
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
     free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
-    ring = free // (lowering.chunk_bytes + 16)
-    window = lowering.chunks_of(WINDOW_BYTES)
+    ring = free // (lowering.ring_slot_bytes + 16)
+    window = lowering.ring_slots_of(WINDOW_BYTES)
     if ring < window:
         raise ModelError(
-            f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
+            f"{scratch} bytes of activations of {columns} requests leave {ring} ring slots of shared memory: "
             f"{window} are needed"
         )
-    return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
+    return replace(layout, scratch_bytes=scratch, ring_slots=ring)

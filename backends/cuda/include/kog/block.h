@@ -47,7 +47,7 @@ struct Small {
   u32 joins;   // attentions whose splits were joined in a step of their own
   u32 walks;   // 1 while a long span is walked
   u32 shares;  // whether other blocks have splits of a KV task's head, in a kernel of columns
-  u32 issued;  // chunks that the producer has asked for, if kProfile
+  u32 issued;  // ring slots that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
   WarpState warp_states[kColumns > 1 ? kWarps : 1];
 };
@@ -74,9 +74,9 @@ struct Block {
       : p(pointers), request(pointers.request), layer(0) {
     begin_stage();
     ring = shared_memory();
-    full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);
-    empty = full + kRingChunks;
-    scratch = reinterpret_cast<u8*>(empty + kRingChunks);
+    full = reinterpret_cast<u64*>(ring + kRingSlots * kRingSlotBytes);
+    empty = full + kRingSlots;
+    scratch = reinterpret_cast<u8*>(empty + kRingSlots);
     // Behind it: results of attention run on over the partial sums (kv_task.h).
     partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));
     small = reinterpret_cast<Small*>(scratch + kScratchBytes + kPartialBytes);

@@ -22,8 +22,8 @@ KOG_DEVICE T* scratch_at(const Block& b, int place) {
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 threads]
   u16 *key, *value;  // [new rows][kRowDim]: those of one step, several in a chunk of a prompt
-  float* results;  // [head group][slot][head][kResultStride]
-  float2* tops;    // [head group][slot][head]: maximum and sum
+  float* results;  // [head group][warp result][head][kResultStride]
+  float2* tops;    // [head group][warp result][head]: maximum and sum
 
   KOG_DEVICE explicit AttentionScratch(const Block& b)
       : queries(scratch_at<uint4>(b, ScratchPlaces::kQueries)),

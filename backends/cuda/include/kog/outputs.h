@@ -61,7 +61,7 @@ KOG_DEVICE void gate_up_rows(Block& b, Walk& walk, const Operands<GateUpProj>& x
                              u32 phase) {
   normed_rows<GateUpProj, kMlpBias>(b, walk, x, ahead, [&](const Item& item, float v) {
     float up = shuffle_down(v, 1);
-    u32* to = lane_words<MlpWords>(b) + narrow_place<DownProj>(item.row / 4, item.column);
+    u32* to = lane_words<MlpWords>(b) + narrow_offset<DownProj>(item.row / 4, item.column);
     put_two<GateUpProj, 2>(to, item, silu(v) * up, phase);
   });
 }

@@ -117,13 +117,13 @@ KOG_DEVICE int run_of(StageId which, int layer) {
 }
 
 // The stage's part of the block's stream, and behind it the next one's, of which o_proj may read the
-// first chunk (Chunk). Consumers that leave end it.
+// first ring slot (SlotWeights). Consumers that leave end it.
 KOG_DEVICE void produce_stage(Block& b, StageId which) {
   int run = run_of(which, b.layer);
   Producer producer;
   if (run >= 0) {
-    int first = chunks_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
-    Stream stream(b, first, chunks_of_runs(b, end) - first);
+    int first = ring_slots_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
+    Stream stream(b, first, ring_slots_of_runs(b, end) - first);
     while (run < end && stream.fill_run(b, producer, run)) run++;
   }
   producer.drain(b);

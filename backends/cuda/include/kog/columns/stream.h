@@ -62,7 +62,7 @@ struct Quads {
 
   KOG_DEVICE float value(int c, int j) const { return float_of(word_of(w[c], j)); }
   // Of the thread's first column.
-  KOG_DEVICE static const u32* place(const Block& b, const Streams& x, int e) {
+  KOG_DEVICE static const u32* words(const Block& b, const Streams& x, int e) {
     return x.words + first_column(b) * kHiddenStride + e;
   }
 
@@ -81,7 +81,7 @@ struct Quads {
   KOG_DEVICE void ask(const Block& b, const Streams& x, int e, int iteration) {
     const u32 phase = phase_of(iteration);
     int first = first_column(b);
-    const u32* from = place(b, x, e);
+    const u32* from = words(b, x, e);
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       bool there = x.words != nullptr && first + c < b.p.num_requests && e < kHidden;
@@ -92,7 +92,7 @@ struct Quads {
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
     const u32 phase = phase_of(iteration);
     int first = first_column(b);
-    const u32* from = place(b, x, e);
+    const u32* from = words(b, x, e);
     const int hint[1] = {e < kHidden ? x.hints + e / 4 : -1};
     bool hinted = false;
     u32 late = 0;
@@ -156,9 +156,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
     // even and odd columns.
     static_assert(!kSwapped || kMine % 2 == 0);
-    int swizzle = bank_swizzle(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
-    u32* even = step + place + swizzle;
-    u32* odd = step + place - swizzle;
+    int swizzle = bank_swizzle(e / kFragK), high = WideOffset(0, first, e % kFragK / 2).high;
+    u32* even = step + high + swizzle;
+    u32* odd = step + high - swizzle;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
@@ -168,7 +168,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
           u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
           *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
         } else {
-          WidePlace at(e / kFragK, column, e % kFragK / 2 + i);
+          WideOffset at(e / kFragK, column, e % kFragK / 2 + i);
           step[at.high] = parts.high, step[at.low] = parts.low;
         }
       });
