@@ -93,8 +93,8 @@ def test_delays_there_are(faulty):
 
 def test_nan_is_never_lost(spec):
     backend = opened(RandomWeights(spec, device="cuda"), 2)
-    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
-    assert_nan_is_never_lost(backend, range(chunks))
+    ring_slots = backend.memory.weights.numel() // backend.layout.lowering.ring_slot_bytes
+    assert_nan_is_never_lost(backend, range(ring_slots))
     backend.close()
 
 
