@@ -86,7 +86,7 @@ def opened(
     kind = type("Sized", (Watched,), {"chunk_positions": chunk, "column_counts": columns})
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
     backend = kind(RandomWeights(spec), options, num_blocks)
-    backend.wait_ticks *= PATIENCE
+    backend.wait_ns *= PATIENCE
     backend.settle()
     assert (backend.chunks.kernel is not None) == bool(chunk)
     for count in columns:
