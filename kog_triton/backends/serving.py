@@ -374,8 +374,10 @@ class LaunchServing(Serving[InSlot]):
         result = launch.settle()
         still = [self.running[slot] for slot in launch.slots if slot in self.running]
         error: Exception | None = result.error
+        # Of blocks that wait for a mask, and for each other meanwhile, the one whose time is up first says for what.
+        late = isinstance(error, LateMask) or (error and any(one.error for one in still))
         # Of a launch that made nothing, the masks were there when it began. Another one would make nothing for ever.
-        if isinstance(error, LateMask) and (
+        if late and (
             len(still) < len(launch.slots)
             or any(result.positions[one.request.slot] > one.position for one in still)
         ):

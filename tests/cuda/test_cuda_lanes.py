@@ -359,7 +359,6 @@ FAULTS = {
         "Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride)",
         "Words::kOffset",
     ),
-    "one lane's keys for all": ("block.h", "lane_of(b) * kColumns + b.column", "b.column"),
     "an output that keeps its size": ("outputs.h", "return y * kRootLanes;", "return y;"),
     "lanes in another order": (
         "outputs.h",

@@ -53,8 +53,8 @@ def hasty(backend, monkeypatch):
     return backend
 
 
-def launches_in_vain(monkeypatch):
-    """Errors of launches that waited for a mask, as they come."""
+def launches_in_vain(monkeypatch, kind=LateMask):
+    """Errors of launches that waited for a mask, as they come; of another kind, they name another wait."""
     seen, check = [], launcher.check_launch
 
     def watched(*arguments):
@@ -62,7 +62,7 @@ def launches_in_vain(monkeypatch):
             return check(*arguments)
         except LateMask as error:
             seen.append(error)
-            raise
+            raise kind(str(error).replace("mask", "peaks")) from None
 
     monkeypatch.setattr(launcher, "check_launch", watched)
     return seen
@@ -79,10 +79,15 @@ def assert_alone(backend, steps, expected, *slots):
         assert torch.equal(backend.memory.counts[slot], counts[slot])
 
 
-@pytest.mark.parametrize("others", [None, anything])
-def test_one_that_takes_too_long_fails_its_request_alone(hasty, expected, monkeypatch, others):
+@pytest.mark.parametrize(
+    ("others", "kind"), [(None, LateMask), (anything, LateMask), (anything, RunError)]
+)
+def test_one_that_takes_too_long_fails_its_request_alone(
+    hasty, expected, monkeypatch, others, kind
+):
+    """Also where a block that waited for one that waits for the mask was the first to give up."""
     monkeypatch.setattr(serving, "MASK_S", 2.0)
-    in_vain = launches_in_vain(monkeypatch)
+    in_vain = launches_in_vain(monkeypatch, kind)
     steps = serve(hasty, asked(0, others), asked(1, slow({3}, 3)), asked(2, others))
     assert in_vain
     *said, last = steps[1]

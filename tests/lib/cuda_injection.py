@@ -109,11 +109,11 @@ def assert_delays_change_nothing(backend, seeds):
     backend.wait_ns = healthy
 
 
-def assert_nan_is_never_lost(backend, chunks):
-    """In every vector of gains, and in those `chunks` of the weights: an error, and no trace behind it."""
+def assert_nan_is_never_lost(backend, ring_slots):
+    """In every vector of gains, and in those `ring_slots` of the weights: an error, and no trace behind it."""
     whole, memory = tokens_of(backend, count=3), backend.memory
-    arena = memory.weights.view(-1, backend.layout.lowering.chunk_bytes).view(torch.int16)
-    places = [*memory.gains.unbind(), *(arena[i] for i in chunks)]
+    arena = memory.weights.view(-1, backend.layout.lowering.ring_slot_bytes).view(torch.int16)
+    places = [*memory.gains.unbind(), *(arena[i] for i in ring_slots)]
     for place in places:
         before = place.clone()
         place.fill_(torch.nan if place.is_floating_point() else 0x7FFF)

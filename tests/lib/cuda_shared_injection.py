@@ -110,11 +110,11 @@ def assert_nan_ends_one_request(backend, expected, slots=(0, 7)):
         assert_alike(answers(backend), expected)
 
 
-def assert_nan_is_nobodys_answer(backend, expected, chunks):
-    """NaN in any vector of gains, or in those `chunks` of the weights, is an error of each request."""
+def assert_nan_is_nobodys_answer(backend, expected, ring_slots):
+    """NaN in any vector of gains, or in those `ring_slots` of the weights, is an error of each request."""
     memory = backend.memory
-    arena = memory.weights.view(-1, backend.layout.lowering.chunk_bytes).view(torch.int16)
-    for place in [*memory.gains.unbind(), *(arena[i] for i in chunks)]:
+    arena = memory.weights.view(-1, backend.layout.lowering.ring_slot_bytes).view(torch.int16)
+    for place in [*memory.gains.unbind(), *(arena[i] for i in ring_slots)]:
         before = place.clone()
         place.fill_(torch.nan if place.is_floating_point() else 0x7FFF)
         errors, tokens = failures(backend)

@@ -213,12 +213,14 @@ KOG_EMULATED u32 threads_with(bool p) {
 }
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
+inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline float shuffle_down(float v, int by) {
   int from = host::thread() + by;
   return host::exchange(v, from < 32 ? from : host::thread());
 }
 inline float shuffle(float v, int thread) { return host::exchange(v, thread); }
 inline u32 shuffle(u32 v, int thread) { return host::exchange(v, thread); }
+inline u64 shuffle(u64 v, int thread) { return host::exchange(v, thread); }
 template <class Join>
 KOG_EMULATED u32 join_threads(u32 v, Join join) {
   u32 out = 0;
