@@ -457,7 +457,7 @@ FAULTS = (
         "engine.py",
         "params.max_tokens > room",
         "params.max_tokens >= room",
-        "host/test_engine.py",
+        "host/test_conversations.py",
         "the last position of the context is refused",
     ),
     Fault(
