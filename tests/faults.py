@@ -720,7 +720,7 @@ FAULTS = (
         "progress.py",
         "            self._bar.advance(self._task)",
         "            pass",
-        "host/test_llm_arguments.py",
+        "host/test_engine.py",
         "the progress bar counts no samples",
     ),
     Fault(
