@@ -37,9 +37,10 @@ def test_streams_are_one_text_however_they_are_read(example):
     out, err = example("stream.py")
     assert out.startswith("\n    ") and "[48 tokens, ended by length]" in err
     first, second = example("async_streams.py").out.split("\n---\n")
-    assert first.startswith("def add(a, b):\n") and len(first) > 60
-    assert out.startswith(first.removeprefix("def add(a, b):").rstrip("\n"))
-    assert second.startswith("class Stack:\n") and len(second) < len(first)
+    assert first.startswith("def add(a, b):\n") and first.endswith("\n[length]")
+    made = first.removeprefix("def add(a, b):").removesuffix("\n[length]")
+    assert len(made) > 60 and out.startswith(made)
+    assert second.startswith("class Stack:\n") and second.endswith("\n[abort]\n")
 
 
 def test_an_answer_follows_its_schema(example):
