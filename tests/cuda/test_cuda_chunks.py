@@ -464,7 +464,7 @@ def test_a_planted_fault_is_seen(spec, monkeypatch, tmp_path, name):
     backend = make(ChunkBackend, spec, 2, seed=-1)
     kernel = backend.chunks.kernel.kernel
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

@@ -384,7 +384,7 @@ def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)
@@ -399,7 +399,7 @@ def test_a_hint_that_never_comes_is_named(tmp_path):
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, edit))
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     said = [step for steps in serve(backend, *requests).values() for step in steps]
     errors = [str(step.error) for step in said if isinstance(step, Failure)]
     place = r"expired: .*word \d+ of (attention|mlp)_out_flags, seen"
@@ -419,7 +419,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
     requests = staggered(backend, requests)
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

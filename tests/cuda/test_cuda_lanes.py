@@ -400,7 +400,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
         kernel.layout, kernel.flags, include=plant(tmp_path, FAULTS[name])
     )
     backend.memory.cache.zero_()
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

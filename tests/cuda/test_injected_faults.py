@@ -31,7 +31,7 @@ def faulty(spec, tmp_path_factory):
     backend = FiberBackend(RandomWeights(spec), BackendOptions(), 3)
     include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
     backend.kernel.library = compile_walk(backend.layout, include=include)
-    backend.wait_ticks = 1 << 13
+    backend.wait_ns = 1 << 13
     return backend
 
 

@@ -54,7 +54,7 @@ def faulty(request, spec, tmp_path_factory):
     include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
     step = backend.chunks.kernel or backend.columns.take(SLOTS[request.param], backend.device)
     step.kernel.library = compile_walk(step.layout, step.kernel.flags, include=include)
-    backend.wait_ticks = 1 << 13
+    backend.wait_ns = 1 << 13
     return backend
 
 

@@ -126,17 +126,17 @@ def assert_nan_is_nobodys_answer(backend, expected, ring_slots):
 
 def assert_delays_change_nothing(backend, expected, seeds):
     """`backend` runs the kernels of SHARED_EDITS."""
-    healthy = backend.wait_ticks
+    healthy = backend.wait_ns
     for seed in seeds:
-        backend.wait_ticks = healthy + seed
+        backend.wait_ns = healthy + seed
         assert_alike(answers(backend), expected)
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
 
 
 def assert_silence_is_named(backend, expected):
     """`backend` runs the kernels of SHARED_EDITS."""
-    healthy = backend.wait_ticks
-    backend.wait_ticks = healthy + SILENT
+    healthy = backend.wait_ns
+    backend.wait_ns = healthy + SILENT
     errors, tokens = failures(backend)
     assert not any(tokens.values())
     for error in errors.values():
@@ -146,5 +146,5 @@ def assert_silence_is_named(backend, expected):
             r"seen 0, wanted 1, after 0 steps",
             str(error),
         )
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
     assert_alike(answers(backend), expected)

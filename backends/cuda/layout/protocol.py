@@ -39,7 +39,7 @@ ITEM_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "int": 4, "float": 4}
 class Pointers(ctypes.Structure):
     """The argument of a launch, by value: TENSORS, then
 
-    limit         clock ticks that a wait may take
+    limit         nanoseconds that a wait may take, by the GPU's clock
     most_steps    tokens of any request after which the launch yields
     num_requests  requests that this launch serves
     order         their slots, the one that is due first

@@ -172,8 +172,9 @@ template <int>
 void take_registers() {}
 template <int>
 void give_registers() {}
-inline i64 clock_ticks() { return host::clock(); }
-KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
+// An SM's clock runs faster than the GPU's and began at another time: who takes one for the other is seen.
+inline i64 clock_ticks() { return 3 * host::clock() + 1000; }
+inline u64 nanoseconds() { return static_cast<u64>(host::clock()); }
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 
 inline uint4 load_relaxed4(const u32* p) {
