@@ -108,7 +108,7 @@ class TritonBackend:
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
         with self._entry.serving(self._free):
-            self._serving = LaunchServing(self.launcher, mailbox, self._entry.turn)
+            self._serving = LaunchServing(self.launcher, mailbox, self._entry.queue)
             try:
                 self._serving.run()
             finally:
