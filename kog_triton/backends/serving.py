@@ -35,7 +35,7 @@ from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
 # Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B on
-# the CUDA backend, at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+# the CUDA backend, at 0.6 to 3.5 ms a token (benchmarks/RESULTS.md). Their logits are 38 MB of 150,000 float32.
 SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
