@@ -720,7 +720,7 @@ FAULTS = (
         "progress.py",
         "            self._bar.advance(self._task)",
         "            pass",
-        "host/test_engine.py",
+        "host/test_progress.py",
         "the progress bar counts no samples",
     ),
     Fault(
