@@ -26,7 +26,7 @@ ARROWS = {
     "text": BASE,
     "demo": BASE,
     "backends": BASE | {"model", "schedule", "sampling"},
-    "checkpoint": BASE | {"model"},
+    "checkpoint": BASE | {"model", "schedule"},
 }
 # modules and packages below kog_triton
 NO_TORCH = (
