@@ -188,7 +188,9 @@ def _match(
         found = _find_narrow(files, scheme, stored_names, shape)
         if found is not None:
             if source.interleaved_rope and found.format.group_rows > 1:
-                raise found.module.error("its rows share scales, which their RoPE order does not allow")
+                raise found.module.error(
+                    "its rows share scales, which their RoPE order does not allow"
+                )
             unused.difference_update(found.module.used)
             weights[name] = Weight(found.module.name, shape, source.interleaved_rope, found)
             continue

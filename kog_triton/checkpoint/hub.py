@@ -50,7 +50,9 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
             raise ModelError(f"{text} is a local folder: it has no revision {revision!r}")
         return path
     if path.exists():
-        raise ModelError(f"{text} is a file: pass a .gguf file, or the folder that holds config.json")
+        raise ModelError(
+            f"{text} is a file: pass the folder that holds config.json, or a .gguf file"
+        )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text}: no such folder, and not a hub id of the form org/name")
     return _download(text, revision)

@@ -93,7 +93,9 @@ class NarrowTensor:
     def take_rows(self, order: Tensor) -> "NarrowTensor":
         """The rows at the indices `order`, in that order; ModelError if rows share a scale with some others."""
         if self.format.group_rows > 1:
-            raise ModelError(f"rows of {self.format.name} weights share scales: they keep their order")
+            raise ModelError(
+                f"rows of {self.format.name} weights share scales: they keep their order"
+            )
         per_row = self.format.group_rows == 1
         scales = self.scales[..., order, :] if per_row else self.scales
         offsets = self.offsets
@@ -131,10 +133,15 @@ class NarrowTensor:
         rows, cols = self.shape[-2:]
         high, wide = self.format.group_rows, self.format.group_cols
         if high > 1 and groups.shape[-2] > 1:
-            groups = groups.repeat_interleave(high, -2)[..., :rows, :]
+            groups = _repeat(groups.mT, high).mT[..., :rows, :]
         if wide > 1 and groups.shape[-1] > 1:
-            groups = groups.repeat_interleave(wide, -1)[..., :cols]
+            groups = _repeat(groups, wide)[..., :cols]
         return groups
+
+
+def _repeat(values: Tensor, times: int) -> Tensor:
+    """Each value of the last dimension `times` times; `repeat_interleave` takes several times as long."""
+    return values[..., None].expand(*values.shape, times).flatten(-2)
 
 
 def code_values(code: Code, codes: Tensor) -> Tensor:

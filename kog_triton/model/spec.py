@@ -105,7 +105,7 @@ class ModelSpec:
     delay: int = 0  # layers between an output and its arrival at the other lanes
     head: Head = Head.MEAN
     lane_norms: bool = False  # one norm gain a lane instead of one for all
-    # Canonical names, layers counted ("layers.3.q_proj"), of the weights that are stored narrow; the others are `dtype`.
+    # Weights that are stored narrow, by canonical name ("layers.3.q_proj"); the others are `dtype`.
     narrow: tuple[tuple[str, WeightFormat], ...] = ()
 
     def __post_init__(self) -> None:

@@ -62,7 +62,9 @@ class WeightFormat:
     @property
     def name(self) -> str:
         """For people: "int4 g128", "fp8 128x128", "int8 channel", "mxfp4"."""
-        kind = {Code.E4M3: "fp8", Code.INT8: "int8", Code.UINT4: "int4", Code.E2M1: "fp4"}[self.code]
+        kind = {Code.E4M3: "fp8", Code.INT8: "int8", Code.UINT4: "int4", Code.E2M1: "fp4"}[
+            self.code
+        ]
         if self.code is Code.E2M1 and self.scale is Scale.E8M0 and self.group_cols == 32:
             return "mxfp4"
         if self.group_rows == 1:
@@ -78,8 +80,14 @@ class WeightFormat:
     def bytes(self, rows: int, cols: int) -> int:
         """Bytes of one matrix: codes, scales and what is beside them."""
         down, across = self.grid(rows, cols)
-        beside = {Offset.NONE: 0, Offset.ZERO_POINT: self.code.bits, Offset.MINIMUM: self.scale.bits}
-        bits = rows * cols * self.code.bits + down * across * (self.scale.bits + beside[self.offset])
+        beside = {
+            Offset.NONE: 0,
+            Offset.ZERO_POINT: self.code.bits,
+            Offset.MINIMUM: self.scale.bits,
+        }
+        bits = rows * cols * self.code.bits + down * across * (
+            self.scale.bits + beside[self.offset]
+        )
         return -(-bits // 8)
 
 

@@ -85,14 +85,14 @@ class CompressedTensors:
                 raise entries.error([name], "an object with targets and weights")
             groups.append(_group(entry, config))
             if entry.mapping("input_activations") is not None:
-                notes.append("activations stay wide: the checkpoint's narrow activations are not used")
+                notes.append(
+                    "activations stay wide: the checkpoint's narrow activations are not used"
+                )
         cache = config.mapping("kv_cache_scheme") is not None
         if cache:
             notes.append("the KV cache stays wide: the checkpoint's narrow cache is not used")
         ignore = Targets(config.get("ignore"), config.label("ignore"))
-        return cls(
-            tuple(groups), ignore, tuple(dict.fromkeys(notes)), _CACHE if cache else ()
-        )
+        return cls(tuple(groups), ignore, tuple(dict.fromkeys(notes)), _CACHE if cache else ())
 
     def find(self, module: Module) -> Found | None:
         packed = module.has("weight_packed")
@@ -128,7 +128,9 @@ def _group(entry: Config, whole: Config) -> Group:
     weights.only("actorder", False, "weight", "static")
     bits = weights.integer("num_bits", high=16, default=8)
     kind = weights.choice("type", of=("int", "float"), default="int")
-    code = {("int", 4): Code.UINT4, ("int", 8): Code.INT8, ("float", 8): Code.E4M3}.get((kind, bits))
+    code = {("int", 4): Code.UINT4, ("int", 8): Code.INT8, ("float", 8): Code.E4M3}.get(
+        (kind, bits)
+    )
     if layout == "mxfp4-pack-quantized" and (kind, bits) == ("float", 4):
         code = Code.E2M1
     size = weights.integer("group_size", low=-1, high=1 << 16, default=None)
@@ -176,7 +178,11 @@ def _find_plain(group: Group, module: Module) -> Found:
     how = WeightFormat(group.code, *group.group, Scale.F32, offset)
     _check_division(how, module)
     shape = _scale_shape(how, module.shape)
-    if not how.group_rows and module.has("weight_scale") and not module.stored_shape("weight_scale"):
+    if (
+        not how.group_rows
+        and module.has("weight_scale")
+        and not module.stored_shape("weight_scale")
+    ):
         shape = ()
     if not how.group_rows and len(module.shape) != 2:
         raise module.error("one scale a tensor goes with one matrix, not with lanes")
@@ -191,7 +197,11 @@ def _find_plain(group: Group, module: Module) -> Found:
     grid = (*module.shape[:-2], *how.grid(*module.shape[-2:]))
 
     def read(m: Module) -> NarrowTensor:
-        if group.symmetric and m.has("weight_zero_point") and bool(m.read("weight_zero_point").any()):
+        if (
+            group.symmetric
+            and m.has("weight_zero_point")
+            and bool(m.read("weight_zero_point").any())
+        ):
             raise ModelError("the weights are symmetric but a zero point is not 0")
         zeros = None if group.symmetric else m.read("weight_zero_point").reshape(grid)
         return NarrowTensor(how, m.read("weight"), m.read("weight_scale").reshape(grid), zeros)

@@ -1,1 +1,1 @@
-"""A GGUF file as a checkpoint: its directory (file.py), its tensors (tensors.py), its metadata as a config.json (config.py)."""
+"""A GGUF file as a checkpoint: its directory, its tensors, its metadata as a config.json."""

@@ -19,7 +19,11 @@ from kog_triton.model.spec import ModelSpec, Rope, RopeScaling
 from kog_triton.schedule.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _LARGEST = 1 << 31
 _NAMES = {
     "embed": "token_embd.weight",
@@ -56,12 +60,12 @@ def gguf_config(directory: Directory, tensors: GgufTensors) -> dict[str, Any]:
 
 def gguf_sources(spec: ModelSpec, architecture: str) -> dict[str, Source]:
     """Where the file keeps each canonical tensor of `spec.shapes`."""
-    turned = ("q_proj", "k_proj", "q_bias", "k_bias") if architecture == "llama" else ()
+    interleaved = ("q_proj", "k_proj", "q_bias", "k_bias") if architecture == "llama" else ()
     out = {}
     for pattern in spec.shapes:
         kind = pattern.rpartition(".")[2]
         prefix = "blk.{}." if "{}" in pattern else ""
-        out[pattern] = Source((prefix + _NAMES[kind],), interleaved_rope=kind in turned)
+        out[pattern] = Source((prefix + _NAMES[kind],), interleaved_rope=kind in interleaved)
     return out
 
 
@@ -95,9 +99,7 @@ def _config(metadata: Mapping[str, Any], tensors: GgufTensors) -> dict[str, Any]
         "hidden_size": hidden,
         "intermediate_size": own.integer("feed_forward_length", high=_LARGEST),
         "num_attention_heads": heads,
-        "num_key_value_heads": own.integer(
-            "attention.head_count_kv", high=_LARGEST, default=heads
-        ),
+        "num_key_value_heads": own.integer("attention.head_count_kv", high=_LARGEST, default=heads),
         "head_dim": width,
         "vocab_size": embed.shape[0],
         "max_position_embeddings": own.integer("context_length", high=_LARGEST),

@@ -23,7 +23,19 @@ MAX_FIELDS = 1 << 16
 MAX_NAME = 1 << 10  # bytes
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 # ggml's types: name, weights a block, bytes a block
 TYPES = {
@@ -124,7 +136,9 @@ class Directory:
             raise self.error(f"tensor {shown(name)} has ggml type {kind}: it is not supported")
         word, block, block_bytes = TYPES[kind]
         if min(shape) < 1 or shape[-1] % block:
-            raise self.error(f"tensor {shown(name)} has shape {shown(list(shape))}, which {word} does not hold")
+            raise self.error(
+                f"tensor {shown(name)} has shape {shown(list(shape))}, which {word} does not hold"
+            )
         num_bytes = math.prod(shape) // block * block_bytes
         if num_bytes > len(self.data):
             raise self.error(f"tensor {shown(name)} is larger than the file")
@@ -145,7 +159,9 @@ class Directory:
             self._at += count * width
             return list(found)
         if inner != _STRING:
-            raise self.error(f"metadata field {shown(name)} is an array of type {inner}: it is not known")
+            raise self.error(
+                f"metadata field {shown(name)} is an array of type {inner}: it is not known"
+            )
         self._check_count(count, 8, None, f"values of {shown(name)}")
         return [self._string() for _ in range(count)]
 

@@ -106,5 +106,3 @@ def _narrow(kind: str, blocks: torch.Tensor) -> NarrowTensor:
     packed = blocks[..., -BLOCK // 2 :]
     codes = torch.cat([packed & 15, packed >> 4], -1).flatten(-2)
     return NarrowTensor(how, codes, scales, minimums)
-
-
