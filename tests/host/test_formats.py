@@ -18,7 +18,7 @@ LOGITS = 1e-5  # relative error of the reference's logits
 
 
 def canonical(stored):
-    """"layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    """ "layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
     _, _, layer, _, name, _ = stored.split(".")
     return f"layers.{layer}.{name}"
 
@@ -76,7 +76,9 @@ def test_every_family(family, tmp_path):
 
 
 def test_a_mixed_checkpoint_says_which_weights_are_narrow(tmp_path):
-    model, values = narrow_cases.checkpoint("fp8_block", tmp_path, wide=("o_proj", "1.mlp.down_proj"))
+    model, values = narrow_cases.checkpoint(
+        "fp8_block", tmp_path, wide=("o_proj", "1.mlp.down_proj")
+    )
     checkpoint = Checkpoint.open(tmp_path)
     names = {n for n, _ in checkpoint.spec.narrow}
     assert "layers.0.o_proj" not in names and "layers.1.down_proj" not in names
@@ -227,13 +229,21 @@ TENSORS = [
     ("fp8_block", clear_codes, "a weight is NaN"),
     ("fp8_block", lambda t: t.update({"x.weight": torch.ones(1)}), "'x.weight' is not part"),
     ("awq_g32", lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}), "qzeros.*F32"),
-    ("awq_g32", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1].clone()}), "scales.*shape"),
+    (
+        "awq_g32",
+        lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1].clone()}),
+        "scales.*shape",
+    ),
     ("gptq_v1", lambda t: t[f"{DOWN}.g_idx"].copy_(t[f"{DOWN}.g_idx"].flip(0)), "act-order"),
     ("gptq_v1", lambda t: t[f"{Q}.qzeros"].fill_(-1), "for 0 or for 16"),
     ("gptq_v1_symmetric", lambda t: t[f"{Q}.qzeros"].fill_(0), "sym is true"),
     ("ct_int4_g32", lambda t: t[f"{Q}.weight_shape"].fill_(7), "weight_shape is not"),
     ("ct_int4_g32", lambda t: t.update({f"{Q}.weight_g_idx": torch.ones(128)}), "reorders columns"),
-    ("ct_int8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.uint8)}), "stored as U8"),
+    (
+        "ct_int8",
+        lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.uint8)}),
+        "stored as U8",
+    ),
     ("mxfp4", lambda t: t[f"{Q}.weight_scales"].fill_(255), "not finite"),
 ]
 

@@ -61,7 +61,9 @@ def test_compressed_tensors_converts_awq_to_our_values(name, tmp_path):
     assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_bf16_scales", "fp8_block_e8m0", "fp8_tensor"])
+@pytest.mark.parametrize(
+    "name", ["fp8_block", "fp8_block_bf16_scales", "fp8_block_e8m0", "fp8_tensor"]
+)
 def test_transformers_dequantizes_fp8_to_our_values(name, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 

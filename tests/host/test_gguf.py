@@ -23,9 +23,13 @@ UNPACKED = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"]
 
 
 def canonical(stored):
-    """"layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    """ "layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
     parts = stored.split(".")
-    return f"layers.{parts[2]}.{parts[-2]}" if "layers" in parts else {"lm_head": "lm_head"}.get(parts[0], "embed")
+    return (
+        f"layers.{parts[2]}.{parts[-2]}"
+        if "layers" in parts
+        else {"lm_head": "lm_head"}.get(parts[0], "embed")
+    )
 
 
 def assert_same(path, model, values):
@@ -81,7 +85,9 @@ def test_families(family, changes, tmp_path):
     path = tmp_path / "model.gguf"
     model, values = gguf_cases.write(path, "Q4_1", family, "Q8_0", **changes)
     spec = assert_same(path, model, values).spec
-    assert spec.family == family and spec.tied_embeddings is changes.get("tie_word_embeddings", False)
+    assert spec.family == family and spec.tied_embeddings is changes.get(
+        "tie_word_embeddings", False
+    )
     kind = changes.get("rope_parameters", {}).get("rope_type", "none")
     assert spec.rope.scaling is RopeScaling[kind.upper()]
     assert dict(spec.narrow)["embed"].name == "int8 g32" and spec.dtype is DType.F16
@@ -90,7 +96,9 @@ def test_families(family, changes, tmp_path):
 def test_the_directory_is_the_packages(tmp_path):
     """Every field, and every tensor's place, as gguf.GGUFReader finds them."""
     path = tmp_path / "model.gguf"
-    gguf_cases.write(path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1]))
+    gguf_cases.write(
+        path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1])
+    )
     ours, theirs = Directory(path), gguf.GGUFReader(path)
     fields = {n: f.contents() for n, f in theirs.fields.items() if not n.startswith("GGUF.")}
     assert ours.metadata == fields and len(fields) > 12
@@ -156,7 +164,10 @@ def after(data, text):
         (lambda d: d[:-100_000], "do not lie in the file"),
         (lambda d: d.replace(b"llama", b"lLama", 1), "general.architecture is 'lLama'"),
         (lambda d: d.replace(b"llama.block_count", b"llama.block_COUNT"), "block_count is missing"),
-        (lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"), "twice|missing|holds|not"),
+        (
+            lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"),
+            "twice|missing|holds|not",
+        ),
         (lambda d: word(d, after(d, "llama.block_count"), 99, 4), "type 99"),
         (lambda d: word(d, after(d, "llama.block_count") + 4, 3, 4), "is missing"),
         (lambda d: word(d, after(d, "llama.block_count") + 4, 1, 4), "is not part"),
@@ -203,7 +214,9 @@ def test_a_number_that_is_none_is_refused(at, part, good, tmp_path):
     path = tmp_path / "good.gguf"
     path.write_bytes(good)
     first = Directory(path).entries["blk.1.attn_v.weight"].first + 5 * 20 + at
-    assert f"'blk.1.attn_v': a {part} is not finite" in refusal(tmp_path, word(good, first, 0x7E00, 2))
+    assert f"'blk.1.attn_v': a {part} is not finite" in refusal(
+        tmp_path, word(good, first, 0x7E00, 2)
+    )
 
 
 def test_another_rope_table_is_refused(tmp_path):
@@ -220,7 +233,9 @@ def test_without_the_package_k_quants_say_what_to_install(tmp_path, monkeypatch)
     path = tmp_path / "model.gguf"
     gguf_cases.write(path, "Q4_K")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r'Q4_K weights need the gguf package: pip install "kog-triton\[gguf\]"'):
+    with pytest.raises(
+        ModelError, match=r'Q4_K weights need the gguf package: pip install "kog-triton\[gguf\]"'
+    ):
         Checkpoint.open(path).load("layers.0.q_proj")
     narrow = tmp_path / "narrow.gguf"
     monkeypatch.undo()

@@ -27,7 +27,9 @@ def splits_of(pre):
     """How the family's tokenizer.json splits texts; expressions from transformers where it has them."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm")
+    )
     if pre == "gpt-2":
         return byte_level
     if pre == "smollm":
