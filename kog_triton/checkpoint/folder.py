@@ -155,6 +155,10 @@ class Checkpoint:
         rows = torch.arange(weight.shape[-2])[None]
         return tensor.take_rows(half_split_rows(rows, self.spec.head_dim)[0])
 
+    def forget(self) -> None:
+        """Give back the pages of the files that were read; views of them stay valid."""
+        self._files.forget()
+
     def _weight(self, name: str) -> Weight:
         weight = self._weights.get(name)
         if weight is None:
@@ -170,6 +174,12 @@ def half_split_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     which leaves every score as it was.
     """
     pairs = rows.unflatten(1, (-1, head_dim // 2, 2))
+    return pairs.transpose(2, 3).reshape(rows.shape)
+
+
+def interleaved_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of `half_split_rows`."""
+    pairs = rows.unflatten(1, (-1, 2, head_dim // 2))
     return pairs.transpose(2, 3).reshape(rows.shape)
 
 

@@ -1,4 +1,4 @@
-"""Narrow checkpoints: weights equal the formats' formulas to the last bit, logits equal transformers' on those weights."""
+"""Narrow checkpoints: weights equal the formats' formulas to the last bit, logits transformers' on those weights."""
 
 import json
 
@@ -146,7 +146,7 @@ def test_bits_of_a_weight(name, bits):
 
 
 def test_bytes_of_a_token_count_codes_scales_and_zero_points(tmp_path):
-    _, values = narrow_cases.checkpoint("awq_g128", tmp_path)
+    narrow_cases.checkpoint("awq_g128", tmp_path)
     spec = Checkpoint.open(tmp_path).spec
     read = load_file(tmp_path / "model.safetensors")
     want = sum(t.nbytes for n, t in read.items() if not n.endswith("g_idx"))

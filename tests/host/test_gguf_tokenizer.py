@@ -1,5 +1,6 @@
 """A tokenizer out of GGUF metadata gives the ids of the tokenizer.json that it was made from."""
 
+import itertools
 import json
 
 import pytest
@@ -97,10 +98,10 @@ def test_byte_level_ids_are_those_that_transformers_reads(pre, tmp_path):
 
 
 def sentencepiece_ids(text, scores, ids):
-    """SentencePiece's BPE by its definition: join the neighbors that make the best-scored piece, the first ones first."""
+    """SentencePiece's BPE by its definition: the neighbors that make the best-scored piece are joined, leftmost first."""
     parts = list(text)
     while True:
-        joined = [a + b for a, b in zip(parts, parts[1:], strict=False)]
+        joined = [a + b for a, b in itertools.pairwise(parts)]
         best = max((scores[j] for j in joined if j in scores), default=None)
         if best is None:
             break

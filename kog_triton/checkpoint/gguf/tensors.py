@@ -10,6 +10,7 @@ Byte j of the 16 holds weight j in its low and weight j + 16 in its high four bi
 and codes of 2 to 6 bits, which the internal form does not hold: the gguf package unpacks them, F16 rounds them.
 """
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,6 +69,10 @@ class GgufTensors:
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         return self.read(name)[list(indices)]
+
+    def forget(self) -> None:
+        """Give back the pages of the file that were read."""
+        self._directory.data.madvise(mmap.MADV_DONTNEED)
 
     def _unpack(self, entry: Entry, blocks: torch.Tensor) -> torch.Tensor:
         try:
