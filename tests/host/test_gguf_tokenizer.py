@@ -98,7 +98,7 @@ def test_byte_level_ids_are_those_that_transformers_reads(pre, tmp_path):
 
 
 def sentencepiece_ids(text, scores, ids):
-    """SentencePiece's BPE by its definition: the neighbors that make the best-scored piece are joined, leftmost first."""
+    """SentencePiece's BPE by its definition: neighbors that make the best-scored piece are joined, leftmost first."""
     parts = list(text)
     while True:
         joined = [a + b for a, b in itertools.pairwise(parts)]
