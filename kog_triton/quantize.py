@@ -119,12 +119,8 @@ def _check(checkpoint: "Checkpoint", format_name: str) -> None:
     if how.group_rows > 1 and spec.num_lanes > 1:
         raise ModelError(f"{format_name} does not go with lanes: choose fp8-channel")
     for name in filter(_is_projection, checkpoint.names()):
-        cols = spec.shapes[pattern_of(name)][-1]
-        if how.group_rows == 1 and how.group_cols and cols % how.group_cols:
-            raise ModelError(
-                f"{name} has {cols} columns, which do not divide into groups of {how.group_cols}:"
-                f" choose another of {', '.join(CHOICES)}"
-            )
+        if reason := how.undivided(spec.shapes[pattern_of(name)][-1]):
+            raise ModelError(f"{name}: {reason}: choose another of {', '.join(CHOICES)}")
 
 
 def _is_projection(name: str) -> bool:

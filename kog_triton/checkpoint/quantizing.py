@@ -25,8 +25,8 @@ def quantize(weight: Tensor, how: WeightFormat) -> NarrowTensor:
     if how.offset is not Offset.NONE or how.code is Code.E2M1 or how.scale not in _DTYPES:
         raise ModelError(f"weights are not made {how.name}")
     rows, cols = weight.shape[-2:]
-    if how.group_rows == 1 and how.group_cols and cols % how.group_cols:
-        raise ModelError(f"{cols} columns do not divide into groups of {how.group_cols}")
+    if reason := how.undivided(cols):
+        raise ModelError(reason)
     step = max(how.group_rows or rows, 1)
     step *= max(1, _SLICE // (step * cols * max(1, weight.numel() // (rows * cols))))
     parts = [_quantize(weight[..., i : i + step, :].float(), how) for i in range(0, rows, step)]

@@ -77,6 +77,12 @@ class WeightFormat:
         """How many groups a matrix has along its rows and columns."""
         return -(-rows // (self.group_rows or rows)), -(-cols // (self.group_cols or cols))
 
+    def undivided(self, cols: int) -> str:
+        """Why a row of so many columns has no whole groups, "" if it has; blocks of rows may go over the edge."""
+        if self.group_rows != 1 or not self.group_cols or cols % self.group_cols == 0:
+            return ""
+        return f"{cols} columns do not divide into groups of {self.group_cols}"
+
     def bytes(self, rows: int, cols: int) -> int:
         """Bytes of one matrix: codes, scales and what is beside them."""
         down, across = self.grid(rows, cols)

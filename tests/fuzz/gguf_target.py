@@ -75,6 +75,8 @@ def _pack(kind: int, value: Any) -> bytes:
     code = FORMATS.get(kind, "I")
     if code in "fd":
         return struct.pack("<" + code, float(value))
+    if value != value:  # a NaN whose type was changed
+        value = 0
     bits = 8 * struct.calcsize(code)
     low = -(2 ** (bits - 1)) if code.islower() else 0
     return struct.pack("<" + code, (int(value) - low) % 2**bits + low)
@@ -244,11 +246,12 @@ class Gguf(Target):
             else:
                 items[i] = draw.choice(COUNTS)
             return name, replace(value, value=items[: draw.choice((i, len(items), len(items)))])
-        if isinstance(value.value, bytes):
-            return name, replace(value, value=self._text(draw, Text(value.value)))
-        number = draw.choice((*COUNTS, value.value + 1, value.value * 2, float("nan"), 1e38))
-        whole = value.kind not in (6, 12)
-        return name, replace(value, value=0 if whole and number != number else number)
+        if isinstance(value.value, bytes | Text):
+            old = value.value if isinstance(value.value, Text) else Text(value.value)
+            return name, replace(value, value=self._text(draw, old))
+        more = (float("nan"), 1e38, -1e-38) if value.kind in (6, 12) else (-1,)
+        number = draw.choice((*COUNTS, value.value + 1, value.value * 2, *more))
+        return name, replace(value, value=number)
 
     def _text(self, draw: Random, text: Text) -> Text:
         if draw.random() < 0.3:

@@ -229,7 +229,7 @@ def test_a_model_of_lanes(tmp_path, capsys):
         (
             "model",
             "int4-g64",
-            "layers.0.q_proj has 96 columns, which do not divide into groups of 64",
+            "layers.0.q_proj: 96 columns do not divide into groups of 64",
         ),
         ("demo", "fp8-block", "does not go with lanes: choose fp8-channel"),
     ],

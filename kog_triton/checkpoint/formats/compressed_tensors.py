@@ -165,18 +165,11 @@ def _scale_shape(how: WeightFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *how.grid(*shape[-2:]))
 
 
-def _check_division(how: WeightFormat, module: Module) -> None:
-    if how.group_rows == 1 and how.group_cols and module.shape[-1] % how.group_cols:
-        raise module.error(
-            f"{module.shape[-1]} columns do not divide into groups of {how.group_cols}"
-        )
-
-
 def _find_plain(group: Group, module: Module) -> Found:
     """A byte a weight, in the order of the matrix."""
     offset = Offset.NONE if group.symmetric else Offset.ZERO_POINT
     how = WeightFormat(group.code, *group.group, Scale.F32, offset)
-    _check_division(how, module)
+    module.check_columns(how)
     shape = _scale_shape(how, module.shape)
     if (
         not how.group_rows
@@ -219,7 +212,7 @@ def _find_packed(group: Group, module: Module) -> Found:
     how = WeightFormat(group.code, *group.group, Scale.F32, offset)
     if group.group[0] != 1:
         raise module.error("packed weights have a scale a row or a group")
-    _check_division(how, module)
+    module.check_columns(how)
     grid = _scale_shape(how, module.shape)
     module.take("weight_packed", (*lanes, rows, -(-cols // per_word)), "I32")
     scale = module.take_scale("weight_scale", grid)
@@ -250,8 +243,7 @@ def _centered(code: Code, codes: torch.Tensor) -> torch.Tensor:
 
 def _find_mxfp4(module: Module) -> Found:
     rows, cols = module.matrix()
-    if cols % 32:
-        raise module.error(f"{cols} columns do not divide into groups of 32")
+    module.check_columns(FORMATS["mxfp4"])
     module.take("weight_packed", (rows, cols // 2), "U8")
     module.take("weight_scale", (rows, cols // 32), "U8")
 

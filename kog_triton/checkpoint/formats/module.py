@@ -86,6 +86,10 @@ class Module:
             raise self.error("this format holds no lanes")
         return self.shape[0], self.shape[1]
 
+    def check_columns(self, how: WeightFormat) -> None:
+        if reason := how.undivided(self.shape[-1]):
+            raise self.error(reason)
+
     def error(self, what: str) -> ModelError:
         first = next((n for n in self.files.stored if n.startswith(self.name + ".")), None)
         file = self.files.stored[first].file if first else Path("the checkpoint")

@@ -35,8 +35,7 @@ class Mxfp4:
         if module.name in self.excluded:
             raise module.error("it has weight_blocks although quantization_config excludes it")
         rows, cols = module.matrix()
-        if cols % GROUP:
-            raise module.error(f"{cols} columns do not divide into groups of {GROUP}")
+        module.check_columns(FORMATS["mxfp4"])
         module.take("weight_blocks", (rows, cols // GROUP, GROUP // 2), "U8")
         module.take("weight_scales", (rows, cols // GROUP), "U8")
         return Found(FORMATS["mxfp4"], module, _read)
