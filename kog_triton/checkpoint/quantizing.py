@@ -39,21 +39,20 @@ def _quantize(w: Tensor, how: WeightFormat) -> tuple[Tensor, Tensor]:
     *lanes, rows, cols = w.shape
     down, across = how.grid(rows, cols)
     high, wide = how.group_rows or rows, how.group_cols or cols
-    padded = torch.nn.functional.pad(w, (0, across * wide - cols, 0, down * high - rows))
+    edges = (0, across * wide - cols, 0, down * high - rows)
+    padded = torch.nn.functional.pad(w, edges) if any(edges) else w
     groups = padded.reshape(*lanes, down, high, across, wide)
-    largest = groups.abs().amax((-3, -1))
+    largest = torch.maximum(groups.amax((-3, -1)), -groups.amin((-3, -1)))
     half = (1 << how.code.bits - 1) - 0.5
     scales = largest / (E4M3_MAX if how.code is Code.E4M3 else half)
     scales = torch.where(largest == 0, 1.0, scales).to(_DTYPES[how.scale])
-    tiny = torch.finfo(scales.dtype).tiny
-    scales = scales.clamp_min(tiny)
-    values = (groups / scales.float()[..., :, None, :, None]).reshape(padded.shape)[
-        ..., :rows, :cols
-    ]
+    scales.clamp_min_(torch.finfo(scales.dtype).tiny)
+    values = groups / scales.float()[..., :, None, :, None]
+    values = values.reshape(padded.shape)[..., :rows, :cols]
     if how.code is Code.E4M3:
-        codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
         return codes, scales
-    whole = values.round().clamp(-half - 0.5, half - 0.5)
+    values = values.round_().clamp_(-half - 0.5, half - 0.5)
     if how.code is Code.INT8:
-        return whole.to(torch.int8), scales
-    return (whole + SYMMETRIC).to(torch.uint8), scales
+        return values.to(torch.int8), scales
+    return values.add_(SYMMETRIC).to(torch.uint8), scales

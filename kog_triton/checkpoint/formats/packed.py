@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits out of 32-bit words, low bits first."""
+"""Codes of 4 and 8 bits in and out of 32-bit words, low bits first, on a little-endian machine, as safetensors asks."""
 
 import torch
 
@@ -7,18 +7,16 @@ Tensor = torch.Tensor
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """int32 [..., n] as uint8 [..., n * 32 / bits]: word by word, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    parts = (words[..., None] >> shifts) & ((1 << bits) - 1)
-    return parts.to(torch.uint8).flatten(-2)
+    data = words.contiguous().view(torch.uint8)
+    return unpack_nibbles(data) if bits == 4 else data
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] as int32 [..., ceil(n * bits / 32)], the last word filled with zeros."""
-    per_word = 32 // bits
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word))
-    parts = padded.unflatten(-1, (-1, per_word)).to(torch.int64)
-    words = (parts << torch.arange(0, 32, bits)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    if missing := -codes.shape[-1] % (32 // bits):
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    data = codes[..., ::2] | codes[..., 1::2] << 4 if bits == 4 else codes
+    return data.contiguous().view(torch.int32)
 
 
 def unpack_nibbles(data: Tensor) -> Tensor:
