@@ -179,8 +179,8 @@ def half_split_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def interleaved_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The inverse of `half_split_rows`."""
-    pairs = rows.unflatten(1, (-1, 2, head_dim // 2))
-    return pairs.transpose(2, 3).reshape(rows.shape)
+    halves = rows.unflatten(1, (-1, 2, head_dim // 2))
+    return halves.transpose(2, 3).reshape(rows.shape)
 
 
 def _match(

@@ -27,11 +27,11 @@ _FILES = [
 
 
 def gguf_file(path_or_hub_id: str | Path) -> Path | None:
-    """The path of a model that is one GGUF file; None if it is something else."""
+    """The path of a model that is one GGUF file, by its name; None if it is something else."""
     if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id).endswith(".gguf"):
         return None
     path = Path(path_or_hub_id).expanduser()
-    return path if path.is_file() else None
+    return None if path.is_dir() else path
 
 
 def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:

@@ -140,6 +140,14 @@ def refusal(tmp_path, data):
     return message
 
 
+def test_a_file_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"^org/name\.gguf: cannot be read as GGUF: No such file"):
+        Checkpoint.open("org/name.gguf")
+    tiny.save_folder(tmp_path / "folder.gguf", tiny.LLAMA, tiny.llama_tensors())
+    assert Checkpoint.open("folder.gguf").spec.family == "llama"
+
+
 def word(data, at, value, size=8):
     return data[:at] + value.to_bytes(size, "little") + data[at + size :]
 

@@ -75,7 +75,8 @@ class Directory:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: cannot be read as GGUF: {error}") from error
+            reason = getattr(error, "strerror", None) or "it is empty"
+            raise ModelError(f"{path}: cannot be read as GGUF: {reason}") from error
         self._at = 0
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
