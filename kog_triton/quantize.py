@@ -130,7 +130,7 @@ def _is_projection(name: str) -> bool:
 def _tensors(
     checkpoint: "Checkpoint", name: str, stored: str, format_name: str
 ) -> "list[tuple[str, torch.Tensor]]":
-    """What the new checkpoint holds of one weight, in memory of its own."""
+    """What the new checkpoint holds of one weight; in memory of its own, unless it is too large for a second copy."""
     from kog_triton.checkpoint.folder import interleaved_rows
     from kog_triton.checkpoint.formats.compressed_writer import stored_tensors
     from kog_triton.checkpoint.quantizing import quantize
@@ -143,8 +143,9 @@ def _tensors(
     if weight.dim() > 1 and weight.shape[0] == 1:
         weight = weight[0]
     if not _is_projection(name):
-        unpacked = name in dict(spec.narrow)
-        return [(stored, weight.to(DTYPES[spec.dtype]) if unpacked else weight.clone())]
+        if name in dict(spec.narrow):
+            return [(stored, weight.to(DTYPES[spec.dtype]))]
+        return [(stored, weight if weight.nbytes > FORGET_BYTES else weight.clone())]
     module = stored.removesuffix(".weight")
     try:
         parts = stored_tensors(quantize(weight, FORMATS[format_name]))

@@ -30,9 +30,12 @@ class ShardWriter:
         self._waiting[name] = tensor.contiguous()
         self._waiting_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
+        if self._waiting_bytes >= self._shard_bytes:
+            self._write()
 
     def close(self) -> None:
-        self._write()
+        if self._waiting:
+            self._write()
         count = len(self._files)
         if count == 1:
             self._files[0][0].rename(self._folder / SINGLE)
