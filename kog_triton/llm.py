@@ -94,15 +94,17 @@ class LLM:
             _check_integer("seed", seed, 0, (1 << 64) - 1)
         if prefill not in PREFILLS:
             raise wrong("prefill", prefill, f"one of {', '.join(PREFILLS)}")
-        if not isinstance(backend, str | type):
-            raise wrong("backend", backend, "a name or a class")
         if isinstance(backend, str):
-            choose(backend, device)  # what cannot run here is refused before anything is read
-        self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
-        if isinstance(backend, str):
-            self.choice = choose(backend, device, self.checkpoint.spec)
-        else:
+            self.choice = choose(backend, device)
+        elif isinstance(backend, type):
             self.choice = Choice(backend, backend.name, "given by the caller")
+        else:
+            raise wrong("backend", backend, "a name or a class")
+        self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
+        if isinstance(backend, str) and self.checkpoint.spec.narrow:
+            without, self.choice = self.choice, choose(backend, device, self.checkpoint.spec)
+            if self.choice.name != without.name:
+                log.warning("backend %s: %s", self.choice.name, self.choice.reason)
         for note in self.checkpoint.notes:
             log.warning("%s: %s", self.checkpoint.folder, note)
         limit = self.checkpoint.spec.max_context

@@ -56,6 +56,13 @@ def test_auto_takes_the_reference_and_says_why(folder, gpu):
     assert choose.choose("auto", "", spec.replace(narrow=())).name == "cuda"
 
 
+def test_the_llm_says_that_it_takes_another_backend_than_it_would(folder, gpu, caplog):
+    with caplog.at_level(logging.WARNING), LLM(folder) as llm:
+        assert llm.choice.name == "reference"
+    said = [r.getMessage() for r in caplog.records if "activations" not in r.getMessage()]
+    assert said == ["backend reference: cuda: it does not read fp8 128x128 weights yet; hip: "]
+
+
 def test_a_named_backend_is_refused(folder, gpu):
     spec = Checkpoint.open(folder).spec
     with pytest.raises(
