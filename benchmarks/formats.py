@@ -80,10 +80,9 @@ def judge(
     loss = np.concatenate([nats(x, ids) for x, ids in zip(logits, windows, strict=True)])
     pairs = [compare(a, b) for a, b in zip(own or logits, logits, strict=True)]
     same, kl = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    formats = dict.fromkeys(how.name for _, how in checkpoint.spec.narrow)
     row = {
         "format": name,
-        "weights": ", ".join(formats) or checkpoint.spec.dtype.name.lower(),
+        "weights": checkpoint.spec.narrow_formats,
         "bytes_per_token": checkpoint.spec.bytes_per_token,
         "perplexity": round(math.exp(loss.mean()), 4),
         "kl_mean": round(float(kl.mean()), 6),
@@ -125,6 +124,33 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "absent": absent,
     }
+
+
+def quality_table(record: dict[str, Any]) -> list[str]:
+    """The rows of a record of `quality`, as docs/FORMATS.md shows them."""
+    names = ("layers' weights", "MB a token", "perplexity", "KL mean", "KL max", "same top-1")
+    lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+    for row in record["rows"]:
+        name = row["format"] if row["format"] != "its own" else f"its own ({row['weights']})"
+        cells = (
+            name,
+            f"{row['bytes_per_token'] / 1e6:.1f}",
+            f"{row['perplexity']:.2f}",
+            f"{row['kl_mean']:.4f}",
+            f"{row['kl_max']:.2f}",
+            f"{row['top1']:.1%}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def stream_line(record: dict[str, Any]) -> str:
+    """The figures of a record of `stream`, as docs/FORMATS.md says them."""
+    return (
+        f"{record['shape']}, {record['bytes_read'] / 1e9:.1f} GB, as {record['format']}:"
+        f" {record['bytes_written'] / 1e9:.1f} GB, peak of resident memory"
+        f" {record['peak_resident_bytes'] / 1e9:.1f} GB"
+    )
 
 
 def sha256(path: Path) -> str:

@@ -197,6 +197,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
         say(f"backend {llm.choice.name} ({llm.choice.reason})")
         spec = llm.checkpoint.spec
         size = f"{spec.num_parameters / 1e6:,.1f} M parameters"
+        size += f", {spec.narrow_formats}" if spec.narrow else ""
         say(
             f"model   {llm.checkpoint.folder} ({spec.family}, {size}), loaded in {llm.load_s:.2f} s"
         )

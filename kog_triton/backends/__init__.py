@@ -157,8 +157,7 @@ def why_not_narrow(backend: type, spec: ModelSpec) -> str:
     """Why a backend does not run a model's narrow weights, "" if it does."""
     if not spec.narrow or getattr(backend, "runs_narrow", False):
         return ""
-    formats = ", ".join(dict.fromkeys(how.name for _, how in spec.narrow))
-    return f"it does not read {formats} weights yet"
+    return f"it does not read {spec.narrow_formats} weights yet"
 
 
 def refuse_narrow(backend: type, spec: ModelSpec) -> None:

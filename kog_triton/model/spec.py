@@ -232,6 +232,11 @@ class ModelSpec:
             total -= math.prod(lanes) * saved
         return total
 
+    @property
+    def narrow_formats(self) -> str:
+        """The formats of narrow weights, for people; "" if there are none."""
+        return ", ".join(dict.fromkeys(how.name for _, how in self.narrow))
+
     def weight_bytes(self, name: str) -> int:
         """Bytes of one weight by its canonical name, as it is stored."""
         shape, how = self.shapes[pattern_of(name)], dict(self.narrow).get(name)

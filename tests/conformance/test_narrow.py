@@ -85,6 +85,7 @@ def test_the_command_says_it_on_stderr(folder, capsys):
     argv = ["generate", "--model", str(folder), "-p", "a", "-m", "2", "--temp", "0"]
     assert kog.main(argv) == 0
     said = capsys.readouterr()
+    assert "M parameters, fp8 128x128)" in said.err
     assert "activations stay wide" in said.err and "activations" not in said.out
     assert kog.main([*argv, "--quiet"]) == 0
     quiet = capsys.readouterr()
