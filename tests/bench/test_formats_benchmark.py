@@ -34,7 +34,7 @@ def test_the_quality_table_is_the_record_s(formats):
     record = kept("quality")
     table = "\n".join(formats.quality_table(record))
     assert table in DOCS
-    assert [row["format"] for row in record["rows"]][0] == "its own"
+    assert record["rows"][0]["format"] == "its own"
     assert f"{record['text']['tokens']:,} tokens" in DOCS
 
 
