@@ -562,9 +562,9 @@ FAULTS = (
     ),
     Fault(
         "backends/serving.py",
-        " or self._turn.over(time.monotonic() - begun)",
+        " or self._queue.over(time.monotonic() - begun)",
         "",
-        "cuda/test_cuda_turns.py",
+        "cuda/test_cuda_launch_queue.py",
         "a second engine waits for the end of a request",
     ),
     Fault(
@@ -797,8 +797,8 @@ FAULTS = (
     ),
     Fault(
         "backends/gpu_entry.py",
-        "with self.turn.taken(), self.on_stream():",
-        "with self.turn.taken():",
+        "with self.queue.first(), self.on_stream():",
+        "with self.queue.first():",
         "host/test_gpu_entry.py",
         "logits are computed on torch's default stream",
     ),

@@ -173,7 +173,7 @@ class CudaBackend:
             whole,
         )
         with self._entry.serving(self._free):
-            LaunchServing(launcher, mailbox, self._entry.turn).run()
+            LaunchServing(launcher, mailbox, self._entry.queue).run()
 
     def _admit(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None

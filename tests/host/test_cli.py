@@ -535,6 +535,26 @@ def test_doctor_tells_what_it_found_by_value():
     assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2",
+            "580.126.09",
+        ),
+        ("6.12.12\n", "6.12.12"),
+        ("of a vendor without numbers\n", "of a vendor without numbers"),
+        (None, None),
+    ],
+)
+def test_doctor_reads_the_version_of_the_driver(tmp_path, monkeypatch, text, says):
+    files = tmp_path / "nvidia", tmp_path / "amdgpu"
+    monkeypatch.setattr(doctor, "DRIVERS", files)
+    if text:
+        files[1].write_text(text)
+    assert doctor.driver() == says
+
+
 def test_kog_hands_over_to_its_commands(cli, capsys):
     assert kog.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kog {kog_triton.__version__}\n"

@@ -87,6 +87,9 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
     assert read == pytest.approx(matrix_bytes(spec) / 1e6, abs=0.3)
     assert int(rows["qkv_proj"]["runs"]) == spec.num_layers
+    for name in STAGES[1:]:
+        assert int(rows[name]["shards"]) == max(spec.num_lanes, int(gpus)), name
+    assert rows["lm_head"]["shards"] == rows["sample"]["shards"] == "1"
     gigabytes = float(re.search(r"([\d.]+) GB a token", out)[1])
     assert gigabytes * int(gpus) >= matrix_bytes(spec) / 1e9 - 0.002
     bandwidth, rate = re.search(
