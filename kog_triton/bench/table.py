@@ -16,6 +16,8 @@ from kog_triton.bench.record import SCHEMA
 from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
+# Of benchmarks/ itself: kept beside, no rows of these tables.
+OTHER_SCHEMAS = ("kog_triton.micro/1", "kog_triton.formats/1")
 KINDS = ("decode", "compare", "prefill", "concurrency", "startup")
 NAMES = ("GPU", "model", "test", "engine", "tokens/s", "p50 / p99 us", "TTFT ms", "MBU", "text")
 # What the README shows, in its order: GPU, model, test, and the engine's name in its record. Peers of other models are
@@ -49,8 +51,11 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(file.read_text())
             known = record["schema"] == SCHEMA
+            other = record["schema"] in OTHER_SCHEMAS
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{file}: not a record of kog bench") from error
+        if other:
+            continue
         if not known:
             raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
         try:
