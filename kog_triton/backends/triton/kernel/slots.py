@@ -157,6 +157,7 @@ def advance(token, alive, slot, block, p, S: tl.constexpr):
     else:
         next_token = tl.load(known + position)
     outcome = tl.where((alive == 0) | (token == EXPIRED_ID), EXPIRED, outcome)
+    tl.debug_barrier()  # one thread writes what every warp has read above
     tl.store(own + POSITION, position)
     tl.store(own + TOKEN, next_token)
     tl.store(own + MADE, made)

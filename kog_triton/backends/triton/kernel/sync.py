@@ -48,6 +48,21 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
+def settled(state, S: tl.constexpr):
+    """An int32 that a reduction before a loop of such reductions gave, kept apart from theirs.
+
+    LLVM (Triton 3.7.1's) else lets both share the code behind them, which begins with a barrier, and parts the loop so
+    that on AMD threads meet there whose neighbors have yet to write: tests/gfx942 saw waves at different barriers.
+    """
+    if S.vendor == "amd":
+        return tl.inline_asm_elementwise(
+            "v_readfirstlane_b32 $0, $1", "=s,v", [state], tl.int32, False, 1
+        )
+    else:
+        return state
+
+
+@triton.jit
 def pin_address(ptr, S: tl.constexpr):
     """The pointer, computed here: addresses that compilers compute long before would each keep registers."""
     if S.vendor == "nvidia":
