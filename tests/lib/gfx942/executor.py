@@ -82,6 +82,7 @@ class Launch:
 class Execution:
     steps: int  # instructions, of all waves
     executed: np.ndarray = field(repr=False)  # how often each instruction ran
+    awaited: np.ndarray = field(repr=False)  # how often each wait found something in flight
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def library() -> ctypes.CDLL:
     ):
         getattr(built, f"gfx_{name}").restype = result
     built.gfx_steps.restype = ctypes.c_uint64
-    built.gfx_executed.restype = ctypes.c_void_p
+    built.gfx_executed.restype = built.gfx_awaited.restype = ctypes.c_void_p
     assert built.gfx_inst_bytes() == RECORD.itemsize
     return built
 
@@ -149,8 +150,8 @@ class Kernel:
         names = list(operations())
         return [names[op] for op in self.records["op"]]
 
-    def replace(self, index: int, name: str, **fields: int) -> None:
-        """Another operation in place of instruction `index`, and other values of its fields."""
+    def replace(self, index: Any, name: str, **fields: Any) -> None:
+        """Another operation in place of instruction `index`, or of several, and other values of their fields."""
         self.records["op"][index] = operations()[name]
         for field_name, value in fields.items():
             self.records[field_name][index] = value
@@ -203,13 +204,16 @@ class Kernel:
                     host()
             if ended != FINISHED:
                 raise (NoEnd if ended == UNFINISHED else Fault)(lib.gfx_error(machine).decode())
-            counts = np.ctypeslib.as_array(
-                ctypes.cast(lib.gfx_executed(machine), ctypes.POINTER(ctypes.c_uint64)),
-                (len(self.records),),
+            return Execution(
+                lib.gfx_steps(machine),
+                *(self._counts(f(machine)) for f in (lib.gfx_executed, lib.gfx_awaited)),
             )
-            return Execution(lib.gfx_steps(machine), counts.copy())
         finally:
             lib.gfx_free(machine)
+
+    def _counts(self, address: int) -> np.ndarray:
+        counts = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64))
+        return np.ctypeslib.as_array(counts, (len(self.records),)).copy()
 
     def _start(
         self, machine: Any, launch: Launch, kernarg: np.ndarray, lds: int, xcc: Callable[[int], int]

@@ -70,10 +70,15 @@ class Cache {
         }
         dirty_ = still;
     }
-    template <class Write> void evict_some(u64 random, Write write) {
-        Line& line = lines_[random % lines_.size()];
-        if (line.epoch != epoch_) return;
-        if (line.dirty) clean(line, write);
+    // Write back one of the dirty lines, and forget it.
+    template <class Write> void evict_one(u64 random, Write write) {
+        if (dirty_.empty()) return;
+        size_t k = random % dirty_.size();
+        Line& line = lines_[dirty_[k]];
+        dirty_[k] = dirty_.back();
+        dirty_.pop_back();
+        if (line.epoch != epoch_ || !line.dirty) return;
+        clean(line, write);
         line.epoch = 0;
     }
 

@@ -74,6 +74,7 @@ void meet_at_barrier(Machine&, Wave& w) {
 
 void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (!m.options.adversarial) return;
+    m.awaited[w.pc - 1] += w.vector_queue.size() > size_t(vector) || (scalar < 15 && w.scalar_queue.size() > size_t(scalar));
     land(m, w, w.vector_queue, size_t(vector));
     if (scalar < 15) land_scalar(m, w, size_t(scalar));
 }
@@ -99,6 +100,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     auto* m = new Machine(*options);
     m->code.assign(code, code + count);
     m->executed.assign(count, 0);
+    m->awaited.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
     return m;
 }
@@ -185,5 +187,6 @@ int gfx_run(Machine* m, u64 budget) {
 const char* gfx_error(Machine* m) { return m->error.c_str(); }
 u64 gfx_steps(Machine* m) { return m->steps; }
 const u64* gfx_executed(Machine* m) { return m->executed.data(); }
+const u64* gfx_awaited(Machine* m) { return m->awaited.data(); }
 void gfx_free(Machine* m) { delete m; }
 }

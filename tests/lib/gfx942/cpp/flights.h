@@ -66,7 +66,7 @@ inline bool overlap(const std::vector<u64>& a, const std::vector<u64>& b) {  // 
 inline bool may_overtake(const std::deque<Flight>& queue, size_t k) {
     for (size_t o = 0; o < k; o++) {
         const Flight& older = queue[o];
-        if (!older.performed && (older.kind == Flight::WRITE_BACK || overlap(older.lines, queue[k].lines))) return false;
+        if (!older.performed && overlap(older.lines, queue[k].lines)) return false;
     }
     return true;
 }

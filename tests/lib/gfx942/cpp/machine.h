@@ -35,6 +35,7 @@ class Random {
 struct Machine {
     std::vector<Inst> code;
     std::vector<u64> executed;  // how often each instruction was
+    std::vector<u64> awaited;   // how often each wait found something in flight
     std::vector<Range> ranges;
     std::vector<Workgroup> groups;
     Options options;
@@ -170,9 +171,9 @@ struct Machine {
             }
         }
         if (random.chance(options.evict))
-            l2[g.xcd]->evict_some(random.next(), [&](Line& line) { write_line_below(g, line); });
+            l2[g.xcd]->evict_one(random.next(), [&](Line& line) { write_line_below(g, line); });
         if (shared && random.chance(options.evict))
-            gpu[g.gpu]->evict_some(random.next(), [&](Line& line) { write_home(line); });
+            gpu[g.gpu]->evict_one(random.next(), [&](Line& line) { write_home(line); });
     }
     // The bytes at which an atomic acts, and what is to be told after it has.
     u8* atomic_place(const Workgroup& g, u64 address, int bytes, int scope) {
