@@ -5,7 +5,6 @@ are few; `python -m tests.gfx942.record` runs many.
 """
 
 import os
-from functools import cache
 
 import pytest
 
@@ -14,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from kog_triton.backends.mailbox import Failure, Request
 from tests.lib.gfx942.executor import WEAK, Memory
-from tests.lib.gfx942.requests import ENDS, GREEDY, PROMPT, SAMPLED, expected, run_request
+from tests.lib.gfx942.requests import ASKED, ENDS, expected, run_request
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, serve
 from tests.lib.gfx942.triton_cases import CASES
 
@@ -24,38 +23,37 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("conditions", RUNS, ids=["plain", "adversarial"])
+IDS = ["plain", "adversarial"]
+GREEDY = ASKED["greedy"]
+
+
+@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_requests_equal_the_reference(case, conditions):
-    assert run_request(case, conditions, GREEDY) == expected(case)
+    assert run_request(case, conditions) == expected(case)
+
+
+@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
+def test_sampled_requests_equal_the_definition(conditions):
+    assert run_request("llama", conditions, "sampled") == expected("llama", "sampled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
+@pytest.mark.parametrize("name", ["long prompt", "rules"])
+@pytest.mark.parametrize("case", CASES)
+def test_other_variants_of_the_kernel(case, name, conditions):
+    """Prompts in chunks, on matrix units; penalties and cuts."""
+    assert run_request(case, conditions, name) == expected(case, name)
 
 
 def test_a_stop_id_ends_the_request():
     tokens = expected("llama")
-    (steps,) = serve(
-        ExecutedBackend("llama", RUNS[1]),
-        Request(0, PROMPT, GREEDY, 0, len(tokens), stop_token_ids=frozenset({tokens[ENDS]})),
-    )
+    stop = frozenset({tokens[ENDS]})
+    request = Request(0, GREEDY.prompt, GREEDY.params, 0, len(tokens), stop_token_ids=stop)
+    (steps,) = serve(ExecutedBackend("llama", RUNS[1]), request)
     assert [step.token for step in steps] == tokens[: tokens.index(tokens[ENDS]) + 1]
-    assert [step.finish for step in steps][-1] == "stop"
-
-
-@cache
-def sampled(case: str) -> list[int]:
-    return run_request(case, RUNS[0], SAMPLED)
-
-
-def test_sampled_tokens_are_the_definition_s():
-    """Of the kernel's own logits; and the same in the other memory."""
-    from kog_triton.sampling import History, sample
-
-    backend = ExecutedBackend("llama", RUNS[1])
-    made = run_request("llama", RUNS[1], SAMPLED)
-    logits = backend.forward_logits([*PROMPT, *made[:-1]])
-    for i, token in enumerate(made):
-        row = logits[len(PROMPT) - 1 + i]
-        assert token == sample(row, SAMPLED, History(PROMPT), len(PROMPT) + i, 0).token
-    assert sampled("llama") == made
+    assert steps[-1].finish == "stop"
 
 
 def test_a_wait_for_words_that_never_come_ends_the_launch():
@@ -69,7 +67,7 @@ def test_a_wait_for_words_that_never_come_ends_the_launch():
         if name.startswith("BUFFER_STORE") and kernel.records["scope"][i] == 3
     )
     kernel.replace(first, "S_NOP")
-    (steps,) = serve(backend, Request(0, PROMPT, GREEDY, 0, 2))
+    (steps,) = serve(backend, Request(0, GREEDY.prompt, GREEDY.params, 0, 2))
     (failure,) = steps
     assert isinstance(failure, Failure) and "a wait of the triton kernel expired" in str(
         failure.error

@@ -31,6 +31,7 @@ PRELOAD_ENTRY = 256  # bytes of a prologue that a launch with preloaded argument
 MOST_STEPS = 200_000_000
 HOST_EVERY = 100_000  # instructions, of all waves
 FINISHED, UNFINISHED = 0, 1
+AGENT, SYSTEM = 2, 3  # scopes: sc0 | sc1 << 1
 
 
 class Fault(RuntimeError):
@@ -58,10 +59,14 @@ WEAK = Memory(adversarial=True)
 
 @dataclass
 class Buffer:
-    """Bytes that a kernel may touch; `shared` with the host or another GPU while it runs."""
+    """Bytes that a kernel may touch; `shared` with the host or another GPU while it runs.
+
+    An access whose scope is narrower than `least` is a fault.
+    """
 
     array: Any  # of numpy or torch, contiguous
     shared: bool = False
+    least: int = 0
 
     @property
     def address(self) -> int:
@@ -178,8 +183,10 @@ class Kernel:
         kernargs = [self._kernarg(launch) for launch in launches]
         held = [*buffers, *map(Buffer, kernargs)]
         ranges = np.array(
-            [(b.address, b.address + b.array.nbytes, b.shared) for b in held],
-            np.dtype([("first", "u8"), ("last", "u8"), ("shared", "i4")], align=True),
+            [(b.address, b.address + b.array.nbytes, b.shared, b.least) for b in held],
+            np.dtype(
+                [("first", "u8"), ("last", "u8"), ("shared", "i4"), ("least", "i4")], align=True
+            ),
         )
         chances = (int(65536 * p) for p in (memory.early, memory.evict, memory.hold))
         options = _Options(seed, memory.adversarial, *chances, memory.quantum)

@@ -97,7 +97,7 @@ LITMUS: dict[str, Callable[[int], Setup]] = {
     "rank_publish": rank_publish,
 }
 # Mutants that no run can tell from the kernel, and why: named as Mutant.named does.
-_ACQUIRES = "LLVM waits before it invalidates; here all loads before have been waited for by the branch that ended the poll"
+_ACQUIRES = "LLVM waits before it invalidates; here the branch that ended the poll has waited for every load"
 ARGUED: dict[str, dict[str, str]] = {name: {} for name in LITMUS}
 for _name in ("publish", "rank_publish"):
     ARGUED[_name]["no wait for vmcnt before BUFFER_INV"] = _ACQUIRES

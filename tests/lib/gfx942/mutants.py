@@ -29,11 +29,11 @@ class Mutant:
 
 
 def mutants(kernel: Kernel) -> Iterator[Mutant]:
-    """One change each, of every instruction that orders or scopes anything; waits that follow each other change together."""
+    """One change each, of every instruction that orders or scopes anything; waits in a row change together."""
     names = kernel.mnemonics()
     for index, name in enumerate(names):
         record = kernel.records[index]
-        scope, offset = int(record["scope"]), int(record["offset"])
+        scope = int(record["scope"])
         changes = []
         run = [index]
         if name == "S_WAITCNT":

@@ -11,12 +11,23 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.backends.triton.host import backend as host_backend
-from tests.lib.gfx942.executor import PLAIN, Buffer, Kernel, Launch, Memory, round_robin
+from kog_triton.backends.triton.host.backend import SECOND_NAMES
+from tests.lib.gfx942.executor import (
+    AGENT,
+    PLAIN,
+    SYSTEM,
+    Buffer,
+    Kernel,
+    Launch,
+    Memory,
+    round_robin,
+)
 from tests.lib.gfx942.triton_cases import CASES, CONTEXT, compiled
 from tests.lib.lowering_cases import ArrayWeights
 
 KERNEL = "decode_kernel"
-SHARED = ("mailbox",)  # with the host, while the kernel runs
+# With the host, while the kernel runs; what blocks exchange. Nothing there may be touched with a narrower scope.
+LEAST = {"mailbox": SYSTEM, "words": AGENT}
 SCRATCH_POINTERS = 2  # that Triton adds to a kernel's arguments; these kernels use neither
 LANES = 64
 
@@ -61,9 +72,13 @@ class ExecutedBackend(TritonBackend):
         pointers.error.copy_(self.memory.blank_error)
         variant = "+".join(name for name, on in (("rules", rules), ("chunks", chunks)) if on)
         made, kernel = compiled(self.case, variant), self.kernel(variant)
-        named = pointers._asdict().items()
-        buffers = [Buffer(t, name in SHARED) for name, t in named if isinstance(t, torch.Tensor)]
-        args = [t.data_ptr() if isinstance(t, torch.Tensor) else int(t) for _, t in named]
+        named = [(name, t) for name, t in pointers._asdict().items() if name not in SECOND_NAMES]
+        buffers = [
+            Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0))
+            for name, t in named
+            if isinstance(t, torch.Tensor)
+        ]
+        args = [t.data_ptr() if isinstance(t, torch.Tensor) else int(t) for t in pointers]
         launch = Launch(
             [*args, *[0] * SCRATCH_POINTERS],
             (self.tiles.num_blocks, 1, 1),

@@ -21,6 +21,15 @@ def load_shared(ptr, mask, other, S: tl.constexpr):
 
 
 @triton.jit
+def load_host(ptr, S: tl.constexpr):
+    """One word that the host may be writing."""
+    if S.vendor == "nvidia":
+        return tl.load(ptr, volatile=True)
+    else:
+        return tl.load(ptr, cache_modifier=".cv")
+
+
+@triton.jit
 def store_shared(ptr, value, mask):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
 

@@ -115,7 +115,7 @@ void gfx_workgroup(Machine* m, int gpu, int xcd, const i32* block, int lds_bytes
     g.gpu = gpu;
     g.xcd = xcd;
     g.lds.assign(lds_bytes, 0xEE);
-    g.lds_use.resize(size_t(lds_bytes + 3) / 4);
+    g.lds_use.resize(lds_bytes);
     int threads = block[0] * block[1] * block[2];
     g.waves.resize((threads + LANES - 1) / LANES);
     for (size_t k = 0; k < g.waves.size(); k++) {

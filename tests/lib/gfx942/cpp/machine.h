@@ -6,6 +6,7 @@
 struct Range {
     u64 first, last;
     i32 shared;  // with another GPU or the host: only system scope reaches them
+    i32 least;   // the narrowest scope with which they may be touched
 };
 
 struct Options {
@@ -54,6 +55,13 @@ struct Machine {
             if (address >= ranges[k].first && address + bytes <= ranges[k].last) return last_range = k, ranges[k];
         throw Fault("an access to " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
                     ", which no buffer holds");
+    }
+
+    bool checked(u64 address, int bytes, int scope) {
+        const Range& range = range_of(address, bytes);
+        if (scope < range.least)
+            throw Fault("an access of scope " + std::to_string(scope) + " to words that need " + std::to_string(range.least));
+        return range.shared;
     }
 
     static u8* home(u64 number) { return reinterpret_cast<u8*>(number * LINE); }
@@ -137,7 +145,7 @@ struct Machine {
         return line.bytes;
     }
     void read(const Workgroup& g, u64 address, u8* to, u64 bytes, int scope) {
-        bool shared = range_of(address, int(bytes)).shared;
+        bool shared = checked(address, int(bytes), scope);
         if (!options.adversarial) {
             std::memcpy(to, reinterpret_cast<u8*>(address), bytes);
             return;
@@ -149,7 +157,7 @@ struct Machine {
         }
     }
     void write(const Workgroup& g, u64 address, const u8* from, u64 bytes, int scope) {
-        bool shared = range_of(address, int(bytes)).shared;
+        bool shared = checked(address, int(bytes), scope);
         if (!options.adversarial) {
             std::memcpy(reinterpret_cast<u8*>(address), from, bytes);
             return;
@@ -177,7 +185,7 @@ struct Machine {
     }
     // The bytes at which an atomic acts, and what is to be told after it has.
     u8* atomic_place(const Workgroup& g, u64 address, int bytes, int scope) {
-        bool shared = range_of(address, bytes).shared;
+        bool shared = checked(address, bytes, scope);
         u64 number = address / LINE;
         if (!options.adversarial) return reinterpret_cast<u8*>(address);
         l1[g.index]->drop(number);

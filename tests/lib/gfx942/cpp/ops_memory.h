@@ -142,18 +142,20 @@ inline int swizzled_lane(i32 pattern, int lane) {
     return (lane & 32) | ((((lane & 31) & and_mask) | or_mask) ^ xor_mask);
 }
 
-// Two waves that touch the same four bytes without a barrier between, one of them to change them, race.
-inline void check_race(Wave& w, u32 at, const void* value, int bytes) {
+// Two waves that touch the same byte without a barrier between, one of them to change it, race.
+inline void check_race(Wave& w, u32 first, const void* value, int bytes) {
     Workgroup& g = *w.group;
-    LdsUse& use = g.lds_use[at / 4];
     int me = int(&w - g.waves.data());
-    bool other_wrote = use.written == g.barriers && use.writer != me;
-    bool other_read = use.read == g.barriers && use.reader != me;
-    if (value && std::memcmp(&g.lds[at], value, bytes) == 0) return;  // no change, no harm
-    if (other_wrote || (value && other_read))
-        throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
-    if (value) use.written = g.barriers, use.writer = me;
-    else use.reader = use.read == g.barriers && use.reader != me ? -2 : me, use.read = g.barriers;
+    if (value && std::memcmp(&g.lds[first], value, bytes) == 0) return;  // no change, no harm
+    for (u32 at = first; at < first + u32(bytes); at++) {
+        LdsUse& use = g.lds_use[at];
+        bool other_wrote = use.written == g.barriers && use.writer != me;
+        bool other_read = use.read == g.barriers && use.reader != me;
+        if (other_wrote || (value && other_read))
+            throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
+        if (value) use.written = g.barriers, use.writer = me;
+        else use.reader = other_read ? -2 : me, use.read = g.barriers;
+    }
 }
 
 inline void perform_lds(Wave& w, Flight& f) {

@@ -75,7 +75,7 @@ struct Wave {
     u64 exec() const { return pair(EXEC); }
 };
 
-// Who touched four bytes of LDS last, and between which barriers of the workgroup.
+// Who touched a byte of LDS last, and between which barriers of the workgroup.
 struct LdsUse {
     u32 written = 0, read = 0;  // barriers before, + 1
     int writer = -1, reader = -1;  // -2: several waves
