@@ -1,5 +1,6 @@
 """Launches of a kernel on simulated gfx942 GPUs, in memory of this process."""
 
+import copy
 import ctypes
 import functools
 import struct
@@ -154,6 +155,12 @@ class Kernel:
         """Of every instruction, in order."""
         names = list(operations())
         return [names[op] for op in self.records["op"]]
+
+    def copy(self) -> "Kernel":
+        """One whose instructions may be replaced."""
+        other = copy.copy(self)
+        other.records = self.records.copy()
+        return other
 
     def replace(self, index: Any, name: str, **fields: Any) -> None:
         """Another operation in place of instruction `index`, or of several, and other values of their fields."""

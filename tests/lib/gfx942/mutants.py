@@ -1,6 +1,5 @@
 """Mutants of a kernel, made from its machine code: every wait, scope bit, fence and barrier removed or weakened."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -57,8 +56,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
             weaker = {"scope": 2 if scope == 3 and "ATOMIC" not in name else scope & 1}
             changes.append((f"{name.lower()} of a narrower scope", name, weaker))
         for what, operation, fields in changes:
-            other = copy.copy(kernel)
-            other.records = kernel.records.copy()
+            other = kernel.copy()
             other.replace(run, operation, **fields)
             yield Mutant(other, int(record["at"]), index, what)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +42,11 @@ class Conditions:
     xcc: Callable[[int], int] = round_robin
 
 
+@cache
+def decoded(case: str, variant: str) -> Kernel:
+    return Kernel(compiled(case, variant).code_object, KERNEL)
+
+
 class ExecutedBackend(TritonBackend):
     """`kernels` holds what ran, by variant; `steps` counts the instructions."""
 
@@ -64,7 +70,7 @@ class ExecutedBackend(TritonBackend):
 
     def kernel(self, variant: str) -> Kernel:
         if variant not in self.kernels:
-            self.kernels[variant] = Kernel(compiled(self.case, variant).code_object, KERNEL)
+            self.kernels[variant] = decoded(self.case, variant).copy()
         return self.kernels[variant]
 
     def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:

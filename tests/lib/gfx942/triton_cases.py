@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class CompiledKernel:
     triton: str
 
 
+@cache
 def compiled(case: str, variant: str = "") -> CompiledKernel:
     """The kernel of a case, compiled once."""
 

@@ -30,6 +30,15 @@ def load_host(ptr, S: tl.constexpr):
 
 
 @triton.jit
+def load_past_caches(ptr, S: tl.constexpr):
+    """One word that another block may have written; polls take `load_shared`."""
+    if S.vendor == "nvidia":
+        return tl.load(ptr, cache_modifier=".cg")
+    else:
+        return tl.load(ptr, cache_modifier=".cv")
+
+
+@triton.jit
 def store_shared(ptr, value, mask):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     expired,
+    load_past_caches,
     load_shared,
     meet,
     settled,
@@ -357,17 +358,17 @@ def diagnose_timeout(p, S: tl.constexpr):
     meet(S)  # one thread wrote the record
     wanted = tl.load(own + 2)
     first = tl.load(own + 5)
-    find_missing(own, first, tl.load(own + 6), wanted, p)
+    find_missing(own, first, tl.load(own + 6), wanted, p, S)
     for run in range(tl.load(own + 10)):
         at = tl.load(own + 7) + run * tl.load(own + 9)
-        find_missing(own, at, tl.load(own + 8), wanted, p)
+        find_missing(own, at, tl.load(own + 8), wanted, p, S)
 
 
 @triton.jit
-def find_missing(own, first, count, wanted, p):
+def find_missing(own, first, count, wanted, p, S: tl.constexpr):
     """Into the record: a word of [first, first + count) that lacks the phase, its index plus one, and its bits."""
     for i in range(first, first + count):
-        w = tl.load(p.words + i, cache_modifier=".cg")
+        w = load_past_caches(p.words + i, S)
         if (w ^ wanted) & 1:
             tl.store(own + 3, i + 1)
             tl.store(own + 4, w)
