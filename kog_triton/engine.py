@@ -124,6 +124,12 @@ class Engine:
         """Requests that wait for a slot."""
         return len(self._queue)
 
+    @property
+    def beats(self) -> int:
+        """Another number whenever the backend was seen to go on; it stands still while nothing runs."""
+        mailbox = self._mailbox
+        return mailbox.beats if mailbox is not None else 0
+
     def check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
         vocab_size = self.backend.spec.vocab_size

@@ -79,6 +79,7 @@ class Serving(ABC, Generic[R]):
             if not self.running:
                 return
             self.advance()
+            mailbox.beats += 1
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
         """What goes wrong is the error of this slot's request alone."""
@@ -257,7 +258,8 @@ class LaunchServing(Serving[InSlot]):
         self._heart = heart
         try:
             while not launch.ended():
-                heart.listen(launcher.steps())
+                if heart.listen(launcher.steps()):
+                    self.mailbox.beats += 1
                 told = self.poll()
                 if launch.outdated():
                     self._leave()
