@@ -32,6 +32,9 @@ STREAM_HEADERS = [
 class Renderer(Protocol):
     """How one API tells an answer. Bytes are whole server-sent events."""
 
+    def begin(self) -> bytes:
+        """What a stream starts with, before there is a token."""
+
     def take(self, news: list[News]) -> None:
         """What is new, for an answer that is told at its end."""
 
@@ -120,6 +123,8 @@ class Answer(Response):
             tasks.append(asyncio.create_task(self._keep_alive(send)))
         samples, renderer = self._samples, self._renderer
         try:
+            if data := renderer.begin():
+                await self._send(send, data)
             async for news in samples:
                 if data := renderer.event(news, time.perf_counter() - samples.started):
                     await self._send(send, data)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -12,7 +13,7 @@ from kog_triton.errors import KogError
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.limits import MAX_BODY, BodyLimit, KeyGuard
 from kog_triton.server.problems import Problem, problem_of
-from kog_triton.server.routes import chat, completions, state, tokens
+from kog_triton.server.routes import chat, completions, messages, responses, state, tokens
 from kog_triton.server.service import Service
 
 MAX_ERRORS = 3  # of a body that are told
@@ -23,11 +24,12 @@ def make_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_BOD
     app = FastAPI(title="kog_triton", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.service = service
-    for routes in (chat, completions, tokens, state):
+    for routes in (chat, completions, responses, messages, tokens, state):
         app.include_router(routes.router)
     app.add_middleware(BodyLimit, most=max_body)
     app.add_middleware(KeyGuard, keys=keys)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     for kind in (KogError, Exception):
         app.add_exception_handler(kind, _problem)
@@ -46,9 +48,12 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     """A body of the wrong shape: which field, and why."""
-    assert isinstance(error, RequestValidationError)
+    assert isinstance(error, RequestValidationError | ValidationError)
+    skipped = (
+        1 if isinstance(error, RequestValidationError) else 0
+    )  # the word "body" before each place
     found = error.errors()[:MAX_ERRORS]
-    places = [".".join(str(part)[:40] for part in e["loc"][1:7]) for e in found]
+    places = [".".join(str(part)[:40] for part in e["loc"][skipped:6]) for e in found]
     lines = [f"{place or 'body'}: {e['msg'][:200]}" for place, e in zip(places, found, strict=True)]
     problem = Problem(
         400, "; ".join(lines), code="invalid_value", param=places[0] if places else None

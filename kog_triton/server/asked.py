@@ -39,8 +39,10 @@ class Asked:
         return AnswerParser(self.tool_parser, self.tools, self.reasons, self.inside)
 
 
-async def read_chat(service: Service, body: ChatBody, namespace: str) -> Asked:
-    """What is asked; RequestError or Problem for what cannot be."""
+async def read_chat(
+    service: Service, body: ChatBody, namespace: str, *, cut_to_room: bool = False
+) -> Asked:
+    """What is asked; RequestError or Problem for what cannot be. `cut_to_room`: no more tokens than the context has."""
     model = service.model
     _check(body)
     tools = usable_tools(body.tools)
@@ -60,6 +62,10 @@ async def read_chat(service: Service, body: ChatBody, namespace: str) -> Asked:
         given["max_tokens"] = body.max_completion_tokens
     elif body.max_tokens:
         given["max_tokens"] = body.max_tokens
+    if cut_to_room and "max_tokens" in given:
+        given["max_tokens"] = min(
+            given["max_tokens"], max(1, model.opened.max_context - len(token_ids))
+        )
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     if body.response_format is not None and (shape := body.response_format.constraint()):

@@ -35,6 +35,9 @@ class ChatAnswer:
 
     # ---- a stream ----
 
+    def begin(self) -> bytes:
+        return b""
+
     def event(self, news: list[News], elapsed_s: float) -> bytes:
         return b"".join(self._chunks(one, elapsed_s) for one in news)
 

@@ -46,6 +46,9 @@ class CompletionAnswer:
 
     # ---- a stream ----
 
+    def begin(self) -> bytes:
+        return b""
+
     def event(self, news: list[News], elapsed_s: float) -> bytes:
         return b"".join(self._chunk(one, elapsed_s) for one in news)
 

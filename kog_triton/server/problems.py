@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from kog_triton.errors import KogError, ModelError, RequestError, first_line
+from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, first_line
 from kog_triton.request_queue import QueueFull
 from kog_triton.server.supervisor import EngineLost
 
@@ -56,6 +56,10 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(503, str(error), code="engine_lost", retry=True)
     if isinstance(error, RequestError | ModelError):
         return Problem(400, str(error), code="invalid_value")
+    if isinstance(
+        error, DeviceError
+    ):  # its memory was not enough for this request, beside the others
+        return Problem(503, str(error), code="device_error", retry=True)
     if isinstance(error, KogError):
         return Problem(500, str(error), code="engine_error")
     return Problem(500, "the server failed: its log says where", code="internal_error")

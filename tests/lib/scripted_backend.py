@@ -173,8 +173,9 @@ def _hang(mailbox: Mailbox, slot: int) -> None:
 
 
 def _freeze(mailbox: Mailbox, slot: int) -> None:
-    """The whole process stands still."""
+    """The whole process stands still, not at once."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    _hang(mailbox, slot)
 
 
 def _nan(mailbox: Mailbox, slot: int) -> None:

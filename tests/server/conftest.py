@@ -20,3 +20,24 @@ def server(tmp_path_factory, checkpoint):
     flags = ("--max-num-seqs", "4", "--tool-call-parser", "hermes", "--reasoning-parser", "think")
     with served(tmp_path_factory.mktemp("server"), checkpoint, *flags) as running:
         yield running
+
+
+@pytest.fixture
+def figure(record_property):
+    """Note a figure of a test, for the summary: a name of the reliability table, and what was measured."""
+
+    def note(name, text):
+        record_property("figure", f"{name}: {text}")
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter):
+    found = [
+        value
+        for report in terminalreporter.getreports("passed")
+        for key, value in report.user_properties
+        if key == "figure"
+    ]
+    for line in sorted(set(found)):
+        terminalreporter.write_line(line)
