@@ -134,6 +134,8 @@ class Samples:
             if not self._unread():
                 await self._news.wait()
             self._news.clear()
+            if self.cancelled:
+                return
             pause = self._pacing.wait(self._unread(), time.perf_counter())
             if pause <= 0 or self._overrun or any(c.ended for _, c in self._running.values()):
                 return
