@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +59,7 @@ class Samples:
         metrics: ServerMetrics,
         jobs: list[Job],
         interval: Interval,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._supervisor, self._model, self._metrics = supervisor, model, metrics
         self._most = interval.tokens
@@ -75,7 +76,8 @@ class Samples:
         self._overrun = False
         self.cancelled = False
         self.done: dict[int, Generation] = {}
-        self.started = time.perf_counter()
+        self._clock = clock
+        self.started = clock()
 
     async def start(self) -> None:
         """Put the first ones in line; the error of one that is refused."""
@@ -122,7 +124,7 @@ class Samples:
             if self._overrun:
                 raise SlowReader("the client did not read its stream: it was ended")
             if news := self._read():
-                self._pacing.sent(time.perf_counter())
+                self._pacing.sent(self._clock())
                 yield news
             while self._waiting and len(self._running) < self._model.opened.num_slots:
                 await self._start_next()
@@ -136,7 +138,7 @@ class Samples:
             self._news.clear()
             if self.cancelled:
                 return
-            pause = self._pacing.wait(self._unread(), time.perf_counter())
+            pause = self._pacing.wait(self._unread(), self._clock())
             if pause <= 0 or self._overrun or any(c.ended for _, c in self._running.values()):
                 return
             if math.isinf(pause):
