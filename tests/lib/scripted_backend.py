@@ -203,11 +203,13 @@ FAULTS = {
 
 
 def install(folder: Path) -> Path:
-    """A folder that, on sys.path, offers the backend by entry point as a package would."""
+    """A folder that, on sys.path, offers it and the faulty reference by entry point as a package would."""
     info = folder / "kog_scripted-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kog-scripted\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[kog_triton.backends]\nscripted = tests.lib.scripted_backend:ScriptedBackend\n"
+        "[kog_triton.backends]\n"
+        "scripted = tests.lib.scripted_backend:ScriptedBackend\n"
+        "faulty = tests.lib.faulty_reference:FaultyReference\n"
     )
     return folder
