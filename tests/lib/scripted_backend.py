@@ -4,7 +4,8 @@ The prompt says what to play: the last "play:NAME" in its bytes names the file N
 
     {"ids": [...], "tokens_per_s": 3000, "wait_s": 0.1, "faults": {"3": "exit"}}
 
-without a rate as fast as it can, after `wait_s`; with a fault instead of a token, counted from 0: see FAULTS. Behind
+without a rate as fast as it can, after `wait_s`; with a fault instead of a token, counted from 0: see FAULTS; with
+"stamps", the name of a file for the times of its tokens, in ns of time.perf_counter. Behind
 the ids comes END. A prompt that names nothing is answered "ok". The tokens are those of fake_checkpoint: bytes.
 """
 
@@ -38,7 +39,9 @@ class Playing:
     rate: float
     start: float  # of time.perf_counter
     left: int  # prompt tokens to run
+    stamps_file: str = ""
     made: list[int] = field(default_factory=list)
+    stamps: list[int] = field(default_factory=list)
 
     @property
     def due(self) -> float:
@@ -95,6 +98,7 @@ class ScriptedBackend:
             script.get("tokens_per_s", 0.0),
             start,
             len(request.prompt) - request.cached,
+            script.get("stamps", ""),
         )
 
     def _advance(self, mailbox: Mailbox, one: Playing) -> bool:
@@ -127,8 +131,11 @@ class ScriptedBackend:
         top: tuple[tuple[int, float], ...] = ()
         if request.params.logprobs:
             top = ((token, LOGPROB), ((token + 1) % 256, OTHER))[: request.params.logprobs]
-        step = Step(token, finish, LOGPROB, top, time.perf_counter_ns(), len(held))
-        mailbox.push(request.slot, step)
+        stamp = time.perf_counter_ns()
+        one.stamps.append(stamp)
+        mailbox.push(request.slot, Step(token, finish, LOGPROB, top, stamp, len(held)))
+        if finish is not None and one.stamps_file:
+            Path(os.environ["KOG_SCRIPTS"], one.stamps_file).write_text(json.dumps(one.stamps))
         return finish is not None
 
     def run_stage(self, stage: str, layer: int, state: Any) -> dict[str, Any]:
