@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kog_triton.engine import check_ids
 from kog_triton.server.answering import Renderer
 from kog_triton.server.completion_answer import CompletionAnswer
 from kog_triton.server.json_body import JsonRoute
@@ -80,4 +81,9 @@ async def _job(
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
     params = service.model.default_params(**given)
-    return Job(text, tuple(ids), params, namespace + (body.cache_salt or ""))
+    return Job(
+        text,
+        check_ids(ids, service.model.opened.spec.vocab_size),
+        params,
+        namespace + (body.cache_salt or ""),
+    )

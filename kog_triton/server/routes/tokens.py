@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
+from kog_triton.engine import check_ids
 from kog_triton.server.asked import render, template_kwargs, usable_tools
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.problems import Problem
@@ -43,13 +44,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids, special tokens as they are written."""
     service: Service = request.app.state.service
     service.check_name(body.model)
-    vocab_size = service.model.opened.spec.vocab_size
-    for position, token in enumerate(body.tokens):
-        if not 0 <= token < vocab_size:
-            raise Problem(
-                400,
-                f"tokens[{position}] is {token}: ids run from 0 to {vocab_size - 1}",
-                param="tokens",
-            )
+    if body.tokens:
+        check_ids(body.tokens, service.model.opened.spec.vocab_size)
     text = await run_in_threadpool(service.model.tokenizer.decode, body.tokens, False)
     return {"prompt": text}

@@ -3,6 +3,7 @@
 Ranges are SamplingParams' to check; here are types, and the bounds that a server needs: what one request may cost.
 """
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,6 +58,11 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+def as_text(schema: str | dict[str, Any] | None) -> str | None:
+    """A JSON schema as text: its numbers may be of any size, those of a message to the engine may not."""
+    return json.dumps(schema) if isinstance(schema, dict) else schema
+
+
 class StructuredOutputsBody(BaseModel):
     """One of vLLM's constraints on an answer."""
 
@@ -70,7 +76,7 @@ class StructuredOutputsBody(BaseModel):
 
     def constraint(self) -> StructuredOutputs:
         return StructuredOutputs(
-            self.json_, self.regex, self.choice, self.grammar, self.json_object or None
+            as_text(self.json_), self.regex, self.choice, self.grammar, self.json_object or None
         )
 
 
@@ -145,5 +151,5 @@ class ResponseFormat(Body):
                 raise Problem(
                     400, "response_format.json_schema is missing", param="response_format"
                 )
-            return StructuredOutputs(json=self.json_schema.schema_)
+            return StructuredOutputs(json=as_text(self.json_schema.schema_))
         return None
