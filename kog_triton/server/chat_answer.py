@@ -50,7 +50,7 @@ class ChatAnswer:
             return b""
         if one.index not in self._began:
             self._began.add(one.index)
-            said = {"role": "assistant", "content": ""} | said
+            said = {"role": "assistant", "content": None if delta.calls else ""} | said
         choice: dict[str, Any] = {"index": one.index, "delta": said, "finish_reason": None}
         if self._logprobs:
             logprobs, told.logprobs = told.logprobs, []
