@@ -7,9 +7,8 @@ the caller's thread needs to get the token, and one that misses its chance waits
 A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
 caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
 
-The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep,
-and beside an H200 (Llama-3.2-1B, 563 us a token) its wake cost 24 us at the median and 340 us at p99, so that p99/p50
-of arrivals was 1.6; with naps 27 us, 69 us and 1.08 to 1.10.
+The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep.
+What each of these gave beside an H200: benchmarks/cuda-log.md#arrivals.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
-EARLY = 0.2  # of a step: the host wakes so much before the next token is due
+EARLY = 0.5  # of a step: the host wakes so much before the next token is due
 GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time

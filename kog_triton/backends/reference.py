@@ -33,7 +33,7 @@ from kog_triton.schedule.topology import GPUS, VENDORS
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
 # Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 1.5 times as
-# fast with one thread as with two on a two-core CPU (benchmarks/README.md).
+# fast with one thread as with two on a two-core CPU (benchmarks/README.md#demo-on-a-cpu).
 ONE_THREAD_BYTES = 128 << 20
 
 

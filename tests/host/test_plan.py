@@ -86,12 +86,22 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
     assert read == pytest.approx(matrix_bytes(spec) / 1e6, abs=0.3)
     assert int(rows["qkv_proj"]["runs"]) == spec.num_layers
+    for name in STAGES[1:]:
+        assert int(rows[name]["shards"]) == max(spec.num_lanes, int(gpus)), name
+    assert rows["lm_head"]["shards"] == rows["sample"]["shards"] == "1"
     gigabytes = float(re.search(r"([\d.]+) GB a token", out)[1])
     assert gigabytes * int(gpus) >= matrix_bytes(spec) / 1e9 - 0.002
     bandwidth, rate = re.search(
         r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
     ).groups()
     assert int(rate.replace(",", "")) == pytest.approx(float(bandwidth) * 1e3 / gigabytes, rel=5e-3)
+    # of one GPU, as the gigabytes are
+    microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)
+    whole = gigabytes * 1e3 / float(bandwidth)
+    assert microseconds == pytest.approx(whole, rel=2e-2, abs=0.5)
+    assert int(re.search(r"tokens/s: (\d+) us a token", out)[1]) == pytest.approx(
+        whole, rel=5e-3, abs=0.6
+    )
     assert f"{spec.kv_bytes_per_position:,} bytes of KV cache" in out
 
 

@@ -44,7 +44,8 @@ def races_in(output: str, functions: Functions | None = None) -> list[tuple[str,
 def functions_in(cubin: Path, disassembler: str) -> dict[tuple[str, int], str]:
     """The function of every load and store of shared memory, by kernel and offset, of a file's first kernel."""
     command = [disassembler, "-c", "-g", str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     found: dict[tuple[str, int], str] = {}
     place = kernel = ""
     for line in done.stdout.splitlines():
