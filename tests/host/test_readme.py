@@ -94,7 +94,14 @@ def test_every_command_is_understood(name, argv, capsys):
 def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
-    assert {name for name, _ in found} == {"generate", "doctor", "plan", "profile", "bench"}
+    assert {name for name, _ in found} == {
+        "generate",
+        "serve",
+        "doctor",
+        "plan",
+        "profile",
+        "bench",
+    }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
 

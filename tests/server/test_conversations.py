@@ -8,7 +8,7 @@ import pytest
 
 from tests.lib.served import served
 
-TURNS = 10
+QUESTIONS = 10
 SYSTEM = "You are an agent with tools. " * 150
 RESULT = "line of a file that a tool has read\n" * 5
 PRINTABLE = list(range(32, 127))
@@ -52,19 +52,21 @@ def test_an_agents_prefix_is_computed_once(agents, figure):
     engine, which a salt of its own makes of each."""
     messages = [{"role": "system", "content": SYSTEM}]
     cached = prompts = 0
-    for turn in range(TURNS):
-        messages.append({"role": "user" if turn == 0 else "tool", "content": f"{turn}: {RESULT}"})
+    for number in range(QUESTIONS):
+        messages.append(
+            {"role": "user" if number == 0 else "tool", "content": f"{number}: {RESULT}"}
+        )
         warm, held, tokens = ask(agents, messages)
-        cold, none, _ = ask(agents, messages, cache_salt=f"cold {turn}")
+        cold, none, _ = ask(agents, messages, cache_salt=f"cold {number}")
         assert (warm, none) == (cold, 0)
         assert len(warm) == 24
-        if turn:
+        if number:
             cached, prompts = cached + held, prompts + tokens
         messages.append({"role": "assistant", "content": warm})
     assert cached >= 0.95 * prompts
     figure(
         "A16",
-        f"{TURNS} turns: {100 * cached / prompts:.1f} % of prompt tokens cached; answers as cold",
+        f"{QUESTIONS} turns: {100 * cached / prompts:.1f} % of prompt tokens cached; answers as cold",
     )
 
 
