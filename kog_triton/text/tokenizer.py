@@ -50,7 +50,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
-        self._templates = dict(templates or {})
+        self.chat_templates = dict(templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self.chat_templates)
 
     def render_chat(
         self,
@@ -166,7 +166,7 @@ class Tokenizer:
 
         To make ids of it use `encode_chat`: in this text a user's "<|im_end|>" looks real.
         """
-        source = chat.choose_template(self._templates, template, tools is not None)
+        source = chat.choose_template(self.chat_templates, template, tools is not None)
         given = chat.prepare(messages, tools, documents, kwargs)
         return chat.render(source, self.named_tokens | given, add_generation_prompt)
 
@@ -181,7 +181,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]:
         """The ids of `render_chat`, in which special tokens come from the template alone."""
-        source = chat.choose_template(self._templates, template, tools is not None)
+        source = chat.choose_template(self.chat_templates, template, tools is not None)
         given = chat.prepare(messages, tools, documents, kwargs)
         marked = self._guard.mark(given)
         text = chat.render(source, self.named_tokens | marked, add_generation_prompt)
