@@ -169,7 +169,7 @@ def _copy_texts(checkpoint: "Checkpoint", out: Path) -> None:
             shutil.copyfile(source, out / name)
 
 
-def _body(argv: Sequence[str] | None) -> int:
+def build_parser() -> Parser:
     parser = Parser(
         prog="kog quantize",
         description="Write a narrow checkpoint in the layout of compressed-tensors.",
@@ -177,7 +177,11 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument("--model", required=True, help="folder, .gguf file or Hugging Face id")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--format", required=True, choices=CHOICES, help=", ".join(CHOICES))
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _body(argv: Sequence[str] | None) -> int:
+    args = build_parser().parse_args(argv)
     done = quantize_checkpoint(args.model, args.out, args.format)
     say(
         f"{args.out}: {done['tensors']} weights, {done['bytes_read'] / 1e9:.3f} GB as"

@@ -85,8 +85,8 @@ def test_every_command_is_understood(name, argv, capsys):
         generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
     elif name == "bench":
         bench.parse(argv)
-    elif name == "profile":
-        profile.build_parser().parse_args(argv)
+    elif name in ("profile", "quantize"):
+        {"profile": profile, "quantize": quantize}[name].build_parser().parse_args(argv)
     else:
         assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
 
@@ -94,7 +94,14 @@ def test_every_command_is_understood(name, argv, capsys):
 def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
-    assert {name for name, _ in found} == {"generate", "doctor", "plan", "profile", "bench"}
+    assert {name for name, _ in found} == {
+        "generate",
+        "doctor",
+        "plan",
+        "profile",
+        "bench",
+        "quantize",
+    }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
 
