@@ -11,7 +11,7 @@ import tomllib
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import generate, profile
+from kog_triton import generate, profile, quantize
 from kog_triton.bench import arguments as bench
 from tests import ROOT, faults
 
