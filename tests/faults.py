@@ -522,7 +522,7 @@ FAULTS = (
         "engine.py",
         "params.max_tokens > room",
         "params.max_tokens >= room",
-        "host/test_engine.py",
+        "host/test_conversations.py",
         "the last position of the context is refused",
     ),
     Fault(
@@ -785,7 +785,7 @@ FAULTS = (
         "progress.py",
         "            self._bar.advance(self._task)",
         "            pass",
-        "host/test_llm_arguments.py",
+        "host/test_progress.py",
         "the progress bar counts no samples",
     ),
     Fault(

@@ -13,7 +13,14 @@ Indices count from the start of the words arena. Words that carry a number (wait
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.sync import expired, load_shared, meet, store_shared, ticks
+from kog_triton.backends.triton.kernel.sync import (
+    expired,
+    load_shared,
+    meet,
+    settled,
+    store_shared,
+    ticks,
+)
 from kog_triton.model.spec import DType
 from kog_triton.schedule import wire
 
@@ -233,7 +240,7 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = poll_state(missing((w,), wanted), 1 - alive)
+    state = settled(poll_state(missing((w,), wanted), 1 - alive), S)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
