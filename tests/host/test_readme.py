@@ -11,7 +11,7 @@ import tomllib
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import generate, profile
+from kog_triton import generate, profile, serve
 from kog_triton.bench import arguments as bench
 from tests import ROOT, faults
 
@@ -87,6 +87,8 @@ def test_every_command_is_understood(name, argv, capsys):
         bench.parse(argv)
     elif name == "profile":
         profile.build_parser().parse_args(argv)
+    elif name == "serve":
+        serve.build_parser().parse_args(argv)
     else:
         assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
 
