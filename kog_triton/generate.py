@@ -20,7 +20,7 @@ from kog_triton.errors import RequestError
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
     from kog_triton.sampling.params import SamplingParams
-    from kog_triton.sampling.structured import StructuredOutputs
+    from kog_triton.sampling.structured import StructuredOutputsParams
 
 
 def build_parser() -> Parser:
@@ -133,21 +133,21 @@ def read_file(flag: str, said: str, path: Path) -> str:
         raise RequestError(f"{flag} {said}: not UTF-8 at byte {error.start}") from error
 
 
-def structured_outputs(args: argparse.Namespace) -> "StructuredOutputs | None":
+def structured_outputs(args: argparse.Namespace) -> "StructuredOutputsParams | None":
     """What --json-schema, --regex, --choice or --grammar asks for."""
-    from kog_triton.sampling.structured import StructuredOutputs
+    from kog_triton.sampling.structured import StructuredOutputsParams
 
     if (schema := args.json_schema) is not None:
         if not schema.lstrip().startswith("{"):
             schema = read_file("--json-schema", schema, Path(schema))
-        return StructuredOutputs(json=schema)
+        return StructuredOutputsParams(json=schema)
     if args.regex is not None:
-        return StructuredOutputs(regex=args.regex)
+        return StructuredOutputsParams(regex=args.regex)
     if args.choice is not None:
-        return StructuredOutputs(choice=args.choice)
+        return StructuredOutputsParams(choice=args.choice)
     if args.grammar is not None:
         text = read_file("--grammar", args.grammar, Path(args.grammar))
-        return StructuredOutputs(grammar=text)
+        return StructuredOutputsParams(grammar=text)
     return None
 
 
@@ -219,10 +219,18 @@ def _body(argv: Sequence[str] | None) -> int:
                 raise RequestError("--system needs a chat template, and this model has none")
             if not chat and not args.raw and not args.quiet:
                 say("no chat template: every line is a text to continue")
-            return converse(llm, llm.default_params(**flags), args.system, chat, args.quiet)
+            return converse(
+                llm,
+                llm.get_default_sampling_params(**{"max_tokens": None} | flags),
+                args.system,
+                chat,
+                args.quiet,
+            )
     text = read_prompt(args.prompt)
     with open_llm(args) as llm:
-        return _generate(args, llm, llm.default_params(**flags), text)
+        return _generate(
+            args, llm, llm.get_default_sampling_params(**{"max_tokens": None} | flags), text
+        )
 
 
 def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", text: str) -> int:

@@ -37,7 +37,7 @@ class Grammars:
         self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
 
     def compile(self, name: str, value: Any) -> "Grammar":
-        """The grammar of one field of StructuredOutputs.
+        """The grammar of one field of StructuredOutputsParams.
 
         RequestError if llguidance is not installed, the model has no end token, or the constraint
         is invalid or admits no answer.

@@ -322,7 +322,6 @@ def test_a_log_does_not_speak_while_a_line_is_typed(spoken, capsys, monkeypatch)
         (["-p", "x", "--top-p", "1.5"], 2, "top_p is 1.5"),
         (["-p", ""], 2, "the prompt is empty"),
         (["-p", "@/no/such/file"], 2, "No such file"),
-        (["-p", "x", "-m", "9999"], 2, "at most 511"),
         (["-p", "x", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["-p", "x", "--backend", "abacus"], 2, "no backend named 'abacus'"),
         (["-p", "x", "--model", "/no/such/model"], 3, "/no/such/model"),

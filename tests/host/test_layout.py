@@ -16,7 +16,7 @@ PACKAGE = ROOT / "kog_triton"
 MAX_LINES = 600
 
 # room -> the rooms it may import from; the others (engine, LLM, entry points) may import any of these
-BASE = {"errors", "json_file"}
+BASE = {"errors", "json_file", "vllm_names"}
 ARROWS = {
     "errors": set(),
     "json_file": {"errors"},
