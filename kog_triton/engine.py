@@ -202,7 +202,7 @@ class Engine:
             prompt_logprobs=None if sample_idx else job.params.prompt_logprobs,
             mask=job.grammar.mask() if job.grammar else job.mask,
         )
-        claim = Claim(request, job.cache_salt, self._release, self._withdraw)
+        claim = Claim(request, job.cache_salt, self._release, self._withdraw, self._check_process)
         self._check_process()
         with self._lock:
             self._check_open()
