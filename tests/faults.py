@@ -423,7 +423,7 @@ def main(argv: list[str]) -> int:
         for i in range(WORKERS):
             tree = Path(folder) / f"tree{i}"
             skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
-            shutil.copytree(ROOT, tree, ignore=skip)
+            shutil.copytree(ROOT, tree, ignore=skip, symlinks=True)
             trees.put(tree)
         tests = sorted({f.tests for f in faults})
         shares = [share for i in range(WORKERS) if (share := tests[i::WORKERS])]

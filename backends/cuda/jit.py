@@ -19,7 +19,7 @@ from typing import Any
 from kog_triton.errors import DeviceError
 
 log = logging.getLogger("kog_triton.compilers")
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
 _begun: dict[Path, Future[bytes]] = {}  # until somebody asks for what they will have compiled

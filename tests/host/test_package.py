@@ -27,35 +27,44 @@ def run(*argv, cwd, ok=True):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, so that the checkout stays clean."""
+def tree(tmp_path_factory):
+    """A copy of the checkout, which stays clean."""
     tree = tmp_path_factory.mktemp("tree")
     skip = shutil.ignore_patterns("__pycache__")
     for folder in ("kog_triton", "backends"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=skip)
+        shutil.copytree(ROOT / folder, tree / folder, ignore=skip, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "tests").mkdir()
     (tree / "tests" / "__init__.py").touch()  # must stay behind
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree):
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", "dist", cwd=tree)
     (found,) = (tree / "dist").glob("*.whl")
     return found
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """The interpreter of a new environment that holds the wheel; the dependencies are ours."""
-    home = tmp_path_factory.mktemp("home") / "venv"
+def environment(home, *what):
+    """The interpreter of a new environment with `what` installed; the dependencies are ours."""
     run(sys.executable, "-m", "venv", "--without-pip", home, cwd=home.parent)
     new = home / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", new)
-    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home.parent)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(new, "-c", code, cwd=home.parent).stdout.strip())
     # Named in a .pth file, the packages beside numpy are found while the .pth files among them are not read:
     # so the editable install of the checkout does not take part.
     (site / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    pip = (sys.executable, "-m", "pip", "--python", new, "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--no-build-isolation", *what, cwd=home.parent)
     return new
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of an environment that holds the wheel."""
+    return environment(tmp_path_factory.mktemp("home") / "venv", wheel)
 
 
 def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
@@ -83,3 +92,12 @@ def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
     plan = run(python.parent / "kog", "plan", cwd=tmp_path)
     assert plan.stdout.startswith("demo (laneformer) on 1 x h200")
     assert run(python.parent / "kog", "fly", cwd=tmp_path, ok=False).returncode == 2
+
+
+def test_type_checkers_see_an_editable_install(tree, tmp_path):
+    """They read folders on the path, and follow no import hook."""
+    new = environment(tmp_path / "venv", "-e", tree)
+    (tmp_path / "user.py").write_text("import kog_triton.llm, kog_triton.backends.cuda.jit\n")
+    mypy = ("-m", "mypy", "--config-file=", "--python-executable", new, "--follow-imports=skip")
+    run(sys.executable, *mypy, "user.py", cwd=tmp_path)
+    run(new, "-c", "import kog_triton.backends.cuda.jit", cwd=tmp_path)
