@@ -20,7 +20,6 @@ from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
 
-WIDTH = 120  # of the table where stdout is no terminal
 PAIR = 2  # rows: gate and up of one output stay together
 
 
@@ -47,7 +46,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
     names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else []
     names += [] if cuda else ["MB/token", "roofline us"]
-    table = plain_table(names, title, wrap=True)
+    table = plain_table(names, title)
     for segment, stage in s.walk():
         shards = 1 if stage.scope is Scope.ALL else s.num_shards
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]
@@ -148,9 +147,9 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.dtype:
         spec = spec.replace(dtype=DTYPES[args.dtype])
     partition = plan(build(spec, args.gpus), gpu)
-    console = Output(WIDTH)
-    console.print(plan_table(partition, gpu, name))
-    console.print(summary(partition, gpu), soft_wrap=True)
+    console = Output()
+    console.write_table(plan_table(partition, gpu, name))
+    console.write_line(summary(partition, gpu))
     return 0
 
 
