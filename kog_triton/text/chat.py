@@ -60,7 +60,7 @@ def _check_template(path: Path, name: str, text: str) -> None:
         )
 
 
-def check_template(text: str) -> str:
+def caller_template(text: str) -> str:
     """A caller's own template; RequestError if it is none or too long."""
     if not isinstance(text, str) or not text:
         raise RequestError(f"chat_template is {shown(text)}: it must be a template's text")

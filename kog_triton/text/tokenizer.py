@@ -204,7 +204,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> chat.Conversation:
         if chat_template is not None:
-            source = chat.check_template(chat_template)
+            source = chat.caller_template(chat_template)
         else:
             source = chat.choose_template(self._templates, template, tools is not None)
         if continue_final_message and add_generation_prompt:
