@@ -242,10 +242,8 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompt = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    with STDERR_LOG.held():
-        output = show(llm.stream(prompt, params))
-        if sys.stdout.isatty():
-            print()  # a pipe gets the text to the letter
+    # a pipe gets the text to the letter
+    output = show(llm.stream(prompt, params), end="\n" if sys.stdout.isatty() else "")
     if not args.quiet:
         say(stats(output))
     if args.json:

@@ -87,8 +87,8 @@ def summary(partition: Partition, gpu: Gpu) -> str:
     if isinstance(partition, CudaLowering):
         per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
         cut = (
-            f"chunks of {partition.chunk_bytes} bytes, {partition.ring_chunks} in the ring, "
-            f"{partition.calm_chunks} to {partition.window_chunks} in flight; fragments of 8 x "
+            f"ring of {partition.ring_slots} slots of {partition.ring_slot_bytes} bytes, "
+            f"{partition.calm_slots} to {partition.window_slots} in flight; fragments of 8 x "
             f"{partition.frag_k} or 4 x {2 * partition.frag_k}"
         )
     else:

@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from kog_triton.backends.gpu_turn import Turn
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
@@ -208,9 +209,9 @@ class Launcher(Protocol):
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(self, launcher: Launcher, mailbox: Mailbox) -> None:
+    def __init__(self, launcher: Launcher, mailbox: Mailbox, turn: Turn) -> None:
         super().__init__(mailbox)
-        self._launcher = launcher
+        self._launcher, self._turn = launcher, turn
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
 
@@ -221,15 +222,17 @@ class LaunchServing(Serving[InSlot]):
     def begin(self, request: Request) -> InSlot:
         one = InSlot(request, request.cached)
         if request.prompt_logprobs is None:
-            self._enter(one)
+            with self._turn.taken():
+                self._enter(one)
         return one
 
     def advance(self) -> None:
         """A piece of a prompt that is to be scored, or else a launch."""
-        for slot, one in self.running.items():
-            if one.words is None:
-                return self.attempt(slot, partial(self._score_piece, one))
-        self._launch()
+        with self._turn.taken():
+            for slot, one in self.running.items():
+                if one.words is None:
+                    return self.attempt(slot, partial(self._score_piece, one))
+            self._launch()
 
     def _enter(self, one: InSlot) -> None:
         one.position = self._launcher.admit(one.request)
@@ -252,14 +255,14 @@ class LaunchServing(Serving[InSlot]):
         launcher = self._launcher
         before = reached(launcher.device)
         self._leaving = False
-        launch = launcher.launch(self.running)
+        launch, begun = launcher.launch(self.running), time.monotonic()
         heart, pace = Heart(before, launch.ended), Pace()
         self._heart = heart
         try:
             while not launch.ended():
                 heart.listen(launcher.steps())
                 told = self.poll()
-                if launch.outdated():
+                if launch.outdated() or self._turn.over(time.monotonic() - begun):
                     self._leave()
                 ends = self._leaving or any(slot not in self.running for slot in launch.slots)
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())

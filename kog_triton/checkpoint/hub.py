@@ -24,7 +24,7 @@ _FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",
+    "additional_chat_templates/*.jinja",
 ]
 TOKENIZER_FILES = [n for n in _FILES if n.startswith(("tokenizer", "special_", "chat_", "addit"))]
 

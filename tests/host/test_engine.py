@@ -170,6 +170,10 @@ def test_a_stop_string_across_tokens_is_cut_and_never_shown(narrow):
 def test_a_stop_string_within_min_tokens_does_not_stop(llm):
     params = replace(GREEDY, max_tokens=None, stop="x", min_tokens=3)
     assert llm.generate("say:axbxcx", params)[0].outputs[0].text == "axb"
+    # the stop string that ends with token number min_tokens does not count either
+    exactly = replace(params, min_tokens=2)
+    assert llm.generate("say:axbxcx", exactly)[0].outputs[0].text == "axb"
+    assert llm.generate("say:axbxcx", replace(params, min_tokens=1))[0].outputs[0].text == "a"
 
 
 def test_a_stop_string_may_begin_within_min_tokens(llm):

@@ -92,6 +92,13 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
         r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
     ).groups()
     assert int(rate.replace(",", "")) == pytest.approx(float(bandwidth) * 1e3 / gigabytes, rel=5e-3)
+    # of one GPU, as the gigabytes are
+    microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)
+    whole = gigabytes * 1e3 / float(bandwidth)
+    assert microseconds == pytest.approx(whole, rel=2e-2, abs=0.5)
+    assert int(re.search(r"tokens/s: (\d+) us a token", out)[1]) == pytest.approx(
+        whole, rel=5e-3, abs=0.6
+    )
     assert f"{spec.kv_bytes_per_position:,} bytes of KV cache" in out
 
 

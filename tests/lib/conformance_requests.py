@@ -221,7 +221,7 @@ def impatient(name, backend, monkeypatch):
     """
     monkeypatch.setattr(serving, "MASK_S", 0.2)
     if name.startswith("cuda"):
-        monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
+        monkeypatch.setattr(backend, "wait_ns", 2 * 10**8 if name in ON_GPU else 2000)
     elif name in ON_GPU:
         pointers = backend.memory.pointers._replace(limit=200_000)  # of 1,024 ns
         monkeypatch.setattr(backend.memory, "pointers", pointers)
