@@ -78,7 +78,7 @@ class LLM:
     seed           makes a whole session repeatable; a request's own seed comes first
     prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
     revision       of a model of the hub: a branch, tag or commit; `download_dir` is where it is kept
-    tokenizer      a folder or hub id with another tokenizer.json, at `tokenizer_revision`
+    tokenizer      a folder or hub id with another tokenizer.json, at `tokenizer_revision`, or a Tokenizer
     skip_tokenizer_init     token ids in, token ids out: no tokenizer is read
     chat_template           a template's file or text, instead of the checkpoint's
     tensor_parallel_size    GPUs, as the count of `devices`; max_num_seqs is num_slots
@@ -108,7 +108,7 @@ class LLM:
         walk: str = "stage",
         revision: str | None = None,
         download_dir: str | Path | None = None,
-        tokenizer: str | Path | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
         tokenizer_revision: str | None = None,
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
@@ -164,6 +164,8 @@ class LLM:
         self._defaults = defaults | dict(override_generation_config or {})
         if skip_tokenizer_init:
             self.tokenizer: Tokenizer = NoTokenizer()
+        elif isinstance(tokenizer, Tokenizer):
+            self.tokenizer = tokenizer
         elif tokenizer is not None:
             self.tokenizer = Tokenizer.load(
                 model_folder(tokenizer, tokenizer_revision, download_dir, TOKENIZER_FILES)

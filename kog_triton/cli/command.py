@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from kog_triton.errors import DeviceError, KogError
+from kog_triton.errors import DeviceError, KogError, printable
 
 INTERRUPTED = 130
 
@@ -42,7 +42,5 @@ def run(body: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None)
 def _say(line: str, code: int) -> int:
     if os.environ.get("KOG_DEBUG") == "1":
         traceback.print_exc()
-    # what a checkpoint or a prompt put into the line does not drive the terminal
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(line.split()))
-    print(line, file=sys.stderr)
+    print(printable(" ".join(line.split())), file=sys.stderr)  # a checkpoint may have a part in it
     return code

@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from kog_triton.errors import printable
+
 UNBOUNDED = 100_000  # characters a line, where nobody says how many there are
 
 
@@ -26,7 +28,7 @@ class Output(Console):
 
     def write_line(self, text: str) -> None:
         """One line; the terminal itself wraps it."""
-        self.print(Text(text), soft_wrap=True)
+        self.print(Text(printable(text, keep="\n")), soft_wrap=True)
 
     def write_table(self, table: Table) -> None:
         """A table whole: one that is too wide comes as several, each with the first column."""
@@ -59,7 +61,7 @@ def _some_columns(table: Table, columns: Sequence[int]) -> Table:
     some = plain_table([str(table.columns[c].header) for c in columns])
     rows = zip(*(table.columns[c].cells for c in columns), strict=True)
     for row in rows:
-        some.add_row(*row)
+        some.add_row(*(Text(printable(str(cell))) for cell in row))
     return some
 
 

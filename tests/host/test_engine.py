@@ -359,7 +359,9 @@ def test_where_the_context_ends_an_answer_has_its_length(folder):
         outputs = llm.generate(["x" * 9, "x" * 19, "x"], GREEDY)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [11, 1, 12]
         assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-        with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt has 20 tokens and the cont"):
+        with pytest.raises(
+            RequestError, match=r"prompts\[1\]: the prompt has 20 tokens and the cont"
+        ):
             llm.generate(["x", "x" * 20], GREEDY)
 
 

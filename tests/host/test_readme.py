@@ -11,9 +11,10 @@ import tomllib
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import generate, profile
+from kog_triton import profile
 from kog_triton.bench import arguments as bench
 from kog_triton.bench.table import between
+from kog_triton.cli import generate_arguments
 from tests import ROOT, faults
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -84,7 +85,7 @@ def test_every_command_is_understood(name, argv, capsys):
     """By the parser of its own program; plan and doctor, which need no model, by running."""
     assert name in kog.commands()
     if name == "generate":
-        generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
+        generate_arguments.parse([arg.replace("run.json", "/run.json") for arg in argv])
     elif name == "bench":
         bench.parse(argv)
     elif name == "profile":
