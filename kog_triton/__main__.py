@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "show how a model is laid out on a GPU, without a GPU",
     "bench": "measure tokens/s beside the roofline that memory sets",
     "profile": "show where the time of a step goes",
+    "cache": "list or clear what is kept on disk between runs",
     "doctor": "show what can run on this machine, and what is missing",
 }
 

@@ -42,7 +42,7 @@ NO_TORCH = (
     "checkpoint.hub",
     "cli.command",
 )
-ENTRY_POINTS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
+ENTRY_POINTS = {"__main__", "cache", "generate", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
