@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kog_triton.cli.arguments import Parser
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.errors import RequestError
 
 
@@ -92,4 +91,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +18,7 @@ from kog_triton import __version__
 from kog_triton.backends.choose import survey
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.caches import Cache, caches
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import printable
 
@@ -241,4 +240,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

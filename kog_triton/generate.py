@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.activity import activity
-from kog_triton.cli.command import INTERRUPTED, run
+from kog_triton.cli.command import INTERRUPTED, end_process, interruptible, run
 from kog_triton.cli.stderr_log import STDERR_LOG, say
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _body(argv: Sequence[str] | None) -> int:
     text = None if args.interactive else request.read_prompt(args.prompt)
     tokenizer = request.check_request(args, text, how)
     with open_llm(args, tokenizer) as llm:
+        interruptible()
         params = llm.get_default_sampling_params(**flags)
         if args.interactive:
             from kog_triton.cli.interactive import Talk  # behind what imports torch
@@ -121,4 +122,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

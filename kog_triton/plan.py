@@ -4,14 +4,13 @@ For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs 
 own yet: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from kog_triton.cli.arguments import Parser, positive
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
@@ -158,4 +157,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

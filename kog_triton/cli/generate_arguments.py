@@ -10,7 +10,7 @@ from kog_triton.backends import PREFILLS
 from kog_triton.backends.choose import known_names
 from kog_triton.cli.arguments import Parser, check_output, positive
 
-EPILOG = """Exit codes: 0 done, 1 a bug or a full disk, 2 usage or request, 3 model, 4 device, 5 run, 130 Ctrl-C.
+EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
 Environment: XDG_CACHE_HOME (compiled kernels; `kog cache` lists them), XDG_STATE_HOME (what was typed into
 --interactive), HF_HOME and HF_TOKEN (models of the hub), COLUMNS, KOG_DEBUG=1 (tracebacks)."""
 
