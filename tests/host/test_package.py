@@ -80,18 +80,16 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"kog_triton"}
 
 
-def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
-    code = "import kog_triton; print(kog_triton.__file__)"
-    assert Path(run(python, "-c", code, cwd=tmp_path).stdout.strip()).is_relative_to(
-        python.parents[1]
-    )
-    argv = ("-m", "kog_triton.generate", "-p", "def add(a, b):", "-m", "8", "--temp", "0")
-    done = run(python, *argv, cwd=tmp_path)
-    assert done.stdout.startswith("\n    ") and "backend reference" in done.stderr
-    assert run(python, *argv, "--quiet", cwd=tmp_path).stdout == done.stdout
-    plan = run(python.parent / "kog", "plan", cwd=tmp_path)
-    assert plan.stdout.startswith("demo (laneformer) on 1 x h200")
-    assert run(python.parent / "kog", "fly", cwd=tmp_path, ok=False).returncode == 2
+TASKS = sorted((ROOT / "tests" / "tasks").glob("*.py"))
+
+
+def test_there_are_ten_tasks():
+    assert len(TASKS) == 10
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda file: file.stem)
+def test_a_task_is_done_with_the_wheel_in_an_empty_folder(task, python, tmp_path):
+    run(python, "-W", "always", task, cwd=tmp_path)
 
 
 def test_type_checkers_see_an_editable_install(tree, tmp_path):
