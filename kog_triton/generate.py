@@ -30,6 +30,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
     logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
+    logging.getLogger("kog_triton.llm").setLevel(logging.ERROR if args.quiet else logging.INFO)
     precompile(
         args.backend,
         args.model,
@@ -57,6 +58,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
         say(f"backend {llm.choice.name} ({llm.choice.reason})")
         spec = llm.checkpoint.spec
         size = f"{spec.num_parameters / 1e6:,.1f} M parameters"
+        size += f", {spec.narrow_formats}" if spec.narrow else ""
         say(
             f"model   {llm.checkpoint.folder} ({spec.family}, {size}), loaded in {llm.load_s:.2f} s"
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.backends.cuda import kernel_cache
-
 from kog_triton.errors import DeviceError
 
 log = logging.getLogger("kog_triton.compilers")

@@ -1,4 +1,5 @@
-"""How the entry points of one backend reach its GPU: if it answers, in turn, on a stream of the backend's own.
+"""How the entry points of one backend reach its GPU: if it answers, in line with other
+backends, on a stream of the backend's own.
 
 On torch's default stream, which the process's other work shares, every other operation would wait for the end of a
 request, and a request for every other operation.
@@ -10,18 +11,18 @@ from contextlib import contextmanager
 
 import torch
 
-from kog_triton.backends.gpu_turn import turn_of
+from kog_triton.backends.launch_queue import queue_of
 from kog_triton.backends.watchdog import Answers
 
 _open: "weakref.WeakSet[GpuEntry]" = weakref.WeakSet()
 
 
 class GpuEntry:
-    """Of a backend on `device`. A CPU has no streams, and no two backends that share a `turn`."""
+    """Of a backend on `device`. A CPU has no streams, and no two backends that share a `queue`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._answers, self.turn = Answers(), turn_of(device)
+        self._answers, self.queue = Answers(), queue_of(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         _open.add(self)
 
@@ -42,12 +43,12 @@ class GpuEntry:
     def at_once(self) -> Iterator[None]:
         """Around what is computed for one call. DeviceError if the GPU does not answer."""
         self._answers.check()
-        with self.turn.taken(), self.on_stream():
+        with self.queue.first(), self.on_stream():
             yield
 
     @contextmanager
     def serving(self, free: Callable[[], None]) -> Iterator[None]:
-        """Around requests, which take turns themselves (serving.py). If they end in Stalled, `free` is called only
+        """Around requests, which wait in line themselves (serving.py). If they end in Stalled, `free` is called only
         when their kernel has ended."""
         with self._answers.serving(free), self.on_stream():
             yield

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kog_triton.backends.gpu_turn import Turn
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
@@ -35,7 +35,7 @@ from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
 # Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B on
-# the CUDA backend, at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+# the CUDA backend, at 0.6 to 3.5 ms a token (benchmarks/RESULTS.md). Their logits are 38 MB of 150,000 float32.
 SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
@@ -209,9 +209,9 @@ class Launcher(Protocol):
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(self, launcher: Launcher, mailbox: Mailbox, turn: Turn) -> None:
+    def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue) -> None:
         super().__init__(mailbox)
-        self._launcher, self._turn = launcher, turn
+        self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
 
@@ -222,13 +222,13 @@ class LaunchServing(Serving[InSlot]):
     def begin(self, request: Request) -> InSlot:
         one = InSlot(request, request.cached)
         if request.prompt_logprobs is None:
-            with self._turn.taken():
+            with self._queue.first():
                 self._enter(one)
         return one
 
     def advance(self) -> None:
         """A piece of a prompt that is to be scored, or else a launch."""
-        with self._turn.taken():
+        with self._queue.first():
             for slot, one in self.running.items():
                 if one.words is None:
                     return self.attempt(slot, partial(self._score_piece, one))
@@ -262,7 +262,7 @@ class LaunchServing(Serving[InSlot]):
             while not launch.ended():
                 heart.listen(launcher.steps())
                 told = self.poll()
-                if launch.outdated() or self._turn.over(time.monotonic() - begun):
+                if launch.outdated() or self._queue.over(time.monotonic() - begun):
                     self._leave()
                 ends = self._leaving or any(slot not in self.running for slot in launch.slots)
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())

@@ -31,7 +31,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("what to generate").add_argument
-    add("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    add("--model", help="folder, .gguf file or Hugging Face id (default: the demo)")
     add("--revision", help="branch, tag or commit of a Hugging Face id")
     add(
         "-p", "--prompt", action="append", metavar="TEXT|-|@FILE",

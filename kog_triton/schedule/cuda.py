@@ -11,7 +11,7 @@ group of rows of a unit:
     warp    = rows_group * warps_k + k_part
     stream  = stages in order > units > steps along the warp's K > fragment
 
-Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (prototypes on H200: benchmarks/README.md).
+Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (H200: benchmarks/cuda-log.md#prototypes).
 """
 
 import itertools
@@ -31,12 +31,12 @@ FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 pa
 MMA_ROWS = FRAGMENT_ROWS[0]
 # (frag_k, fragments a warp and ring slot): slots of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
 # ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
-# they alone that end where units do (benchmarks/README.md).
+# they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24).
 CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
-# In flight a block: more makes polls queue behind weights (H200: benchmarks/README.md). Then the same while
-# the block has ring slots to go on with.
+# In flight a block: more makes polls queue behind weights (H200: benchmarks/cuda-log.md#window). Then the same while
+# the block has ring slots to go on with, both where the stream sets the pace (benchmarks/cuda-log.md#stream-window).
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
-STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB  # where the stream sets the pace
+STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a ring slot are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 18

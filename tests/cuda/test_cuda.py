@@ -251,7 +251,7 @@ def test_the_producers_counts_never_wrap(tmp_path):
     """Counts of eight bits would, after as many tokens of this model as counts of 32 after many of a large one."""
     spec = f16_spec()
     walk, tokens = Walk(spec, RandomWeights(spec), num_blocks=2), tokens_of(spec, 24)
-    assert walk.layout.lowering.stream_chunks() * len(tokens) > 256 + 50
+    assert walk.layout.lowering.stream_ring_slots() * len(tokens) > 256 + 50
     expected = walk.forward_logits(tokens)
     counts = (("ring.h", f"u32 {name} = 0;", f"u8 {name} = 0;") for name in ("count", "fetched"))
     walk.library = compile_walk(walk.layout, include=plant(tmp_path, *counts))

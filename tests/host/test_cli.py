@@ -112,6 +112,17 @@ def test_quiet_says_nothing_else(cli):
     assert cli("-p", "say:x", "--quiet") == (0, "x", "")
 
 
+def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
+    )
+    flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
+    assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
+    how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    assert asked == [("fake", str(folder), how)]
+
+
 def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     sampling = {
         "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,
@@ -550,6 +561,26 @@ def test_doctor_tells_what_it_found_by_value():
         found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
     )
     assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2",
+            "580.126.09",
+        ),
+        ("6.12.12\n", "6.12.12"),
+        ("of a vendor without numbers\n", "of a vendor without numbers"),
+        (None, None),
+    ],
+)
+def test_doctor_reads_the_version_of_the_driver(tmp_path, monkeypatch, text, says):
+    files = tmp_path / "nvidia", tmp_path / "amdgpu"
+    monkeypatch.setattr(doctor, "DRIVERS", files)
+    if text:
+        files[1].write_text(text)
+    assert doctor.driver() == says
 
 
 def test_kog_hands_over_to_its_commands(cli, capsys):

@@ -1,4 +1,4 @@
-"""Engines that share a GPU: whose turn it is, on which stream, and what closing gives back. The GPU is a fake."""
+"""Engines that share a GPU: who may launch, on which stream, and what closing gives back. The GPU is a fake."""
 
 import ctypes
 import math
@@ -10,27 +10,33 @@ from functools import partial
 import pytest
 import torch
 
-from kog_triton.backends import gpu_turn
+from kog_triton.backends import launch_queue
 from kog_triton.backends.gpu_entry import GpuEntry
-from kog_triton.backends.gpu_turn import KILLED_S, QUANTUM_S, Turn, kills_long_kernels, turn_of
+from kog_triton.backends.launch_queue import (
+    KILLED_S,
+    QUANTUM_S,
+    LaunchQueue,
+    kills_long_kernels,
+    queue_of,
+)
 from kog_triton.backends.watchdog import Stalled
 from kog_triton.errors import DeviceError
 
 GPU = torch.device("cuda", 5)
 
 
-def await_line(turn, length):
+def await_line(queue, length):
     deadline = time.monotonic() + 20
-    while len(turn._line) < length:
+    while len(queue._line) < length:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def waiter(turn, act):
-    """A thread that does something when it is its turn."""
+def waiter(queue, act):
+    """A thread that does something when it is its queue."""
 
     def wait():
-        with turn.taken():
+        with queue.first():
             act()
 
     thread = threading.Thread(target=wait)
@@ -38,15 +44,15 @@ def waiter(turn, act):
     return thread
 
 
-# ---- turns ----
+# ---- the line ----
 
 
-def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
-    turn, took, threads = Turn(), [], []
-    with turn.taken():
+def test_first_come_first_served():
+    queue, took, threads = LaunchQueue(), [], []
+    with queue.first():
         for number in range(5):
-            threads.append(waiter(turn, partial(took.append, number)))
-            await_line(turn, number + 2)
+            threads.append(waiter(queue, partial(took.append, number)))
+            await_line(queue, number + 2)
         assert took == []
     for thread in threads:
         thread.join(20)
@@ -54,46 +60,48 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
 
 
 def test_a_launch_is_over_when_another_engine_waits_or_the_driver_would_kill_it():
-    for turn, alone in ((Turn(), math.inf), (Turn(KILLED_S), KILLED_S)):
-        with turn.taken():
-            assert not turn.over(min(alone, 1e9)) and turn.over(alone * 1.01) == (alone < math.inf)
-            other = waiter(turn, list)
-            await_line(turn, 2)
-            assert not turn.over(QUANTUM_S) and turn.over(QUANTUM_S * 1.01)
+    for queue, alone in ((LaunchQueue(), math.inf), (LaunchQueue(KILLED_S), KILLED_S)):
+        with queue.first():
+            assert not queue.over(min(alone, 1e9)) and queue.over(alone * 1.01) == (
+                alone < math.inf
+            )
+            other = waiter(queue, list)
+            await_line(queue, 2)
+            assert not queue.over(QUANTUM_S) and queue.over(QUANTUM_S * 1.01)
         other.join(20)
     assert QUANTUM_S < KILLED_S < 2  # seconds that Windows waits for a kernel
 
 
-def test_whoever_fails_gives_up_its_turn():
-    turn = Turn()
+def test_whoever_fails_leaves_the_line():
+    queue = LaunchQueue()
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), turn.taken():
+        with pytest.raises(ZeroDivisionError), queue.first():
             raise ZeroDivisionError
-    assert not turn._line
+    assert not queue._line
 
 
-def test_a_turn_that_does_not_come_is_taken_all_the_same(monkeypatch):
+def test_nobody_waits_in_line_for_ever(monkeypatch):
     """The one who has it may wait for what this one does."""
-    monkeypatch.setattr(gpu_turn, "PATIENCE_S", 0.01)
-    turn = Turn()
-    with turn.taken():
-        with turn.taken():
-            assert len(turn._line) == 2
-        assert len(turn._line) == 1
-    assert not turn._line
+    monkeypatch.setattr(launch_queue, "PATIENCE_S", 0.01)
+    queue = LaunchQueue()
+    with queue.first():
+        with queue.first():
+            assert len(queue._line) == 2
+        assert len(queue._line) == 1
+    assert not queue._line
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_engines_of_one_gpu_share_a_turn_and_those_of_a_cpu_have_their_own(monkeypatch, kills):
-    monkeypatch.setattr(gpu_turn, "_turns", {})
-    monkeypatch.setattr(gpu_turn, "kills_long_kernels", lambda index: kills and index == 5)
+def test_engines_of_one_gpu_share_a_line_and_those_of_a_cpu_have_their_own(monkeypatch, kills):
+    monkeypatch.setattr(launch_queue, "_queues", {})
+    monkeypatch.setattr(launch_queue, "kills_long_kernels", lambda index: kills and index == 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    turn = turn_of(GPU)
-    assert turn_of(torch.device("cuda")) is turn_of(torch.device("cuda:5")) is turn
-    other = turn_of(torch.device("cuda:4"))
-    assert other is not turn and not other.over(1e9) and turn.over(1e9) == kills
+    queue = queue_of(GPU)
+    assert queue_of(torch.device("cuda")) is queue_of(torch.device("cuda:5")) is queue
+    other = queue_of(torch.device("cuda:4"))
+    assert other is not queue and not other.over(1e9) and queue.over(1e9) == kills
     cpu = torch.device("cpu")
-    assert turn_of(cpu) is not turn_of(cpu) and not turn_of(cpu).over(1e9)
+    assert queue_of(cpu) is not queue_of(cpu) and not queue_of(cpu).over(1e9)
 
 
 class Driver:
@@ -139,7 +147,7 @@ class Gpu:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         clear = lambda: self.log.append("clear workspaces")  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-        monkeypatch.setattr(gpu_turn, "kills_long_kernels", lambda index: False)
+        monkeypatch.setattr(launch_queue, "kills_long_kernels", lambda index: False)
 
     def Stream(self, device):
         self.made += 1
@@ -181,9 +189,9 @@ def test_what_an_entry_point_does_is_on_the_backends_own_stream(gpu, how):
         with getattr(entry, how)(*arguments):
             assert gpu.current.name == "own 1"
             assert gpu.log == ["own 1 waits for default"]
-            assert len(entry.turn._line) == (how == "at_once")
+            assert len(entry.queue._line) == (how == "at_once")
         assert gpu.log[1:] == ["default waits for own 1"]
-    assert not entry.turn._line
+    assert not entry.queue._line
     with getattr(GpuEntry(GPU), how)(*arguments):
         assert gpu.current.name == "own 2"  # another backend's is another
 

@@ -103,7 +103,9 @@ class Sizes:
     count: int = 6  # tokens of an answer
 
 
-GPU_SIZES = Sizes(512, 300, 100)
+GPU_SIZES = Sizes(
+    2048, 1500, 100
+)  # a prompt that takes milliseconds, so that the host can speak within it
 SLOW_SIZES = Sizes(16, 7, 4)
 
 

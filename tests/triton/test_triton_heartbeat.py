@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from kog_triton.backends import compile_log, watchdog
-from kog_triton.backends.gpu_turn import Turn
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.serving import Launch, LaunchServing
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
@@ -91,7 +91,7 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
         launcher = Mute(backend, pulse)
         mailbox = Mailbox()
         mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
-        serving = LaunchServing(launcher, mailbox, Turn())
+        serving = LaunchServing(launcher, mailbox, LaunchQueue())
         if pulse(100) == 100:
             serving.run()
             assert launcher.asked > 2000

@@ -3,11 +3,10 @@
 from itertools import accumulate
 
 from kog_triton.backends.cuda.layout.batches import up
-
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import WARPS
 
-# Measured on an H200 (benchmarks/README.md).
+# Measured on an H200: benchmarks/cuda-log.md#splits; MERGED_LENGTH: benchmarks/cuda-log.md#own-join.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 BUNDLE = 4  # splits whose logarithms lie side by side
 QUERY_TOPS = 32  # words from those of one query to the next's: a line of the L2

@@ -47,7 +47,7 @@ class Crossover:
 
 # Of a kernel that makes one pass a token: on one H200 with Llama-3.2-1B a pass takes 0.59 ms, a
 # bucket 1.55 ms, and an eager pass, behind a cached prefix, 4.3 ms (development runs:
-# benchmarks/README.md).
+# benchmarks/cuda-log.md#library-prefill).
 BY_TOKEN = Crossover(3, 8)
 
 

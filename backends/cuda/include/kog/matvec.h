@@ -158,7 +158,7 @@ struct SlotWeights {
     take_there<Stage>(b, ring);
   }
   // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
-  // under a condition would take other registers (benchmarks/README.md).
+  // under a condition would take other registers (benchmarks/cuda-log.md#weights-ahead).
   template <class Stage>
   KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
     const u8* from = ring.weights(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::offset_in_fragment(b);

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
@@ -26,7 +26,8 @@ from kog_triton.schedule.triton import lower_tiles
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
-# Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
+# Llama-3.2-1B on one H200, development runs (benchmarks/triton-log.md#prompts): 16 tokens in chunks 1.06 ms, by the
+# library 1.05; 64 tokens 1.21 and 1.09.
 # After 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
@@ -57,6 +58,7 @@ class TritonBackend:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.memory import allocate
 
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
         if device is None:
@@ -107,7 +109,7 @@ class TritonBackend:
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
         with self._entry.serving(self._free):
-            self._serving = LaunchServing(self.launcher, mailbox, self._entry.turn)
+            self._serving = LaunchServing(self.launcher, mailbox, self._entry.queue)
             try:
                 self._serving.run()
             finally:

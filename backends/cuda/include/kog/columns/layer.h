@@ -66,8 +66,8 @@ KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
   return {bias_of<typename Module::Stage, Module::kBias>(b, item), x.ask(b, column, row)};
 }
 // Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs. Asked for
-// behind those, they were waited for before the first weight (benchmarks/README.md). Of several batches each
-// asks for its own.
+// behind those, they were waited for before the first weight (benchmarks/cuda-log.md#bases-first). Of several
+// batches each asks for its own.
 template <class Module>
 struct Bases {
   using Stage = typename Module::Stage;

@@ -1,6 +1,6 @@
 """Engines of one process that share a GPU, and a GPU whose driver kills kernels that last: the CUDA backend on a CPU.
 
-A real GPU runs one kernel of requests at a time. So does this one: engines that share a turn launch one after another.
+A real GPU runs one kernel of requests at a time. So does this one: engines that share a queue launch one after another.
 """
 
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kog_triton.backends import gpu_turn
-from kog_triton.backends.gpu_turn import Turn
+from kog_triton.backends import launch_queue
+from kog_triton.backends.launch_queue import LaunchQueue
 from tests.lib.cuda_requests import (
     COUNT,
     PROMPTS,
@@ -33,18 +33,18 @@ def expected():
 
 
 @pytest.fixture
-def short_turns(monkeypatch):
-    monkeypatch.setattr(gpu_turn, "QUANTUM_S", 0.01)
+def short_quanta(monkeypatch):
+    monkeypatch.setattr(launch_queue, "QUANTUM_S", 0.01)
 
 
-def share(turn, *backends):
+def share(queue, *backends):
     for backend in backends:
-        backend._entry.turn = turn
+        backend._entry.queue = queue
 
 
-def test_a_request_of_another_engine_does_not_wait_for_the_end_of_one(short_turns, expected):
+def test_a_request_of_another_engine_does_not_wait_for_the_end_of_one(short_quanta, expected):
     first, second = make(FiberBackend), make(FiberBackend)
-    share(Turn(), first, second)
+    share(LaunchQueue(), first, second)
     long = Server(first, request(0, PROMPTS[0], LONG))
     long.read(0, 2)
     steps = run(second, request(0, PROMPTS[1]))[0]
@@ -54,10 +54,10 @@ def test_a_request_of_another_engine_does_not_wait_for_the_end_of_one(short_turn
     assert 1 < first.kernel.launches < 30
 
 
-def test_logits_of_another_engine_do_not_wait_for_the_end_of_one(short_turns, expected):
+def test_logits_of_another_engine_do_not_wait_for_the_end_of_one(short_quanta, expected):
     first, second = make(FiberBackend), make(FiberBackend)
     alone = second.forward_logits([5, 17, 60])
-    share(Turn(), first, second)
+    share(LaunchQueue(), first, second)
     long = Server(first, request(0, PROMPTS[0], LONG))
     long.read(0, 2)
     assert (second.forward_logits([5, 17, 60]) == alone).all()
@@ -65,9 +65,9 @@ def test_logits_of_another_engine_do_not_wait_for_the_end_of_one(short_turns, ex
     assert_alone(first, 0, PROMPTS[0], long.finish()[0], expected)
 
 
-def test_two_long_requests_of_two_engines_go_on_side_by_side(short_turns, expected):
+def test_two_long_requests_of_two_engines_go_on_side_by_side(short_quanta, expected):
     engines = make(FiberBackend), make(FiberBackend)
-    share(Turn(), *engines)
+    share(LaunchQueue(), *engines)
     servers = [Server(e, request(0, PROMPTS[i], LONG)) for i, e in enumerate(engines)]
     for i, server in enumerate(servers):
         server.finish()
@@ -77,7 +77,7 @@ def test_two_long_requests_of_two_engines_go_on_side_by_side(short_turns, expect
 
 def test_a_driver_that_kills_kernels_gets_short_ones(expected):
     unbounded, bounded = make(FiberBackend), make(FiberBackend)
-    share(Turn(0.01), bounded)
+    share(LaunchQueue(0.01), bounded)
     for backend in (unbounded, bounded):
         steps = run(backend, request(0, PROMPTS[0], LONG))[0]
         assert_alone(backend, 0, PROMPTS[0], steps, expected)

@@ -1,7 +1,7 @@
-"""Engines of one process that share a GPU take turns, and a launch that may not last ends in time.
+"""Engines of one process that share a GPU launch one after another, and a launch that may not last ends in time.
 
 A kernel of requests fills its GPU until it ends: what another engine launches waits meanwhile, as long as a request
-takes. So whoever launches takes its turn first, and who has it is told to leave at a token boundary once another engine
+takes. So whoever launches waits in a line, and the first in it is told to leave at a token boundary once another engine
 waits. Alone on a GPU whose driver lets kernels run, a request stays one launch.
 """
 
@@ -17,12 +17,12 @@ import torch
 QUANTUM_S = 0.05  # of a launch while another engine waits: the next launch costs 0.2 ms (CUDA's launcher.py)
 # Of a launch where the driver kills kernels that last: Windows does after 2 s, unless told otherwise.
 KILLED_S = 1.0
-# Until an engine takes its turn out of turn: it waits for no other's fault longer than the watchdog for a GPU's.
+# After which an engine goes ahead of the line: it waits no longer for another's fault than the watchdog for a GPU's.
 PATIENCE_S = 30.0
 KERNEL_EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
-class Turn:
+class LaunchQueue:
     """First come, first served.
 
     longest_s  of a launch though nobody waits
@@ -30,12 +30,12 @@ class Turn:
 
     def __init__(self, longest_s: float = math.inf) -> None:
         self._longest_s = longest_s
-        self._line: deque[object] = deque()  # the first one has the turn
+        self._line: deque[object] = deque()  # the first one may launch
         self._lock = threading.Condition()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Inside, it is the caller's turn. Not to be nested."""
+    def first(self) -> Iterator[None]:
+        """Inside, the caller is first in line. Not to be nested."""
         me = object()
         with self._lock:
             self._line.append(me)
@@ -52,19 +52,19 @@ class Turn:
         return seconds > (QUANTUM_S if len(self._line) > 1 else self._longest_s)
 
 
-_turns: dict[int, Turn] = {}  # by the index of the GPU
+_queues: dict[int, LaunchQueue] = {}  # by the index of the GPU
 _lock = threading.Lock()
 
 
-def turn_of(device: torch.device) -> Turn:
-    """That of all engines on this GPU; of one engine on a CPU, where nobody waits for another."""
+def queue_of(device: torch.device) -> LaunchQueue:
+    """The one line of all engines on this GPU; on a CPU, where nobody waits for another, a new one."""
     if device.type != "cuda":
-        return Turn()
+        return LaunchQueue()
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        if index not in _turns:
-            _turns[index] = Turn(KILLED_S if kills_long_kernels(index) else math.inf)
-        return _turns[index]
+        if index not in _queues:
+            _queues[index] = LaunchQueue(KILLED_S if kills_long_kernels(index) else math.inf)
+        return _queues[index]
 
 
 def kills_long_kernels(index: int) -> bool:
