@@ -11,11 +11,7 @@ import tomllib
 import pytest
 
 from kog_triton import __main__ as kog
-<<<<<<< HEAD
 from kog_triton import profile, quantize
-=======
-from kog_triton import generate, profile, quantize
->>>>>>> main
 from kog_triton.bench import arguments as bench
 from kog_triton.cli import generate_arguments
 from tests import ROOT, faults
@@ -103,13 +99,9 @@ def test_every_command_is_understood(name, argv, capsys):
 def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
-<<<<<<< HEAD
     assert {name for name, _ in found} == {
         *("generate", "quantize", "doctor", "cache", "plan", "profile", "bench"),
     }
-=======
-    assert {name for name, _ in found} == {"generate", "doctor", "plan", "profile", "bench", "quantize"}
->>>>>>> main
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
 
