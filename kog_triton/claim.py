@@ -29,7 +29,7 @@ class Claim(Inbox):
         salt: str,
         ended: "Callable[[Claim, list[int]], None]",
         withdraw: Callable[[], None],
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.request, self.salt, self.ended = request, salt, False
@@ -39,6 +39,7 @@ class Claim(Inbox):
 
     def admit(self, slot: int, cached: int) -> None:
         self.request = replace(self.request, slot=slot, cached=cached)
+        self._tell_news()
 
     def listen(self, news: Callable[[], None]) -> None:
         """Call `news` now and whenever there may be something to read, in whichever thread brings it.

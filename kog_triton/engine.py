@@ -133,20 +133,15 @@ class Engine:
         """Requests that wait for a slot."""
         return len(self._queue)
 
+    @property
+    def beats(self) -> int:
+        """Another number whenever the backend was seen to go on; it stands still while nothing runs."""
+        mailbox = self._mailbox
+        return mailbox.beats if mailbox is not None else 0
+
     def check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
-        vocab_size = self.backend.spec.vocab_size
-        ids = []
-        for position, token in enumerate(token_ids):
-            value = operator.index(token) if hasattr(token, "__index__") else -1
-            if not 0 <= value < vocab_size:
-                raise RequestError(
-                    f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
-                )
-            ids.append(value)
-        if not ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        return tuple(ids)
+        """As the function of that name, for this model's vocabulary."""
+        return check_ids(token_ids, self.backend.spec.vocab_size)
 
     def prepare(
         self,
@@ -157,11 +152,12 @@ class Engine:
         seed: int | None = None,
         mask: MaskHook | None = None,
         cache_salt: str = "",
+        ends_with_context: bool = False,
     ) -> Job:
         """A request that can run here, or RequestError.
 
-        The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` ends where the
-        context does; None means there. Only prompts with the same `cache_salt` share keys and values.
+        The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` None means
+        the rest of the context; more than that is refused, or with `ends_with_context` means the same. Only prompts with the same `cache_salt` share keys and values.
         `params.structured_outputs` takes the place of `mask`.
         """
         ids = self.check_ids(prompt_token_ids)
@@ -170,6 +166,11 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.max_context}: "
                 "shorten the prompt to leave room for an answer"
+            )
+        if params.max_tokens is not None and params.max_tokens > room and not ends_with_context:
+            raise RequestError(
+                f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
+                f"{self.max_context} tokens: max_tokens may be at most {room}"
             )
         grammar = None
         if params.structured_outputs is not None:
@@ -382,6 +383,21 @@ class Engine:
         with self._lock:
             self._lock.wait_for(lambda: not self._paused)
         self.backend.close()
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
+    ids = []
+    for position, token in enumerate(token_ids):
+        value = operator.index(token) if hasattr(token, "__index__") else -1
+        if not 0 <= value < vocab_size:
+            raise RequestError(
+                f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
+            )
+        ids.append(value)
+    if not ids:
+        raise RequestError("the prompt is empty: give at least one token")
+    return tuple(ids)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

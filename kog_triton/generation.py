@@ -29,11 +29,11 @@ class Generation:
         self,
         claim: Claim,
         prompt: str | None,
-        request_id: str,
         tokenizer: Tokenizer,
         eos_token_ids: Collection[int],
         measure: Callable[..., RequestMetrics],
         finished: Callable[[RequestOutput], None] | None = None,
+        request_id: str = "",
     ) -> None:
         self._claim = claim
         self.prompt, self.request_id = prompt, request_id

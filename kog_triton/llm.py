@@ -384,7 +384,12 @@ class LLM:
         # a salt of its own shares with nobody
         salt = read.cache_salt if self._shares_prefixes else f"request {request_id}"
         job = self.engine.prepare(
-            read.token_ids, params, prompt=read.text, seed=seed, cache_salt=salt
+            read.token_ids,
+            params,
+            prompt=read.text,
+            seed=seed,
+            cache_salt=salt,
+            ends_with_context=True,
         )
         return replace(job, request_id=request_id)
 
@@ -397,11 +402,11 @@ class LLM:
         return Generation(
             claim,
             job.prompt,
-            job.request_id,
             self.tokenizer,
             engine.eos_token_ids,
             figures,
             _log_stats if self._logs_stats else None,
+            job.request_id,
         )
 
     def _check_memory(self, share: float) -> None:

@@ -338,7 +338,7 @@ FAULTS = (
     ),
     Fault(
         "text/stop.py",
-        "shown = len(text) - max(_overlap(text, stop) for stop in self._stops)",
+        "shown = len(text) - max(overlap(text, stop) for stop in self._stops)",
         "shown = len(text)",
         "host/test_text_stop.py",
         "the beginning of a stop string is shown",
@@ -506,8 +506,8 @@ FAULTS = (
     ),
     Fault(
         "llm.py",
-        "prompt=read.text, seed=seed, cache_salt=salt",
-        "prompt=read.text, seed=seed",
+        "cache_salt=salt,\n            ends",
+        "ends",
         "host/test_vllm_names.py",
         "callers of different salts share keys and values",
     ),

@@ -80,6 +80,7 @@ class Serving(ABC, Generic[R]):
             if not self.running:
                 return
             self.advance()
+            mailbox.beats += 1
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
         """What goes wrong is the error of this slot's request alone."""
@@ -260,7 +261,8 @@ class LaunchServing(Serving[InSlot]):
         self._heart = heart
         try:
             while not launch.ended():
-                heart.listen(launcher.steps())
+                if heart.listen(launcher.steps()):
+                    self.mailbox.beats += 1
                 told = self.poll()
                 if launch.outdated() or self._queue.over(time.monotonic() - begun):
                     self._leave()

@@ -12,7 +12,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.named_tokens = {}
-        self._templates = {}
+        self.chat_templates = {}
         self.special_ids = frozenset()
         self.bos_token_id = self.eos_token_id = None
         self.is_byte_level = True

@@ -51,7 +51,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
-        self._templates = dict(templates or {})
+        self.chat_templates = dict(templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
@@ -93,9 +93,9 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, of which `load` makes the same tokenizer."""
         self._backend.save(str(folder / "tokenizer.json"))
         config: dict[str, Any] = dict(self.named_tokens)
-        if self._templates:
+        if self.chat_templates:
             config["chat_template"] = [
-                {"name": name, "template": text} for name, text in self._templates.items()
+                {"name": name, "template": text} for name, text in self.chat_templates.items()
             ]
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -154,7 +154,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self.chat_templates)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
         """The conversation as the model's template writes it; the parameters are those of `encode_chat`.
@@ -217,7 +217,7 @@ class Tokenizer:
         if chat_template is not None:
             source = chat.caller_template(chat_template)
         else:
-            source = chat.choose_template(self._templates, template, tools is not None)
+            source = chat.choose_template(self.chat_templates, template, tools is not None)
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt=False: the answer has begun"

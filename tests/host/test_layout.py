@@ -41,6 +41,7 @@ NO_TORCH = (
     "backends.cuda.layout",
     "checkpoint.hub",
     "cli.command",
+    "server",
 )
 ENTRY_POINTS = {
     "__main__",

@@ -7,11 +7,11 @@ import json
 import re
 import shlex
 import tomllib
+from importlib import import_module
 
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import profile, quantize
 from kog_triton.bench import arguments as bench
 from kog_triton.cli import generate_arguments
 from tests import ROOT, faults
@@ -86,12 +86,8 @@ def test_every_command_is_understood(name, argv, capsys):
         generate_arguments.parse([arg.replace("run.json", "/run.json") for arg in argv])
     elif name == "bench":
         bench.parse(argv)
-    elif name == "quantize":
-        quantize.build_parser().parse_args(argv)
-    elif name == "profile":
-        profile.build_parser().parse_args(argv)
-    elif name == "quantize":
-        quantize.build_parser().parse_args(argv)
+    elif name in ("profile", "quantize", "serve"):
+        import_module(f"kog_triton.{name}").build_parser().parse_args(argv)
     else:
         assert name in ("plan", "doctor", "cache") and kog.main([name, *argv]) == 0
 
@@ -100,7 +96,7 @@ def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
     assert {name for name, _ in found} == {
-        *("generate", "quantize", "doctor", "cache", "plan", "profile", "bench"),
+        *("generate", "serve", "quantize", "doctor", "cache", "plan", "profile", "bench"),
     }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
