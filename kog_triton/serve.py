@@ -6,13 +6,12 @@ Everything is said on stderr, a line at a time. Exit codes: command.py; 0 after 
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser, not_negative, positive
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 
@@ -182,4 +181,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from kog_triton.backends import WeightSource
 from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
-
-from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode

@@ -30,7 +30,7 @@ from kog_triton.backends.token_words import Outcome, read_word
 from kog_triton.backends.watchdog import Heart, Stalled, reached
 from kog_triton.errors import KogError, RunError
 from kog_triton.model.spec import DType, ModelSpec
-from kog_triton.sampling import raw_logprobs
+from kog_triton.sampling import rank_of, raw_logprobs
 from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
@@ -115,7 +115,7 @@ def prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogp
         logprob, top = raw_logprobs(row, token, r.prompt_logprobs or 0)
         if math.isnan(logprob):
             raise RunError(f"the logits of position {position} hold NaN or +inf: the run is void")
-        out.append(PromptLogprob(token, logprob, top))
+        out.append(PromptLogprob(token, logprob, top, rank_of(row, token)))
     return out
 
 

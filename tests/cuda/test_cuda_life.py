@@ -12,13 +12,13 @@ import weakref
 
 import pytest
 import torch
+
+from kog_triton import LLM
+from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import launcher
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.protocol import Outcome, Word
-
-from kog_triton import LLM
-from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.checkpoint.random_weights import RandomWeights
