@@ -15,8 +15,8 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     expired,
-    load_uncached,
     load_shared,
+    load_uncached,
     meet,
     settled,
     store_shared,
