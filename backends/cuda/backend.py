@@ -31,7 +31,7 @@ from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensor
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import open_library, run_prompt
@@ -74,6 +74,7 @@ class CudaBackend:
         return Availability(True)
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the cuda backend runs on one GPU: choose --gpus 1")
         available = self.availability()

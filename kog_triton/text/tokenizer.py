@@ -88,6 +88,17 @@ class Tokenizer:
         _add_configured(backend, config, named, folder / "tokenizer_config.json")
         return cls(backend, named, templates)
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, of which `load` makes the same tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = dict(self.named_tokens)
+        if self.chat_templates:
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in self.chat_templates.items()
+            ]
+        text = json.dumps(config, ensure_ascii=False, indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
     def _id_of(self, name: str) -> int | None:
         text = self.named_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)

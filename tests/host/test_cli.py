@@ -112,6 +112,17 @@ def test_quiet_says_nothing_else(cli):
     assert cli("-p", "say:x", "--quiet") == (0, "x", "")
 
 
+def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
+    )
+    flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
+    assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
+    how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    assert asked == [("fake", str(folder), how)]
+
+
 def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     sampling = {
         "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,

@@ -148,6 +148,8 @@ def test_end_of_text_stops_without_a_reason_and_a_stop_token_with_one(llm):
     assert (out.text, out.finish_reason, out.stop_reason) == ("abc", "stop", None)
     out = llm.generate("say:abc", replace(GREEDY, stop_token_ids=[ord("b")]))[0].outputs[0]
     assert (out.text, out.stop_reason, out.token_ids) == ("a", ord("b"), [97, 98])
+    shown = replace(GREEDY, stop_token_ids=[ord("b")], include_stop_str_in_output=True)
+    assert llm.generate("say:abc", shown)[0].outputs[0].text == "ab"
     out = llm.generate("say:abc", replace(GREEDY, ignore_eos=True, max_tokens=6))[0].outputs[0]
     assert out.finish_reason == "length" and len(out.token_ids) == 6
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import ROOT
 
-FOREIGN = r"\b(math|np|torch|tl|std)(\.|::)floor\b|\bpast_key_values\b"  # other libraries' names
+FOREIGN = r"\b(math|np|torch|tl|std)(\.|::)floor\b|\bpast_key_values\b|\bV_FLOOR_F(32|64)\b"  # others' names
 CPLUSPLUS = {".h", ".cu", ".cpp"}
 FILES = [
     path

@@ -26,7 +26,7 @@ ARROWS = {
     "text": BASE,
     "demo": BASE,
     "backends": BASE | {"model", "schedule", "sampling"},
-    "checkpoint": BASE | {"model"},
+    "checkpoint": BASE | {"model", "schedule"},
 }
 # modules and packages below kog_triton
 NO_TORCH = (
@@ -43,7 +43,7 @@ NO_TORCH = (
     "cli.command",
     "server",
 )
-ENTRY_POINTS = {"__main__", "generate", "doctor", "plan", "serve", "bench", "profile"}
+ENTRY_POINTS = {"__main__", "generate", "quantize", "doctor", "plan", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

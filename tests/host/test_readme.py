@@ -7,11 +7,12 @@ import json
 import re
 import shlex
 import tomllib
+from importlib import import_module
 
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import generate, profile, serve
+from kog_triton import generate
 from kog_triton.bench import arguments as bench
 from tests import ROOT, faults
 
@@ -85,10 +86,8 @@ def test_every_command_is_understood(name, argv, capsys):
         generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
     elif name == "bench":
         bench.parse(argv)
-    elif name == "profile":
-        profile.build_parser().parse_args(argv)
-    elif name == "serve":
-        serve.build_parser().parse_args(argv)
+    elif name in ("profile", "quantize", "serve"):
+        import_module(f"kog_triton.{name}").build_parser().parse_args(argv)
     else:
         assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
 
@@ -103,6 +102,7 @@ def test_the_commands_are_found():
         "plan",
         "profile",
         "bench",
+        "quantize",
     }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}

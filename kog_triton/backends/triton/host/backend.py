@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
@@ -58,6 +58,7 @@ class TritonBackend:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.memory import allocate
 
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
         if device is None:
