@@ -27,6 +27,7 @@ from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
@@ -34,7 +35,6 @@ from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import open_library, run_prompt
-from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -115,16 +115,12 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            with read_once(weights, self.spec, options, self.device) as once:
-                self.memory = allocate(self.layout, once, options.num_slots, self.device)
-                self.library = open_library(
-                    options,
-                    once,
-                    self.spec,
-                    self.max_context,
-                    self.memory.embed[:, : self.spec.hidden_size],
-                    self.memory.weights.nbytes,
-                )
+            self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+            embed = self.memory.embed[:, : self.spec.hidden_size]
+            self.matrices = ArenaMatrices(lowering, self.memory.weights, embed.dtype)
+            self.library = open_library(
+                options, weights, self.spec, self.max_context, embed, self.matrices
+            )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
@@ -267,9 +263,9 @@ class CudaBackend:
         blank = 0 if self._blank is None else self._blank.nbytes
         other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
         other += self.chunks.memory_bytes()
+        other += self.matrices.nbytes
         if self.library is not None:
-            held = self.library.memory_bytes()
-            weights, other = weights + held["weights"], other + held["other"]
+            other += self.library.memory_bytes()
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
@@ -282,7 +278,7 @@ class CudaBackend:
         self._kernels, self._stages = [], None
         self.chunks.close()
         self.library = self._blank = None
-        del self.memory
+        del self.memory, self.matrices
 
     # ---- a launch ----
 

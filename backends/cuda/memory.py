@@ -22,7 +22,7 @@ from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.packing import pack_blocks
+from kog_triton.schedule.packing import first_chunks, pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
@@ -185,14 +185,14 @@ def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:
     schedule, dtype = lo.schedule, embed.dtype
     chunk = lo.chunk_bytes // 2
     arena = embed.new_zeros((lo.stream_chunks(), lo.num_blocks, chunk), dtype=torch.int16)
-    cursors = np.zeros(lo.num_blocks, np.int64)
+    first = first_chunks(lo)
     for segment in schedule.segments:
         for layer in range(segment.repeat):
             for stage in segment.stages:
                 if stage.name not in lo.tilings:
                     continue
                 w = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
-                _place(arena, cursors, lo, stage, layer, w)
+                _place(arena, first[stage.name, layer], lo, stage, layer, w)
     return arena.view(-1).view(torch.uint8)
 
 
@@ -206,9 +206,9 @@ def _matrix(lo: CudaLowering, stage: Stage, layer: int, get: Load, embed: Tensor
 
 
 def _place(
-    arena: Tensor, cursors: np.ndarray, lo: CudaLowering, stage: Stage, layer: int, w: Tensor
+    arena: Tensor, first: np.ndarray, lo: CudaLowering, stage: Stage, layer: int, w: Tensor
 ) -> None:
-    """Pack one stage for all blocks and write it where each block's stream has got to."""
+    """Pack one stage for all blocks and write it to the chunks of each block's stream from `first` on."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
         units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
@@ -218,13 +218,12 @@ def _place(
             continue
         packed = pack_blocks(lo, stage, layer, blocks, 0, w[shard])
         chunks = packed.shape[1]
-        at = cursors[blocks][:, None] + np.arange(chunks)
+        at = first[blocks][:, None] + np.arange(chunks)
         index = (
             torch.from_numpy(at).to(arena.device),
             torch.tensor(blocks, device=arena.device)[:, None],
         )
         arena[index] = packed.reshape(len(blocks), chunks, -1)
-        cursors[blocks] += chunks
 
 
 def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in the order in which the CUDA lowering reads them.
+"""Weights in the order in which the CUDA lowering reads them, and back.
 
 Bits are only moved, so any 16-bit type packs the same way, and any array that reshapes like numpy's or
 torch's will do: packing runs where the weights are.
@@ -36,6 +36,56 @@ def pack_blocks(
     out = _new(w, (count, chunks * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
     return out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
+
+
+def first_chunks(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
+    """Of every matrix stage and layer, the chunk of its stream at which each block begins it: int64 [num_blocks]."""
+    out = {}
+    at: np.ndarray = np.zeros(lowering.num_blocks, np.int64)
+    for segment in lowering.schedule.segments:
+        for layer in range(segment.repeat):
+            for stage in segment.stages:
+                if stage.name not in lowering.tilings:
+                    continue
+                out[stage.name, layer] = at
+                indices = (lowering.group_index(stage, b) for b in range(lowering.num_blocks))
+                at = at + [lowering.stage_chunks(stage, layer, index) for index in indices]
+    return out
+
+
+def fragment_places(
+    lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray
+) -> np.ndarray:
+    """Where the fragments of a stage of layers lie in rank 0's arena, int64 [shards, units, steps]: they count
+    fragments of all warps from its begin.
+
+    first  the stage's, of `first_chunks`
+    """
+    group, steps = lowering.group_size(stage), lowering.steps(stage)
+    units = lowering.num_units(stage)
+    out = np.empty((lowering.num_blocks // group, units, steps), np.int64)
+    for block in range(lowering.num_blocks):
+        own = lowering.block_units(stage, layer, lowering.group_index(stage, block))
+        chunk, inside = np.divmod(np.arange(len(own) * steps), lowering.fragments)
+        at = ((first[block] + chunk) * lowering.num_blocks + block) * lowering.fragments + inside
+        out[block // group, own.start : own.stop] = at.reshape(len(own), steps)
+    return out
+
+
+def unpack_stage(lowering: CudaLowering, stage: Stage, arena: Any, places: Any) -> Any:
+    """A stage's matrices out of the arena, [shards, rows, cols], rows as they are dealt out (`row_order`).
+
+    arena   any 16-bit type, all of it
+    places  `fragment_places`, of the arena's kind of array
+    """
+    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
+    shards, units, steps = places.shape
+    parts = tiling.k_parts
+    fragments = arena.reshape(-1, lowering.fragment_bytes // 2)[places.reshape(-1)]
+    shape = (shards, units, steps, WARPS // parts, parts, high, wide)
+    ordered = _permute(fragments.reshape(shape), (0, 1, 3, 5, 4, 2, 6))
+    rows = units * tiling.unit_rows
+    return ordered.reshape(shards, rows, lowering.padded_k(stage))[:, : stage.rows, : stage.cols]
 
 
 def _permute(array: Any, axes: tuple[int, ...]) -> Any:

@@ -7,12 +7,11 @@ Two ways, one pass of the layers (forward.py):
              own, whose unpadded positions are copied out: padding never reaches the caller's.
     chunks   longer prompts and those behind a cached prefix, eagerly, `chunk` tokens at a time
 
-It holds a second copy of the layers' weights (`memory_bytes` says how much), so a backend makes one
-only if its prefill may be "library". Nothing waits for the device: what is launched next on the
-same stream finds the cache filled. One thread at a time may use it.
+The matrices are the backend's own, taken out of its kernel's order one at a time (weights.py). Nothing
+waits for the device: what is launched next on the same stream finds the cache filled. One thread at a
+time may use it.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass
 from kog_triton.backends.prefill.upload import upload
-from kog_triton.backends.prefill.weights import load_layer
+from kog_triton.backends.prefill.weights import Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
@@ -67,26 +66,16 @@ def open_library(
     spec: ModelSpec,
     max_context: int,
     embed: Tensor,
-    weight_bytes: int,
+    matrices: Matrices,
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
-    embed         rows [vocab, hidden] that the backend holds, in the type and place of its cache
-    weight_bytes  of the backend's own copy: "auto" takes no second one where memory is short, and
-                  warns
+    embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
+    matrices  the backend's own; norms and biases are read again, from `weights`
     """
     if not wants_library(options, embed.device):
         return None
-    if options.prefill == "auto":
-        free, _ = torch.cuda.mem_get_info(embed.device)
-        if weight_bytes > free // 2:
-            warnings.warn(
-                "prompts run in the kernel: a second copy of the weights for "
-                "library prefill would take more than half of the free memory",
-                stacklevel=3,
-            )
-            return None
-    return LibraryPrefill(weights, spec, max_context, embed.device, embed.dtype, embed)
+    return LibraryPrefill(weights, spec, max_context, embed, matrices)
 
 
 def run_prompt(
@@ -113,8 +102,9 @@ def run_prompt(
 class LibraryPrefill:
     """Runs prompts of one model on one device.
 
-    embed  rows [vocab, hidden] that the caller holds already; loaded if None
-    fused  Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
+    embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
+    matrices  the caller's, of the same device and dtype
+    fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     """
 
     def __init__(
@@ -122,26 +112,22 @@ class LibraryPrefill:
         weights: WeightSource,
         spec: ModelSpec,
         max_context: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        embed: Tensor | None = None,
+        embed: Tensor,
+        matrices: Matrices,
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
         fused: bool | None = None,
     ) -> None:
+        device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
-        self._owns_embed = embed is None
-        if embed is None:
-            embed = weights.load("embed").to(device, dtype)
         layers = [load_layer(weights, spec, i, device, dtype) for i in range(spec.num_layers)]
         shorter = sum(size < max_context for size in buckets)
         self._sizes = sorted(buckets)[: shorter + 1]
         longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
-        table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
-        rope = torch.complex(table[:, 0], table[:, 1])
+        rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
         if fused is None:
             fused = device.type == "cuda" and find_spec("triton") is not None
-        self._pass = PrefillPass(spec, embed, layers, rope, fused)
+        self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
@@ -176,14 +162,11 @@ class LibraryPrefill:
                 self._pass.run(part, first, cache)
                 first += len(part)
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes held: "weights", the layers' once more; "other", the buckets' cache and tables."""
+    def memory_bytes(self) -> int:
+        """Bytes held: the buckets' cache, tables, norms and biases."""
         walk = self._pass
-        weights = sum(layer.nbytes for layer in walk.layers)
-        if self._owns_embed:
-            weights += walk.embed.nbytes
-        other = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
-        return {"weights": weights, "other": other}
+        small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
+        return small + walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
 
     # ---- buckets ----
 

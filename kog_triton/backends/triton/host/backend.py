@@ -10,7 +10,6 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
-from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.watchdog import Answers, free_what_was_kept
@@ -52,6 +51,7 @@ class TritonBackend:
         device: torch.device | None = None,
     ) -> None:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
+        from kog_triton.backends.triton.host.matrices import TileMatrices
         from kog_triton.backends.triton.host.memory import allocate
 
         if options.num_gpus != 1:
@@ -77,12 +77,12 @@ class TritonBackend:
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        with read_once(weights, self.spec, options, device) as once:
-            self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
-            embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
-            self.library = open_library(
-                options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
-            )
+        self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
+        embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
+        matrices = TileMatrices(
+            self.schedule, self.tiles, self.memory.pointers.weights, embed.dtype
+        )
+        self.library = open_library(options, weights, self.spec, self.max_context, embed, matrices)
         self.launcher = TritonLauncher(
             self.spec, self.memory, self.tiles, self._prefill, self._logits, self._run
         )
@@ -172,11 +172,9 @@ class TritonBackend:
         ]
         held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
-        weights = m.weight_bytes
         if self.library is not None:
-            more = self.library.memory_bytes()
-            weights, other = weights + more["weights"], other + more["other"]
-        return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
+            other += self.library.memory_bytes()
+        return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
 
     def close(self) -> None:
         self._gpu_answers.close(self._free)
