@@ -26,15 +26,17 @@ from kog_triton.backends.cuda.launcher import (
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
+from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.prefill.library import open_library, run_prompt
+from kog_triton.backends.prefill.library import open_library, run_prompt, wants_library
+from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -43,10 +45,11 @@ from kog_triton.backends.watchdog import Answers, free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
-from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
+PRODUCTS = "prompt.cu"
 WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
 
 
@@ -107,6 +110,8 @@ class CudaBackend:
         compiler = ThreadPoolExecutor(1, "kog-compiler")
         try:
             compiled = compiler.submit(self._compile, "decode.cu", self.layout)
+            if wants_library(options, self.device):
+                self._products_compiled = compiler.submit(self._compile_products)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
@@ -117,9 +122,9 @@ class CudaBackend:
             )
             self.memory = allocate(self.layout, weights, options.num_slots, self.device)
             embed = self.memory.embed[:, : self.spec.hidden_size]
-            self.matrices = ArenaMatrices(lowering, self.memory.weights, embed.dtype)
+            matrices = partial(self._open_matrices, lowering, self.memory.weights, embed.dtype)
             self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, self.matrices
+                options, weights, self.spec, self.max_context, embed, matrices
             )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
@@ -141,6 +146,21 @@ class CudaBackend:
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> Kernel:
         self._kernels.append(self._load(source, entry, layout))
         return self._kernels[-1]
+
+    def _compile_products(self) -> None:
+        for kernel in KERNELS:
+            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+
+    def _open_matrices(
+        self, lowering: CudaLowering, arena: torch.Tensor, dtype: torch.dtype
+    ) -> Matrices:
+        def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
+            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+            self._kernels.append(Kernel(cubin, entry, shared, self.device))
+            return self._kernels[-1]
+
+        self._products_compiled.result()
+        return ArenaProducts(lowering, arena, dtype, load)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source)
@@ -263,7 +283,6 @@ class CudaBackend:
         blank = 0 if self._blank is None else self._blank.nbytes
         other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
         other += self.chunks.memory_bytes()
-        other += self.matrices.nbytes
         if self.library is not None:
             other += self.library.memory_bytes()
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
@@ -278,7 +297,7 @@ class CudaBackend:
         self._kernels, self._stages = [], None
         self.chunks.close()
         self.library = self._blank = None
-        del self.memory, self.matrices
+        del self.memory
 
     # ---- a launch ----
 

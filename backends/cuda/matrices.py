@@ -2,13 +2,19 @@
 
 import torch
 
+from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.packing import first_chunks, fragment_places, unpack_stage
+from kog_triton.schedule.packing import (
+    first_chunks,
+    fragment_places,
+    unit_places,
+    unpack_stage,
+)
 
 Tensor = torch.Tensor
 
 
-class ArenaMatrices:
+class ArenaMatrices(Unpacked):
     """prefill.weights.Matrices of rank 0's arena, which holds values of `dtype`."""
 
     def __init__(self, lowering: CudaLowering, arena: Tensor, dtype: torch.dtype) -> None:
@@ -22,7 +28,8 @@ class ArenaMatrices:
     def unpack(self, layer: int, stage: str) -> Tensor:
         found = self._lowering.schedule.stage(stage)
         if (stage, layer) not in self._places:
-            places = fragment_places(self._lowering, found, layer, self._first[stage, layer])
+            units = unit_places(self._lowering, found, layer, self._first[stage, layer])
+            places = fragment_places(self._lowering, found, units)
             self._places[stage, layer] = torch.from_numpy(places).to(self._arena.device)
         return unpack_stage(self._lowering, found, self._arena, self._places[stage, layer])
 

@@ -53,23 +53,39 @@ def first_chunks(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
     return out
 
 
-def fragment_places(
-    lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray
-) -> np.ndarray:
-    """Where the fragments of a stage of layers lie in rank 0's arena, int64 [shards, units, steps]: they count
-    fragments of all warps from its begin.
+def unit_places(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray) -> np.ndarray:
+    """Where a stage's units lie in rank 0's arena, int64 [2, shards, units]: the fragment, of all warps, with which
+    their block's run of the stage begins, and how many of the run's fragments come before the unit.
 
     first  the stage's, of `first_chunks`
     """
     group, steps = lowering.group_size(stage), lowering.steps(stage)
-    units = lowering.num_units(stage)
-    out = np.empty((lowering.num_blocks // group, units, steps), np.int64)
+    out = np.empty((2, lowering.num_blocks // group, lowering.num_units(stage)), np.int64)
     for block in range(lowering.num_blocks):
         own = lowering.block_units(stage, layer, lowering.group_index(stage, block))
-        chunk, inside = np.divmod(np.arange(len(own) * steps), lowering.fragments)
-        at = ((first[block] + chunk) * lowering.num_blocks + block) * lowering.fragments + inside
-        out[block // group, own.start : own.stop] = at.reshape(len(own), steps)
+        begin = (first[block] * lowering.num_blocks + block) * lowering.fragments
+        out[0, block // group, own.start : own.stop] = begin
+        out[1, block // group, own.start : own.stop] = np.arange(len(own)) * steps
     return out
+
+
+def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
+    """Where the fragments of `unit_places` lie, int64 [shards, units, steps]: they count fragments of all warps."""
+    begin, before = units[..., None]
+    chunk, inside = np.divmod(before + np.arange(lowering.steps(stage)), lowering.fragments)
+    places: np.ndarray = begin + chunk * lowering.num_blocks * lowering.fragments + inside
+    return places
+
+
+def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
+    """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: `unit_places` of
+    its unit, the byte of a fragment of all warps at which its rows begin, and 0."""
+    rows_of_unit = WARPS // lowering.tilings[stage.name].k_parts
+    width = lowering.fragment_bytes // rows_of_unit
+    begin, before = np.repeat(units, rows_of_unit, 2)
+    inside = np.tile(np.arange(rows_of_unit) * width, units.shape[2])
+    groups = [begin, before, np.broadcast_to(inside, begin.shape), np.zeros_like(begin)]
+    return np.stack(groups, -1).astype(np.int32)
 
 
 def unpack_stage(lowering: CudaLowering, stage: Stage, arena: Any, places: Any) -> Any:

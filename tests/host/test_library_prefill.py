@@ -223,8 +223,8 @@ def stacked(self, layer, stage):
     return w.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if stage == "gate_up_proj" else w
 
 
-def without_bias(x, w, bias):
-    return PRODUCT(x, w, None)
+def without_bias(self, layer, stage, x, bias):
+    return PRODUCT(self, layer, stage, x, None)
 
 
 def early(self, x, o, how, delayed):
@@ -242,13 +242,13 @@ def gate_alone(x, inplace=False):
     return torch.relu(x)
 
 
-BAND, PRODUCT, JOIN = walk.band, walk.product, walk.PrefillPass._join
+BAND, PRODUCT, JOIN = walk.band, PlainMatrices.product, walk.PrefillPass._join
 UNPACK = PlainMatrices.unpack
 FAULTS = {
     "windows are one key too wide": (walk, "band", shifted_band, "mistral"),
     "gate above up": (PlainMatrices, "unpack", stacked, "llama"),
     "keys are seen from the first": (walk, "band", aligned_at_starts, "llama"),
-    "biases are left out": (walk, "product", without_bias, "biases"),
+    "biases are left out": (PlainMatrices, "product", without_bias, "biases"),
     "late outputs come early": (walk.PrefillPass, "_join", early, "lanes, far apart"),
     "a lane's own output is summed": (walk.PrefillPass, "_join", plain_sum, "lanes of all kinds"),
     "another gate": (walk, "silu", gate_alone, "qwen3"),

@@ -10,6 +10,7 @@ from kog_triton.schedule.packing import (
     first_chunks,
     fragment_places,
     pack_blocks,
+    unit_places,
     unpack_stage,
 )
 from kog_triton.schedule.schedule import build
@@ -65,7 +66,8 @@ def test_cuda_matrices_come_out_as_they_went_in(name, num_blocks):
                 at[block] += len(packed)
     for layer in range(layers):
         for stage in layer_matrices(schedule):
-            places = fragment_places(lowering, stage, layer, first[stage.name, layer])
+            units = unit_places(lowering, stage, layer, first[stage.name, layer])
+            places = fragment_places(lowering, stage, units)
             got = unpack_stage(lowering, stage, arena, places)
             assert np.array_equal(got, kept[stage.name, layer]), (stage.name, layer)
 

@@ -10,6 +10,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.prefill.library import LibraryPrefill
+from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Reduce, Rope, RopeScaling
@@ -77,7 +78,7 @@ def expected(name, dtype, count):
     return torch.stack(layers)
 
 
-class PlainMatrices:
+class PlainMatrices(Unpacked):
     """A layer's matrices by their definition (prefill/weights.py), from the canonical weights."""
 
     def __init__(self, weights, dtype, device=CPU):

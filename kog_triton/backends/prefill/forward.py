@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import ModelSpec, Reduce
@@ -37,7 +37,7 @@ class PrefillPass:
         fused: bool = False,
     ) -> None:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
-        self._matrices, self.dtype = matrices, embed.dtype
+        self.matrices, self.dtype = matrices, embed.dtype
         self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
 
@@ -59,16 +59,13 @@ class PrefillPass:
                 return
             start, mask = bounds[window]
             a = attend(q, cache[index, :, :, :, start:end], mask)
-            o = self._product(a, index, "o_proj", w.o_bias)
+            o = self.matrices.product(index, "o_proj", a, w.o_bias)
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
-            h = self._product(y, index, "gate_up_proj", w.gate_up_bias)
-            o = self._product(self._gated(h), index, "down_proj", w.down_bias)
+            h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
+            o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
             gain = self.layers[index + 1].attention_norm
             y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
-
-    def _product(self, x: Tensor, layer: int, stage: str, bias: Tensor | None) -> Tensor:
-        return product(x, self._matrices.unpack(layer, stage), bias)
 
     def _joined(
         self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor
@@ -97,7 +94,7 @@ class PrefillPass:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
         rotating = heads + spec.lane_kv_heads
-        qkv = self._product(y, layer, "qkv_proj", w.qkv_bias)
+        qkv = self.matrices.product(layer, "qkv_proj", y, w.qkv_bias)
         if self._fused is not None:
             return self._fused.rotated(qkv, w.qk_norm, self.rope, spec, first, cache)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
@@ -134,13 +131,6 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
-
-
-def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """x [S, T, cols] times w [S, rows, cols], plus bias [S, rows]: [S, T, rows]."""
-    if len(w) == 1:
-        return linear(x[0], w[0], None if bias is None else bias[0])[None]
-    return torch.bmm(x, w.mT) if bias is None else torch.baddbmm(bias[:, None], x, w.mT)
 
 
 def band(

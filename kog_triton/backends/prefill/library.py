@@ -12,7 +12,7 @@ waits for the device: what is launched next on the same stream finds the cache f
 time may use it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,16 +66,16 @@ def open_library(
     spec: ModelSpec,
     max_context: int,
     embed: Tensor,
-    matrices: Matrices,
+    matrices: Callable[[], Matrices],
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
     embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
-    matrices  the backend's own; norms and biases are read again, from `weights`
+    matrices  makes the backend's own ready; norms and biases are read again, from `weights`
     """
     if not wants_library(options, embed.device):
         return None
-    return LibraryPrefill(weights, spec, max_context, embed, matrices)
+    return LibraryPrefill(weights, spec, max_context, embed, matrices())
 
 
 def run_prompt(
@@ -163,10 +163,11 @@ class LibraryPrefill:
                 first += len(part)
 
     def memory_bytes(self) -> int:
-        """Bytes held: the buckets' cache, tables, norms and biases."""
+        """Bytes held beside what the kernel reads: the buckets' cache, tables, norms and biases."""
         walk = self._pass
         small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
-        return small + walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
+        tables = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
+        return small + tables + walk.matrices.nbytes
 
     # ---- buckets ----
 

@@ -7,11 +7,13 @@ F columns of a lane's down_proj, d head_dim. Rows are those of the stages (sched
     gate_up_proj  gate and up of one output side by side, [S, 2 F, hidden]
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
+from torch.nn.functional import linear
 
 from kog_triton.backends import WeightSource
 from kog_triton.model.spec import ModelSpec
@@ -22,9 +24,31 @@ Tensor = torch.Tensor
 class Matrices(Protocol):
     """The layers' matrices, of a backend that holds them in the order of its kernel."""
 
+    def product(self, layer: int, stage: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [S, T, cols] times the stage's [S, rows, cols], plus bias [S, rows]: [S, T, rows], in the order of the
+        current stream."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Held beside what the kernel reads."""
+        ...
+
+
+class Unpacked(ABC):
+    """Matrices that are laid out for torch before they are multiplied."""
+
+    nbytes = 0
+
+    @abstractmethod
     def unpack(self, layer: int, stage: str) -> Tensor:
         """[S, rows, cols] on the backend's device, in the order of the current stream; not to be kept or written to."""
-        ...
+
+    def product(self, layer: int, stage: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        w = self.unpack(layer, stage)
+        if len(w) == 1:
+            return linear(x[0], w[0], None if bias is None else bias[0])[None]
+        return torch.bmm(x, w.mT) if bias is None else torch.baddbmm(bias[:, None], x, w.mT)
 
 
 @dataclass(frozen=True)

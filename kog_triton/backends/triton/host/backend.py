@@ -1,6 +1,7 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,8 @@ class TritonBackend:
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
         self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
         embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
-        matrices = TileMatrices(
-            self.schedule, self.tiles, self.memory.pointers.weights, embed.dtype
-        )
+        arena = self.memory.pointers.weights
+        matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
         self.library = open_library(options, weights, self.spec, self.max_context, embed, matrices)
         self.launcher = TritonLauncher(
             self.spec, self.memory, self.tiles, self._prefill, self._logits, self._run

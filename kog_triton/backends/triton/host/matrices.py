@@ -2,6 +2,7 @@
 
 import torch
 
+from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import Schedule
 from kog_triton.schedule.triton import Tiles
@@ -10,7 +11,7 @@ from kog_triton.schedule.triton_packing import unpack_tiles
 Tensor = torch.Tensor
 
 
-class TileMatrices:
+class TileMatrices(Unpacked):
     """prefill.weights.Matrices of the arena, which holds values of `dtype`."""
 
     def __init__(self, schedule: Schedule, tiles: Tiles, arena: Tensor, dtype: torch.dtype) -> None:
