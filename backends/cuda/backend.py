@@ -35,7 +35,8 @@ from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.prefill.library import open_library, run_prompt, wants_library
+from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
@@ -121,10 +122,14 @@ class CudaBackend:
                 load_columns,
             )
             self.memory = allocate(self.layout, weights, options.num_slots, self.device)
-            embed = self.memory.embed[:, : self.spec.hidden_size]
-            matrices = partial(self._open_matrices, lowering, self.memory.weights, embed.dtype)
+            matrices = partial(self._open_matrices, lowering)
             self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, matrices
+                options,
+                weights,
+                self.spec,
+                self.max_context,
+                self.memory.embed[:, : self.spec.hidden_size],
+                matrices,
             )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
@@ -151,16 +156,14 @@ class CudaBackend:
         for kernel in KERNELS:
             compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
 
-    def _open_matrices(
-        self, lowering: CudaLowering, arena: torch.Tensor, dtype: torch.dtype
-    ) -> Matrices:
+    def _open_matrices(self, lowering: CudaLowering) -> Matrices:
         def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
             self._kernels.append(Kernel(cubin, entry, shared, self.device))
             return self._kernels[-1]
 
         self._products_compiled.result()
-        return ArenaProducts(lowering, arena, dtype, load)
+        return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source)
@@ -178,6 +181,7 @@ class CudaBackend:
             self.memory,
             self.columns,
             self.chunks,
+            self._prompt,
             self._admit,
             self._score,
             self._launch_slots,
@@ -186,17 +190,14 @@ class CudaBackend:
         with self._gpu_answers.serving(self._free):
             LaunchServing(launcher, mailbox).run()
 
-    def _admit(self, request: Request) -> int:
-        scored = request.prompt_logprobs is not None
-        start = len(request.prompt) - 1 if scored else self._prefill(request)
+    def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self.memory.write_request(request.slot, words, request.prompt, start)
-        return start
+        self.memory.write_request(request.slot, words, request.prompt, position)
 
-    def _prefill(self, request: Request) -> int:
-        """The position from which the kernel computes; the slot holds keys and values of those before."""
+    def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        return run_prompt(self.library, self.options.prefill, request, cache, self.chunks.crossover)
+        crossover = self.chunks.crossover
+        return begin_prompt(self.library, self.options.prefill, request, cache, crossover)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

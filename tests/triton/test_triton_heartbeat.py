@@ -127,9 +127,9 @@ class Torn(Mute):
     def __init__(self, backend):
         super().__init__(backend, lambda asked: asked)
 
-    def launch(self, running):
+    def launch(self, running, most=None):
         self.mailbox.post(Request(1, (7,), GREEDY, 0, 1))
-        return super().launch(running)
+        return super().launch(running, most)
 
     def _done(self):
         if self.asked == 2:

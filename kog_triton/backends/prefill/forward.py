@@ -6,7 +6,7 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +42,12 @@ class PrefillPass:
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
-        """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
+        """All of `layers_of`."""
+        for _ in self.layers_of(ids, first, cache):
+            pass
+
+    def layers_of(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[None]:
+        """Run tokens ids [T] at positions first.. layer by layer and put their keys and values in `cache`.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         The last layer stops at its keys and values: nobody reads what it would add to the streams.
@@ -56,7 +61,7 @@ class PrefillPass:
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
             q = self._queries(index, w, y, first, cache[index])
             if index == spec.num_layers - 1:
-                return
+                break
             start, mask = bounds[window]
             a = attend(q, cache[index, :, :, :, start:end], mask)
             o = self.matrices.product(index, "o_proj", a, w.o_bias)
@@ -66,6 +71,8 @@ class PrefillPass:
             o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
             gain = self.layers[index + 1].attention_norm
             y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
+            yield
+        yield
 
     def _joined(
         self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor

@@ -10,7 +10,8 @@ import torch
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
+from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_library
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.watchdog import Answers, free_what_was_kept
@@ -84,7 +85,7 @@ class TritonBackend:
         matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
         self.library = open_library(options, weights, self.spec, self.max_context, embed, matrices)
         self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prefill, self._logits, self._run
+            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
@@ -185,10 +186,9 @@ class TritonBackend:
 
     # ---- launches ----
 
-    def _prefill(self, request: Request) -> int:
-        """The position from which the kernel computes; the slot holds keys and values of those before."""
+    def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.pointers.kv[request.slot]
-        return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+        return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
     def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
         """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
