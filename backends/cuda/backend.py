@@ -28,13 +28,14 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.memory import HALF, Memory, allocate, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
@@ -103,6 +104,7 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
+        check_memory(plan_of(self.layout, options.num_slots), self.device)
         compile_columns = partial(self._compile, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while the compiler works; behind it the kernel is found kept. One

@@ -6,6 +6,7 @@ weights are, for all blocks of a stage at once.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from kog_triton.backends.cuda.layout.names import POINTS
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
@@ -114,6 +116,16 @@ class Memory:
 
 def _zeros_like(t: Tensor) -> Tensor:
     return torch.zeros(t.shape, dtype=t.dtype, device=t.device, pin_memory=t.is_pinned())
+
+
+def plan_of(layout: Layout, num_slots: int) -> MemoryPlan:
+    """What `allocate` will take of the GPU, but for words and tables."""
+    lo = layout.lowering
+    spec = lo.schedule.spec
+    arena = lo.stream_chunks() * lo.num_blocks * lo.chunk_bytes
+    embed = spec.vocab_size * (spec.hidden_size + -spec.hidden_size % 4) * 2
+    position = math.prod(layout.cache_shape) * 2 // layout.max_context
+    return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
 
 
 def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torch.device) -> Memory:
