@@ -7,9 +7,9 @@ import torch
 from kog_triton.errors import DeviceError
 
 GIB = 1 << 30
-# Beside weights and cache: parts of products and tokens on their way into them (100 MB for 2,048 tokens of an 8B model),
-# the library's graphs, logits, and what torch's allocator keeps. An allowance, not a measurement; what packing the largest
-# matrix takes for a moment is not in it.
+# Beside weights and cache: parts of products and tokens on their way into them (100 MB for 2,048 tokens of an 8B
+# model), the library's graphs, logits, and what torch's allocator keeps. An allowance, not a measurement; what packing
+# the largest matrix takes for a moment is not in it.
 WORKSPACE = 1 << 29
 
 
