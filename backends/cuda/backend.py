@@ -33,7 +33,8 @@ from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
+from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
@@ -43,7 +44,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
-from kog_triton.backends.watchdog import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
@@ -52,7 +53,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
 PRODUCTS = "prompt.cu"
-WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
+WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
 class CudaBackend:
@@ -78,6 +79,7 @@ class CudaBackend:
         return Availability(True)
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the cuda backend runs on one GPU: choose --gpus 1")
         available = self.availability()
@@ -95,10 +97,10 @@ class CudaBackend:
         if self.spec.kv_dtype not in (None, self.spec.dtype):
             raise ModelError("the cuda backend keeps keys and values in the type of the weights")
         free_what_was_kept()
-        self._gpu_answers = Answers()
         self.device, self.gpu = self._open_device()
+        self._entry = GpuEntry(self.device)
         self.max_context = options.max_context or self.spec.max_context
-        self.wait_ticks = WAIT_TICKS
+        self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._kernels: list[Kernel] = []
         lowering = lower(build(self.spec), self.gpu, num_blocks)
@@ -123,16 +125,17 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            self.memory = allocate(self.layout, weights, options.num_slots, self.device)
-            matrices = partial(self._open_matrices, lowering)
-            self.library = open_library(
-                options,
-                weights,
-                self.spec,
-                self.max_context,
-                self.memory.embed[:, : self.spec.hidden_size],
-                matrices,
-            )
+            with self._entry.on_stream():
+                self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+                matrices = partial(self._open_matrices, lowering)
+                self.library = open_library(
+                    options,
+                    weights,
+                    self.spec,
+                    self.max_context,
+                    self.memory.embed[:, : self.spec.hidden_size],
+                    matrices,
+                )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
@@ -189,8 +192,8 @@ class CudaBackend:
             self._launch_slots,
             whole,
         )
-        with self._gpu_answers.serving(self._free):
-            LaunchServing(launcher, mailbox).run()
+        with self._entry.serving(self._free):
+            LaunchServing(launcher, mailbox, self._entry.queue).run()
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
@@ -212,10 +215,14 @@ class CudaBackend:
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
-        self._gpu_answers.check()
         count = len(token_ids)
         if count > self.max_context:
             raise RequestError(f"{count} tokens do not fit the context of {self.max_context}")
+        with self._entry.at_once():
+            return self._logits(token_ids)
+
+    def _logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        count = len(token_ids)
         memory = self.memory.apart()
         logits = torch.zeros(count, self.spec.vocab_size, device=self.device)
         memory.write_request(0, encode_logits(count), token_ids, 0)
@@ -224,17 +231,18 @@ class CudaBackend:
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        return self._stage_runner().run(stage, layer, state)
+        with self._entry.at_once():
+            return self._stage_runner().run(stage, layer, state)
 
     def time_stage(
         self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
     ) -> list[float]:
-        runner = self._stage_runner()
-        runner.run(stage, layer, state, before)
-        return runner.seconds
+        with self._entry.at_once():
+            runner = self._stage_runner()
+            runner.run(stage, layer, state, before)
+            return runner.seconds
 
     def _stage_runner(self) -> StageRunner:
-        self._gpu_answers.check()
         if self._stages is None:
             kernel = self._open_kernel("stage.cu", "kog_stage", self.layout)
             memory = self.memory.apart()
@@ -245,17 +253,20 @@ class CudaBackend:
                 check_waits(memory, self.layout)
                 return seconds
 
-            self._stages = StageRunner(self.layout, memory, launch, self.wait_ticks)
+            self._stages = StageRunner(self.layout, memory, launch, self.wait_ns)
         return self._stages
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
-        self._gpu_answers.check()
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
+        with self._entry.at_once():
+            return self._profile(prompt, tokens)
+
+    def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         layout = replace(self.layout, profile_tokens=tokens)
         memory = replace(self.memory.apart(), **stamp_tensors(layout, self.device))
         stamping = self._load("decode.cu", "kog_decode", layout)
@@ -291,7 +302,7 @@ class CudaBackend:
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
-        self._gpu_answers.close(self._free)
+        self._entry.close(self._free)
 
     def _free(self) -> None:
         self.columns.close()
@@ -324,7 +335,7 @@ class CudaBackend:
     ) -> Finished:
         """Start the kernel on slots of `memory`; what comes back says when it has ended."""
         self._clear(memory)
-        pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
+        pointers = memory.pointers(slots, self.wait_ns, most_steps, **others)
         kernel = kernel or self.kernel
         return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
 

@@ -5,7 +5,7 @@ import torch
 from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.packing import (
-    first_chunks,
+    first_ring_slots,
     fragment_places,
     unit_places,
     unpack_stage,
@@ -21,7 +21,7 @@ class ArenaMatrices(Unpacked):
         self._lowering, self._arena, self._first = (
             lowering,
             arena.view(dtype),
-            first_chunks(lowering),
+            first_ring_slots(lowering),
         )
         self._places: dict[tuple[str, int], Tensor] = {}
 

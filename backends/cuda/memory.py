@@ -24,7 +24,7 @@ from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.packing import first_chunks, pack_blocks
+from kog_triton.schedule.packing import first_ring_slots, pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
@@ -122,7 +122,7 @@ def plan_of(layout: Layout, num_slots: int) -> MemoryPlan:
     """What `allocate` will take of the GPU, but for words and tables."""
     lo = layout.lowering
     spec = lo.schedule.spec
-    arena = lo.stream_chunks() * lo.num_blocks * lo.chunk_bytes
+    arena = lo.stream_ring_slots() * lo.num_blocks * lo.ring_slot_bytes
     embed = spec.vocab_size * (spec.hidden_size + -spec.hidden_size % 4) * 2
     position = math.prod(layout.cache_shape) * 2 // layout.max_context
     return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
@@ -193,11 +193,11 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:
-    """The rank's weight arena, uint8: chunk i of all blocks side by side, each block's stream in order."""
+    """The rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order."""
     schedule, dtype = lo.schedule, embed.dtype
-    chunk = lo.chunk_bytes // 2
-    arena = embed.new_zeros((lo.stream_chunks(), lo.num_blocks, chunk), dtype=torch.int16)
-    first = first_chunks(lo)
+    values = lo.ring_slot_bytes // 2
+    arena = embed.new_zeros((lo.stream_ring_slots(), lo.num_blocks, values), dtype=torch.int16)
+    first = first_ring_slots(lo)
     for segment in schedule.segments:
         for layer in range(segment.repeat):
             for stage in segment.stages:
@@ -229,13 +229,13 @@ def _place(
         if not units:
             continue
         packed = pack_blocks(lo, stage, layer, blocks, 0, w[shard])
-        chunks = packed.shape[1]
-        at = first[blocks][:, None] + np.arange(chunks)
+        slots = packed.shape[1]
+        at = first[blocks][:, None] + np.arange(slots)
         index = (
             torch.from_numpy(at).to(arena.device),
             torch.tensor(blocks, device=arena.device)[:, None],
         )
-        arena[index] = packed.reshape(len(blocks), chunks, -1)
+        arena[index] = packed.reshape(len(blocks), slots, -1)
 
 
 def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:

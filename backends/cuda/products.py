@@ -18,7 +18,7 @@ from kog_triton.backends.cuda.matrices import ArenaMatrices
 
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.packing import first_chunks, group_places, unit_places
+from kog_triton.schedule.packing import first_ring_slots, group_places, unit_places
 from kog_triton.schedule.schedule import Stage
 
 Tensor = torch.Tensor
@@ -107,7 +107,7 @@ def group_tables(
     parts = [np.zeros((0, 4), np.int32)]
     at: dict[tuple[str, int], list[int]] = {}
     count = 0
-    for (name, layer), first in first_chunks(lowering).items():
+    for (name, layer), first in first_ring_slots(lowering).items():
         if name not in stages:
             continue
         units = unit_places(lowering, stages[name], layer, first)

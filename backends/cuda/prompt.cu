@@ -51,7 +51,7 @@ struct Stage {
 
 KOG_DEVICE void copy_weights(const Product& p, const Walk& walk, const Shared& shared, int warp) {
   Stage stage;
-  u32 reciprocal = (65535 + p.chunk) / p.chunk;  // exact for fewer than 32,768 fragments, chunks of up to 4
+  u32 reciprocal = (65535 + p.ring_slot) / p.ring_slot;  // exact below 32,768 fragments, for 4 a ring slot
   for (int i = 0; i < walk.count; i++) {
     Segment segment = walk.at(p, i);
     int fragment[kPieces];
@@ -70,8 +70,8 @@ KOG_DEVICE void copy_weights(const Product& p, const Walk& walk, const Shared& s
       int block = k * kBlocks, ahead = block >> p.slab_shift, inside = block & ((1 << p.slab_shift) - 1);
 #pragma unroll
       for (int j = 0; j < kPieces; j++) {
-        int f = fragment[j] + ahead, chunk = f * reciprocal >> 16;
-        u32 at = from[j] + (chunk * p.chunk_step + f - chunk * p.chunk) * 16 + inside;
+        int f = fragment[j] + ahead, slot = f * reciprocal >> 16;
+        u32 at = from[j] + (slot * p.ring_slot_step + f - slot * p.ring_slot) * 16 + inside;
         u32 to = shared_address(shared.ring) + stage.index * kStageBytes + (warp * kPieces + j) * kPieceBytes;
         bulk_copy(to, p.arena + static_cast<u64>(at) * 512, kPieceBytes, shared_address(full));
       }

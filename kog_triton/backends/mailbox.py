@@ -119,6 +119,9 @@ class Mailbox:
     _inboxes: dict[int, Inbox] = field(default_factory=dict)
     yielding: bool = False
     closed: bool = False
+    beats: int = (
+        0  # another number whenever the backend was seen to go on: a step, or a piece of a prompt
+    )
     resumed: dict[int, Any] = field(default_factory=dict)  # slot -> what a backend left on yield
 
     # ---- host side ----

@@ -7,10 +7,8 @@ the caller's thread needs to get the token, and one that misses its chance waits
 A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
 caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
 
-The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep,
-and beside an H200 (Llama-3.2-1B, 563 us a token) its wake cost 24 us at the median and 340 us at p99, so that p99/p50
-of arrivals was 1.44; with naps 30 us, 75 us and 1.08 to 1.12. An EARLY of 0.2 and of 0.35 in place of 0.5 gave 1.19 to
-1.23 and 1.12 to 1.13, for 0.37 and 0.44 of a core in place of 0.5.
+The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep.
+What each of these gave beside an H200: benchmarks/cuda-log.md#arrivals.
 """
 
 import ctypes

@@ -22,6 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
@@ -36,7 +37,7 @@ from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
 # Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B on
-# the CUDA backend, at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+# the CUDA backend, at 0.6 to 3.5 ms a token (benchmarks/RESULTS.md). Their logits are 38 MB of 150,000 float32.
 SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
@@ -84,6 +85,7 @@ class Serving(ABC, Generic[R]):
             if not self.running:
                 return
             self.advance()
+            mailbox.beats += 1
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
         """What goes wrong is the error of this slot's request alone."""
@@ -243,9 +245,9 @@ class Share:
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(self, launcher: Launcher, mailbox: Mailbox) -> None:
+    def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue) -> None:
         super().__init__(mailbox)
-        self._launcher = launcher
+        self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
         self._share = Share()
@@ -257,21 +259,23 @@ class LaunchServing(Serving[InSlot]):
     def begin(self, request: Request) -> InSlot:
         one = InSlot(request, request.cached)
         if request.prompt_logprobs is None:
-            one.prompt = self._launcher.prompt(request)
-            if one.prompt is None:
-                self._enter(one)
+            with self._queue.first():
+                one.prompt = self._launcher.prompt(request)
+                if one.prompt is None:
+                    self._enter(one)
         return one
 
     def advance(self) -> None:
         """A piece of a prompt that is to be scored, or else a slice of one that a library runs and a launch."""
-        for slot, one in self.running.items():
-            if one.words is None and one.prompt is None:
-                return self.attempt(slot, partial(self._score_piece, one))
-        ahead = next((one for one in self.running.values() if one.prompt is not None), None)
-        if ahead is not None:
-            self.attempt(ahead.request.slot, partial(self._run_slice, ahead))
-        if self._ready():
-            self._launch()
+        with self._queue.first():
+            for slot, one in self.running.items():
+                if one.words is None and one.prompt is None:
+                    return self.attempt(slot, partial(self._score_piece, one))
+            ahead = next((one for one in self.running.values() if one.prompt is not None), None)
+            if ahead is not None:
+                self.attempt(ahead.request.slot, partial(self._run_slice, ahead))
+            if self._ready():
+                self._launch()
 
     def _ready(self) -> dict[int, InSlot]:
         return {slot: one for slot, one in self.running.items() if one.words is not None}
@@ -310,16 +314,19 @@ class LaunchServing(Serving[InSlot]):
         self._leaving = False
         others_wait = any(one.prompt is not None for one in self.running.values())
         most = self._share.tokens() if others_wait else None
-        begun, tokens = time.perf_counter(), 0
+        begun, tokens = time.monotonic(), 0
         launch = launcher.launch(self._ready(), most)
         heart, pace = Heart(before, launch.ended), Pace()
         self._heart = heart
         try:
             while not launch.ended():
-                heart.listen(launcher.steps())
+                if heart.listen(launcher.steps()):
+                    self.mailbox.beats += 1
                 told = self.poll()
                 tokens += told
-                if launch.outdated() or (most is not None and tokens >= most):
+                if launch.outdated() or self._queue.over(time.monotonic() - begun):
+                    self._leave()
+                if most is not None and tokens >= most:
                     self._leave()
                 ends = self._leaving or any(slot not in self.running for slot in launch.slots)
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())
@@ -331,7 +338,7 @@ class LaunchServing(Serving[InSlot]):
                 time.sleep(COARSE_S)
             raise
         tokens += self.poll()  # what it left behind is complete
-        self._share.told(time.perf_counter() - begun, tokens)
+        self._share.told(time.monotonic() - begun, tokens)
         self._settle(launch)
 
     def poll(self) -> int:

@@ -16,7 +16,7 @@ from kog_triton.schedule.schedule import Stage
 def pack_blocks(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
 ) -> Any:
-    """Chunks of one stage, of blocks with equally many units: [blocks, chunks, fragments, warps, *fragment].
+    """Ring slots of one stage, of blocks with equally many units: [blocks, slots, fragments, warps, *fragment].
 
     `w` [rows, cols] is the shard's matrix, gate above up; of the head, the rows that the rank scores.
     """
@@ -32,14 +32,14 @@ def pack_blocks(
     # rows: unit, group of warps, row; K: part, step, value  ->  unit, step, group, part, row, value
     shape = (count, units, WARPS // parts, high, parts, steps, wide)
     ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
-    chunks = -(-units * steps // lowering.fragments)
-    out = _new(w, (count, chunks * lowering.fragments, WARPS, high, wide))
+    slots = -(-units * steps // lowering.fragments)
+    out = _new(w, (count, slots * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
-    return out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
+    return out.reshape(count, slots, lowering.fragments, WARPS, high, wide)
 
 
-def first_chunks(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
-    """Of every matrix stage and layer, the chunk of its stream at which each block begins it: int64 [num_blocks]."""
+def first_ring_slots(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
+    """Of every matrix stage and layer, the ring slot at which each block begins it: int64 [num_blocks]."""
     out = {}
     at: np.ndarray = np.zeros(lowering.num_blocks, np.int64)
     for segment in lowering.schedule.segments:
@@ -49,7 +49,7 @@ def first_chunks(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
                     continue
                 out[stage.name, layer] = at
                 indices = (lowering.group_index(stage, b) for b in range(lowering.num_blocks))
-                at = at + [lowering.stage_chunks(stage, layer, index) for index in indices]
+                at = at + [lowering.stage_ring_slots(stage, layer, index) for index in indices]
     return out
 
 
@@ -57,7 +57,7 @@ def unit_places(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndar
     """Where a stage's units lie in rank 0's arena, int64 [2, shards, units]: the fragment, of all warps, with which
     their block's run of the stage begins, and how many of the run's fragments come before the unit.
 
-    first  the stage's, of `first_chunks`
+    first  the stage's, of `first_ring_slots`
     """
     group, steps = lowering.group_size(stage), lowering.steps(stage)
     out = np.empty((2, lowering.num_blocks // group, lowering.num_units(stage)), np.int64)
@@ -72,8 +72,8 @@ def unit_places(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndar
 def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
     """Where the fragments of `unit_places` lie, int64 [shards, units, steps]: they count fragments of all warps."""
     begin, before = units[..., None]
-    chunk, inside = np.divmod(before + np.arange(lowering.steps(stage)), lowering.fragments)
-    places: np.ndarray = begin + chunk * lowering.num_blocks * lowering.fragments + inside
+    slot, inside = np.divmod(before + np.arange(lowering.steps(stage)), lowering.fragments)
+    places: np.ndarray = begin + slot * lowering.num_blocks * lowering.fragments + inside
     return places
 
 

@@ -49,7 +49,7 @@ def expected(backend):
 
 @pytest.fixture
 def hasty(backend, monkeypatch):
-    monkeypatch.setattr(backend, "wait_ticks", ROUNDS)
+    monkeypatch.setattr(backend, "wait_ns", ROUNDS)
     return backend
 
 
@@ -121,7 +121,7 @@ def test_a_callers_function_is_not_the_gpus_silence(hasty, expected, monkeypatch
     """Though the host had heard of the step by then whose token it reads."""
     monkeypatch.setattr(serving, "MASK_S", 60.0)
     monkeypatch.setattr(watchdog, "SILENCE_S", 3.0)
-    monkeypatch.setattr(hasty, "wait_ticks", 5 * ROUNDS)
+    monkeypatch.setattr(hasty, "wait_ns", 5 * ROUNDS)
     read, looked = LaunchServing._read, []
 
     def read_at_the_second_look(self, one, words):

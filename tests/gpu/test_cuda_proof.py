@@ -61,7 +61,7 @@ def faulty(request, tmp_path_factory):
         # Prompts of three tokens would go to a kernel that is compiled beside, without the edits.
         patch.setattr(CudaBackend, "chunk_positions", 0)
         backend = opened(*LONG[request.param]())
-    backend.wait_ticks = 1 << 25  # 17 ms
+    backend.wait_ns = 1 << 24  # 17 ms
     yield backend
     backend.close()
 
@@ -77,24 +77,24 @@ def seconds(backend):
 
 
 def test_delays_change_nothing(faulty):
-    faulty.wait_ticks = 1 << 32  # two seconds
+    faulty.wait_ns = 1 << 31  # two seconds
     assert_delays_change_nothing(faulty, range(1, SEEDS + 1))
-    faulty.wait_ticks = 1 << 25
+    faulty.wait_ns = 1 << 24
 
 
 @pytest.mark.parametrize("faulty", ["demo"], indirect=True)
 def test_delays_there_are(faulty):
-    faulty.wait_ticks = 1 << 32
+    faulty.wait_ns = 1 << 31
     swift = min(seconds(faulty) for _ in range(3))
-    faulty.wait_ticks += 1
+    faulty.wait_ns += 1
     assert min(seconds(faulty) for _ in range(3)) > 2 * swift
-    faulty.wait_ticks = 1 << 25
+    faulty.wait_ns = 1 << 24
 
 
 def test_nan_is_never_lost(spec):
     backend = opened(RandomWeights(spec, device="cuda"), 2)
-    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
-    assert_nan_is_never_lost(backend, range(chunks))
+    ring_slots = backend.memory.weights.numel() // backend.layout.lowering.ring_slot_bytes
+    assert_nan_is_never_lost(backend, range(ring_slots))
     backend.close()
 
 

@@ -7,7 +7,7 @@ from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import (
-    first_chunks,
+    first_ring_slots,
     fragment_places,
     pack_blocks,
     unit_places,
@@ -49,9 +49,9 @@ def test_cuda_matrices_come_out_as_they_went_in(name, num_blocks):
     schedule = schedule_of(name)
     lowering = lower(schedule, find_gpu("h200"), num_blocks * schedule.num_shards)
     layers = 2  # the blocks that take a unit more move on
-    chunks = lowering.stream_chunks()
-    arena = np.full((chunks, lowering.num_blocks, lowering.chunk_bytes // 2), 7, np.int16)
-    first, at = first_chunks(lowering), np.zeros(lowering.num_blocks, int)
+    chunks = lowering.stream_ring_slots()
+    arena = np.full((chunks, lowering.num_blocks, lowering.ring_slot_bytes // 2), 7, np.int16)
+    first, at = first_ring_slots(lowering), np.zeros(lowering.num_blocks, int)
     kept = {}
     for layer in range(layers):
         for stage in layer_matrices(schedule):

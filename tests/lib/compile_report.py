@@ -49,7 +49,17 @@ class CompileReport:
         return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))
 
 
-def compile_report(
+def compile_report(spec: ModelSpec, target: str, **sizes: Any) -> CompileReport:
+    """What the compiler made of the kernel of a model for a target; `sizes` are those of `compile_kernel`."""
+    compiled, num_warps = compile_kernel(spec, target, **sizes)
+    amd = target.startswith("gfx")
+    registers, spilled, instructions = (_read_amd if amd else _read_nvidia)(compiled.asm)
+    shared, ttgir = compiled.metadata.shared, compiled.asm["ttgir"]
+    threads = num_warps * (64 if amd else 32)
+    return CompileReport(target, threads, registers, spilled, shared, instructions, ttgir)
+
+
+def compile_kernel(
     spec: ModelSpec,
     target: str,
     num_blocks: int = 128,
@@ -57,11 +67,12 @@ def compile_report(
     rules: bool = False,
     chunks: bool = False,
     stage: str = "",
-) -> CompileReport:
-    """Compile the kernel of a model for a target: sm_80 .. or gfx90a .. .
+    small: bool = False,
+) -> tuple[Any, int]:
+    """Triton's compiled kernel of a model for a target, sm_80 .. or gfx90a .. , and the warps of a block.
 
-    With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts
-    in chunks; with a `stage`, that of run_stage.
+    With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts in chunks; with a
+    `stage`, that of run_stage. `small`: as Triton compiles it for AMD when every tensor has less than 2 GiB.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
     tiles = lower_tiles(build(spec), num_blocks, max_context, vendor)
@@ -76,31 +87,21 @@ def compile_report(
     else:
         known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
     aligned = [i for i, name in enumerate(Pointers._fields) if name != "limit"]
+    facts = [["tt.divisibility", 16]] + ([["tt.pointer_range", 32]] if small else [])
     source = ASTSource(
         fn=stage_kernel if stage else decode_kernel,
         signature=signature | dict.fromkeys(known, "constexpr"),
         constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
-        attrs={(0, i): [["tt.divisibility", 16]] for i in aligned},
+        attrs={(0, i): facts for i in aligned},
     )
-    return _compile(source, target, tiles.sizes.warps)
-
-
-def _compile(source: ASTSource, target: str, num_warps: int) -> CompileReport:
-    amd = target.startswith("gfx")
-    machine = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    machine = (
+        GPUTarget("cuda", int(target[3:]), 32)
+        if vendor == "nvidia"
+        else GPUTarget("hip", target, 64)
+    )
+    num_warps = tiles.sizes.warps
     options = {"num_warps": num_warps, "enable_fp_fusion": True}  # as the backend launches it
-    compiled = triton.compile(source, target=machine, options=options)
-    read = _read_amd if amd else _read_nvidia
-    registers, spilled, instructions = read(compiled.asm)
-    return CompileReport(
-        target,
-        num_warps * machine.warp_size,
-        registers,
-        spilled,
-        compiled.metadata.shared,
-        instructions,
-        compiled.asm["ttgir"],
-    )
+    return triton.compile(source, target=machine, options=options), num_warps
 
 
 def _read_nvidia(asm: dict[str, Any]) -> tuple[int, int, Counter[str]]:

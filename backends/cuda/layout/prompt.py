@@ -20,8 +20,8 @@ class ProductCall(ctypes.Structure):
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("arena", "groups", "x", "y", "partials", "arrived")),
         *((n, ctypes.c_int) for n in ("tokens", "padded", "rows", "row_tiles", "token_tiles")),
-        *((n, ctypes.c_int) for n in ("steps", "whole", "slab_shift", "chunk")),
-        ("chunk_step", ctypes.c_int),
+        *((n, ctypes.c_int) for n in ("steps", "whole", "slab_shift", "ring_slot")),
+        ("ring_slot_step", ctypes.c_int),
     )
 
 

@@ -49,7 +49,7 @@ class Crossover:
 
 # Of a kernel that makes one pass a token: on one H200 with Llama-3.2-1B a pass takes 0.59 ms, a
 # bucket 1.55 ms, and an eager pass, behind a cached prefix, 4.3 ms (development runs:
-# benchmarks/README.md).
+# benchmarks/cuda-log.md#library-prefill).
 BY_TOKEN = Crossover(3, 8)
 
 
@@ -136,10 +136,9 @@ class LibraryPrefill:
             (*shape, self._sizes[-1], spec.head_dim), dtype=dtype, device=device
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured_bytes = 0  # of what graphs run in, cuBLAS's workspaces among it
         if device.type == "cuda":
-            with self._settings():
-                for size in reversed(self._sizes):  # the largest first: the others fit its memory
-                    self._capture(size)
+            self._capture_all()
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
         """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
@@ -175,11 +174,12 @@ class LibraryPrefill:
             yield first
 
     def memory_bytes(self) -> int:
-        """Bytes held beside what the kernel reads: the buckets' cache, tables, norms and biases."""
+        """Bytes held beside what the kernel reads: the buckets' cache, graphs, tables, norms and
+        biases."""
         walk = self._pass
         small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
         tables = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
-        return small + tables + walk.matrices.nbytes
+        return small + tables + self._captured_bytes + walk.matrices.nbytes
 
     # ---- buckets ----
 
@@ -200,13 +200,19 @@ class LibraryPrefill:
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
 
+    def _capture_all(self) -> None:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        with self._settings():
+            for size in reversed(self._sizes):  # the largest first: the others fit its memory
+                self._capture(size)
+        torch.cuda.empty_cache()
+        self._captured_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+
     def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            # Makes what libraries make at their first call, which no graph can hold.
-            self._pad(size)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
+        # workspace a stream, of 32 MiB on an H100.
+        self._pad(size)
         graph = torch.cuda.CUDAGraph()
         # Graphs run one after another and nothing in their memory outlives a replay: they share it.
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None

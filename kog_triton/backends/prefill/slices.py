@@ -4,6 +4,7 @@ A slice is some layers of one chunk of tokens. Which tokens a chunk has is a fun
 slices of a prompt, however long, leave the same bits.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ class PromptRun:
     def advance(self, seconds: float, at_once: bool = False) -> bool:
         """Queue pieces for about so many seconds of the device, one at least; whether the last one is queued.
 
-        Waits for them unless it is.
+        Waits for them unless it is; with no bound, for none.
         """
         if self._pieces is None:
             self._pieces = self._begin(at_once)
@@ -51,7 +52,7 @@ class PromptRun:
             self.filled = filled
             reached.append(self._mark())
             queued += 1
-            if queued > LEAD:
+            if queued > LEAD and seconds < math.inf:
                 self._each = self._seconds(reached[0], reached[-1 - LEAD]) / (queued - LEAD)
         self._each = self._seconds(reached[0], reached[-1]) / queued
         return False

@@ -17,7 +17,7 @@ import triton.language as tl
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
-from kog_triton.backends.triton.kernel.sync import clock, stamps_tokens
+from kog_triton.backends.triton.kernel.sync import clock, load_host, stamps_tokens
 
 STOP: tl.constexpr = tl.constexpr(int(Outcome.STOP))
 LENGTH: tl.constexpr = tl.constexpr(int(Outcome.LENGTH))
@@ -100,7 +100,7 @@ def ask_host(block, p, S: tl.constexpr):
     """The host's word, in block 0; the others hear of it with the candidates, so all act at one token."""
     control = block * 0
     if block == 0:
-        control = tl.load(mail_of(control, p, "host", S), volatile=True).to(tl.int32)
+        control = load_host(mail_of(control, p, "host", S), S).to(tl.int32)
     return control
 
 
@@ -157,6 +157,7 @@ def advance(token, alive, slot, block, p, S: tl.constexpr):
     else:
         next_token = tl.load(known + position)
     outcome = tl.where((alive == 0) | (token == EXPIRED_ID), EXPIRED, outcome)
+    tl.debug_barrier()  # one thread writes what every warp has read above
     tl.store(own + POSITION, position)
     tl.store(own + TOKEN, next_token)
     tl.store(own + MADE, made)

@@ -21,6 +21,24 @@ def load_shared(ptr, mask, other, S: tl.constexpr):
 
 
 @triton.jit
+def load_host(ptr, S: tl.constexpr):
+    """One word that the host may be writing."""
+    if S.vendor == "nvidia":
+        return tl.load(ptr, volatile=True)
+    else:
+        return tl.load(ptr, cache_modifier=".cv")
+
+
+@triton.jit
+def load_past_caches(ptr, S: tl.constexpr):
+    """One word that another block may have written; polls take `load_shared`."""
+    if S.vendor == "nvidia":
+        return tl.load(ptr, cache_modifier=".cg")
+    else:
+        return tl.load(ptr, cache_modifier=".cv")
+
+
+@triton.jit
 def store_shared(ptr, value, mask):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
 
@@ -45,6 +63,21 @@ def pin(x, S: tl.constexpr):
         return tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [x], tl.int32, False, 1)
     else:
         return x
+
+
+@triton.jit
+def settled(state, S: tl.constexpr):
+    """An int32 that a reduction before a loop of such reductions gave, kept apart from theirs.
+
+    LLVM (Triton 3.7.1's) else lets both share the code behind them, which begins with a barrier, and parts the loop so
+    that on AMD threads meet there whose neighbors have yet to write: tests/gfx942 saw waves at different barriers.
+    """
+    if S.vendor == "amd":
+        return tl.inline_asm_elementwise(
+            "v_readfirstlane_b32 $0, $1", "=s,v", [state], tl.int32, False, 1
+        )
+    else:
+        return state
 
 
 @triton.jit

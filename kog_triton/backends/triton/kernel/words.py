@@ -13,7 +13,15 @@ Indices count from the start of the words arena. Words that carry a number (wait
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.sync import expired, load_shared, meet, store_shared, ticks
+from kog_triton.backends.triton.kernel.sync import (
+    expired,
+    load_past_caches,
+    load_shared,
+    meet,
+    settled,
+    store_shared,
+    ticks,
+)
 from kog_triton.model.spec import DType
 from kog_triton.schedule import wire
 
@@ -233,7 +241,7 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = poll_state(missing((w,), wanted), 1 - alive)
+    state = settled(poll_state(missing((w,), wanted), 1 - alive), S)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
@@ -350,17 +358,17 @@ def diagnose_timeout(p, S: tl.constexpr):
     meet(S)  # one thread wrote the record
     wanted = tl.load(own + 2)
     first = tl.load(own + 5)
-    find_missing(own, first, tl.load(own + 6), wanted, p)
+    find_missing(own, first, tl.load(own + 6), wanted, p, S)
     for run in range(tl.load(own + 10)):
         at = tl.load(own + 7) + run * tl.load(own + 9)
-        find_missing(own, at, tl.load(own + 8), wanted, p)
+        find_missing(own, at, tl.load(own + 8), wanted, p, S)
 
 
 @triton.jit
-def find_missing(own, first, count, wanted, p):
+def find_missing(own, first, count, wanted, p, S: tl.constexpr):
     """Into the record: a word of [first, first + count) that lacks the phase, its index plus one, and its bits."""
     for i in range(first, first + count):
-        w = tl.load(p.words + i, cache_modifier=".cg")
+        w = load_past_caches(p.words + i, S)
         if (w ^ wanted) & 1:
             tl.store(own + 3, i + 1)
             tl.store(own + 4, w)

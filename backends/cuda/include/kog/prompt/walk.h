@@ -17,7 +17,7 @@ struct Product {  // the kernel's argument (products.py)
   int steps;                  // K steps of a tile
   int whole;                  // tiles that one block computes
   int slab_shift;             // log2 of K blocks a slab, which is a fragment of all 16 warps
-  int chunk, chunk_step;      // slabs a chunk, and from chunk to chunk of a block's stream
+  int ring_slot, ring_slot_step;  // slabs a ring slot, and from one to the next of a block's stream
 };
 
 struct Segment {

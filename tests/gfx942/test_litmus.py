@@ -1,0 +1,54 @@
+"""The exchanges of docs/SYNC.md as small HIP kernels (tests/lib/gfx942/hip/litmus.hip), in the adversarial memory.
+
+The right ones are right in every run; those that lack something known to be needed are caught; and every wait, scope
+bit, fence and barrier of their machine code is taken away in turn, by two code generators: each loss is caught, or said
+why it does not matter. `python -m tests.gfx942.record` runs many more seeds.
+"""
+
+import pytest
+
+from tests.lib.gfx942.backends import COMPILERS
+from tests.lib.gfx942.clang import code_object
+from tests.lib.gfx942.executor import PLAIN, Kernel
+from tests.lib.gfx942.litmus import ARGUED, LITMUS, run
+from tests.lib.gfx942.mutants import caught, mutants
+
+SEEDS = range(24)
+BLOCKS = {"publish", "rank_publish"}
+KNOWN_BAD = {
+    # what is left out: the kernels that then are wrong, and whether plain memory shows it
+    "NO_DRAIN": (BLOCKS, False),
+    "NO_RELEASE": (BLOCKS, False),
+    "NO_ACQUIRE": (BLOCKS, False),
+    "NO_BARRIER": (BLOCKS | {"all_gather", "rank_words"}, True),
+    "WEAK_SCOPE": (set(LITMUS), False),
+}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", LITMUS)
+def test_the_exchanges_are_right(name, compiler):
+    kernel = Kernel(COMPILERS[compiler]("litmus.hip"), name)
+    assert [run(kernel, seed)[0] for seed in SEEDS] == [""] * len(SEEDS)
+
+
+@pytest.mark.parametrize("left_out", KNOWN_BAD)
+def test_what_is_known_to_be_wrong_is_caught(left_out):
+    kernels, plainly = KNOWN_BAD[left_out]
+    for name in LITMUS:
+        kernel = Kernel(code_object("litmus.hip", f"-D{left_out}"), name)
+        assert any(run(kernel, seed)[0] for seed in SEEDS) == (name in kernels)
+        if not plainly:  # the adversarial memory is what shows it
+            assert not any(run(kernel, seed, PLAIN)[0] for seed in range(4))
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", LITMUS)
+def test_every_mutant_is_caught_or_argued(name, compiler):
+    kernel, survivors, count = Kernel(COMPILERS[compiler]("litmus.hip"), name), set(), 0
+    for mutant in mutants(kernel):
+        count += 1
+        if not caught(mutant.kernel, lambda k, seed: run(k, seed)[0]):
+            survivors.add(mutant.named())
+    assert count >= 6
+    assert survivors <= ARGUED[name].keys()

@@ -1,0 +1,51 @@
+"""HIP C++ compiled by clang-19 for gfx942, and C++ for this machine: no ROCm, no header but our own."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.lib.compiled import made_once, version_of
+from tests.lib.gfx942.code_object import CodeObject
+
+HIP = Path(__file__).parent / "hip"
+CLANG = "clang++-19"
+BOTH = ("-std=c++20", "-ffp-contract=off", "-Wno-everything", f"-I{HIP}")
+DEVICE = (
+    *("-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-bundle-output"),
+    *("-nogpuinc", "-nogpulib", "-O3"),
+)
+HOST = ("-x", "c++", "-O1", "-march=native", "-fPIC", "-shared")
+
+
+def _compile(source: str, flags: Sequence[str]) -> Path:
+    if shutil.which(CLANG) is None:
+        pytest.skip(f"{CLANG} is not there: apt-get install clang-19 lld-19")
+    flags = (*flags, *BOTH)
+
+    def make(draft: Path) -> None:
+        command = [CLANG, *flags, str(HIP / source), "-o", str(draft)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+
+    sources = [path.read_bytes() for path in sorted(HIP.iterdir())]
+    return made_once([version_of(CLANG), " ".join([source, *flags]).encode(), *sources], make)
+
+
+def code_object(source: str, *flags: str) -> CodeObject:
+    """Of a file in hip/, for gfx942."""
+    return CodeObject(_compile(source, (*DEVICE, *flags)).read_bytes())
+
+
+def shared_object(source: str) -> Path:
+    """Of a file in hip/, for this machine."""
+    return _compile(source, HOST)
+
+
+def llvm_ir(source: str, *flags: str) -> str:
+    """Of a file in hip/, for gfx942, optimized but not yet generated; without what newer LLVM refuses."""
+    text = _compile(source, (*DEVICE, "-emit-llvm", "-S", *flags)).read_text()
+    return re.sub(r"(call .*), !noundef ![0-9]+", r"\1", text)

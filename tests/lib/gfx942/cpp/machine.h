@@ -1,0 +1,229 @@
+// The machine: what all workgroups share, the scheduler's random numbers, and memory as a workgroup sees it.
+#pragma once
+#include <memory>
+#include "caches.h"
+
+struct Range {
+    u64 first, last;
+    i32 shared;  // with another GPU or the host: only system scope reaches them
+    i32 least;   // the narrowest scope with which they may be touched
+};
+
+struct Options {
+    u64 seed;
+    i32 adversarial;           // 0: every access is performed at once, in memory itself
+    i32 early, evict, hold;    // chances in 65,536: that an operation in flight is performed before anybody waits for it,
+                               // that an access evicts a line, that a workgroup is held back
+    i32 quantum;               // most instructions of a wave before another goes on
+};
+
+class Random {
+  public:
+    explicit Random(u64 seed) : state_(seed * 2 + 1) { next(), next(); }
+    u32 next() {  // PCG
+        u64 old = state_;
+        state_ = old * 6364136223846793005ull + 1442695040888963407ull;
+        u32 mixed = u32(((old >> 18) ^ old) >> 27), by = u32(old >> 59);
+        return mixed >> by | mixed << (-by & 31);
+    }
+    u32 below(u32 n) { return u32(u64(next()) * n >> 32); }
+    bool chance(i32 of_65536) { return i32(next() & 0xFFFF) < of_65536; }
+
+  private:
+    u64 state_;
+};
+
+struct Machine {
+    std::vector<Inst> code;
+    std::vector<u64> executed;  // how often each instruction was
+    std::vector<u64> awaited;   // how often each wait found something in flight
+    std::vector<Range> ranges;
+    std::vector<Workgroup> groups;
+    Options options;
+    Random random;
+    u64 steps = 0;
+    std::string error;
+    std::vector<std::unique_ptr<Cache>> l1, scalar, l2, gpu;
+    size_t last_range = 0;
+
+    explicit Machine(const Options& o) : options(o), random(o.seed) {}
+
+    const Range& range_of(u64 address, int bytes) {
+        const Range* range = &ranges[last_range];
+        if (address >= range->first && address + bytes <= range->last) return *range;
+        for (size_t k = 0; k < ranges.size(); k++)
+            if (address >= ranges[k].first && address + bytes <= ranges[k].last) return last_range = k, ranges[k];
+        throw Fault("an access to " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
+                    ", which no buffer holds");
+    }
+
+    bool checked(u64 address, int bytes, int scope) {
+        const Range& range = range_of(address, bytes);
+        if (scope < range.least)
+            throw Fault("an access of scope " + std::to_string(scope) + " to words that need " + std::to_string(range.least));
+        return range.shared;
+    }
+
+    static u8* home(u64 number) { return reinterpret_cast<u8*>(number * LINE); }
+    static u64 first_written(const Line& line) {
+        for (u64 k = 0; k < LINE; k++)
+            if (line.written[k]) return line.number * LINE + k;
+        return line.number * LINE;
+    }
+
+    // ---- what lies below an XCD's L2 ----
+
+    void write_home(const Line& line) {
+        u8* to = home(line.number);
+        for (u64 k = 0; k < LINE; k++)
+            if (line.written[k]) to[k] = line.bytes[k];
+    }
+    Line& gpu_line(const Workgroup& g, u64 number) {
+        Cache& cache = *gpu[g.gpu];
+        if (Line* line = cache.find(number)) return *line;
+        Line& line = cache.claim(number, [&](Line& old) { write_home(old); });
+        std::memcpy(line.bytes, home(number), LINE);
+        return line;
+    }
+    const u8* below(const Workgroup& g, u64 number, int scope, bool shared) {
+        if (!shared) return home(number);
+        if (scope < SYSTEM_SCOPE) return gpu_line(g, number).bytes;
+        if (Line* line = gpu[g.gpu]->find(number)) {
+            if (line->dirty) write_home(*line);
+            gpu[g.gpu]->drop(number);
+        }
+        return home(number);
+    }
+    void write_below(const Workgroup& g, u64 address, const u8* data, u64 count, int scope, bool shared) {
+        u64 number = address / LINE, at = address % LINE;
+        if (shared && scope < SYSTEM_SCOPE) {
+            Line& line = gpu_line(g, number);
+            std::memcpy(line.bytes + at, data, count);
+            gpu[g.gpu]->mark(line, at, count);
+            return;
+        }
+        std::memcpy(home(number) + at, data, count);
+        if (shared)
+            if (Line* line = gpu[g.gpu]->find(number)) {
+                std::memcpy(line->bytes + at, data, count);
+                std::memset(line->written + at, 0, count);
+            }
+    }
+    void write_line_below(const Workgroup& g, const Line& line) {
+        for (u64 k = 0; k < LINE; k++)
+            if (line.written[k]) {
+                u64 address = line.number * LINE + k;
+                write_below(g, address, line.bytes + k, 1, AGENT_SCOPE, range_of(address, 1).shared);
+            }
+    }
+
+    // ---- loads, stores, fences of a workgroup ----
+
+    void refresh(const Workgroup& g, Line& line, int scope, bool shared) {
+        const u8* now = below(g, line.number, scope, shared);
+        for (u64 k = 0; k < LINE; k++)
+            if (!line.written[k]) line.bytes[k] = now[k];
+    }
+    Line& l2_line(const Workgroup& g, u64 number, bool shared) {
+        Cache& cache = *l2[g.xcd];
+        if (Line* line = cache.find(number)) return *line;
+        Line& line = cache.claim(number, [&](Line& old) { write_line_below(g, old); });
+        std::memcpy(line.bytes, below(g, number, AGENT_SCOPE, shared), LINE);
+        return line;
+    }
+    const u8* view(const Workgroup& g, u64 number, int scope, bool shared) {
+        if (scope >= AGENT_SCOPE) {
+            l1[g.index]->drop(number);
+            Line* line = l2[g.xcd]->find(number);
+            if (!line) return below(g, number, scope, shared);
+            refresh(g, *line, scope, shared);
+            return line->bytes;
+        }
+        if (Line* line = l1[g.index]->find(number)) return line->bytes;
+        Line& line = l1[g.index]->claim(number, [](Line&) {});
+        std::memcpy(line.bytes, l2_line(g, number, shared).bytes, LINE);
+        return line.bytes;
+    }
+    void read(const Workgroup& g, u64 address, u8* to, u64 bytes, int scope) {
+        bool shared = checked(address, int(bytes), scope);
+        if (!options.adversarial) {
+            std::memcpy(to, reinterpret_cast<u8*>(address), bytes);
+            return;
+        }
+        for (u64 done = 0, count; done < bytes; done += count) {
+            u64 at = (address + done) % LINE;
+            count = std::min(bytes - done, LINE - at);
+            std::memcpy(to + done, view(g, (address + done) / LINE, scope, shared) + at, count);
+        }
+    }
+    void write(const Workgroup& g, u64 address, const u8* from, u64 bytes, int scope) {
+        bool shared = checked(address, int(bytes), scope);
+        if (!options.adversarial) {
+            std::memcpy(reinterpret_cast<u8*>(address), from, bytes);
+            return;
+        }
+        for (u64 done = 0, count; done < bytes; done += count) {
+            u64 number = (address + done) / LINE, at = (address + done) % LINE;
+            count = std::min(bytes - done, LINE - at);
+            if (Line* line = l1[g.index]->find(number)) std::memcpy(line->bytes + at, from + done, count);
+            if (scope < AGENT_SCOPE) {
+                Line& line = l2_line(g, number, shared);
+                std::memcpy(line.bytes + at, from + done, count);
+                l2[g.xcd]->mark(line, at, count);
+            } else {
+                if (Line* line = l2[g.xcd]->find(number)) {
+                    std::memcpy(line->bytes + at, from + done, count);
+                    std::memset(line->written + at, 0, count);
+                }
+                write_below(g, address + done, from + done, count, scope, shared);
+            }
+        }
+        if (random.chance(options.evict))
+            l2[g.xcd]->evict_one(random.next(), [&](Line& line) { write_line_below(g, line); });
+        if (shared && random.chance(options.evict))
+            gpu[g.gpu]->evict_one(random.next(), [&](Line& line) { write_home(line); });
+    }
+    // The bytes at which an atomic acts, and what is to be told after it has.
+    u8* atomic_place(const Workgroup& g, u64 address, int bytes, int scope) {
+        bool shared = checked(address, bytes, scope);
+        u64 number = address / LINE;
+        if (!options.adversarial) return reinterpret_cast<u8*>(address);
+        l1[g.index]->drop(number);
+        if (Line* line = l2[g.xcd]->find(number)) {
+            if (line->dirty) write_line_below(g, *line);
+            l2[g.xcd]->drop(number);
+        }
+        if (!shared || scope == SYSTEM_SCOPE) {
+            below(g, number, SYSTEM_SCOPE, shared);
+            return reinterpret_cast<u8*>(address);
+        }
+        Line& line = gpu_line(g, number);
+        gpu[g.gpu]->mark(line, address % LINE, bytes);
+        return line.bytes + address % LINE;
+    }
+    void write_back(const Workgroup& g, int scope) {
+        if (!options.adversarial) return;
+        if (scope >= AGENT_SCOPE) l2[g.xcd]->write_back([&](Line& line) { write_line_below(g, line); });
+        if (scope == SYSTEM_SCOPE) gpu[g.gpu]->write_back([&](Line& line) { write_home(line); });
+    }
+    void invalidate(const Workgroup& g, int scope) {
+        if (!options.adversarial) return;
+        if (scope >= WORKGROUP_SCOPE) l1[g.index]->invalidate([](Line&) {});
+        if (scope == SYSTEM_SCOPE)
+            gpu[g.gpu]->invalidate([&](Line& line) {
+                const u8* now = home(line.number);
+                for (u64 k = 0; k < LINE; k++)
+                    if (!line.written[k]) line.bytes[k] = now[k];
+            });
+        if (scope >= AGENT_SCOPE)
+            l2[g.xcd]->invalidate([&](Line& line) {
+                refresh(g, line, AGENT_SCOPE, range_of(first_written(line), 1).shared);
+            });
+    }
+    // What the end of a kernel does.
+    void flush() {
+        if (!options.adversarial) return;
+        for (Workgroup& g : groups) l2[g.xcd]->write_back([&](Line& line) { write_line_below(g, line); });
+        for (auto& cache : gpu) cache->write_back([&](Line& line) { write_home(line); });
+    }
+};

@@ -1,0 +1,238 @@
+// Operands of vector instructions as 64 values of a type, with all that an encoding may do to them on the way.
+#pragma once
+#include <cmath>
+#include "state.h"
+
+template <class T> struct Lanes {
+    alignas(64) T lane[LANES];
+};
+
+template <class To, class From> inline To bits_to(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class T> inline T from_bits(u64 bits) {
+    if constexpr (sizeof(T) == 8) return bits_to<T>(bits);
+    else if constexpr (sizeof(T) == 4) return bits_to<T>(u32(bits));
+    else return bits_to<T>(u16(bits));
+}
+
+// Bits of an inline constant, or of the literal, as an operand of type T sees them.
+template <class T> inline u64 constant_bits(int code, i32 literal) {
+    static const double FLOATS[] = {0.5, -0.5, 1, -1, 2, -2, 4, -4};
+    if (code >= 128 && code <= 192) return u64(code - 128);
+    if (code >= 193 && code <= 208) return u64(i64(192 - code));
+    if (code >= 240 && code <= 248) {
+        double value = code == 248 ? 0.15915494309189532 : FLOATS[code - 240];
+        if (sizeof(T) == 8) return bits_to<u64>(value);
+        if (sizeof(T) == 4) return bits_to<u32>(float(value));
+        return bits_to<u16>(f16(value));
+    }
+    if (code == LITERAL) {
+        if (std::is_same_v<T, double>) return u64(u32(literal)) << 32;
+        if (std::is_same_v<T, i64>) return u64(i64(literal));
+        return u32(literal);
+    }
+    throw Fault("operand " + std::to_string(code) + " is not known");
+}
+
+template <class T> inline u64 scalar_bits(const Wave& w, int code, i32 literal) {
+    if (code < WAVE_SGPRS) return sizeof(T) == 8 ? w.pair(code) : w.sgpr[code];
+    if (code == 251) return w.pair(VCC) == 0;
+    if (code == 252) return w.exec() == 0;
+    if (code == 253) return w.scc;
+    return constant_bits<T>(code, literal);
+}
+
+template <class T> inline T scalar(const Wave& w, const Inst& i, int k) {
+    return from_bits<T>(scalar_bits<T>(w, i.src[k], i.literal));
+}
+
+// Which lane a DPP control reads, and whether there is one (gfx9).
+inline int dpp_lane(int control, int lane, bool& there) {
+    int row = lane & ~15, in_row = lane & 15, n = control & 15;
+    there = true;
+    if (control < 0x100) return (lane & ~3) + ((control >> 2 * (lane & 3)) & 3);
+    if (control >= 0x101 && control <= 0x10F) return there = in_row + n < 16, lane + n;
+    if (control >= 0x111 && control <= 0x11F) return there = in_row - n >= 0, lane - n;
+    if (control >= 0x121 && control <= 0x12F) return row + ((in_row - n) & 15);
+    if (control == 0x130) return there = lane < 63, lane + 1;
+    if (control == 0x134) return (lane + 1) & 63;
+    if (control == 0x138) return there = lane > 0, lane - 1;
+    if (control == 0x13C) return (lane - 1) & 63;
+    if (control == 0x140) return row + 15 - in_row;
+    if (control == 0x141) return (lane & ~7) + 7 - (lane & 7);
+    if (control == 0x142) return there = lane >= 16, row - 1;
+    if (control == 0x143) return there = lane >= 32, 31;
+    if (control >= 0x150 && control <= 0x15F) return row + n;
+    throw Fault("DPP control " + std::to_string(control) + " is not known");
+}
+
+// Lanes that a DPP instruction writes.
+inline u64 dpp_mask(const Inst& i, u64 exec) {
+    u64 mask = 0;
+    for (int l = 0; l < LANES; l++) {
+        bool there;
+        int from = dpp_lane(i.dpp, l, there);
+        bool valid = there && (exec >> from & 1);
+        bool chosen = (i.row_mask >> (l >> 4) & 1) && (i.bank_mask >> ((l & 15) >> 2) & 1);
+        if (chosen && (valid || i.bound)) mask |= u64(1) << l;
+    }
+    return mask & exec;
+}
+
+inline u64 written_lanes(const Wave& w, const Inst& i) { return i.dpp < 0 ? w.exec() : dpp_mask(i, w.exec()); }
+
+inline u32 select_bits(u32 value, int sel, bool sext) {  // SDWA
+    if (sel == 6) return value;
+    int width = sel < 4 ? 8 : 16, shift = sel < 4 ? 8 * sel : 16 * (sel - 4);
+    u32 part = value >> shift & ((1u << width) - 1);
+    return sext && (part >> (width - 1)) ? part | ~0u << width : part;
+}
+
+template <class T> inline u64 with_sign(const Inst& i, int k, u64 bits) {
+    constexpr u64 SIGN = u64(1) << (8 * sizeof(T) - 1);
+    if (i.abs >> k & 1) bits &= ~SIGN;
+    if (i.neg >> k & 1) bits ^= SIGN;
+    return bits;
+}
+
+// Source k of all lanes: the register itself, or a copy in `room`.
+template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, Lanes<T>& room) {
+    int code = i.src[k];
+    bool plain = !((i.abs | i.neg) >> k & 1) && !(k == 0 && i.dpp >= 0) && !(k < 2 && i.sdwa);
+    if (code < ROW) {
+        u64 bits = scalar_bits<T>(w, code, i.literal);
+        if (k < 2 && i.sdwa) bits = select_bits(u32(bits), i.sel[k], i.sext[k]);
+        if (sizeof(T) == 2 && (i.opsel >> k & 1)) bits = bits >> 16;
+        T value = from_bits<T>(with_sign<T>(i, k, bits));
+        for (T& lane : room.lane) lane = value;
+        return room.lane;
+    }
+    const u32* low = w.row[code - ROW].lane;
+    if constexpr (sizeof(T) == 8) {
+        const u32* high = w.row[code - ROW + 1].lane;
+        if (k == 0 && i.dpp >= 0) throw Fault("DPP of 64-bit operands is not known");
+        for (int l = 0; l < LANES; l++) room.lane[l] = bits_to<T>(low[l] | u64(high[l]) << 32);
+        if (!plain)
+            for (T& lane : room.lane) lane = bits_to<T>(with_sign<T>(i, k, bits_to<u64>(lane)));
+        return room.lane;
+    }
+    if (sizeof(T) == 4 && plain) return reinterpret_cast<const T*>(low);
+    u64 exec = w.exec();
+    for (int l = 0; l < LANES; l++) {
+        u32 bits = low[l];
+        if (k == 0 && i.dpp >= 0) {
+            bool there;
+            int from = dpp_lane(i.dpp, l, there);
+            bits = there && (exec >> from & 1) ? low[from] : 0;
+        }
+        if (k < 2 && i.sdwa) bits = select_bits(bits, i.sel[k], i.sext[k]);
+        if (sizeof(T) == 2 && (i.opsel >> k & 1)) bits >>= 16;
+        room.lane[l] = from_bits<T>(with_sign<T>(i, k, sizeof(T) == 4 ? bits : bits & 0xFFFF));
+    }
+    return room.lane;
+}
+
+inline void put(Row& row, const u32* value, u64 mask) {
+    if (mask == ~u64(0)) {
+        std::memcpy(row.lane, value, sizeof row.lane);
+        return;
+    }
+    for (int l = 0; l < LANES; l++) row.lane[l] = mask >> l & 1 ? value[l] : row.lane[l];
+}
+
+template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64 mask) {
+    Row& to = w.row[i.dst - ROW];
+    Lanes<u32> low, high;
+    if constexpr (sizeof(T) == 8) {
+        for (int l = 0; l < LANES; l++) {
+            u64 bits = bits_to<u64>(value[l]);
+            low.lane[l] = u32(bits);
+            high.lane[l] = u32(bits >> 32);
+        }
+        put(to, low.lane, mask);
+        put(w.row[i.dst - ROW + 1], high.lane, mask);
+        return;
+    }
+    for (int l = 0; l < LANES; l++) {
+        u32 bits;
+        if constexpr (sizeof(T) == 2) {
+            bits = bits_to<u16>(value[l]);
+            if (i.opsel & 8) bits = bits << 16 | (to.lane[l] & 0xFFFF);
+        } else if constexpr (sizeof(T) == 4) {
+            bits = bits_to<u32>(value[l]);
+        } else {
+            bits = 0;
+        }
+        if (i.sdwa && i.dst_sel != 6) {
+            int width = i.dst_sel < 4 ? 8 : 16, shift = i.dst_sel < 4 ? 8 * i.dst_sel : 16 * (i.dst_sel - 4);
+            u32 field = ((1u << width) - 1) << shift, placed = bits << shift & field;
+            if (i.dst_unused == 0) bits = placed;
+            else if (i.dst_unused == 2) bits = placed | (to.lane[l] & ~field);
+            else throw Fault("SDWA that extends a sign is not known");
+        }
+        low.lane[l] = bits;
+    }
+    put(to, low.lane, mask);
+}
+
+// ---- shapes of vector instructions: F maps the lanes' values ----
+
+template <class R, class A, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
+    Lanes<A> ra;
+    Lanes<R> out;
+    const A* a = fetch<A>(w, i, 0, ra);
+    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l]);
+    store<R>(w, i, out.lane, written_lanes(w, i));
+}
+
+template <class R, class A, class B, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
+    Lanes<A> ra;
+    Lanes<B> rb;
+    Lanes<R> out;
+    const A* a = fetch<A>(w, i, 0, ra);
+    const B* b = fetch<B>(w, i, 1, rb);
+    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l], b[l]);
+    store<R>(w, i, out.lane, written_lanes(w, i));
+}
+
+template <class R, class A, class B, class C, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
+    Lanes<A> ra;
+    Lanes<B> rb;
+    Lanes<C> rc;
+    Lanes<R> out;
+    const A* a = fetch<A>(w, i, 0, ra);
+    const B* b = fetch<B>(w, i, 1, rb);
+    const C* c = fetch<C>(w, i, 2, rc);
+    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l], b[l], c[l]);
+    store<R>(w, i, out.lane, written_lanes(w, i));
+}
+
+template <class T, class F> inline void compare_op(Wave& w, const Inst& i, F f) {
+    Lanes<T> ra, rb;
+    const T* a = fetch<T>(w, i, 0, ra);
+    const T* b = fetch<T>(w, i, 1, rb);
+    u64 mask = 0;
+    for (int l = 0; l < LANES; l++) mask |= u64(f(a[l], b[l])) << l;
+    w.set_pair(i.sdst, mask & w.exec());
+}
+
+// Sums with a carry in and out; F(a, b, carry in, &carry out).
+template <class F> inline void carry_op(Wave& w, const Inst& i, F f) {
+    Lanes<u32> ra, rb, out;
+    const u32* a = fetch<u32>(w, i, 0, ra);
+    const u32* b = fetch<u32>(w, i, 1, rb);
+    u64 in = i.src[2] >= 0 ? scalar_bits<u64>(w, i.src[2], 0) : 0, carries = 0;
+    for (int l = 0; l < LANES; l++) {
+        bool carry = false;
+        out.lane[l] = f(a[l], b[l], u32(in >> l & 1), carry);
+        carries |= u64(carry) << l;
+    }
+    u64 exec = w.exec();
+    store<u32>(w, i, out.lane, exec);
+    w.set_pair(i.sdst, carries & exec);
+}

@@ -1,0 +1,350 @@
+// Vector memory, scalar memory and LDS instructions: addresses and data are read when they are issued.
+#pragma once
+#include "flights.h"
+#include "operands.h"
+
+u64 clock_of(Machine&);
+
+enum Extend { WHOLE, LOW_HALF, HIGH_HALF };  // what becomes of a value narrower than a register
+
+inline void poison(Wave& w, int code, int rows, u64 mask) {
+    for (int r = 0; r < rows; r++)
+        for (int l = 0; l < LANES; l++)
+            if (mask >> l & 1) w.row[code - ROW + r].lane[l] = IN_FLIGHT;
+}
+
+// ---- where each lane's bytes are ----
+
+inline void global_addresses(const Wave& w, const Inst& i, Flight& f) {
+    const u32* low = w.row[i.addr - ROW].lane;
+    u64 base = i.saddr >= 0 ? w.pair(i.saddr) : 0;
+    const u32* high = i.saddr >= 0 ? nullptr : w.row[i.addr - ROW + 1].lane;
+    for (int l = 0; l < LANES; l++) f.addresses[l] = base + (low[l] | u64(high ? high[l] : 0) << 32) + i64(i.offset);
+}
+
+// Raw and strided buffers; lanes beyond num_records are left out.
+inline void buffer_addresses(const Wave& w, const Inst& i, Flight& f) {
+    int r = i.src[1];
+    u64 base = w.pair(r) & 0xFFFFFFFFFFFFull;
+    u32 stride = w.sgpr[r + 1] >> 16 & 0x3FFF, records = w.sgpr[r + 2];
+    u64 soffset = scalar_bits<u32>(w, i.src[2], 0);
+    const u32* first = i.addr >= 0 ? w.row[i.addr - ROW].lane : nullptr;
+    const u32* second = (i.flags & IDXEN) && (i.flags & OFFEN) ? w.row[i.addr - ROW + 1].lane : nullptr;
+    for (int l = 0; l < LANES; l++) {
+        u64 index = i.flags & IDXEN ? first[l] : 0;
+        u64 offset = i.flags & OFFEN ? (second ? second[l] : first[l]) : 0;
+        u64 at = u64(stride) * index + offset + u64(i.offset);
+        if (at + f.bytes > records) f.mask &= ~(u64(1) << l);
+        f.addresses[l] = base + soffset + at;
+    }
+}
+
+using Addresses = void (*)(const Wave&, const Inst&, Flight&);
+
+inline Flight flight(Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addresses addresses) {
+    Flight f;
+    f.kind = kind;
+    f.inst = &i;
+    f.scope = i.scope;
+    f.bytes = bytes;
+    f.mask = w.exec();
+    f.addresses.resize(LANES);
+    f.bytes_of.resize(size_t(LANES) * bytes);
+    addresses(w, i, f);
+    for (int l = 0; l < LANES; l++)
+        if (f.mask >> l & 1) {
+            f.lines.push_back(f.addresses[l]);
+            f.lines.push_back(f.addresses[l] + bytes - 1);
+        }
+    return f;
+}
+
+inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend, Addresses addresses) {
+    Flight f = flight(w, i, Flight::LOAD, bytes, addresses);
+    u64 exec = w.exec();
+    f.words = {u32(extend), u32(exec), u32(exec >> 32)};
+    const Row& old = w.row[i.dst - ROW];
+    f.words.insert(f.words.end(), old.lane, old.lane + LANES);
+    poison(w, i.dst, std::max(1, bytes / 4), exec);
+    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+}
+
+inline void store_op(Machine& m, Wave& w, const Inst& i, int bytes, int shift, Addresses addresses) {
+    Flight f = flight(w, i, Flight::STORE, bytes, addresses);
+    for (int l = 0; l < LANES; l++)
+        for (int k = 0; k < std::max(1, bytes / 4); k++) {
+            u32 word = w.row[i.data - ROW + k].lane[l] >> shift;
+            std::memcpy(&f.bytes_of[l * bytes + 4 * k], &word, std::min(4, bytes));
+        }
+    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+}
+
+// Read, modify, write: F(old, operand, comparand). At agent scope unless sc1 says system.
+using Modify = u64 (*)(u64, u64, u64);
+
+inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operands, Modify modify) {
+    Flight f = flight(w, i, Flight::ATOMIC, bytes, global_addresses);
+    f.scope = i.scope & 2 ? SYSTEM_SCOPE : AGENT_SCOPE;
+    u64 function = reinterpret_cast<u64>(modify);
+    f.words = {u32(function), u32(function >> 32)};
+    for (int k = 0; k < operands * bytes / 4; k++) {
+        const Row& row = w.row[i.data - ROW + k];
+        f.words.insert(f.words.end(), row.lane, row.lane + LANES);
+    }
+    if (i.flags & RETURNS) poison(w, i.dst, bytes / 4, f.mask);
+    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+}
+
+inline void perform_atomic(Machine& m, Wave& w, Flight& f) {
+    Modify modify = reinterpret_cast<Modify>(f.words[0] | u64(f.words[1]) << 32);
+    int rows = f.bytes / 4, operands = int(f.words.size() - 2) / LANES / rows;
+    for (int l = 0; l < LANES; l++) {
+        if (!(f.mask >> l & 1)) continue;
+        u64 operand[2] = {};
+        for (int k = 0; k < operands; k++)
+            for (int r = 0; r < rows; r++) operand[k] |= u64(f.words[2 + (k * rows + r) * LANES + l]) << 32 * r;
+        u8* place = m.atomic_place(*w.group, f.addresses[l], f.bytes, f.scope);
+        u64 old = 0;
+        std::memcpy(&old, place, f.bytes);
+        u64 now = modify(old, operand[0], operand[1]);
+        std::memcpy(place, &now, f.bytes);
+        std::memcpy(&f.bytes_of[l * f.bytes], &old, f.bytes);
+    }
+}
+
+// ---- LDS ----
+
+enum Lds { READ, READ_TWO, READ_U16, WRITE, WRITE_TWO, SWIZZLE, PERMUTE_FROM };
+
+inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int step) {
+    Flight f;
+    f.kind = Flight::LDS;
+    f.inst = &i;
+    f.mask = w.exec();
+    f.bytes = bytes;
+    f.words = {u32(what), u32(step)};
+    auto take = [&](int code) { f.words.insert(f.words.end(), w.row[code - ROW].lane, w.row[code - ROW].lane + LANES); };
+    bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = what == WRITE || what == WRITE_TWO;
+    take(i.addr);
+    int rows = std::max(1, bytes / 4);
+    if (writes || what == PERMUTE_FROM)
+        for (int k = 0; k < rows; k++) take(i.data + k);
+    if (what == WRITE_TWO)
+        for (int k = 0; k < rows; k++) take(i.src[1] + k);
+    if (!writes) poison(w, i.dst, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
+    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+}
+
+inline int swizzled_lane(i32 pattern, int lane) {
+    if ((pattern & 0xFF00) == 0x8000) return (lane & ~3) | (pattern >> 2 * (lane & 3) & 3);
+    if (pattern & 0x8000) throw Fault("ds_swizzle_b32 with offset " + std::to_string(pattern) + " is not known");
+    int and_mask = pattern & 31, or_mask = pattern >> 5 & 31, xor_mask = pattern >> 10 & 31;
+    return (lane & 32) | ((((lane & 31) & and_mask) | or_mask) ^ xor_mask);
+}
+
+// Two waves that touch the same byte without a barrier between, one of them to change it, race.
+inline void check_race(Wave& w, u32 first, const void* value, int bytes) {
+    Workgroup& g = *w.group;
+    int me = int(&w - g.waves.data());
+    if (value && std::memcmp(&g.lds[first], value, bytes) == 0) return;  // no change, no harm
+    for (u32 at = first; at < first + u32(bytes); at++) {
+        LdsUse& use = g.lds_use[at];
+        bool other_wrote = use.written == g.barriers && use.writer != me;
+        bool other_read = use.read == g.barriers && use.reader != me;
+        if (other_wrote || (value && other_read))
+            throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
+        if (value) use.written = g.barriers, use.writer = me;
+        else use.reader = other_read ? -2 : me, use.read = g.barriers;
+    }
+}
+
+inline void perform_lds(Wave& w, Flight& f) {
+    const Inst& i = *f.inst;
+    Lds what = Lds(f.words[0]);
+    int step = int(f.words[1]), rows = std::max(1, f.bytes / 4);
+    std::vector<u8>& lds = w.group->lds;
+    const u32* address = &f.words[2];
+    const u32* data = &f.words[2 + LANES];
+    u32 offset = u32(i.offset) | (what == READ_TWO || what == WRITE_TWO ? 0 : u32(i.offset1) << 8);
+    std::vector<u32> out(size_t(LANES) * rows * 2);
+    for (int l = 0; l < LANES; l++) {
+        if (!(f.mask >> l & 1)) continue;
+        if (what == SWIZZLE || what == PERMUTE_FROM) {
+            // Of what the lanes hold; a lane that is off gives 0.
+            int from = what == SWIZZLE ? swizzled_lane(i32(offset), l) : int((address[l] + offset) / 4 & 63);
+            out[l] = f.mask >> from & 1 ? (what == SWIZZLE ? address : data)[from] : 0;
+            continue;
+        }
+        bool two = what == READ_TWO || what == WRITE_TWO;
+        for (int part = 0; part < (two ? 2 : 1); part++) {
+            u32 at = address[l] + (two ? u32((part ? i.offset1 : i.offset) * step) : offset);  // may wrap
+            if (u64(at) + f.bytes > lds.size())
+                throw Fault("an access to " + std::to_string(f.bytes) + " bytes at " + std::to_string(at) +
+                            " of LDS, which has " + std::to_string(lds.size()));
+            for (int k = 0; k < rows; k++) {
+                int row = part * rows + k;
+                bool writes = what == WRITE || what == WRITE_TWO;
+                check_race(w, at + 4 * k, writes ? &data[row * LANES + l] : nullptr, std::min(4, f.bytes));
+                if (writes) std::memcpy(&lds[at + 4 * k], &data[row * LANES + l], std::min(4, f.bytes));
+                else std::memcpy(&out[row * LANES + l], &lds[at + 4 * k], std::min(4, f.bytes));
+            }
+        }
+    }
+    f.words.resize(2);
+    f.words.insert(f.words.end(), out.begin(), out.end());
+}
+
+// ---- scalar memory ----
+
+inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
+    Flight f;
+    f.kind = Flight::SCALAR_LOAD;
+    f.inst = &i;
+    u64 base = w.pair(i.src[0]) + i64(i.offset);
+    if (i.src[1] >= 0) base += scalar_bits<u32>(w, i.src[1], i.literal);
+    f.words.resize(words);
+    m.range_of(base, 4 * words);
+    for (int k = 0; k < words; k++) {
+        u64 address = base + 4 * u64(k);
+        const u8* from = reinterpret_cast<const u8*>(address);
+        if (m.options.adversarial) {
+            Cache& cache = *m.scalar[w.group->index];
+            Line* line = cache.find(address / LINE);
+            if (!line) {
+                line = &cache.claim(address / LINE, [](Line&) {});
+                std::memcpy(line->bytes, Machine::home(address / LINE), LINE);
+            }
+            from = line->bytes + address % LINE;
+        }
+        std::memcpy(&f.words[k], from, 4);
+    }
+    for (int k = 0; k < words; k++) w.sgpr[i.dst + k] = IN_FLIGHT;
+    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+}
+
+inline void scalar_clock(Machine& m, Wave& w, const Inst& i) {
+    Flight f;
+    f.kind = Flight::SCALAR_LOAD;
+    f.inst = &i;
+    u64 now = clock_of(m);
+    f.words = {u32(now), u32(now >> 32)};
+    w.set_pair(i.dst, u64(IN_FLIGHT) << 32 | IN_FLIGHT);
+    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+}
+
+inline void arrive(Wave& w, Flight& f) {
+    const Inst& i = *f.inst;
+    if (f.kind == Flight::SCALAR_LOAD) {
+        for (size_t k = 0; k < f.words.size(); k++) w.sgpr[i.dst + k] = f.words[k];
+    } else if (f.kind == Flight::LDS) {
+        Lds what = Lds(f.words[0]);
+        if (what == WRITE || what == WRITE_TWO) return;
+        int rows = std::max(1, f.bytes / 4) * (what == READ_TWO ? 2 : 1);
+        for (int r = 0; r < rows; r++) put(w.row[i.dst - ROW + r], &f.words[2 + r * LANES], f.mask);
+    } else if (f.kind == Flight::ATOMIC && (i.flags & RETURNS)) {
+        for (int r = 0; r < f.bytes / 4; r++) {
+            Lanes<u32> row;
+            for (int l = 0; l < LANES; l++) std::memcpy(&row.lane[l], &f.bytes_of[l * f.bytes + 4 * r], 4);
+            put(w.row[i.dst - ROW + r], row.lane, f.mask);
+        }
+    } else if (f.kind == Flight::LOAD) {
+        Extend extend = Extend(f.words[0]);
+        u64 exec = f.words[1] | u64(f.words[2]) << 32;
+        const u32* old = &f.words[3];
+        for (int r = 0; r < std::max(1, f.bytes / 4); r++) {
+            Lanes<u32> row;
+            for (int l = 0; l < LANES; l++) {
+                u32 word = 0;  // of a lane beyond a buffer's end
+                std::memcpy(&word, &f.bytes_of[l * f.bytes + 4 * r], std::min(4, f.bytes));
+                if (extend == LOW_HALF) word = (old[l] & 0xFFFF0000) | word;
+                if (extend == HIGH_HALF) word = (old[l] & 0xFFFF) | word << 16;
+                row.lane[l] = word;
+            }
+            put(w.row[i.dst - ROW + r], row.lane, exec);
+        }
+    }
+}
+
+#define GLOBAL_LOAD(NAME, BYTES, EXTEND) \
+    {"GLOBAL_LOAD_" #NAME, [](Machine& m, Wave& w, const Inst& i) { load_op(m, w, i, BYTES, EXTEND, global_addresses); }}
+#define BUFFER_LOAD(NAME, BYTES, EXTEND) \
+    {"BUFFER_LOAD_" #NAME, [](Machine& m, Wave& w, const Inst& i) { load_op(m, w, i, BYTES, EXTEND, buffer_addresses); }}
+#define GLOBAL_STORE(NAME, BYTES, SHIFT) \
+    {"GLOBAL_STORE_" #NAME, [](Machine& m, Wave& w, const Inst& i) { store_op(m, w, i, BYTES, SHIFT, global_addresses); }}
+#define BUFFER_STORE(NAME, BYTES, SHIFT) \
+    {"BUFFER_STORE_" #NAME, [](Machine& m, Wave& w, const Inst& i) { store_op(m, w, i, BYTES, SHIFT, buffer_addresses); }}
+#define ATOMIC(NAME, OPERANDS, EXPR)                                                                                  \
+    {"GLOBAL_ATOMIC_" #NAME,                                                                                          \
+     [](Machine& m, Wave& w, const Inst& i) {                                                                         \
+         atomic_op(m, w, i, 4, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; });         \
+     }},                                                                                                              \
+        {"GLOBAL_ATOMIC_" #NAME "_X2", [](Machine& m, Wave& w, const Inst& i) {                                       \
+             atomic_op(m, w, i, 8, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; });     \
+         }}
+#define LDS(NAME, WHAT, BYTES, STEP) \
+    {#NAME, [](Machine& m, Wave& w, const Inst& i) { lds_op(m, w, i, WHAT, BYTES, STEP); }}
+#define SCALAR_LOAD(NAME, WORDS) {#NAME, [](Machine& m, Wave& w, const Inst& i) { scalar_load(m, w, i, WORDS); }}
+
+static const Operation MEMORY_OPERATIONS[] = {
+    GLOBAL_LOAD(UBYTE, 1, WHOLE),
+    GLOBAL_LOAD(USHORT, 2, WHOLE),
+    GLOBAL_LOAD(SHORT_D16, 2, LOW_HALF),
+    GLOBAL_LOAD(SHORT_D16_HI, 2, HIGH_HALF),
+    GLOBAL_LOAD(DWORD, 4, WHOLE),
+    GLOBAL_LOAD(DWORDX2, 8, WHOLE),
+    GLOBAL_LOAD(DWORDX3, 12, WHOLE),
+    GLOBAL_LOAD(DWORDX4, 16, WHOLE),
+    BUFFER_LOAD(USHORT, 2, WHOLE),
+    BUFFER_LOAD(DWORD, 4, WHOLE),
+    BUFFER_LOAD(DWORDX2, 8, WHOLE),
+    BUFFER_LOAD(DWORDX4, 16, WHOLE),
+    GLOBAL_STORE(BYTE, 1, 0),
+    GLOBAL_STORE(SHORT, 2, 0),
+    GLOBAL_STORE(SHORT_D16_HI, 2, 16),
+    GLOBAL_STORE(DWORD, 4, 0),
+    GLOBAL_STORE(DWORDX2, 8, 0),
+    GLOBAL_STORE(DWORDX3, 12, 0),
+    GLOBAL_STORE(DWORDX4, 16, 0),
+    BUFFER_STORE(SHORT, 2, 0),
+    BUFFER_STORE(DWORD, 4, 0),
+    BUFFER_STORE(DWORDX2, 8, 0),
+    BUFFER_STORE(DWORDX4, 16, 0),
+    ATOMIC(ADD, 1, old + a),
+    ATOMIC(OR, 1, old | a),
+    ATOMIC(UMAX, 1, std::max(old, a)),
+    ATOMIC(SWAP, 1, (void(old), a)),
+    ATOMIC(CMPSWAP, 2, old == b ? a : old),
+    {"BUFFER_WBL2", [](Machine& m, Wave& w, const Inst& i) {
+         Flight f;
+         f.kind = Flight::WRITE_BACK;
+         f.inst = &i;
+         f.scope = i.scope;
+         launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+     }},
+    {"BUFFER_INV", [](Machine& m, Wave& w, const Inst& i) { m.invalidate(*w.group, i.scope); }},
+    LDS(DS_READ_B32, READ, 4, 0),
+    LDS(DS_READ_B64, READ, 8, 0),
+    LDS(DS_READ_B128, READ, 16, 0),
+    LDS(DS_READ_U16, READ_U16, 2, 0),
+    LDS(DS_READ_U8, READ_U16, 1, 0),
+    LDS(DS_READ2_B32, READ_TWO, 4, 4),
+    LDS(DS_READ2_B64, READ_TWO, 8, 8),
+    LDS(DS_READ2ST64_B64, READ_TWO, 8, 512),
+    LDS(DS_WRITE_B8, WRITE, 1, 0),
+    LDS(DS_WRITE_B16, WRITE, 2, 0),
+    LDS(DS_WRITE_B32, WRITE, 4, 0),
+    LDS(DS_WRITE_B64, WRITE, 8, 0),
+    LDS(DS_WRITE_B128, WRITE, 16, 0),
+    LDS(DS_WRITE2_B32, WRITE_TWO, 4, 4),
+    LDS(DS_WRITE2_B64, WRITE_TWO, 8, 8),
+    LDS(DS_WRITE2ST64_B32, WRITE_TWO, 4, 256),
+    LDS(DS_WRITE2ST64_B64, WRITE_TWO, 8, 512),
+    LDS(DS_SWIZZLE_B32, SWIZZLE, 4, 0),
+    LDS(DS_BPERMUTE_B32, PERMUTE_FROM, 4, 0),
+    SCALAR_LOAD(S_LOAD_DWORD, 1),
+    SCALAR_LOAD(S_LOAD_DWORDX2, 2),
+    SCALAR_LOAD(S_LOAD_DWORDX4, 4),
+    SCALAR_LOAD(S_LOAD_DWORDX8, 8),
+    {"S_MEMREALTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
+    {"S_MEMTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
+};

@@ -1,0 +1,98 @@
+// What a gfx942 executor holds: instructions as decoded (../decode.py fills the same record), waves, workgroups.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i16 = int16_t;
+using i32 = int32_t;
+using i64 = int64_t;
+using f16 = _Float16;
+
+constexpr int LANES = 64, WAVE_SGPRS = 128, WAVE_ROWS = 512;
+constexpr int VCC = 106, M0 = 124, EXEC = 126, LITERAL = 255, ROW = 256;  // operand codes of the ISA
+constexpr u32 IN_FLIGHT = 0x7FC07FC0;  // what a register holds until a wait covers its load: a NaN in every format
+
+enum Scope { WAVE_SCOPE = 0, WORKGROUP_SCOPE = 1, AGENT_SCOPE = 2, SYSTEM_SCOPE = 3 };  // sc0 | sc1 << 1
+enum Flag { OFFEN = 1, IDXEN = 2, RETURNS = 4 };
+
+struct Fault : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// One instruction; a field that its encoding lacks is 0, a register that it lacks -1.
+struct Inst {
+    i32 op, at, target;      // index in the table of operations, byte in the code, index of a branch's target
+    i32 dst, sdst, src[3];   // operand codes; 256 up are vector registers, 512 up accumulators
+    i32 addr, saddr, data;   // of memory
+    i32 literal, offset, offset1;
+    i32 scope, flags;
+    i32 neg, abs, opsel, opsel_hi, neg_hi;
+    i32 dpp, row_mask, bank_mask, bound;  // dpp -1: none
+    i32 sdwa, dst_sel, dst_unused, sel[2], sext[2];
+};
+
+struct alignas(64) Row {
+    u32 lane[LANES];
+};
+
+struct Workgroup;
+
+// A memory operation that was issued and that no wait has covered yet.
+struct Flight {
+    enum Kind { LOAD, STORE, ATOMIC, WRITE_BACK, SCALAR_LOAD, LDS } kind;
+    const Inst* inst;
+    bool performed = false;
+    int scope = 0, bytes = 0;
+    u64 mask = 0;
+    std::vector<u64> addresses;  // one a lane
+    std::vector<u64> lines;
+    std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
+    std::vector<u32> words;      // what LDS or a scalar load is about: operands, then the result
+};
+
+struct Wave {
+    enum State { RUNNING, AT_BARRIER, ENDED } state = RUNNING;
+    Workgroup* group = nullptr;
+    i32 pc = 0;  // index into the code
+    bool scc = false;
+    u32 sgpr[WAVE_SGPRS] = {};
+    std::vector<Row> row = std::vector<Row>(WAVE_ROWS);
+    std::deque<Flight> vector_queue, scalar_queue;  // what vmcnt and lgkmcnt count
+
+    u64 pair(int code) const { return sgpr[code] | u64(sgpr[code + 1]) << 32; }
+    void set_pair(int code, u64 value) {
+        sgpr[code] = u32(value);
+        sgpr[code + 1] = u32(value >> 32);
+    }
+    u64 exec() const { return pair(EXEC); }
+};
+
+// Who touched a byte of LDS last, and between which barriers of the workgroup.
+struct LdsUse {
+    u32 written = 0, read = 0;  // barriers before, + 1
+    int writer = -1, reader = -1;  // -2: several waves
+};
+
+struct Workgroup {
+    int index = 0, gpu = 0, xcd = 0;  // xcd: which L2 it has, unique over all GPUs
+    u32 barriers = 1;  // + 1
+    std::vector<Wave> waves;
+    std::vector<u8> lds;
+    std::vector<LdsUse> lds_use;
+};
+
+struct Machine;
+using Handler = void (*)(Machine&, Wave&, const Inst&);
+
+struct Operation {
+    const char* name;
+    Handler run;
+};

@@ -1,0 +1,66 @@
+"""Mutants of a kernel, made from its machine code: every wait, scope bit, fence and barrier removed or weakened."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.lib.gfx942.executor import Kernel
+
+VECTOR, SCALAR = 0b1100_0000_0000_1111, 0b1111_0000_0000  # the fields of s_waitcnt: vmcnt, lgkmcnt
+MEMORY = ("GLOBAL_", "BUFFER_LOAD", "BUFFER_STORE")
+TRIED = 64  # runs of a mutant before it is said to survive
+FENCES = ("BUFFER_WBL2", "BUFFER_INV")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    kernel: Kernel
+    at: int  # byte of the instruction that changed
+    index: int
+    what: str
+
+    def named(self) -> str:
+        """What changed, and the operation behind it: the same whichever compiler made it."""
+        names = self.kernel.mnemonics()
+        following = next(
+            name for name in names[self.index + 1 :] if name not in ("S_WAITCNT", "S_NOP")
+        )
+        return f"{self.what} before {following}"
+
+
+def mutants(kernel: Kernel) -> Iterator[Mutant]:
+    """One change each, of every instruction that orders or scopes anything; waits in a row change together."""
+    names = kernel.mnemonics()
+    for index, name in enumerate(names):
+        record = kernel.records[index]
+        scope = int(record["scope"])
+        changes = []
+        run = [index]
+        if name == "S_WAITCNT":
+            if index and names[index - 1] == name:
+                continue
+            while names[run[-1] + 1] == name:
+                run.append(run[-1] + 1)
+            for field, said in ((VECTOR, "vmcnt"), (SCALAR, "lgkmcnt")):
+                waits = [int(kernel.records["offset"][k]) for k in run]
+                if any(wait & field != field for wait in waits):
+                    changes.append(
+                        (f"no wait for {said}", name, {"offset": [wait | field for wait in waits]})
+                    )
+        elif name == "S_BARRIER":
+            changes.append(("no barrier", "S_NOP", {}))
+        elif name in FENCES:
+            changes.append((f"no {name.lower()}", "S_NOP", {}))
+            if scope == 3:
+                changes.append((f"{name.lower()} of the agent", name, {"scope": 2}))
+        elif name.startswith(MEMORY) and scope & 2:  # sc1
+            weaker = {"scope": 2 if scope == 3 and "ATOMIC" not in name else scope & 1}
+            changes.append((f"{name.lower()} of a narrower scope", name, weaker))
+        for what, operation, fields in changes:
+            other = kernel.copy()
+            other.replace(run, operation, **fields)
+            yield Mutant(other, int(record["at"]), index, what)
+
+
+def caught(kernel: Kernel, wrong: Callable[[Kernel, int], str], seeds: int = TRIED) -> str:
+    """What is wrong with the first of `seeds` runs that shows it; "" if none does."""
+    return next(filter(None, (wrong(kernel, seed) for seed in range(seeds))), "")
