@@ -72,7 +72,7 @@ class Mute:
     def __getattr__(self, name):
         return getattr(self._launcher, name)
 
-    def launch(self, running):
+    def launch(self, running, most=None):
         self._backend.memory.pointers.states[0, 0, OUTCOME.value] = 1
         return Launch(list(running), self._done, lambda: self._settle(list(running)))
 
