@@ -72,10 +72,10 @@ class ProductKernel:
         return 2 * self.rows * self.tokens * 4
 
 
-# Development runs on one H200, products of Llama-3.2-1B, Qwen3-8B and Qwen2.5-14B's kind (benchmarks/README.md): a
-# layer's four take 1.01 to 1.35 times as long as cuBLAS for 16 to 128 tokens, 1.10 to 1.26 for 512, 1.07 to 1.14 for
-# 2,048 and 4,096. Sharing x between two blocks by multicast was slower (520 for 700 TFLOP/s), as were K stages of 128
-# for tiles of 128 tokens (560 for 610).
+# Development runs on one H200, products of Llama-3.2-1B, Qwen3-8B and Qwen2.5-14B's kind
+# (benchmarks/cuda-log.md#one-copy): a layer's four take 1.01 to 1.35 times as long as cuBLAS for 16 to 128 tokens,
+# 1.10 to 1.26 for 512, 1.07 to 1.14 for 2,048 and 4,096. Sharing x between two blocks by multicast was slower (520
+# for 700 TFLOP/s), as were K stages of 128 for tiles of 128 tokens (560 for 610).
 KERNELS = (
     ProductKernel(16, 1, 4, 10, 0.6, 5.0),
     ProductKernel(32, 1, 4, 8, 0.6, 5.0),
