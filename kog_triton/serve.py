@@ -104,6 +104,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
     if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
         parser.error("--max-num-queued-reqs must be 0 or more")
     try:
+        import uvloop  # noqa: F401  what `_body` needs is missed here too
+
         from kog_triton.server.pacing import Interval
         from kog_triton.server.run import Settings
         from kog_triton.text.answer import check_parsers

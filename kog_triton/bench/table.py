@@ -6,13 +6,12 @@ Rows say what qualifies them: a GPU that was held back, and a text that was judg
 Of several requests at a time tokens/s are those of all; starts stand below the table.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kog_triton.bench.record import SCHEMA
+from kog_triton.bench.record import SCHEMA, read, record_files
 from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
@@ -47,12 +46,12 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder: kog bench table --results DIR names another")
     records = []
-    for file in sorted(folder.rglob("*.json")):
+    for file in record_files(folder):
         try:
-            record = json.loads(file.read_text())
+            record = read(file)
             known = record["schema"] == SCHEMA
             other = record["schema"] in OTHER_SCHEMAS
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{file}: not a record of kog bench") from error
         if other:
             continue

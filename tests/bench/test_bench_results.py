@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from kog_triton.bench import cli as bench
-from kog_triton.bench.record import kept_file, make_row
+from kog_triton.bench.record import kept_file, make_row, read, record_files, write
 from kog_triton.bench.show import notes
 from kog_triton.bench.table import (
     HEADLINE,
@@ -260,11 +260,25 @@ def test_rounds_that_differ_are_told():
     assert any("did not give the same tokens" in line for line in notes(record))
 
 
+def test_a_long_record_is_kept_compressed(tmp_path):
+    record = a_record() | {"created": "2026-01-02T03:04:05+00:00"}
+    record["machine"]["gpu"] = "NVIDIA H200"
+    assert kept_file(record, "a", tmp_path).suffix == ".json"
+    record["rows"] = [record["rows"][0] | {"samples": [float(i) for i in range(20_000)]}]
+    file = kept_file(record, "a", tmp_path)
+    write(record, file)
+    assert file.name == "2026-01-02-a.json.gz" and record_files(tmp_path) == [file]
+    assert read(file) == record and file.stat().st_size < 64 << 10
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(RequestError, match="not a record"):
+        read_results(tmp_path)
+
+
 def test_kept_results_are_records():
     validator = jsonschema.Draft202012Validator(SCHEMA)
-    files = list((ROOT / "benchmarks" / "results").rglob("*.json"))
-    assert files
-    records = [json.loads(file.read_text()) for file in files]
+    files = record_files(ROOT / "benchmarks" / "results")
+    assert any(file.suffix == ".gz" for file in files)
+    records = [read(file) for file in files]
     ours = [record for record in records if record["schema"] not in OTHER_SCHEMAS]
     assert len(ours) > 30
     for record in ours:

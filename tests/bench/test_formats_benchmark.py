@@ -1,10 +1,10 @@
 """benchmarks/formats.py runs, and docs/FORMATS.md says what its kept records say."""
 
 import argparse
-import json
 
 import pytest
 
+from kog_triton.bench.record import read, record_files
 from kog_triton.demo import checkpoint_path
 from kog_triton.model.shapes import SHAPES
 from tests import ROOT
@@ -25,7 +25,7 @@ def formats(monkeypatch):
 
 def kept(kind):
     """The newest record of a kind."""
-    records = [json.loads(file.read_text()) for file in sorted(RESULTS.rglob("*.json"))]
+    records = [read(file) for file in record_files(RESULTS)]
     ours = [r for r in records if r["schema"] == "kog_triton.formats/1" and r["kind"] == kind]
     return max(ours, key=lambda record: record["created"])
 

@@ -1,12 +1,12 @@
 """The README's picture shows what the kept records say, in both themes, and says it to who cannot see it."""
 
 import importlib
-import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 
+from kog_triton.bench.record import read, record_files
 from kog_triton.bench.table import read_results
 from tests import ROOT
 
@@ -26,8 +26,8 @@ def kept(theme):
 
 def compared():
     """Of every kept greedy comparison: the timed rows of GPU backends and peers, tokens/s by name, and the limit."""
-    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
-        record = json.loads(file.read_text())
+    for file in record_files(ROOT / "benchmarks" / "results"):
+        record = read(file)
         if record["kind"] != "compare" or record["test"]["name"] != "tg256 @ d32":
             continue
         if record["test"]["sampling"] == "greedy":

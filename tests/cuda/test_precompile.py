@@ -9,11 +9,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from kog_triton.backends.cuda import precompile as cuda
-from kog_triton.backends.cuda.layout.header import render
 
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import precompile as cuda
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
 from kog_triton.checkpoint.folder import Checkpoint

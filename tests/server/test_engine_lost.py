@@ -216,3 +216,18 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path, checkpoint, figure):
             seconds = time.monotonic() - begun
     assert seconds < 2.0 + SLACK_S
     figure("R7", f"ended {seconds:.1f} s after a second SIGTERM")
+
+
+def test_the_servers_process_needs_no_torch_and_says_what_it_does_need():
+    """Also not through what its modules import in turn."""
+    code = "import sys; sys.modules['torch'] = None; import kog_triton.server.run, kog_triton.server.child"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    code = "import sys; sys.modules['uvicorn'] = None; from kog_triton import serve; sys.exit(serve.main([]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: kog serve needs uvicorn: pip install 'kog-triton[serve]'\n"
