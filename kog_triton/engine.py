@@ -157,8 +157,8 @@ class Engine:
         """A request that can run here, or RequestError.
 
         The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` None means
-        the rest of the context; more than that is refused, or with `ends_with_context` means the
-        same. Only prompts with the same `cache_salt` share keys and values.
+        the rest of the context; more than that is refused, or with `ends_with_context` means the same.
+        Only prompts with the same `cache_salt` share keys and values.
         `params.structured_outputs` takes the place of `mask`.
         """
         ids = self.check_ids(prompt_token_ids)

@@ -66,6 +66,22 @@ def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, 
     )
 
 
+@pytest.mark.slow
+def test_twenty_engines_are_lost_one_after_the_other(fragile, figure):
+    worst = 0.0
+    for _ in range(20):
+        prompt = fragile.play("exit", "abcdefgh", tokens_per_s=50, faults={"4": "exit"})
+        events, seconds = broken_stream(fragile, prompt)
+        assert events[-1]["error"]["code"] == "engine_lost"
+        worst = max(worst, seconds)
+        wait_for(lambda: ready(fragile))
+        assert fragile.chat("x")["choices"][0]["message"]["content"] == "ok"
+    figure(
+        "R2",
+        f"20 of 20 engines killed in a stream, the error event at most {worst:.2f} s after the first token",
+    )
+
+
 def test_while_an_engine_starts_again_requests_are_refused_at_once(fragile, figure):
     os.kill(fragile.engine_pid(), signal.SIGKILL)
     took = wait_for(lambda: not ready(fragile))
