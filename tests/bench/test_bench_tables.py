@@ -1,17 +1,16 @@
 """Tables of commands are whole, in a terminal of 80 columns as in a pipe: no number loses a digit."""
 
-import json
-
 import pytest
 from rich.table import Table
 
 from kog_triton import plan
 from kog_triton.bench import show
+from kog_triton.bench.record import SCHEMA, read, record_files
 from kog_triton.cli.console import Output, plain_table
 from tests import ROOT
 
-FILES = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
-RECORDS = [file for file in FILES if json.loads(file.read_text())["schema"] == "kog_triton.bench/1"]
+FILES = record_files(ROOT / "benchmarks" / "results")
+RECORDS = [file for file in FILES if read(file)["schema"] == SCHEMA]
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def check(text, tables, width):
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda f: f.stem)
 def test_every_kept_record_renders_whole(file, shown, width, capsys):
-    show.show(json.loads(file.read_text()))
+    show.show(read(file))
     check(capsys.readouterr().out, shown, width)
 
 
