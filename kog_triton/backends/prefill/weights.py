@@ -38,7 +38,10 @@ class Matrices(Protocol):
 class Unpacked(ABC):
     """Matrices that are laid out for torch before they are multiplied."""
 
-    nbytes = 0
+    @property
+    def nbytes(self) -> int:
+        """Held beside what the kernel reads."""
+        return 0
 
     @abstractmethod
     def unpack(self, layer: int, stage: str) -> Tensor:
