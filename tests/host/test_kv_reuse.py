@@ -8,6 +8,7 @@ import random
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_reuse_after_a_cancel_in_the_middle_of_the_prompt(folder, narrow, monkey
 
     stream = narrow.stream(prompt, GREEDY)
     with monkeypatch.context() as patched:
-        patched.setattr("tests.lib.fake_backend.time.sleep", tenth_of_51)
+        patched.setattr("tests.lib.fake_backend.time", SimpleNamespace(sleep=tenth_of_51))
         (last,) = stream
     assert last.output.outputs[0].finish_reason == "abort"
     again = narrow.generate(prompt, GREEDY)[0]
