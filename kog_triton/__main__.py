@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue a text or hold a conversation",
     "serve": "serve the OpenAI API and a playground page",
     "plan": "show how a model is laid out on a GPU, without a GPU",
+    "quantize": "write a narrow checkpoint: FP8, int8 or int4",
     "bench": "measure tokens/s beside the roofline that memory sets",
     "profile": "show where the time of a step goes",
     "doctor": "show what can run on this machine, and what is missing",

@@ -37,6 +37,7 @@ class Claim(Inbox):
 
     def admit(self, slot: int, cached: int) -> None:
         self.request = replace(self.request, slot=slot, cached=cached)
+        self._tell_news()
 
     def listen(self, news: Callable[[], None]) -> None:
         """Call `news` now and whenever there may be something to read, in whichever thread brings it.

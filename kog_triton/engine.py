@@ -124,20 +124,15 @@ class Engine:
         """Requests that wait for a slot."""
         return len(self._queue)
 
+    @property
+    def beats(self) -> int:
+        """Another number whenever the backend was seen to go on; it stands still while nothing runs."""
+        mailbox = self._mailbox
+        return mailbox.beats if mailbox is not None else 0
+
     def check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
-        vocab_size = self.backend.spec.vocab_size
-        ids = []
-        for position, token in enumerate(token_ids):
-            value = operator.index(token) if hasattr(token, "__index__") else -1
-            if not 0 <= value < vocab_size:
-                raise RequestError(
-                    f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
-                )
-            ids.append(value)
-        if not ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        return tuple(ids)
+        """As the function of that name, for this model's vocabulary."""
+        return check_ids(token_ids, self.backend.spec.vocab_size)
 
     def prepare(
         self,
@@ -367,6 +362,21 @@ class Engine:
         with self._lock:
             self._lock.wait_for(lambda: not self._paused)
         self.backend.close()
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
+    ids = []
+    for position, token in enumerate(token_ids):
+        value = operator.index(token) if hasattr(token, "__index__") else -1
+        if not 0 <= value < vocab_size:
+            raise RequestError(
+                f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
+            )
+        ids.append(value)
+    if not ids:
+        raise RequestError("the prompt is empty: give at least one token")
+    return tuple(ids)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

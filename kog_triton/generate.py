@@ -33,7 +33,7 @@ def build_parser() -> Parser:
         epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 run, 130 Ctrl-C.",
     )
     what = parser.add_argument_group("what to generate")
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument("--model", help="folder, .gguf file or Hugging Face id (default: the demo)")
     what.add_argument(
         "-p", "--prompt", metavar="TEXT|-|@FILE", help="the prompt, - for stdin, @FILE for a file"
     )
@@ -173,6 +173,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
     logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
     compilers = logging.getLogger("kog_triton.compilers")
     compilers.setLevel(logging.WARNING if args.quiet else logging.INFO)
+    logging.getLogger("kog_triton.llm").setLevel(logging.ERROR if args.quiet else logging.INFO)
     precompile(
         args.backend,
         args.model,
@@ -196,6 +197,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
         say(f"backend {llm.choice.name} ({llm.choice.reason})")
         spec = llm.checkpoint.spec
         size = f"{spec.num_parameters / 1e6:,.1f} M parameters"
+        size += f", {spec.narrow_formats}" if spec.narrow else ""
         say(
             f"model   {llm.checkpoint.folder} ({spec.family}, {size}), loaded in {llm.load_s:.2f} s"
         )
@@ -234,10 +236,8 @@ def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", te
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompt = llm.chat_prompt([*system, {"role": "user", "content": text}])
-    with STDERR_LOG.held():
-        output = show(llm.stream(prompt, params))
-        if sys.stdout.isatty():
-            print()  # a pipe gets the text to the letter
+    # a pipe gets the text to the letter
+    output = show(llm.stream(prompt, params), end="\n" if sys.stdout.isatty() else "")
     if not args.quiet:
         say(stats(output))
     if args.json:

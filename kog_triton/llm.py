@@ -10,6 +10,7 @@ The names are vLLM's. Threads and asyncio tasks may share an `LLM`: a request th
 and `async for` reads a stream as `for` does.
 """
 
+import logging
 import sys
 import time
 from collections import deque
@@ -37,7 +38,10 @@ from kog_triton.progress import Progress
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
+from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 from kog_triton.text.tool_calls import ToolCallParser
+
+log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -48,7 +52,7 @@ MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mista
 class LLM:
     """Open a checkpoint on a backend.
 
-    model          a folder, a Hugging Face id, or None for the demo that ships
+    model          a folder, a .gguf file, a Hugging Face id, or None for the demo that ships
     backend        "auto", a name, or a class that implements `kog_triton.backends.Backend`
     devices        None (the backend's choice), "cpu", "nvidia", "amd" or a row of schedule.topology,
                    and how many: "h200", "h200:4", or 4
@@ -97,10 +101,16 @@ class LLM:
         else:
             raise wrong("backend", backend, "a name or a class")
         self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
+        if isinstance(backend, str) and self.checkpoint.spec.narrow:
+            without, self.choice = self.choice, choose(backend, device, self.checkpoint.spec)
+            if self.choice.name != without.name:
+                log.warning("backend %s: %s", self.choice.name, self.choice.reason)
+        for note in self.checkpoint.notes:
+            log.warning("%s: %s", self.checkpoint.folder, note)
         limit = self.checkpoint.spec.max_context
         if max_model_len is not None:
             _check_integer("max_model_len", max_model_len, 2, limit)
-        self.tokenizer = Tokenizer.load(self.checkpoint.folder)
+        self.tokenizer = load_tokenizer(self.checkpoint)
         options = BackendOptions(
             num_slots=num_slots,
             max_context=max_model_len or limit,
@@ -313,6 +323,13 @@ class LLM:
                 for generation in running.values():
                     generation.close()
         return [_join([done[j, s] for s in range(job.params.n)]) for j, job in enumerate(jobs)]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The checkpoint's tokenizer: of its folder, or of its GGUF file's metadata."""
+    if checkpoint.metadata is not None:
+        return tokenizer_of_gguf(checkpoint.metadata, checkpoint.folder)
+    return Tokenizer.load(checkpoint.folder)
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:

@@ -1,7 +1,7 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
 For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
-own yet: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
+own yet, nor have narrow weights: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
 """
 
 import sys
@@ -13,11 +13,14 @@ from rich.table import Table
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import run
 from kog_triton.cli.console import Output, plain_table
+from kog_triton.errors import ModelError
 from kog_triton.model.spec import DTYPES, ModelSpec
+from kog_triton.model.weight_format import FORMATS, WeightFormat
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
+from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
 
 WIDTH = 120  # of the table where stdout is no terminal
@@ -25,8 +28,8 @@ PAIR = 2  # rows: gate and up of one output stay together
 
 
 def plan(schedule: Schedule, gpu: Gpu) -> Partition:
-    """The checked cut to show: the CUDA lowering, or a plain partition of rows for an AMD GPU."""
-    if gpu.vendor == "nvidia":
+    """The checked cut to show: the CUDA lowering, or a plain partition of rows for an AMD GPU or narrow weights."""
+    if gpu.vendor == "nvidia" and not schedule.spec.narrow:
         lowering = lower(schedule, gpu)
         check_lowering(lowering)
         return lowering
@@ -68,9 +71,13 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
 
 
 def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
-    """The model's weight bytes of a stage, over all runs and ranks."""
-    shards = 1 if stage.scope is Scope.ALL else schedule.num_shards
-    return stage.rows * stage.cols * shards * repeat * stage.dtype.bytes
+    """The model's weight bytes of a stage, over all runs and ranks, with the scales of narrow weights."""
+    spec = schedule.spec
+    return sum(
+        spec.weight_bytes(canonical(stage, weight, layer))
+        for layer in range(repeat)
+        for weight in stage.weights
+    )
 
 
 def stream_bytes(lowering: CudaLowering, stage: Stage, repeat: int) -> int:
@@ -88,8 +95,8 @@ def summary(partition: Partition, gpu: Gpu) -> str:
     if isinstance(partition, CudaLowering):
         per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
         cut = (
-            f"chunks of {partition.chunk_bytes} bytes, {partition.ring_chunks} in the ring, "
-            f"{partition.calm_chunks} to {partition.window_chunks} in flight; fragments of 8 x "
+            f"ring of {partition.ring_slots} slots of {partition.ring_slot_bytes} bytes, "
+            f"{partition.calm_slots} to {partition.window_slots} in flight; fragments of 8 x "
             f"{partition.frag_k} or 4 x {2 * partition.frag_k}"
         )
     else:
@@ -99,7 +106,8 @@ def summary(partition: Partition, gpu: Gpu) -> str:
             if stage.op is Op.MATVEC
         )
         per_gpu = -(-total // s.num_ranks)
-        cut = f"rows dealt out evenly: there is no lowering for {gpu.vendor} GPUs yet"
+        what = "narrow weights" if s.spec.narrow else f"{gpu.vendor} GPUs"
+        cut = f"rows dealt out evenly: there is no lowering for {what} yet"
     roofline = per_gpu / gpu.bandwidth
     return (
         f"{per_gpu / 1e9:.3f} GB a token and GPU; {gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow "
@@ -107,6 +115,21 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         f"{partition.num_blocks} blocks; {cut}; "
         f"{s.spec.kv_bytes_per_position:,} bytes of KV cache a position."
     )
+
+
+def with_format(spec: ModelSpec, how: WeightFormat) -> ModelSpec:
+    """The model with its layers' matrices in a format; embedding, head, norms and biases stay as they are.
+
+    ModelError for groups that do not divide the columns.
+    """
+    names = []
+    for pattern, shape in spec.shapes.items():
+        if not pattern.endswith("_proj"):
+            continue
+        if reason := how.undivided(shape[-1]):
+            raise ModelError(f"{pattern}: {reason}")
+        names += [(pattern.format(layer), how) for layer in range(spec.num_layers)]
+    return spec.replace(narrow=tuple(names))
 
 
 def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
@@ -142,11 +165,18 @@ def _body(argv: Sequence[str] | None) -> int:
         choices=("bf16", "fp16"),
         help="of the weights in memory (default: as in the checkpoint)",
     )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="of the layers' matrices: bytes and roofline as if they were stored so",
+    )
     args = parser.parse_args(argv)
     gpu = find_gpu(args.device)
     name, spec = open_spec(args.model, args.shape)
     if args.dtype:
         spec = spec.replace(dtype=DTYPES[args.dtype])
+    if args.format:
+        spec, name = with_format(spec, FORMATS[args.format]), f"{name} as {args.format}"
     partition = plan(build(spec, args.gpus), gpu)
     console = Output(WIDTH)
     console.print(plan_table(partition, gpu, name))

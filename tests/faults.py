@@ -26,7 +26,7 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """`before` becomes `after` in a file of the package; `tests` must notice."""
+    """`before` becomes `after` in a file of the package, or of backends/cuda; `tests` must notice."""
 
     path: str
     before: str
@@ -72,6 +72,71 @@ FAULTS = (
         "min(position, window or position)",
         "host/test_metrics.py",
         "the step's own position is not counted in the KV bytes",
+    ),
+    # ---- checkpoint: narrow weights ----
+    Fault(
+        "checkpoint/formats/awq.py",
+        "ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "ORDER = (0, 1, 2, 3, 4, 5, 6, 7)",
+        "host/test_formats.py",
+        "AWQ's rows are not interleaved in a word",
+        quick=True,
+    ),
+    Fault(
+        "checkpoint/formats/gptq.py",
+        "zeros = zeros + self.stored_less",
+        "zeros = zeros",
+        "host/test_formats.py",
+        "GPTQ's zero points are read less one",
+    ),
+    Fault(
+        "checkpoint/narrow.py",
+        "self.scales.double() - 127",
+        "self.scales.double() - 128",
+        "host/test_formats.py",
+        "MXFP4's scales are half of what they are",
+    ),
+    Fault(
+        "checkpoint/narrow.py",
+        "if step != 1 or (edge % (group or size) and edge != size):",
+        "if step != 1:",
+        "host/test_formats.py",
+        "a narrow weight is cut through a scale group",
+    ),
+    Fault(
+        "checkpoint/quantizing.py",
+        "largest / (E4M3_MAX if how.code is Code.E4M3 else half)",
+        "largest / (E4M3_MAX if how.code is Code.E4M3 else half + 0.5)",
+        "host/test_quantize.py",
+        "kog quantize divides by another largest code than compressed-tensors",
+    ),
+    Fault(
+        "checkpoint/gguf/tensors.py",
+        "codes = torch.cat([packed & 15, packed >> 4], -1)",
+        "codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)",
+        "host/test_gguf.py",
+        "a GGUF byte's two weights are taken for neighbors",
+    ),
+    Fault(
+        "checkpoint/gguf/file.py",
+        "if entry.first % alignment or first + entry.num_bytes > len(self.data):",
+        "if entry.first % alignment:",
+        "host/test_gguf.py",
+        "a GGUF tensor may lie beyond the file's end",
+    ),
+    Fault(
+        "text/gguf_tokenizer.py",
+        "found.append((-scores[i], -len(left), -len(right), left, right))",
+        "found.append((scores[i], -len(left), -len(right), left, right))",
+        "host/test_gguf_tokenizer.py",
+        "SentencePiece's worst-scored pieces are merged first",
+    ),
+    Fault(
+        "backends/__init__.py",
+        'if not spec.narrow or getattr(backend, "runs_narrow", False):',
+        "if True:",
+        "conformance/test_narrow.py",
+        "a GPU backend unpacks narrow weights in silence",
     ),
     # ---- checkpoint ----
     Fault(
@@ -273,7 +338,7 @@ FAULTS = (
     ),
     Fault(
         "text/stop.py",
-        "shown = len(text) - max(_overlap(text, stop) for stop in self._stops)",
+        "shown = len(text) - max(overlap(text, stop) for stop in self._stops)",
         "shown = len(text)",
         "host/test_text_stop.py",
         "the beginning of a stop string is shown",
@@ -355,12 +420,428 @@ FAULTS = (
         "host/test_queue.py",
         "who came last is served first",
     ),
+    Fault(
+        "backends/request_words.py",
+        "int(p.top_p * 2.0**32)",
+        "round(p.top_p * 2.0**32)",
+        "host/test_request_words.py",
+        "the share of top_p is rounded for kernels",
+    ),
+    Fault(
+        "sampling/definition.py",
+        "int(top_p * 2.0**32)",
+        "round(top_p * 2.0**32)",
+        "host/test_sampling_definition.py",
+        "the share of top_p is rounded where floor is defined",
+    ),
+    Fault(
+        "sampling/definition.py",
+        "NOISE_SPAN = 26.01",
+        "NOISE_SPAN = 18",
+        "host/test_sampling_definition.py",
+        "ids that rare noise would choose are left out",
+    ),
+    Fault(
+        "backends/request_words.py",
+        "min(p.logprobs or 0, vocab_size)",
+        "p.logprobs or 0",
+        "host/test_request_words.py",
+        "more candidates are asked for than there are ids",
+    ),
+    Fault(
+        "sampling/params.py",
+        '(word, bare, " " + bare)',
+        "(word, bare)",
+        "host/test_sampling_params.py",
+        "a bad word is not banned after a space",
+    ),
+    Fault(
+        "sampling/definition.py",
+        "seen = np.where(counts > 0, seen - np.float32(params.presence_penalty), seen)",
+        "seen = seen - np.float32(params.presence_penalty)",
+        "host/test_sampling_definition.py",
+        "ids of the prompt are penalized as present",
+    ),
+    Fault(
+        "text/chat.py",
+        '("reasoning_content", "thinking", "reasoning")',
+        '("thinking", "reasoning_content", "reasoning")',
+        "host/test_text_chat.py",
+        "thinking wins over reasoning_content",
+    ),
+    Fault(
+        "generation.py",
+        "self._num_tokens <= self._min_tokens",
+        "self._num_tokens < self._min_tokens",
+        "host/test_engine.py",
+        "a stop string counts that ends with min_tokens",
+    ),
+    Fault(
+        "generation.py",
+        "self._cumulative += step.logprob",
+        "self._cumulative = step.logprob",
+        "host/test_engine.py",
+        "the cumulative log-probability is the last one",
+    ),
+    Fault(
+        "generation.py",
+        "ends_text = step.token in self._eos_token_ids and not params.ignore_eos",
+        "ends_text = step.token in self._eos_token_ids",
+        "host/test_engine.py",
+        "an ignored end that stops gives no reason",
+    ),
+    Fault(
+        "llm.py",
+        "running[key].poll(0)",
+        "running[key].poll(None)",
+        "host/test_queue.py",
+        "a list waits for one of its requests",
+    ),
+    Fault(
+        "llm.py",
+        '{"max_tokens": None} | explicit',
+        'explicit | {"max_tokens": None}',
+        "host/test_cli.py",
+        "default_params forgets max_tokens",
+    ),
+    Fault(
+        "engine.py",
+        "(len(s.tokens) > 0, s.last_used)",
+        "s.last_used",
+        "host/test_conversations.py",
+        "a slot that remembers makes room before an empty one",
+    ),
+    Fault(
+        "engine.py",
+        "-len(s.tokens), -s.last_used",
+        "-len(s.tokens), s.last_used",
+        "host/test_conversations.py",
+        "of two slots alike the newer one is taken",
+    ),
+    Fault(
+        "engine.py",
+        "params.max_tokens > room",
+        "params.max_tokens >= room",
+        "host/test_conversations.py",
+        "the last position of the context is refused",
+    ),
+    Fault(
+        "engine.py",
+        "ids = claim.request.prompt[:-1] if claim.request.prompt_logprobs is None else ()",
+        "ids = claim.request.prompt[:-1]",
+        "host/test_prompt_logprobs.py",
+        "a prompt's log-probabilities begin behind what was cached",
+    ),
+    Fault(
+        "request_queue.py",
+        "if len(self) >= self._most:",
+        "if len(self) > self._most:",
+        "host/test_queue.py",
+        "one request more than may waits",
+    ),
+    Fault(
+        "metrics.py",
+        "prompt_tokens + max(tokens - 1, 0)",
+        "prompt_tokens + tokens",
+        "host/test_metrics.py",
+        "the last token counts as held",
+    ),
+    Fault(
+        "backends/host_serving.py",
+        "        one.position += len(tokens)\n",
+        "        one.position += len(tokens) if not one.pending else 0\n",
+        "host/test_kv_reuse.py",
+        "the reference forgets where a long prompt stands",
+    ),
+    Fault(
+        "backends/serving.py",
+        "step = replace(step, held=one.position)",
+        'step = replace(step, held=one.position if step.finish != "cancel" else 0)',
+        "host/test_kv_reuse.py",
+        "nothing is kept after a cancel",
+    ),
+    Fault(
+        "backends/serving.py",
+        " or self._queue.over(time.monotonic() - begun)",
+        "",
+        "cuda/test_cuda_launch_queue.py",
+        "a second engine waits for the end of a request",
+    ),
+    Fault(
+        "backends/prefill/library.py",
+        "num_new_tokens >= least",
+        "num_new_tokens > least",
+        "host/test_library_prefill.py",
+        "the library comes a token late",
+    ),
+    # ---- commands ----
+    Fault(
+        "generate.py",
+        'add_argument("--min-p", type=float)',
+        'add_argument("--min-p", type=float, dest="p")',
+        "host/test_cli.py",
+        "--min-p is read and forgotten",
+    ),
+    Fault(
+        "generate.py",
+        "        dtype=args.dtype,\n        max_model_len=args.max_model_len,\n        prefill",
+        "        dtype=args.dtype,\n        prefill",
+        "host/test_cli.py",
+        "--max-model-len is read and forgotten",
+    ),
+    Fault(
+        "generate.py",
+        "        prefill=args.prefill,\n",
+        "",
+        "host/test_cli.py",
+        "--prefill is read and forgotten",
+    ),
+    Fault(
+        "generate.py",
+        "        return said[1:]\n    if said",
+        "        return said\n    if said",
+        "host/test_cli.py",
+        "a prompt behind @@ keeps both signs",
+    ),
+    Fault(
+        "cli/interactive.py",
+        '            messages.append({"role": "assistant", "content": output.outputs[0].text})\n',
+        "",
+        "host/test_cli.py",
+        "the answers of a conversation never enter it",
+        quick=True,
+    ),
+    Fault(
+        "cli/interactive.py",
+        '        if line == "/reset":\n            messages = list(start)',
+        '        if line == "/reset":\n            messages = []',
+        "host/test_cli.py",
+        "/reset forgets the system message",
+    ),
+    Fault(
+        "cli/interactive.py",
+        "        opened = False\n",
+        "        opened = True\n        stack.enter_context(STDERR_LOG.held())\n",
+        "host/test_cli.py",
+        "a compiler is heard only behind the text that waited for it",
+    ),
+    Fault(
+        "cli/command.py",
+        "sys.stdout.fileno())\n        return 0",
+        "sys.stdout.fileno())\n        return 1",
+        "host/test_cli_process.py",
+        "a reader that has enough is an error",
+    ),
+    Fault(
+        "plan.py",
+        "{WARPS // tiling.k_parts}",
+        "{tiling.unit_rows // 8}",
+        "host/test_plan.py",
+        "plan counts warps by rows of eight",
+    ),
+    Fault(
+        "plan.py",
+        "read / s.num_ranks / gpu.bandwidth",
+        "read / gpu.bandwidth",
+        "host/test_plan.py",
+        "plan's roofline is that of one GPU for all",
+    ),
+    Fault(
+        "doctor.py",
+        "g['memory_bytes'] / 1e9",
+        "g['memory_bytes'] / 1e6",
+        "host/test_cli.py",
+        "doctor's gigabytes are megabytes",
+    ),
+    Fault(
+        "doctor.py",
+        'if b["advice"] and not b["available"]:',
+        'if b["advice"]:',
+        "host/test_cli.py",
+        "doctor advises what runs already",
+    ),
+    Fault(
+        "profile.py",
+        "weights.spec.vocab_size, args.depth)",
+        "weights.spec.vocab_size, DEPTH)",
+        "cuda/test_profile.py",
+        "profile's --depth is read and forgotten",
+    ),
+    Fault(
+        "__main__.py",
+        ".main(args[1:])",
+        ".main(args)",
+        "host/test_cli.py",
+        "kog hands over its own command word",
+    ),
+    Fault(
+        "bench/arguments.py",
+        '"deepest": max(depths)',
+        '"deepest": depths[0]',
+        "bench/test_bench.py",
+        "bench asks for room by the first depth",
+    ),
+    Fault(
+        "bench/record.py",
+        '"met": reached >= tps',
+        '"met": reached > tps',
+        "bench/test_bench_parts.py",
+        "a target that is just reached is missed",
+    ),
+    Fault(
+        "bench/task.py",
+        "return max(positions, len(self.judged_ids()))",
+        "return positions",
+        "bench/test_bench_parts.py",
+        "a short request has no room for what is judged",
+    ),
+    Fault(
+        "bench/kl_limit.py",
+        "max(FACTOR * kl, LEAST)",
+        "max(kl, LEAST)",
+        "bench/test_bench_parts.py",
+        "a backend may be no further off than transformers",
+    ),
+    # ---- hub, cache, reports ----
+    Fault(
+        "checkpoint/hub.py",
+        '    "tokenizer.json",\n',
+        "",
+        "host/test_checkpoint.py",
+        "the hub's tokenizer is not fetched",
+        quick=True,
+    ),
+    Fault(
+        "checkpoint/hub.py",
+        '    "model-*.safetensors",\n',
+        "",
+        "host/test_checkpoint.py",
+        "the hub's shards are not fetched",
+    ),
+    Fault(
+        "checkpoint/hub.py",
+        '    "additional_chat_templates/*.jinja",\n',
+        "",
+        "host/test_checkpoint.py",
+        "the hub's further chat templates are not fetched",
+    ),
+    Fault(
+        "checkpoint/hub.py",
+        "[\\w.-]{0,95}/",
+        "[\\w.-]{0,9}/",
+        "host/test_checkpoint.py",
+        "long names are no names of the hub",
+    ),
+    Fault(
+        "cli/stats.py",
+        "_number(m.itl_p99_us, 1e-3)",
+        "_number(m.itl_p50_us, 1e-3)",
+        "host/test_cli.py",
+        "p99 shows p50",
+    ),
+    Fault(
+        "cli/stats.py",
+        "_number(m.ttft_s, 1e3)",
+        "_number(m.ttft_s)",
+        "host/test_cli.py",
+        "seconds are called milliseconds",
+    ),
+    Fault(
+        "cli/stats.py",
+        '"max_context": llm.engine.max_context',
+        '"max_context": spec.max_context',
+        "host/test_cli.py",
+        "a record tells of the model's context, not of the one in use",
+    ),
+    Fault(
+        "cli/stderr_log.py",
+        "for line in waiting:",
+        "for line in reversed(waiting):",
+        "host/test_cli.py",
+        "lines of a log come in reverse",
+    ),
+    Fault(
+        "bench/show.py",
+        '_n(row["over_one"], ".2f"),\n            _n(row["host"]["itl_p50_us"], ",.1f"),',
+        '_n(row["over_one"], ".2f"),\n            _n(row["host"]["itl_p99_us"], ",.1f"),',
+        "bench/test_bench_concurrency.py",
+        "bench's p50 shows p99",
+    ),
+    Fault(
+        "bench/show.py",
+        "f\"{s['us'] * s['runs']:,.1f}\"",
+        "f\"{s['us']:,.1f}\"",
+        "bench/test_bench_stages.py",
+        "a stage's time a token is that of one run",
+    ),
+    Fault(
+        "bench/table.py",
+        "key=lambda pair: pair[0])]",
+        "key=lambda pair: pair[0], reverse=True)]",
+        "bench/test_bench_results.py",
+        "of two records the older one counts",
+    ),
+    Fault(
+        "progress.py",
+        "            self._bar.advance(self._task)",
+        "            pass",
+        "host/test_progress.py",
+        "the progress bar counts no samples",
+    ),
+    Fault(
+        "backends/compile_log.py",
+        "    timer.start()\n",
+        "",
+        "host/test_compile_log.py",
+        "a slow compiler is silent",
+    ),
+    Fault(
+        "backends/gpu_entry.py",
+        "with self.queue.first(), self.on_stream():",
+        "with self.queue.first():",
+        "host/test_gpu_entry.py",
+        "logits are computed on torch's default stream",
+    ),
+    Fault(
+        "backends/gpu_entry.py",
+        "        torch.cuda.empty_cache()",
+        "        pass",
+        "host/test_gpu_entry.py",
+        "closing gives the driver nothing back",
+    ),
+    Fault(
+        "backends/cuda/kernel_cache.py",
+        "    if key in _unwritten:\n        return _unwritten[key]\n",
+        "",
+        "cuda/test_cuda_jit.py",
+        "what cannot be kept is compiled twice",
+    ),
+    Fault(
+        "backends/cuda/kernel_cache.py",
+        "if hashlib.sha256(cubin).digest() != digest:",
+        "if False:",
+        "cuda/test_cuda_jit.py",
+        "a damaged kernel is loaded",
+    ),
+    Fault(
+        "backends/cuda/jit.py",
+        "createProgram(text, source,",
+        'createProgram(text, "decode.cu",',
+        "cuda/test_cuda_jit.py",
+        "every program is called decode.cu",
+    ),
 )
+
+
+def place(fault: Fault) -> Path:
+    """Where a fault's file lies in a tree: `backends/cuda` is the package kog_triton.backends.cuda."""
+    path = Path(fault.path)
+    return path if path.parts[:2] == ("backends", "cuda") else "kog_triton" / path
 
 
 def plant(fault: Fault, tree: Path) -> bool:
     """Whether the fault's tests went red in this copy of the tree, which is left as it was."""
-    file = tree / "kog_triton" / fault.path
+    file = tree / place(fault)
     source = file.read_text()
     file.write_text(source.replace(fault.before, fault.after, 1))
     try:
@@ -415,7 +896,7 @@ def asked(argv: list[str]) -> tuple[Fault, ...]:
 def main(argv: list[str]) -> int:
     faults = asked(argv)
     for fault in faults:
-        count = (ROOT / "kog_triton" / fault.path).read_text().count(fault.before)
+        count = (ROOT / place(fault)).read_text().count(fault.before)
         if count != 1:
             sys.exit(f"{fault.path} has {count} places for {fault.what!r}: plant it anew")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
@@ -424,6 +905,8 @@ def main(argv: list[str]) -> int:
             tree = Path(folder) / f"tree{i}"
             skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
             shutil.copytree(ROOT, tree, ignore=skip)
+            # where Python finds it before what is installed
+            (tree / "kog_triton/backends/cuda").symlink_to(tree / "backends/cuda")
             trees.put(tree)
         tests = sorted({f.tests for f in faults})
         shares = [share for i in range(WORKERS) if (share := tests[i::WORKERS])]

@@ -31,7 +31,8 @@ from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensor
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
+from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import open_library, run_prompt
 from kog_triton.backends.prefill.read_once import read_once
@@ -39,7 +40,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
-from kog_triton.backends.watchdog import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
@@ -47,7 +48,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
-WAIT_TICKS = int(MASK_S * 2e9)  # that a wait of the kernel may take: two seconds, at 2 GHz
+WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
 class CudaBackend:
@@ -73,6 +74,7 @@ class CudaBackend:
         return Availability(True)
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the cuda backend runs on one GPU: choose --gpus 1")
         available = self.availability()
@@ -90,10 +92,10 @@ class CudaBackend:
         if self.spec.kv_dtype not in (None, self.spec.dtype):
             raise ModelError("the cuda backend keeps keys and values in the type of the weights")
         free_what_was_kept()
-        self._gpu_answers = Answers()
         self.device, self.gpu = self._open_device()
+        self._entry = GpuEntry(self.device)
         self.max_context = options.max_context or self.spec.max_context
-        self.wait_ticks = WAIT_TICKS
+        self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._kernels: list[Kernel] = []
         lowering = lower(build(self.spec), self.gpu, num_blocks)
@@ -115,7 +117,10 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            with read_once(weights, self.spec, options, self.device) as once:
+            with (
+                self._entry.on_stream(),
+                read_once(weights, self.spec, options, self.device) as once,
+            ):
                 self.memory = allocate(self.layout, once, options.num_slots, self.device)
                 self.library = open_library(
                     options,
@@ -167,8 +172,8 @@ class CudaBackend:
             self._launch_slots,
             whole,
         )
-        with self._gpu_answers.serving(self._free):
-            LaunchServing(launcher, mailbox).run()
+        with self._entry.serving(self._free):
+            LaunchServing(launcher, mailbox, self._entry.queue).run()
 
     def _admit(self, request: Request) -> int:
         scored = request.prompt_logprobs is not None
@@ -193,10 +198,14 @@ class CudaBackend:
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
-        self._gpu_answers.check()
         count = len(token_ids)
         if count > self.max_context:
             raise RequestError(f"{count} tokens do not fit the context of {self.max_context}")
+        with self._entry.at_once():
+            return self._logits(token_ids)
+
+    def _logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        count = len(token_ids)
         memory = self.memory.apart()
         logits = torch.zeros(count, self.spec.vocab_size, device=self.device)
         memory.write_request(0, encode_logits(count), token_ids, 0)
@@ -205,17 +214,18 @@ class CudaBackend:
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        return self._stage_runner().run(stage, layer, state)
+        with self._entry.at_once():
+            return self._stage_runner().run(stage, layer, state)
 
     def time_stage(
         self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
     ) -> list[float]:
-        runner = self._stage_runner()
-        runner.run(stage, layer, state, before)
-        return runner.seconds
+        with self._entry.at_once():
+            runner = self._stage_runner()
+            runner.run(stage, layer, state, before)
+            return runner.seconds
 
     def _stage_runner(self) -> StageRunner:
-        self._gpu_answers.check()
         if self._stages is None:
             kernel = self._open_kernel("stage.cu", "kog_stage", self.layout)
             memory = self.memory.apart()
@@ -226,17 +236,20 @@ class CudaBackend:
                 check_waits(memory, self.layout)
                 return seconds
 
-            self._stages = StageRunner(self.layout, memory, launch, self.wait_ticks)
+            self._stages = StageRunner(self.layout, memory, launch, self.wait_ns)
         return self._stages
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
-        self._gpu_answers.check()
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
+        with self._entry.at_once():
+            return self._profile(prompt, tokens)
+
+    def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         layout = replace(self.layout, profile_tokens=tokens)
         memory = replace(self.memory.apart(), **stamp_tensors(layout, self.device))
         stamping = self._load("decode.cu", "kog_decode", layout)
@@ -273,7 +286,7 @@ class CudaBackend:
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:
-        self._gpu_answers.close(self._free)
+        self._entry.close(self._free)
 
     def _free(self) -> None:
         self.columns.close()
@@ -306,7 +319,7 @@ class CudaBackend:
     ) -> Finished:
         """Start the kernel on slots of `memory`; what comes back says when it has ended."""
         self._clear(memory)
-        pointers = memory.pointers(slots, self.wait_ticks, most_steps, **others)
+        pointers = memory.pointers(slots, self.wait_ns, most_steps, **others)
         kernel = kernel or self.kernel
         return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
 

@@ -28,9 +28,10 @@ POSITIONS = 8  # of a chunk, where so many fit
 # request is one launch.
 CHUNKS_FROM = 3
 # For `--prefill auto`, of chunks of eight: times to the first token of Llama-3.2-1B on one H200 in
-# development runs: 8 tokens 1.38 ms for the library's 1.90, 9 tokens 2.09 for 1.90; behind 200 cached ones, 48
-# tokens 5.4 for 6.0, behind 2,000 ones 6.6 for 6.0. A chunk takes 0.71 ms; behind 1,600 positions
-# 0.92, behind 2,200 1.64. All of it was measured while joins began at 2,048 positions (layout/attention.py).
+# development runs (benchmarks/cuda-log.md#prompts): 8 tokens 1.38 ms for the library's 1.90, 9 tokens 2.09
+# for 1.90; behind 200 cached ones, 48 tokens 5.4 for 6.0, behind 2,000 ones 6.6 for 6.0. A chunk takes 0.71
+# ms; behind 1,600 positions 0.92, behind 2,200 1.64. All of it was measured while joins began at 2,048
+# positions (layout/attention.py).
 CHUNKED = Crossover(8, 48)
 # For models with lanes, by Laneformer-2B in fp16, development runs: 8 tokens 2.00 ms for the library's 3.04,
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and

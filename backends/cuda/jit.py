@@ -1,13 +1,11 @@
-"""Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content.
+"""Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content (kernel_cache.py).
 
-The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin is
-written beside its place and renamed into it, so that a reader never sees half of one. One that was begun before is
-waited for. The log `kog_triton.compilers` tells when a compiler starts and how long it took.
+The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin that was begun
+before is waited for. The log `kog_triton.compilers` tells when a compiler starts and how long it took.
 """
 
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,19 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kog_triton.backends.cuda import kernel_cache
+
 from kog_triton.errors import DeviceError
 
 log = logging.getLogger("kog_triton.compilers")
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
-_begun: dict[Path, Future[bytes]] = {}  # until somebody asks for what they will have compiled
-
-
-def cache_folder() -> Path:
-    """Where cubins are kept: $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "kog_triton" / "cuda"
+_begun: dict[
+    str, Future[bytes]
+] = {}  # by key, until somebody asks for what they will have compiled
 
 
 def compiler_name() -> str:
@@ -49,48 +45,44 @@ def compiler_name() -> str:
 def begin_cubin(header: str, source: str = "decode.cu") -> None:
     """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
     no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
-    text, compiler, place = _place(header, source)
-    begun = _begun.get(place)
+    text, compiler, key = _named(header, source)
+    begun = _begun.get(key)
     # In this order: one that ends in between has left its cubin.
-    if (begun is not None and not begun.done()) or place.exists():
+    if (begun is not None and not begun.done()) or kernel_cache.load(key) is not None:
         return
     thread = ThreadPoolExecutor(1, "kog-compiler")
-    _begun[place] = thread.submit(_compile, text, source, compiler, place)
+    _begun[key] = thread.submit(_compile, text, source, compiler, key)
     thread.shutdown(wait=False)  # it still does this, and Python waits for it as it ends
 
 
 def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") -> bytes:
     """A source of this folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""
-    text, compiler, place = _place(header, source, compiler)
-    begun = _begun.get(place)
+    text, compiler, key = _named(header, source, compiler)
+    begun = _begun.get(key)
     if begun is not None:
         try:
             return begun.result()
         finally:
             if begun.done():  # it is not where Ctrl-C ended the wait
-                _begun.pop(place, None)
-    if place.exists():
-        return place.read_bytes()
-    return _compile(text, source, compiler, place)
+                _begun.pop(key, None)
+    kept = kernel_cache.load(key)
+    return _compile(text, source, compiler, key) if kept is None else kept
 
 
-def _place(header: str, source: str, compiler: str = "") -> tuple[str, str, Path]:
-    """The text, its compiler, and where what that makes of it is kept."""
+def _named(header: str, source: str, compiler: str = "") -> tuple[str, str, str]:
+    """The text, its compiler, and the key under which what that makes of it is kept."""
     compiler = compiler or compiler_name()
     text = header + (FOLDER / source).read_text()
-    return text, compiler, cache_folder() / f"{_key(text, compiler)}.cubin"
+    return text, compiler, _key(text, compiler)
 
 
-def _compile(text: str, source: str, compiler: str, place: Path) -> bytes:
+def _compile(text: str, source: str, compiler: str, key: str) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
     cubin = (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source)
     log.info("compiled %s in %.1f s", source, time.perf_counter() - begun)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-        file.write(cubin)
-    os.replace(file.name, place)
+    kernel_cache.keep(key, cubin)
     return cubin
 
 

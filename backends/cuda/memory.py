@@ -181,10 +181,10 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:
-    """The rank's weight arena, uint8: chunk i of all blocks side by side, each block's stream in order."""
+    """The rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order."""
     schedule, dtype = lo.schedule, embed.dtype
-    chunk = lo.chunk_bytes // 2
-    arena = embed.new_zeros((lo.stream_chunks(), lo.num_blocks, chunk), dtype=torch.int16)
+    values = lo.ring_slot_bytes // 2
+    arena = embed.new_zeros((lo.stream_ring_slots(), lo.num_blocks, values), dtype=torch.int16)
     cursors = np.zeros(lo.num_blocks, np.int64)
     for segment in schedule.segments:
         for layer in range(segment.repeat):
@@ -217,14 +217,14 @@ def _place(
         if not units:
             continue
         packed = pack_blocks(lo, stage, layer, blocks, 0, w[shard])
-        chunks = packed.shape[1]
-        at = cursors[blocks][:, None] + np.arange(chunks)
+        slots = packed.shape[1]
+        at = cursors[blocks][:, None] + np.arange(slots)
         index = (
             torch.from_numpy(at).to(arena.device),
             torch.tensor(blocks, device=arena.device)[:, None],
         )
-        arena[index] = packed.reshape(len(blocks), chunks, -1)
-        cursors[blocks] += chunks
+        arena[index] = packed.reshape(len(blocks), slots, -1)
+        cursors[blocks] += slots
 
 
 def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:

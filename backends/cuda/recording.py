@@ -69,7 +69,7 @@ def _recording(
         spans=tuple(spans),
         ticks=ticks[:, :, :, rows, points],
         weight_ticks=words & LOW_HALF,
-        chunks_asked=words >> 32,
+        ring_slots_asked=words >> 32,
         clocks=clocks,
         stage_bytes=stage_bytes(layout),
         plain_step_ns=plain_step_ns,

@@ -36,9 +36,9 @@ class StageRunner:
             what went wrong; its seconds
     """
 
-    def __init__(self, layout: Layout, memory: Memory, launch: Launch, wait_ticks: int) -> None:
+    def __init__(self, layout: Layout, memory: Memory, launch: Launch, wait_ns: int) -> None:
         self.layout, self.memory, self._launch = layout, memory, launch
-        self._limit = wait_ticks
+        self._limit = wait_ns
         self._before: Before = lambda: None
         self.seconds: list[float] = []  # of every launch of the last `run`
         self.schedule, self.spec = layout.lowering.schedule, layout.lowering.schedule.spec

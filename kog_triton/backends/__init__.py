@@ -99,7 +99,8 @@ class WeightSource(Protocol):
 class Backend(Protocol):
     """`spec` is the model as it runs: its dtypes are what a step reads, whatever the checkpoint stores.
 
-    `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
+    A class whose `runs_narrow` is true runs checkpoints with narrow weights (`ModelSpec.narrow`); where the attribute
+    is missing or false, they are refused. `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
     """
 
     name: str
@@ -150,6 +151,22 @@ class BackgroundCompiler(Protocol):
     def settle(self) -> None:
         """Wait for those that were begun."""
         ...
+
+
+def why_not_narrow(backend: type, spec: ModelSpec) -> str:
+    """Why a backend does not run a model's narrow weights, "" if it does."""
+    if not spec.narrow or getattr(backend, "runs_narrow", False):
+        return ""
+    return f"it does not read {spec.narrow_formats} weights yet"
+
+
+def refuse_narrow(backend: type, spec: ModelSpec) -> None:
+    """DeviceError for a backend that does not run the model's narrow weights: none unpacks them in silence."""
+    if reason := why_not_narrow(backend, spec):
+        name = getattr(backend, "name", backend.__name__)
+        raise DeviceError(
+            f"backend {name} cannot run this checkpoint: {reason}; choose --backend reference"
+        )
 
 
 def backend_names() -> list[str]:

@@ -6,8 +6,15 @@ four known ones are listed even if they are not installed, with how to install t
 
 from dataclasses import dataclass
 
-from kog_triton.backends import Backend, backend_names, find_backend
+from kog_triton.backends import (
+    Backend,
+    backend_names,
+    find_backend,
+    refuse_narrow,
+    why_not_narrow,
+)
 from kog_triton.errors import DeviceError, RequestError
+from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import GPUS, find_gpu
 
 KNOWN = ("cuda", "triton", "hip", "reference")
@@ -68,22 +75,24 @@ def survey() -> list[Candidate]:
     return [look_at(name) for name in known_names()]
 
 
-def choose(name: str, device: str = "") -> Choice:
-    """The backend behind a name or "auto".
+def choose(name: str, device: str = "", spec: ModelSpec | None = None) -> Choice:
+    """The backend behind a name or "auto"; for `spec`, if the model is known by now.
 
-    "auto" takes the first of AUTO_ORDER that serves the kind of device and can run here. A name
-    that is not known raises RequestError; one that cannot run here, DeviceError with its reason and
-    what to do.
+    "auto" takes the first of AUTO_ORDER that serves the kind of device, can run here and runs the model's weights. A
+    name that is not known raises RequestError; one that cannot run here, DeviceError with its reason and what to do.
     """
     if name == "auto":
-        return _first_available(device)
+        return _first_available(device, spec)
     if name not in known_names():
         raise RequestError(f"no backend named {name!r}: have auto, {', '.join(known_names())}")
     seen = look_at(name)
     if not seen.available:
         advice = f"; {seen.advice}" if seen.advice else ""
         raise DeviceError(f"backend {name} cannot run here: {seen.reason}{advice}")
-    return Choice(find_backend(name), name, "asked for")
+    backend = find_backend(name)
+    if spec is not None:
+        refuse_narrow(backend, spec)
+    return Choice(backend, name, "asked for")
 
 
 def serves(name: str, device: str) -> bool:
@@ -92,7 +101,7 @@ def serves(name: str, device: str) -> bool:
     return vendor not in OTHER_DEVICES.get(name, ())
 
 
-def _first_available(device: str) -> Choice:
+def _first_available(device: str, spec: ModelSpec | None) -> Choice:
     passed_over: list[str] = []
     for name in AUTO_ORDER:
         if not serves(name, device):
@@ -100,7 +109,12 @@ def _first_available(device: str) -> Choice:
             continue
         seen = look_at(name)
         if seen.available:
-            return Choice(find_backend(name), name, "; ".join(passed_over) or "the fastest")
+            backend = find_backend(name)
+            narrow = why_not_narrow(backend, spec) if spec is not None else ""
+            if not narrow:
+                return Choice(backend, name, "; ".join(passed_over) or "the fastest")
+            passed_over.append(f"{name}: {narrow}")
+            continue
         passed_over.append(f"{name}: {seen.reason}")
     raise DeviceError(
         f"no backend can run here ({'; '.join(passed_over)}): see `kog doctor` for what to install"

@@ -9,6 +9,8 @@ run in its own thread: every operation below is one of Python's atomic ones, so 
 lock. What a GPU's kernel writes is brought here by the backend (serving.py).
 """
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_triton.backends.pace import nap_until
 from kog_triton.sampling.params import SamplingParams
 
 MaskHook = Callable[[Sequence[int]], "np.ndarray | None"]
@@ -91,6 +94,11 @@ class Inbox:
         Empty also when the reader was woken for another reason.
         """
         found: list[Step | Failure | None] = []
+        begun = time.perf_counter()
+        if timeout != 0:
+            nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
+        if timeout is not None:
+            timeout = max(timeout - (time.perf_counter() - begun), 0.0)
         try:
             found.append(self._steps.get(timeout=timeout))
             while True:
@@ -111,6 +119,9 @@ class Mailbox:
     _inboxes: dict[int, Inbox] = field(default_factory=dict)
     yielding: bool = False
     closed: bool = False
+    beats: int = (
+        0  # another number whenever the backend was seen to go on: a step, or a piece of a prompt
+    )
     resumed: dict[int, Any] = field(default_factory=dict)  # slot -> what a backend left on yield
 
     # ---- host side ----

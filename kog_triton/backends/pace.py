@@ -6,17 +6,21 @@ the caller's thread needs to get the token, and one that misses its chance waits
 
 A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
 caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
+
+The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep.
+What each of these gave beside an H200: benchmarks/cuda-log.md#arrivals.
 """
 
 import ctypes
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PR_SET_TIMERSLACK = 29
-EARLY = 0.2  # of a step: the host wakes so much before the next token is due
+PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
+EARLY = 0.5  # of a step: the host wakes so much before the next token is due
 GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time
@@ -24,6 +28,9 @@ COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that o
 AGAIN_S = 20e-6  # after a token: those of other requests may be on their way
 LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
 ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
+NAP_S = 50e-6  # of a caller between looks
+NAPPING_S = 2e-3  # for so long; a later wake matters less to slower tokens
+MOST_NAPPING = 2  # threads at once: each look takes Python's lock from all others
 
 
 class Pace:
@@ -61,15 +68,34 @@ class Pace:
                 now = time.perf_counter()
 
 
+_napping = threading.Semaphore(MOST_NAPPING)
+
+
+def nap_until(news: Callable[[], bool], timeout: float) -> None:
+    """Look often until there is news, up to `timeout` seconds or NAPPING_S; not at all while others do."""
+    if news() or not _napping.acquire(blocking=False):
+        return
+    try:
+        with exact_sleeps():
+            until = time.perf_counter() + min(timeout, NAPPING_S)
+            while not news() and time.perf_counter() < until:
+                time.sleep(NAP_S)
+    finally:
+        _napping.release()
+
+
 @contextmanager
 def exact_sleeps() -> Iterator[None]:
     """Inside, Linux does not round this thread's sleeps up, to wake it together with others."""
-    if sys.platform != "linux":
+    if _prctl is None:
         yield
         return
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    before = _prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+    _prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         yield
     finally:
-        prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0)  # the thread's default
+        _prctl(PR_SET_TIMERSLACK, before, 0, 0, 0)
+
+
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -32,7 +32,7 @@ class Recording:
     spans: tuple[Span, ...]  # of one token, in the order of the walk
     ticks: np.ndarray  # int64 [tokens, blocks, warps, spans]: when each span ended
     weight_ticks: np.ndarray  # int64, the same shape: what the warp had waited for weights by then
-    chunks_asked: np.ndarray  # int64, the same shape: what its block had asked for by then
+    ring_slots_asked: np.ndarray  # int64, the same shape: what its block had asked for by then
     # int64 [tokens + 1, blocks, 2]: ticks and nanoseconds as each token begins, and as the launch ends
     clocks: np.ndarray
     stage_bytes: Mapping[str, float]  # weights that all blocks read in one run of a span, by name

@@ -33,7 +33,7 @@ from kog_triton.schedule.topology import GPUS, VENDORS
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
 # Below this, waking a second thread costs more than it brings: the demo (36 MB) decodes 1.5 times as
-# fast with one thread as with two on a two-core CPU (benchmarks/README.md).
+# fast with one thread as with two on a two-core CPU (benchmarks/README.md#demo-on-a-cpu).
 ONE_THREAD_BYTES = 128 << 20
 
 
@@ -44,6 +44,7 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new
 
 class ReferenceBackend:
     name = "reference"
+    runs_narrow = True  # by their values in float32
     num_devices = 1  # ranks and lanes share one process and one device
 
     @classmethod
@@ -54,7 +55,7 @@ class ReferenceBackend:
         if options.prefill == "library":
             raise DeviceError("the reference backend has one prefill: leave --prefill at auto")
         stored = DTYPES["fp32" if options.dtype == "auto" else options.dtype]
-        self.spec = weights.spec.replace(dtype=stored, kv_dtype=DType.F32)
+        self.spec = weights.spec.replace(dtype=stored, kv_dtype=DType.F32, narrow=())
         self.options = options
         self.device = _device(options.device)
         self.gpu = gpu_of(self.device)

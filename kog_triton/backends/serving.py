@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
@@ -34,7 +35,7 @@ from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
 # Positions of a prompt that one launch scores, in which the host is not heard: 40 to 220 ms of models of 1B to 8B on
-# the CUDA backend, at 0.6 to 3.5 ms a token (README.md). Their logits are 38 MB of 150,000 float32.
+# the CUDA backend, at 0.6 to 3.5 ms a token (benchmarks/RESULTS.md). Their logits are 38 MB of 150,000 float32.
 SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
@@ -79,6 +80,7 @@ class Serving(ABC, Generic[R]):
             if not self.running:
                 return
             self.advance()
+            mailbox.beats += 1
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
         """What goes wrong is the error of this slot's request alone."""
@@ -208,9 +210,9 @@ class Launcher(Protocol):
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(self, launcher: Launcher, mailbox: Mailbox) -> None:
+    def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue) -> None:
         super().__init__(mailbox)
-        self._launcher = launcher
+        self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
 
@@ -221,15 +223,17 @@ class LaunchServing(Serving[InSlot]):
     def begin(self, request: Request) -> InSlot:
         one = InSlot(request, request.cached)
         if request.prompt_logprobs is None:
-            self._enter(one)
+            with self._queue.first():
+                self._enter(one)
         return one
 
     def advance(self) -> None:
         """A piece of a prompt that is to be scored, or else a launch."""
-        for slot, one in self.running.items():
-            if one.words is None:
-                return self.attempt(slot, partial(self._score_piece, one))
-        self._launch()
+        with self._queue.first():
+            for slot, one in self.running.items():
+                if one.words is None:
+                    return self.attempt(slot, partial(self._score_piece, one))
+            self._launch()
 
     def _enter(self, one: InSlot) -> None:
         one.position = self._launcher.admit(one.request)
@@ -252,14 +256,15 @@ class LaunchServing(Serving[InSlot]):
         launcher = self._launcher
         before = reached(launcher.device)
         self._leaving = False
-        launch = launcher.launch(self.running)
+        launch, begun = launcher.launch(self.running), time.monotonic()
         heart, pace = Heart(before, launch.ended), Pace()
         self._heart = heart
         try:
             while not launch.ended():
-                heart.listen(launcher.steps())
+                if heart.listen(launcher.steps()):
+                    self.mailbox.beats += 1
                 told = self.poll()
-                if launch.outdated():
+                if launch.outdated() or self._queue.over(time.monotonic() - begun):
                     self._leave()
                 ends = self._leaving or any(slot not in self.running for slot in launch.slots)
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())
@@ -371,8 +376,10 @@ class LaunchServing(Serving[InSlot]):
         result = launch.settle()
         still = [self.running[slot] for slot in launch.slots if slot in self.running]
         error: Exception | None = result.error
+        # Of blocks that wait for a mask, and for each other meanwhile, the one whose time is up first says for what.
+        late = isinstance(error, LateMask) or (error and any(one.error for one in still))
         # Of a launch that made nothing, the masks were there when it began. Another one would make nothing for ever.
-        if isinstance(error, LateMask) and (
+        if late and (
             len(still) < len(launch.slots)
             or any(result.positions[one.request.slot] > one.position for one in still)
         ):

@@ -50,15 +50,18 @@ class Heart:
         """The host has not listened for a while."""
         self._since = time.monotonic()
 
-    def listen(self, steps: int) -> None:
+    def listen(self, steps: int) -> bool:
+        """Whether the launch has gone on since the last call, or has not begun; Stalled if it fell silent."""
         if steps != self._steps or not self._begun():
             self._steps, self._since = steps, time.monotonic()
-        elif time.monotonic() - self._since > SILENCE_S:
+            return True
+        if time.monotonic() - self._since > SILENCE_S:
             raise Stalled(
                 f"the GPU has not finished a step in {SILENCE_S:.0f} s: open a new LLM or, if that is "
                 "refused, start a new process; the driver's log may say why",
                 self._ended,
             )
+        return False
 
 
 _lock = threading.Lock()

@@ -4,7 +4,7 @@
                   ├ check          is the text right, against the fp32 reference
                   ├ timing         rounds, medians, percentiles
                   ├ machine, bandwidth, trace                 where it ran, and what that can do
-                  └ record ─ show, table                      JSON; a table for people; the README's
+                  └ record ─ show, table                      JSON; a table for people; RESULTS.md
         ├ concurrency   several requests at a time, over one
         ├ stages        each stage of one step alone, through run_stage
         └ startup ─ one_start     from nothing to a token

@@ -128,7 +128,12 @@ def build_parser() -> Parser:
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument(
-        "--readme", type=Path, metavar="FILE", help="write it between the markers of this file"
+        "--into",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="write between the markers of these files: <!-- results --> all, <!-- headline --> eight rows",
     )
     return parser
 

@@ -6,7 +6,7 @@
     concurrency  several requests at a time, over one
     stages    each stage alone, against the roofline of its own bytes
     startup   from nothing to a token, in fresh processes
-    table     the results that were kept, as the README's table
+    table     the results that were kept, as tables in Markdown
 
 The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
 wrong or a target not met. Of decode, prefill and compare Ctrl-C and SIGTERM end the rounds: those that
@@ -239,13 +239,13 @@ def _body(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     if args.kind == "table":
-        from kog_triton.bench.table import read_results, table, write_between
+        from kog_triton.bench.table import read_results, table, write_tables
 
-        text = table(read_results(args.results))
-        if args.readme:
-            write_between(args.readme, text)
-        else:
-            print(text)
+        records = read_results(args.results)
+        for file in args.into:
+            write_tables(file, records)
+        if not args.into:
+            print(table(records))
         return 0
     failures = []
     for one in each_depth(args):

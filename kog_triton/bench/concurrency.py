@@ -52,7 +52,7 @@ def _rows(
     """A row a number of requests, or one that says what is wrong."""
     most = max(task.requests)
     options = BackendOptions(
-        max_context=task.prompt_tokens + task.tokens,
+        max_context=task.room(task.prompt_tokens + task.tokens),
         num_gpus=task.num_gpus,
         device=task.device_word,
         num_slots=most,
@@ -66,11 +66,12 @@ def _rows(
         say("the reference's logits")
         judge = Judge(
             open_oracle(task.model.weights, replace(options, num_slots=1)),
+            task.judged_ids(),
             prompts[0],
             task.tokens,
         )
         try:
-            check = asdict(judge.examine(engine))
+            check = asdict(judge.examine(engine, task.kl_limit(judge, say)))
         finally:
             judge.close()
         common = {"check": check, "load_s": load_s, "version": engine.version}

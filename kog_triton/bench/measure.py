@@ -19,6 +19,7 @@ from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.engines import GREEDY, BackendUnderTest, EngineUnderTest, Run, Sampling
+from kog_triton.bench.kl_limit import PEER
 from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
@@ -45,7 +46,7 @@ class Task(Common):
 
     @property
     def max_context(self) -> int:
-        return self.prompt_tokens + self.tokens
+        return self.room(self.prompt_tokens + self.tokens)
 
     def options(self) -> BackendOptions:
         return BackendOptions(
@@ -135,8 +136,9 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
         return
     say("the reference's logits")
     reference = open_oracle(task.model.weights, task.options())
-    judge = Judge(reference, prompt, task.tokens)
+    judge = Judge(reference, task.judged_ids(), prompt, task.tokens)
     try:
+        limit = task.kl_limit(judge, say)
         for entry in entries:
             if entry.engine is None:
                 continue
@@ -145,7 +147,8 @@ def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> No
                 continue
             say(f"check {entry.row['name']}")
             with _guard(entry):
-                entry.row["check"] = asdict(judge.examine(entry.engine, entry.row["kind"]))
+                most = limit if entry.row["kind"] == "backend" else PEER
+                entry.row["check"] = asdict(judge.examine(entry.engine, most))
             if entry.engine and not entry.row["check"]["passed"]:
                 entry.row |= {"status": "wrong", "note": "its text is wrong: not timed"}
                 _close(entry)

@@ -77,7 +77,7 @@ class Retyped:
     """A `WeightSource` whose weights are those of another in a type of ours."""
 
     def __init__(self, weights: WeightSource, dtype: DType) -> None:
-        self.spec = weights.spec.replace(dtype=dtype)
+        self.spec = weights.spec.replace(dtype=dtype, narrow=())
         self._weights = weights
 
     def load(self, name: str) -> torch.Tensor:

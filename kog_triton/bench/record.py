@@ -1,8 +1,9 @@
 """The JSON of one run, as result.schema.json describes it, and where results are kept.
 
-benchmarks/results/<gpu>/<date>-<name>.json
+benchmarks/results/<gpu>/<date>-<name>.json, or .json.gz where raw samples make it long: `zcat` shows it.
 """
 
+import gzip
 import json
 import re
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from kog_triton.errors import KogError, RequestError
 
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
+LONG = 64 << 10  # bytes of text from which on a kept record is compressed, to a fifth
 
 
 MOST_NOTE = 300  # characters
@@ -72,15 +74,31 @@ def target_of(rows: list[dict[str, Any]], tps: float | None) -> dict[str, Any] |
     return {"tokens_per_s": tps, "reached": reached, "by": by, "met": reached >= tps}
 
 
-def write(record: dict[str, Any], file: Path) -> None:
+def text_of(record: dict[str, Any]) -> str:
     """One line a leaf list, so that raw samples do not bury the rest."""
     text = json.dumps(record, indent=2, allow_nan=False)
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda m: " ".join(m[0].split()), text)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
+
+
+def write(record: dict[str, Any], file: Path) -> None:
+    """RequestError where that fails."""
+    data = text_of(record).encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
+        file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
     except OSError as error:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Of every record below a folder, in the order of their names."""
+    return sorted([*folder.rglob("*.json"), *folder.rglob("*.json.gz")])
+
+
+def read(file: Path) -> Any:
+    """What a record holds; OSError or ValueError if it is none."""
+    data = file.read_bytes()
+    return json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
 
 
 def check_name(name: str) -> None:
@@ -94,4 +112,5 @@ def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Pat
     check_name(name)
     gpu = (record["machine"]["gpu"] or "cpu").lower()
     gpu = re.sub(r"[^a-z0-9]+", "-", gpu.removeprefix("nvidia ").removeprefix("amd "))
-    return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.json"
+    kind = "json.gz" if len(text_of(record)) > LONG else "json"
+    return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.{kind}"

@@ -1,23 +1,44 @@
-"""The README's table of results, generated from benchmarks/results alone.
+"""The tables of results, generated from benchmarks/results alone.
 
-`table(read_results(folder))` gives the Markdown that stands between MARKERS; a test compares. Of
-several files of one GPU, model, test and number of GPUs the newest counts. Rows say what qualifies them:
-a GPU that was held back, and a text that was judged after fewer tokens than were timed. Of several
-requests at a time tokens/s are those of all; starts stand below the table.
+`table(read_results(folder))` gives every row, `headline` the README's eight; `write_tables` puts them between the
+markers of a file, and a test compares. Of several files of one GPU, model, test and number of GPUs the newest counts.
+Rows say what qualifies them: a GPU that was held back, and a text that was judged after fewer tokens than were timed.
+Of several requests at a time tokens/s are those of all; starts stand below the table.
 """
 
-import json
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kog_triton.bench.record import SCHEMA
+from kog_triton.bench.record import SCHEMA, read, record_files
 from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
-MARKERS = ("<!-- results -->", "<!-- /results -->")
+# Of benchmarks/ itself: kept beside, no rows of these tables.
+OTHER_SCHEMAS = ("kog_triton.micro/1", "kog_triton.formats/1")
 KINDS = ("decode", "compare", "prefill", "concurrency", "startup")
 NAMES = ("GPU", "model", "test", "engine", "tokens/s", "p50 / p99 us", "TTFT ms", "MBU", "text")
+# What the README shows, in its order: GPU, model, test, and the engine's name in its record. Peers of other models are
+# in its picture (benchmarks/picture.py).
+HEADLINE = (
+    ("H200", "llama-3.2-1b bf16", "tg256 @ d32", "cuda"),
+    ("H200", "llama-3.2-1b bf16", "tg256 @ d32", "triton"),
+    ("H200", "llama-3.2-1b bf16", "tg256 @ d32", "transformers-tuned"),
+    ("H200", "llama-3.2-1b bf16", "tg256 @ d32, temperature 0.7, top-p 0.95", "cuda"),
+    ("H200", "llama-3.2-1b bf16", "tg128 @ d32768", "cuda"),
+    ("H200", "llama-3.2-1b bf16", "8 x tg128 @ d32", "cuda"),
+    ("H200", "laneformer-2b f16", "tg256 @ d32", "cuda"),
+    ("H200", "qwen3-8b bf16", "tg256 @ d32", "cuda"),
+)
+
+
+class Line(NamedTuple):
+    """A row of a table: where it belongs, its cells, and what held its GPU back, "" if nothing did."""
+
+    place: tuple[str, str, str, str]  # GPU, model, test, the engine's name in the record
+    cells: tuple[str, ...]  # from the engine on
+    held_back: str
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -25,12 +46,15 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder: kog bench table --results DIR names another")
     records = []
-    for file in sorted(folder.rglob("*.json")):
+    for file in record_files(folder):
         try:
-            record = json.loads(file.read_text())
+            record = read(file)
             known = record["schema"] == SCHEMA
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            other = record["schema"] in OTHER_SCHEMAS
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{file}: not a record of kog bench") from error
+        if other:
+            continue
         if not known:
             raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
         try:
@@ -43,57 +67,102 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The newest record of each (GPU, model, test, number of GPUs), fastest engine first."""
-    newest = {_key(record): record for record in records}
+    """The newest record of each (GPU, model, test, number of GPUs), fastest engine first, and what stands below."""
+    newest = newest_of(records)
     if not newest:
         return "No results are kept yet."
-    lines = ["| " + " | ".join(NAMES) + " |", "| " + " | ".join("---" for _ in NAMES) + " |"]
     below = []
-    limits: list[str] = []  # what held a GPU back, in the order of their marks
-    for key in sorted(newest):
-        record, rows, why = newest[key], newest[key]["rows"], _held_back(newest[key])
+    for key, record in newest.items():
         if record["kind"] == "startup":
-            below += _starts(key, rows)
+            below += _starts(key, record["rows"])
             continue
-        if why and why not in limits:
-            limits.append(why)
-        mark = f" [{limits.index(why) + 1}]" if why else ""
-        depth = record["test"]["prompt_tokens"]
-        for row in sorted(filter(_is_timed, rows), key=_order):
+        rest = [
+            f"{row['name']} ({row['status']}: {row['note']})"
+            for row in record["rows"]
+            if not is_timed(row)
+        ]
+        if rest:
+            below.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
+    return "\n".join([_rendered(list(_lines(newest))), *(f"\n{line}" for line in below)])
+
+
+def headline(records: list[dict[str, Any]]) -> str:
+    """The rows that HEADLINE names, in its order; one of which nothing is kept is left out."""
+    lines = {line.place: line for line in _lines(newest_of(records))}
+    return _rendered([lines[place] for place in HEADLINE if place in lines])
+
+
+TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {"results": table, "headline": headline}
+
+
+def newest_of(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Of records, oldest first: the newest of each (GPU, model, test), in their order."""
+    newest = {_key(record): record for record in records}
+    return {key: newest[key] for key in sorted(newest)}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines of a file between which a table of TABLES stands."""
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
+
+
+def between(text: str, name: str = "results") -> str | None:
+    """What stands between the markers of a text; None if they are not there."""
+    first, last = markers(name)
+    start, end = text.find(first), text.find(last)
+    return text[start + len(first) : end].strip() if 0 <= start < end else None
+
+
+def write_tables(file: Path, records: list[dict[str, Any]]) -> None:
+    """Write each table of TABLES between its markers of a file; RequestError if it has none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be read: {error.strerror}") from error
+    there = [name for name in TABLES if between(text, name) is not None]
+    if not there:
+        lines = " or ".join(" and ".join(markers(name)) for name in TABLES)
+        raise RequestError(f"{file}: the lines {lines} are missing")
+    for name in there:
+        first, last = markers(name)
+        head, tail = text.split(first, 1)[0], text.split(last, 1)[1]
+        text = f"{head}{first}\n{TABLES[name](records)}\n{last}{tail}"
+    write_text(file, text)
+
+
+def _lines(newest: dict[tuple[str, str, str], dict[str, Any]]) -> Iterator[Line]:
+    """Every timed row: fewer requests first, then what is faster."""
+    for key, record in newest.items():
+        if record["kind"] == "startup":
+            continue
+        why, depth = _held_back(record), record["test"]["prompt_tokens"]
+        for row in sorted(filter(is_timed, record["rows"]), key=_order):
             test = key[2]
             if record["kind"] == "concurrency":
                 if row["requests"] == 1:
                     continue  # another record's row, which has more tokens
                 test = f"{row['requests']} x {test.partition(' x ')[2]}"
-            lines.append("| " + " | ".join((*key[:2], test, *_cells(row, depth, mark))) + " |")
-        rest = [
-            f"{row['name']} ({row['status']}: {row['note']})" for row in rows if not _is_timed(row)
-        ]
-        if rest:
-            below.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
+            yield Line((*key[:2], test, row["name"]), _cells(row, depth), why)
+
+
+def _rendered(lines: list[Line]) -> str:
+    """Markdown: a table, and below it what held back the GPU of rows with a mark."""
+    out = ["| " + " | ".join(NAMES) + " |", "| " + " | ".join("---" for _ in NAMES) + " |"]
+    limits: list[str] = []  # what held a GPU back, in the order of their marks
+    for line in lines:
+        cells = list(line.cells)
+        if line.held_back:
+            if line.held_back not in limits:
+                limits.append(line.held_back)
+            # behind the figure that was timed: tokens/s, of a prompt alone its time
+            timed = 3 if cells[1] == "-" else 1
+            cells[timed] += f" [{limits.index(line.held_back) + 1}]"
+        out.append("| " + " | ".join((*line.place[:3], *cells)) + " |")
     notes = [
-        f"[{n}] The GPU was held back while the rows with this mark were timed: {why}."
+        f"\n[{n}] The GPU was held back while the rows with this mark were timed: {why}."
         for n, why in enumerate(limits, 1)
     ]
-    return "\n".join([*lines, *(f"\n{line}" for line in notes + below)])
-
-
-def between(text: str) -> str | None:
-    """What stands between the markers of a text; None if they are not there."""
-    start, end = text.find(MARKERS[0]), text.find(MARKERS[1])
-    return text[start + len(MARKERS[0]) : end].strip() if 0 <= start < end else None
-
-
-def write_between(file: Path, inside: str) -> None:
-    """Replace what stands between the markers of a file; RequestError if it has none."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be read: {error.strerror}") from error
-    if between(text) is None:
-        raise RequestError(f"{file}: the lines {MARKERS[0]} and {MARKERS[1]} are missing")
-    head, tail = text.split(MARKERS[0], 1)[0], text.split(MARKERS[1], 1)[1]
-    write_text(file, f"{head}{MARKERS[0]}\n{inside}\n{MARKERS[1]}{tail}")
+    return "\n".join(out + notes)
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str]:
@@ -105,7 +174,7 @@ def _key(record: dict[str, Any]) -> tuple[str, str, str]:
     return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, name
 
 
-def _is_timed(row: dict[str, Any]) -> bool:
+def is_timed(row: dict[str, Any]) -> bool:
     return bool(row["host"]) or row["ttft_us"] is not None
 
 
@@ -136,8 +205,8 @@ def _held_back(record: dict[str, Any]) -> str:
     return ", ".join(why for why in whys if not any(w.startswith(f"{why} for ") for w in whys))
 
 
-def _cells(row: dict[str, Any], depth: int, mark: str) -> tuple[str, ...]:
-    """Of a row whose prompt has `depth` tokens; `mark` follows its tokens/s."""
+def _cells(row: dict[str, Any], depth: int) -> tuple[str, ...]:
+    """Of a row whose prompt has `depth` tokens."""
     host, check = row["host"], row["check"]
     mbu = row["floor"]["measured_mbu"] if host else None  # of a prompt it says how little is read
     text = f"top-1 {check['top1']:.3f}, KL {check['kl_mean']:.0e}" if check else "not checked"
@@ -148,9 +217,9 @@ def _cells(row: dict[str, Any], depth: int, mark: str) -> tuple[str, ...]:
     name = f"**{row['name']}**" if row["kind"] == "backend" else row["version"] or row["name"]
     return (
         name if row["dtype"] != "f32" else f"{name}, f32",
-        f"{host['tokens_per_s']:,.0f}{mark}" if host else "-",
+        f"{host['tokens_per_s']:,.0f}" if host else "-",
         f"{host['itl_p50_us']:,.0f} / {host['itl_p99_us']:,.0f}" if host else "-",
-        f"{row['ttft_us'] / 1e3:,.1f}{'' if host else mark}",
+        f"{row['ttft_us'] / 1e3:,.1f}",
         "-" if mbu is None else f"{mbu:.0%}",
         text,
     )

@@ -9,6 +9,8 @@ import torch
 from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
+from kog_triton.bench.check import CHECK_POSITIONS, Judge
+from kog_triton.bench.kl_limit import kl_limit
 from kog_triton.bench.model import Model
 from kog_triton.bench.record import make_row, note_of
 
@@ -27,6 +29,21 @@ class Common:
     rounds: int
     warmup: int
     backends: Sequence[Choice]
+
+    def judged_ids(self) -> list[int]:
+        """Of the positions whose logits are compared, however short the prompts are that are timed."""
+        return self.model.prompt(min(CHECK_POSITIONS, self.model.weights.spec.max_context))
+
+    def room(self, positions: int) -> int:
+        """Positions that an engine is opened with: those that are timed and those that are judged."""
+        return max(positions, len(self.judged_ids()))
+
+    def kl_limit(self, judge: Judge, say: Say) -> float:
+        """Of our backends, by what transformers make of the same weights in bf16."""
+        say("transformers' logits")
+        limit = kl_limit(self.model.weights, self.device, self.judged_ids(), judge.logits)
+        say(f"KL of our backends: at most {limit.backend:.1e}, {limit.reason}")
+        return limit.backend
 
     def read_bandwidth(self, say: Say) -> dict[str, Any]:
         """What memory gives on this machine now, beside the datasheet's figure of a GPU that is known."""

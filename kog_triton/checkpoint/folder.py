@@ -4,25 +4,33 @@
     checkpoint.load("layers.3.q_proj")        # torch.Tensor [1, rows, cols], as `spec.shapes` says
 
 Opening checks the name, shape and dtype of every tensor against the spec, from the headers alone; a
-checkpoint that opens loads. Weights are read one tensor at a time.
+checkpoint that opens loads, but for narrow weights whose values contradict their format. Weights are read one tensor
+at a time. A narrow weight (FP8, int8, int4, MXFP4; formats/ and gguf/) is in `spec.narrow`: `narrow` gives its codes
+and scales, `load` its values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kog_triton.checkpoint.hub import model_folder
+from kog_triton.checkpoint.formats import FIELD, Files, Found, Module, Scheme, read_scheme
+from kog_triton.checkpoint.gguf.config import gguf_config, gguf_sources
+from kog_triton.checkpoint.gguf.file import Directory
+from kog_triton.checkpoint.gguf.tensors import GgufTensors
+from kog_triton.checkpoint.hub import gguf_file, model_folder
+from kog_triton.checkpoint.narrow import NarrowTensor
 from kog_triton.checkpoint.tensor_files import StoredTensor, TensorFiles
 from kog_triton.errors import ModelError, shown
 from kog_triton.json_file import read_json
 from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec, sources
-from kog_triton.model.family import HARMLESS_SUFFIXES
+from kog_triton.model.family import HARMLESS_SUFFIXES, Source
 from kog_triton.model.generation import read_generation
 from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.model.weight_format import WeightFormat
 
 _DTYPES = {"F32": DType.F32, "BF16": DType.BF16, "F16": DType.F16}
 _SAMPLED_ROWS = 64
@@ -35,6 +43,7 @@ class Weight:
     stored_name: str
     shape: tuple[int, ...]  # canonical
     interleaved_rope: bool
+    found: Found | None = None  # if it is narrow
 
 
 @dataclass
@@ -43,7 +52,9 @@ class Checkpoint:
 
     `spec.dtype` is what config.json asks for, or, where it does not say, how the embedding is
     stored; `load` returns tensors as they are stored. `generation` holds what
-    generation_config.json gives, see `read_generation`.
+    generation_config.json gives, see `read_generation`. `notes` are lines that a user should read: what the checkpoint
+    asks for and is not done. Of a GGUF file, `folder` is the file, `config` what its metadata say as a config.json, and
+    `metadata` all of them.
     """
 
     folder: Path
@@ -52,18 +63,25 @@ class Checkpoint:
     generation: dict[str, Any]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    _files: TensorFiles = field(repr=False)
+    _files: Files = field(repr=False)
     _weights: dict[str, Weight] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, revision: str | None = None) -> "Checkpoint":
-        """Open a folder, or a model of the hub by its id; ModelError for whatever is wrong."""
+        """Open a folder, a GGUF file, or a model of the hub by its id; ModelError for whatever is wrong."""
+        gguf = gguf_file(path_or_hub_id)
+        if gguf is not None:
+            return cls._open_gguf(gguf)
         folder = model_folder(path_or_hub_id, revision)
         file = folder / "config.json"
         if not file.exists():
             raise ModelError(f"{file}: no such file: pass the folder of a Hugging Face checkpoint")
         config = read_json(file)
-        spec = read_spec(config, str(file))
+        scheme = read_scheme(config, str(file))
+        wide = {k: v for k, v in config.items() if k != FIELD} if scheme else config
+        spec = read_spec(wide, str(file))
         ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}
         says = read_generation(ends, spec.vocab_size, str(file))
         generation: dict[str, Any] = {}
@@ -71,19 +89,42 @@ class Checkpoint:
             file = folder / "generation_config.json"
             generation = read_generation(read_json(file), spec.vocab_size, str(file))
         files = TensorFiles(folder)
-        weights = _match(spec, files, folder)
-        if Config(config).dtype() is None:
+        weights = _match(spec, files, folder, sources(spec), scheme)
+        if Config(config).dtype() is None and weights["embed"].found is None:
             stored = files.stored[weights["embed"].stored_name]
             spec = spec.replace(dtype=_DTYPES[stored.dtype])
         return cls(
             folder=folder,
             config=config,
-            spec=spec,
+            spec=spec.replace(narrow=_narrow(weights)),
             generation=generation,
             eos_token_ids=generation.get("eos_token_id", says.get("eos_token_id", ())),
             bos_token_id=generation.get("bos_token_id", says.get("bos_token_id")),
             _files=files,
             _weights=weights,
+            notes=scheme.notes if scheme else (),
+        )
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> "Checkpoint":
+        directory = Directory(path)
+        files = GgufTensors(directory)
+        config = gguf_config(directory, files)
+        spec = read_spec(config, str(path))
+        says = read_generation(config, spec.vocab_size, str(path))
+        where = gguf_sources(spec, directory.metadata["general.architecture"])
+        weights = _match(spec, files, path, where, files)
+        return cls(
+            folder=path,
+            config=config,
+            spec=spec.replace(narrow=_narrow(weights)),
+            generation={},
+            eos_token_ids=says.get("eos_token_id", ()),
+            bos_token_id=says.get("bos_token_id"),
+            _files=files,
+            _weights=weights,
+            notes=files.notes,
+            metadata=directory.metadata,
         )
 
     def names(self) -> list[str]:
@@ -91,16 +132,38 @@ class Checkpoint:
         return list(self._weights)
 
     def load(self, name: str) -> torch.Tensor:
-        """One weight on the CPU, shaped as in `spec.shapes`, in its stored dtype.
+        """One weight on the CPU, shaped as in `spec.shapes`, in its stored dtype; a narrow one's values in float32.
 
         It may be a view of the mapped file: treat it as read-only. Query and key rows are in
         half-split RoPE order.
         """
+        narrow = self.narrow(name)
+        if narrow is not None:
+            return narrow.unpack()
+        weight = self._weight(name)
+        tensor = self._files.read(weight.stored_name).reshape(weight.shape)
+        return half_split_rows(tensor, self.spec.head_dim) if weight.interleaved_rope else tensor
+
+    def narrow(self, name: str) -> NarrowTensor | None:
+        """One weight as codes and scales, shaped and ordered as `load` gives it; None if it is stored wide."""
+        weight = self._weight(name)
+        if weight.found is None:
+            return None
+        tensor = weight.found.load().reshape(weight.shape)
+        if not weight.interleaved_rope:
+            return tensor
+        rows = torch.arange(weight.shape[-2])[None]
+        return tensor.take_rows(half_split_rows(rows, self.spec.head_dim)[0])
+
+    def forget(self) -> None:
+        """Give back the pages of the files that were read; views of them stay valid."""
+        self._files.forget()
+
+    def _weight(self, name: str) -> Weight:
         weight = self._weights.get(name)
         if weight is None:
             raise ModelError(f"{self.folder}: the model has no weight {shown(name)}")
-        tensor = self._files.read(weight.stored_name).reshape(weight.shape)
-        return half_split_rows(tensor, self.spec.head_dim) if weight.interleaved_rope else tensor
+        return weight
 
 
 def half_split_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -114,12 +177,33 @@ def half_split_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return pairs.transpose(2, 3).reshape(rows.shape)
 
 
-def _match(spec: ModelSpec, files: TensorFiles, folder: Path) -> dict[str, Weight]:
+def interleaved_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of `half_split_rows`."""
+    halves = rows.unflatten(1, (-1, 2, head_dim // 2))
+    return halves.transpose(2, 3).reshape(rows.shape)
+
+
+def _match(
+    spec: ModelSpec,
+    files: Files,
+    folder: Path,
+    where: Mapping[str, Source],
+    scheme: Scheme | None,
+) -> dict[str, Weight]:
     """Find every weight among the stored tensors; refuse the missing, misshapen and left over."""
-    where, unused, weights = sources(spec), set(files.stored), {}
+    unused, weights = set(files.stored), {}
     for name, pattern, layer, shape in _canonical(spec):
         source = where[pattern]
         stored_names = [n.format(layer) for n in source.names]
+        found = _find_narrow(files, scheme, stored_names, shape)
+        if found is not None:
+            if source.interleaved_rope and found.format.group_rows > 1:
+                raise found.module.error(
+                    "its rows share scales, which their RoPE order does not allow"
+                )
+            unused.difference_update(found.module.used)
+            weights[name] = Weight(found.module.name, shape, source.interleaved_rope, found)
+            continue
         stored_name = next((n for n in stored_names if n in files.stored), None)
         if stored_name is None:
             raise ModelError(f"{folder}: tensor {stored_names[0]!r} is missing")
@@ -129,13 +213,29 @@ def _match(spec: ModelSpec, files: TensorFiles, folder: Path) -> dict[str, Weigh
     if spec.tied_embeddings and "lm_head.weight" in unused:
         _check_tied(files, weights["embed"].stored_name)
         unused.discard("lm_head.weight")
-    unknown = sorted(n for n in unused if not n.endswith(HARMLESS_SUFFIXES))
+    harmless = (*HARMLESS_SUFFIXES, *(scheme.harmless if scheme else ()))
+    unknown = sorted(n for n in unused if not n.endswith(harmless))
     if unknown:
         raise ModelError(
             f"{files.stored[unknown[0]].file}: tensor {shown(unknown[0])} is not part of"
             f" a {spec.family} model with this config.json"
         )
     return weights
+
+
+def _find_narrow(
+    files: Files, scheme: Scheme | None, stored_names: list[str], shape: tuple[int, ...]
+) -> Found | None:
+    """The weight in a narrow format, under the first of its names; None if it is a vector or stored wide."""
+    if scheme is None or len(shape) < 2 or not stored_names[0].endswith(".weight"):
+        return None
+    plain = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+    modules = (Module(files, name.removesuffix(".weight"), plain) for name in stored_names)
+    return next((found for m in modules if (found := scheme.find(m)) is not None), None)
+
+
+def _narrow(weights: Mapping[str, Weight]) -> tuple[tuple[str, WeightFormat], ...]:
+    return tuple((name, w.found.format) for name, w in weights.items() if w.found is not None)
 
 
 def _canonical(spec: ModelSpec) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
@@ -165,7 +265,7 @@ def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_tied(files: TensorFiles, embed: str) -> None:
+def _check_tied(files: Files, embed: str) -> None:
     """A tied checkpoint may repeat the embedding as lm_head; sampled rows tell if it does."""
     ours, head = files.stored[embed], files.stored["lm_head.weight"]
     rows = range(0, ours.shape[0], max(1, ours.shape[0] // _SAMPLED_ROWS))

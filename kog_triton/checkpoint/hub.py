@@ -22,8 +22,16 @@ _FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",
+    "additional_chat_templates/*.jinja",
 ]
+
+
+def gguf_file(path_or_hub_id: str | Path) -> Path | None:
+    """The path of a model that is one GGUF file, by its name; None if it is something else."""
+    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id).endswith(".gguf"):
+        return None
+    path = Path(path_or_hub_id).expanduser()
+    return None if path.is_dir() else path
 
 
 def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
@@ -42,7 +50,9 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
             raise ModelError(f"{text} is a local folder: it has no revision {revision!r}")
         return path
     if path.exists():
-        raise ModelError(f"{text} is a file: pass the folder that holds config.json")
+        raise ModelError(
+            f"{text} is a file: pass the folder that holds config.json, or a .gguf file"
+        )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text}: no such folder, and not a hub id of the form org/name")
     return _download(text, revision)

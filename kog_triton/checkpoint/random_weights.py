@@ -13,7 +13,7 @@ import torch
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec
 
-_DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 _SPREAD = 6.0  # aim of the logits' standard deviation: a margin above 4 for narrow models
 
 
@@ -35,7 +35,7 @@ class RandomWeights:
         self.spec = spec
         self._seed = seed
         self._device = torch.device(device)
-        self._dtype = dtype or _DTYPES[spec.dtype]
+        self._dtype = dtype or DTYPES[spec.dtype]
 
     def load(self, name: str) -> torch.Tensor:
         """One weight, shaped as in `spec.shapes`; ModelError if the model has none of that name."""

@@ -57,6 +57,11 @@ class TensorFiles:
         part = self._handles[self.stored[name].file].get_slice(name)
         return torch.cat([part[i : i + 1] for i in indices])
 
+    def forget(self) -> None:
+        """Map the files anew: the pages that were read are given back, once no tensor is a view of them."""
+        for file in self._handles:
+            self._handles[file] = safe_open(file, framework="pt", device="cpu")
+
     def _add(self, file: Path, expected: set[str] | None) -> None:
         """Read one file's header; `expected` is what the index says, None without an index."""
         if not file.is_file():

@@ -40,12 +40,22 @@ def cancel_on_interrupt(generation: Generation) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show(generation: Generation) -> RequestOutput:
-    """Write the text to stdout as it comes; the final output."""
-    with cancel_on_interrupt(generation):
+def show(generation: Generation, end: str) -> RequestOutput:
+    """Write the text to stdout as it comes, and `end` after it; the final output.
+
+    Logs wait from its first sign on: before, a compiler may take long and say so.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cancel_on_interrupt(generation))
+        opened = False
         for delta in generation:
+            if delta.text and not opened:
+                opened = True
+                stack.enter_context(STDERR_LOG.held())
             sys.stdout.write(delta.text)
             sys.stdout.flush()
+        sys.stdout.write(end)
+        sys.stdout.flush()
     return generation.output()
 
 
@@ -65,9 +75,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None, chat: bool, q
             messages.append({"role": "user", "content": line})
             try:
                 prompt: Any = llm.chat_prompt(messages) if chat else line
-                with STDERR_LOG.held():
-                    output = show(llm.stream(prompt, params))
-                    print(flush=True)
+                output = show(llm.stream(prompt, params), end="\n")
             except RequestError as error:
                 messages.pop()
                 print(f"error: {error}", file=sys.stderr)

@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
     """Write tokenizer.json and tokenizer_config.json as transformers reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kog_triton.errors import ModelError
+from kog_triton.model.weight_format import WeightFormat
 
 
 class DType(IntEnum):
@@ -104,6 +105,8 @@ class ModelSpec:
     delay: int = 0  # layers between an output and its arrival at the other lanes
     head: Head = Head.MEAN
     lane_norms: bool = False  # one norm gain a lane instead of one for all
+    # Weights that are stored narrow, by canonical name ("layers.3.q_proj"); the others are `dtype`.
+    narrow: tuple[tuple[str, WeightFormat], ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -220,7 +223,26 @@ class ModelSpec:
     def bytes_per_token(self) -> int:
         """Weight bytes that one decode step must read: every matrix once, one row of the embedding."""
         skipped = 0 if self.tied_embeddings else (self.vocab_size - 1) * self.hidden_size
-        return (self.num_parameters - skipped) * self.dtype.bytes
+        total = (self.num_parameters - skipped) * self.dtype.bytes
+        for name, how in self.narrow:
+            *lanes, rows, cols = self.shapes[pattern_of(name)]
+            if name == "embed" and not self.tied_embeddings:
+                rows = 1
+            saved = rows * cols * self.dtype.bytes - how.bytes(rows, cols)
+            total -= math.prod(lanes) * saved
+        return total
+
+    @property
+    def narrow_formats(self) -> str:
+        """The formats of narrow weights, for people; "" if there are none."""
+        return ", ".join(dict.fromkeys(how.name for _, how in self.narrow))
+
+    def weight_bytes(self, name: str) -> int:
+        """Bytes of one weight by its canonical name, as it is stored."""
+        shape, how = self.shapes[pattern_of(name)], dict(self.narrow).get(name)
+        if how is None:
+            return math.prod(shape) * self.dtype.bytes
+        return math.prod(shape[:-2]) * how.bytes(*shape[-2:])
 
     @property
     def _kv_row_bytes(self) -> int:
@@ -239,3 +261,9 @@ class ModelSpec:
 
     def replace(self, **changes: object) -> "ModelSpec":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def pattern_of(name: str) -> str:
+    """The key of `ModelSpec.shapes` for a canonical name: "layers.{}.q_proj" of "layers.3.q_proj"."""
+    first, _, rest = name.partition(".")
+    return f"layers.{{}}.{rest.partition('.')[2]}" if first == "layers" else name

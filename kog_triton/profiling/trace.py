@@ -1,7 +1,7 @@
 """A recording in the Trace Event Format that Perfetto and Chrome open: a track a block, a slice a span.
 
 Times are microseconds from the first stamp on. A slice's arguments say what the block waited for weights
-within it and how many chunks of its stream it had asked for by its end; waits have a category of
+within it and how many ring slots of its stream it had asked for by its end; waits have a category of
 their own.
 """
 
@@ -21,7 +21,7 @@ PROCESS = 0
 def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[str, Any]:
     """The document; `about` is kept in its metadata."""
     tokens, blocks, _ = line.ends.shape
-    asked = recording.chunks_asked.max(2)
+    asked = recording.ring_slots_asked.max(2)
     events: list[dict[str, Any]] = []
     for block in range(blocks):
         name = {"name": f"block {block}"}
@@ -44,7 +44,7 @@ def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[s
                             "token": token,
                             "layer": "head" if span.layer == HEAD else span.layer,
                             "weight_wait_us": round(line.weights[token, block, i] / 1e3, 3),
-                            "chunks_asked": int(asked[token, block, i]),
+                            "ring_slots_asked": int(asked[token, block, i]),
                         },
                     }
                 )

@@ -71,8 +71,8 @@ def check_lowering(lowering: CudaLowering) -> None:
         )
     check_schedule(lowering.schedule)
     check_partition(lowering)
-    if lowering.ring_chunks < 2 * lowering.window_chunks:
+    if lowering.ring_slots < 2 * lowering.window_slots:
         raise ModelError(
             f"shared memory of {gpu.name}: {lowering.fixed_shared_bytes} bytes beside the ring leave "
-            f"{lowering.ring_chunks} chunks, {2 * lowering.window_chunks} are needed"
+            f"{lowering.ring_slots} ring slots, {2 * lowering.window_slots} are needed"
         )

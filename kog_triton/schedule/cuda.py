@@ -1,8 +1,8 @@
 """The CUDA monokernel's lowering: how blocks and warps cut a stage, and what lies in the weight stream.
 
-Every block reads one stream, front to back, through a ring in shared memory. The stream is a list of
-chunks. A chunk holds `fragments` fragments for each of the 16 warps, the first ones of all warps first, so that of
-a stage's last chunk only what is used is read. A fragment is 8 rows by `frag_k` values of K, or 4 rows by twice as
+Every block reads one stream, front to back, through a ring in shared memory. The stream is what ring slot after ring
+slot takes. One holds `fragments` fragments for each of the 16 warps, the first ones of all warps first, so that of a
+stage's last one only what is used is read. A fragment is 8 rows by `frag_k` values of K, or 4 rows by twice as
 many, row by row, of which one lane of mma.m16n8k16 reads 8 or 16 bytes at once (include/kog/matvec.h). Four
 rows suit a matrix whose rows are few and divide badly among the blocks. A warp owns one part of K and one
 group of rows of a unit:
@@ -11,7 +11,7 @@ group of rows of a unit:
     warp    = rows_group * warps_k + k_part
     stream  = stages in order > units > steps along the warp's K > fragment
 
-Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (prototypes on H200: benchmarks/README.md).
+Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (H200: benchmarks/cuda-log.md#prototypes).
 """
 
 import itertools
@@ -29,16 +29,16 @@ from kog_triton.schedule.topology import KB, Gpu
 WARPS = 16  # consumer warps; one more warp fills the ring
 FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
 MMA_ROWS = FRAGMENT_ROWS[0]
-# (frag_k, fragments a warp and chunk): chunks of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
+# (frag_k, fragments a warp and ring slot): slots of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
 # ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
-# they alone that end where units do (benchmarks/README.md).
+# they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24).
 CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
-# In flight a block: more makes polls queue behind weights (H200: benchmarks/README.md). Then the same while
-# the block has chunks to go on with.
+# In flight a block: more makes polls queue behind weights (H200: benchmarks/cuda-log.md#window). Then the same while
+# the block has ring slots to go on with, both where the stream sets the pace (benchmarks/cuda-log.md#stream-window).
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
-STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB  # where the stream sets the pace
+STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
-# Units that do not end with a chunk are multiplied by unrolled code: fragments up to where they do.
+# Units that do not end with a ring slot are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 18
 # Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones: an
 # estimate, not a measurement.
@@ -57,7 +57,7 @@ class CudaLowering(Partition):
 
     gpu: Gpu
     frag_k: int
-    fragments: int  # of one warp in one chunk
+    fragments: int  # of one warp in one ring slot
 
     @property
     def fragment_bytes(self) -> int:
@@ -65,12 +65,12 @@ class CudaLowering(Partition):
         return WARPS * MMA_ROWS * self.frag_k * 2
 
     @property
-    def chunk_bytes(self) -> int:
+    def ring_slot_bytes(self) -> int:
         return self.fragments * self.fragment_bytes
 
     @property
-    def ring_chunks(self) -> int:
-        return (self.gpu.shared_bytes - self.fixed_shared_bytes) // (self.chunk_bytes + 16)
+    def ring_slots(self) -> int:
+        return (self.gpu.shared_bytes - self.fixed_shared_bytes) // (self.ring_slot_bytes + 16)
 
     @property
     def streams(self) -> bool:
@@ -78,22 +78,22 @@ class CudaLowering(Partition):
         else the exchanges do."""
         stages = [s for s in matrix_stages(self.schedule) if s.name != "lm_head"]
         most = max(
-            sum(self.stage_chunks(stage, 0, self.group_index(stage, block)) for stage in stages)
+            sum(self.stage_ring_slots(stage, 0, self.group_index(stage, block)) for stage in stages)
             for block in range(self.num_blocks)
         )
-        return most > 2 * self.ring_chunks
+        return most > 2 * self.ring_slots
 
     @property
-    def window_chunks(self) -> int:
-        return self.chunks_of(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
+    def window_slots(self) -> int:
+        return self.ring_slots_of(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
 
     @property
-    def calm_chunks(self) -> int:
-        return self.chunks_of(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
+    def calm_slots(self) -> int:
+        return self.ring_slots_of(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
 
-    def chunks_of(self, size: int) -> int:
+    def ring_slots_of(self, size: int) -> int:
         """As many as reach `size` bytes."""
-        return -(-size // self.chunk_bytes)
+        return -(-size // self.ring_slot_bytes)
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -122,8 +122,8 @@ class CudaLowering(Partition):
         """Fragments of one warp in one run of a stage by the block with this group index."""
         return len(self.block_units(stage, layer, block, rank)) * self.steps(stage)
 
-    def stage_chunks(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
-        """Ring chunks of one warp in one run of a stage, of which the last may be read in part."""
+    def stage_ring_slots(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
+        """Ring slots of one warp in one run of a stage, of which the last may be read in part."""
         return -(-self.stage_fragments(stage, layer, block, rank) // self.fragments)
 
     def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
@@ -143,19 +143,19 @@ class CudaLowering(Partition):
             return 0
         return rank * self.schedule.shards_per_rank + block // self.group_size(stage)
 
-    def block_chunks(self, block: int, rank: int = 0) -> int:
+    def block_ring_slots(self, block: int, rank: int = 0) -> int:
         """Chunks that one block reads for one token."""
         return sum(
-            self.stage_chunks(stage, layer, self.group_index(stage, block), rank)
+            self.stage_ring_slots(stage, layer, self.group_index(stage, block), rank)
             for segment in self.schedule.segments
             for stage in segment.stages
             if stage.name in self.tilings
             for layer in range(segment.repeat)
         )
 
-    def stream_chunks(self, rank: int = 0) -> int:
+    def stream_ring_slots(self, rank: int = 0) -> int:
         """Chunks of the longest stream; the others are as long in memory and stop earlier."""
-        return max(self.block_chunks(block, rank) for block in range(self.num_blocks))
+        return max(self.block_ring_slots(block, rank) for block in range(self.num_blocks))
 
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
@@ -169,7 +169,7 @@ class CudaLowering(Partition):
 
 
 def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
-    """The lowering whose busiest blocks read least; ties go to the larger ring, to chunks that end where units
+    """The lowering whose busiest blocks read least; ties go to the larger ring, to ring slots that end where units
     do, to the larger fragment and to more K parts."""
     if schedule.spec.dtype is DType.F32:
         raise ModelError("float32 weights do not run on tensor cores: choose --dtype bf16 or fp16")
@@ -191,7 +191,9 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
-    best = min(candidates, key=lambda c: (_cost(c), -c.ring_chunks * c.chunk_bytes, _unrolled(c)))
+    best = min(
+        candidates, key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c))
+    )
     return replace(best, tilings=_shifted(best))
 
 
@@ -217,7 +219,7 @@ def is_wide(stage: Stage) -> bool:
 
 
 def _unrolled(lowering: CudaLowering) -> int:
-    """Stages some of whose units end within a chunk: their code is several units long."""
+    """Stages some of whose units end within a ring slot: their code is several units long."""
     return sum(
         unit_period(lowering.steps(stage), lowering.fragments) > 1
         for stage in matrix_stages(lowering.schedule)
@@ -241,7 +243,7 @@ def _cost(lowering: CudaLowering) -> float:
 
 
 def unit_period(steps: int, fragments: int) -> int:
-    """Units after which the last one ends with a chunk."""
+    """Units after which the last one ends with a ring slot."""
     return math.lcm(steps, fragments) // steps
 
 

@@ -16,7 +16,7 @@ from kog_triton.schedule.schedule import Stage
 def pack_blocks(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
 ) -> Any:
-    """Chunks of one stage, of blocks with equally many units: [blocks, chunks, fragments, warps, *fragment].
+    """Ring slots of one stage, of blocks with equally many units: [blocks, slots, fragments, warps, *fragment].
 
     `w` [rows, cols] is the shard's matrix, gate above up; of the head, the rows that the rank scores.
     """
@@ -32,10 +32,10 @@ def pack_blocks(
     # rows: unit, group of warps, row; K: part, step, value  ->  unit, step, group, part, row, value
     shape = (count, units, WARPS // parts, high, parts, steps, wide)
     ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
-    chunks = -(-units * steps // lowering.fragments)
-    out = _new(w, (count, chunks * lowering.fragments, WARPS, high, wide))
+    slots = -(-units * steps // lowering.fragments)
+    out = _new(w, (count, slots * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
-    return out.reshape(count, chunks, lowering.fragments, WARPS, high, wide)
+    return out.reshape(count, slots, lowering.fragments, WARPS, high, wide)
 
 
 def _permute(array: Any, axes: tuple[int, ...]) -> Any:

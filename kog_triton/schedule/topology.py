@@ -31,7 +31,7 @@ GPUS: dict[str, Gpu] = {
     g.name: g
     for g in (
         # 128 of 132 blocks: power-of-two shapes divide evenly, and 128 blocks already stream
-        # at the full rate (4.58 TB/s, the same as 132: benchmarks/README.md, "limits").
+        # at the full rate (4.58 TB/s, the same as 132: benchmarks/cuda-log.md#limits).
         Gpu(
             "h200",
             "nvidia",
@@ -118,7 +118,7 @@ class Sizes:
 SIZES: dict[str, Sizes] = {
     # Tiles of 32 KB are 5 % slower, but for Qwen3-8B, 4,096 wide, they give 236 tokens/s and 64 KB 224;
     # Laneformer-2B, 3,072 wide, wants 64. 16 warps, which leave 128 registers a thread, are 30 % slower
-    # than 8, with 255 (H200, benchmarks/README.md).
+    # than 8, with 255 (H200: benchmarks/triton-log.md#three-models, benchmarks/triton-log.md#warps).
     "nvidia": Sizes(64 * KB, 32 * KB, 32 * KB, steps=4, warps=8),
     # Half as many warps hold a tile: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036
     # bytes spilled, none with 32 KB). Triton 3.7.1 leaves a conversion of as many values as threads unlowered

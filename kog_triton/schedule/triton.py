@@ -14,21 +14,7 @@ from dataclasses import dataclass, replace
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
-from kog_triton.schedule.exchanges import (
-    Exchange,
-    Fence,
-    Kernel,
-    Mark,
-    Of,
-    Reader,
-    Who,
-    cache_of,
-    check_kernel,
-    distinct_layers,
-    lay_out_regions,
-    layer_steps,
-    some,
-)
+from kog_triton.schedule import exchanges as ex
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
@@ -138,7 +124,7 @@ class Tiles:
     @property
     def regions(self) -> dict[str, tuple[int, int]]:
         """Offset and size of each exchange."""
-        regions = lay_out_regions((*_decode_exchanges(self), _arrivals(self)), 1)
+        regions = ex.lay_out_regions((*_decode_exchanges(self), _arrivals(self)), 1)
         return {name: (r.offset, r.size) for name, r in regions.items()}
 
     def region(self, name: str) -> int:
@@ -169,26 +155,28 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
 }
 
 
-def decode_kernel(t: Tiles, schedule: Schedule) -> Kernel:
+def decode_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     """The walk of a token at a time."""
-    spec, layers = schedule.spec, distinct_layers(schedule.spec)
+    spec, layers = schedule.spec, ex.distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
     ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE, mix + AGREE)
-    fences = (Fence("down_proj", (layers - 1,)), Fence("argmax"))
+    fences = (ex.Fence("down_proj", (layers - 1,)), ex.Fence("argmax"))
     words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
-    steps = layer_steps(schedule, DECODE_STEPS)
-    return Kernel(t.lanes, layers, (*words, cache_of("attention")), steps, ends, fences)
+    steps = ex.layer_steps(schedule, DECODE_STEPS)
+    return ex.Kernel(t.lanes, layers, (*words, ex.cache_of("attention")), steps, ends, fences)
 
 
 def _decode_exchanges(
     t: Tiles, attention: Sequence[Reduce] = (), mlp: Sequence[Reduce] = ()
-) -> tuple[Exchange, ...]:
+) -> tuple[ex.Exchange, ...]:
     """Of layers whose modules are reduced so."""
 
-    def every(name: str, steps: tuple[str, str], values: int, restarts: bool = False) -> Exchange:
+    def every(
+        name: str, steps: tuple[str, str], values: int, restarts: bool = False
+    ) -> ex.Exchange:
         """int64 values of every block."""
-        words, to = 2 * values * t.num_blocks, (Reader(steps[1]),)
-        e = Exchange(name, steps[0], to, words, 1, 2, Mark.NUMBER, scope=Scope.ALL)
+        words, to = 2 * values * t.num_blocks, (ex.Reader(steps[1]),)
+        e = ex.Exchange(name, steps[0], to, words, 1, 2, ex.Mark.NUMBER, scope=Scope.ALL)
         return replace(e, restarts=restarts)
 
     out, late = [], []
@@ -198,65 +186,65 @@ def _decode_exchanges(
             for how in (Reduce.NOW, Reduce.DELAYED)
         )
         alone = tuple(n for n in range(len(hows)) if n not in now) if now else None
-        own, all_lanes = Reader(reader, Of.LANE, layers=alone), Reader(reader, layers=now)
+        own, all_lanes = ex.Reader(reader, ex.Of.LANE, layers=alone), ex.Reader(reader, layers=now)
         # Where outputs are late, those that all lanes read at once are read from the ring as well.
         near = (own,) if t.delayed_buffers else (own, all_lanes)
         scope = Scope.ALL if len(near) > 1 else Scope.SHARD
-        out.append(Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
-        far = (Reader(stage, Of.OWN, layers=delayed, delay=t.delay), all_lanes)
+        out.append(ex.Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
+        far = (ex.Reader(stage, ex.Of.OWN, layers=delayed, delay=t.delay), all_lanes)
         words, buffers = (t.hidden_size, t.delayed_buffers) if t.delayed_buffers else (0, 1)
-        ring = Exchange(f"{name}_delayed", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
+        ring = ex.Exchange(f"{name}_delayed", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
         late.append(replace(ring, region="delayed"))
     mixes = t.lanes > 1 and t.head_mode != Head.VOCAB_PARALLEL
     adds = mixes and t.head_mode != Head.CONCAT
     sent, added = "part" if mixes else "", "mix" if adds else ""
-    part = Reader("mix", Of.SOME, Who.FEW) if adds else Reader("lm_head")
-    whole = (Reader("lm_head"),)
+    part = ex.Reader("mix", ex.Of.SOME, ex.Who.FEW) if adds else ex.Reader("lm_head")
+    whole = (ex.Reader("lm_head"),)
     heads = t.lanes * t.kv_heads * t.splits
     return (
-        some("qkv", "qkv_proj", ("attention",), t.qkv_words, t.lanes),
-        some("attention", "attention_join", ("o_proj",), t.attention_words, t.lanes),
-        some("mlp", "gate_up_proj", ("down_proj",), t.ffn // 2, t.lanes),
+        ex.some("qkv", "qkv_proj", ("attention",), t.qkv_words, t.lanes),
+        ex.some("attention", "attention_join", ("o_proj",), t.attention_words, t.lanes),
+        ex.some("mlp", "gate_up_proj", ("down_proj",), t.ffn // 2, t.lanes),
         *out,
-        some("splits", "attention", ("attention_join",), t.split_words, heads),
+        ex.some("splits", "attention", ("attention_join",), t.split_words, heads),
         *late,
-        Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
-        Exchange("y", added, whole, t.hidden_size, who=Who.FEW, scope=Scope.ALL),
+        ex.Exchange("part", sent, (part,), t.hidden_size, t.lanes, scope=Scope.ALL),
+        ex.Exchange("y", added, whole, t.hidden_size, who=ex.Who.FEW, scope=Scope.ALL),
         every("all_reduce", ALL_REDUCE, 8, restarts=True),  # four values in halves
         every("argmax", AGREE, 4),
     )
 
 
-def _arrivals(t: Tiles) -> Exchange:
-    to = (Reader(MEET[1]),)
-    return Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
+def _arrivals(t: Tiles) -> ex.Exchange:
+    to = (ex.Reader(MEET[1]),)
+    return ex.Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
 
 
-def prompt_kernel(t: Tiles, schedule: Schedule) -> Kernel:
+def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     """The walk of a prompt's chunk, whose vectors lie in plain memory (backends/triton/cut.py)."""
-    spec, count = schedule.spec, distinct_layers(schedule.spec)
+    spec, count = schedule.spec, ex.distinct_layers(schedule.spec)
 
-    def vectors(name: str, producer: str, *readers: Reader) -> Exchange:
-        return Exchange(name, producer, readers, None, mark=Mark.GUARDED)
+    def vectors(name: str, producer: str, *readers: ex.Reader) -> ex.Exchange:
+        return ex.Exchange(name, producer, readers, None, mark=ex.Mark.GUARDED)
 
-    def out(name: str, stage: str, reader: str, before: int, hows: Sequence[Reduce]) -> Exchange:
+    def out(name: str, stage: str, reader: str, before: int, hows: Sequence[Reduce]) -> ex.Exchange:
         late = tuple(n + before for n, h in enumerate(hows) if h is Reduce.DELAYED)
-        now = Reader(reader, layers=tuple(range(before, count)))
-        e = vectors(name, stage, now, Reader(reader, layers=late, delay=t.delay + before))
+        now = ex.Reader(reader, layers=tuple(range(before, count)))
+        e = vectors(name, stage, now, ex.Reader(reader, layers=late, delay=t.delay + before))
         return replace(e, buffers=t.delay + 1, scope=Scope.ALL, restarts=True)
 
     exchanges = (
         _arrivals(t),
-        vectors("x", "feed", Reader("qkv_proj"), Reader("gate_up_proj")),
-        vectors("qkv", "qkv_proj", Reader("attention")),
-        vectors("attention_vectors", "attention", Reader("o_proj")),
-        vectors("mlp", "gate_up_proj", Reader("down_proj")),
+        vectors("x", "feed", ex.Reader("qkv_proj"), ex.Reader("gate_up_proj")),
+        vectors("qkv", "qkv_proj", ex.Reader("attention")),
+        vectors("attention_vectors", "attention", ex.Reader("o_proj")),
+        vectors("mlp", "gate_up_proj", ex.Reader("down_proj")),
         out("attention_out", "o_proj", "feed_attention", 0, spec.reduce_attention),
         out("mlp_out", "down_proj", "feed_mlp", 1, spec.reduce_mlp),
-        cache_of("attention"),
+        ex.cache_of("attention"),
     )
-    steps = layer_steps(schedule, PROMPT_STEPS)
-    return Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(Fence, MEET)))
+    steps = ex.layer_steps(schedule, PROMPT_STEPS)
+    return ex.Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(ex.Fence, MEET)))
 
 
 def lower_tiles(
@@ -316,7 +304,7 @@ def lower_tiles(
     )
     try:
         for kernel in (decode_kernel(tiles, schedule), prompt_kernel(tiles, schedule)):
-            check_kernel(kernel)
+            ex.check_kernel(kernel)
     except ModelError as error:
         raise ModelError(f"the triton backend cannot reduce lanes so: {error}") from None
     return tiles

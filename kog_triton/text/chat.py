@@ -36,7 +36,7 @@ def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             '{"name": ..., "template": ...}'
         ) from error
     for name, text in templates.items():
-        _check_template(folder / "tokenizer_config.json", name, text)
+        check_template(folder / "tokenizer_config.json", name, text)
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
@@ -46,11 +46,11 @@ def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                 templates[name] = file.read(MAX_TEMPLATE_CHARS + 1)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} is not readable text: {first_line(error)}") from error
-        _check_template(path, name, templates[name])
+        check_template(path, name, templates[name])
     return templates
 
 
-def _check_template(path: Path, name: str, text: str) -> None:
+def check_template(path: Path, name: str, text: str) -> None:
     if not name.isprintable() or len(name) > 80:
         raise ModelError(f"{path}: {name[:60]!r} is no name for a chat template")
     if len(text) > MAX_TEMPLATE_CHARS:

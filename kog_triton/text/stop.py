@@ -44,7 +44,7 @@ class StopMatcher:
 
     def _hold(self, text: str) -> str:
         """The text up to where a stop string may have begun; the rest waits."""
-        shown = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        shown = len(text) - max(overlap(text, stop) for stop in self._stops)
         self._exempt = max(0, self._exempt - shown)
         self._held = text[shown:]
         return text[:shown]
@@ -55,7 +55,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that is a beginning, not the whole, of `stop`."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) >= 0:

@@ -50,7 +50,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
-        self._templates = dict(templates or {})
+        self.chat_templates = dict(templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
@@ -87,6 +87,17 @@ class Tokenizer:
         named = {name: text_of(config[name]) for name in NAMED_TOKENS if config.get(name)}
         _add_configured(backend, config, named, folder / "tokenizer_config.json")
         return cls(backend, named, templates)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, of which `load` makes the same tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = dict(self.named_tokens)
+        if self._templates:
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in self._templates.items()
+            ]
+        text = json.dumps(config, ensure_ascii=False, indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def _id_of(self, name: str) -> int | None:
         text = self.named_tokens.get(name)
@@ -139,7 +150,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self.chat_templates)
 
     def render_chat(
         self,
@@ -155,7 +166,7 @@ class Tokenizer:
 
         To make ids of it use `encode_chat`: in this text a user's "<|im_end|>" looks real.
         """
-        source = chat.choose_template(self._templates, template, tools is not None)
+        source = chat.choose_template(self.chat_templates, template, tools is not None)
         given = chat.prepare(messages, tools, documents, kwargs)
         return chat.render(source, self.named_tokens | given, add_generation_prompt)
 
@@ -170,7 +181,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]:
         """The ids of `render_chat`, in which special tokens come from the template alone."""
-        source = chat.choose_template(self._templates, template, tools is not None)
+        source = chat.choose_template(self.chat_templates, template, tools is not None)
         given = chat.prepare(messages, tools, documents, kwargs)
         marked = self._guard.mark(given)
         text = chat.render(source, self.named_tokens | marked, add_generation_prompt)

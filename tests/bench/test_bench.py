@@ -25,7 +25,7 @@ from kog_triton.bench.peers import PEERS
 from kog_triton.bench.peers.transformers_eager import TransformersEager
 from kog_triton.bench.spans import read, written
 from kog_triton.bench.startup import CACHES, PHASES
-from kog_triton.bench.table import MARKERS, read_results, table
+from kog_triton.bench.table import markers, read_results, table
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.demo import checkpoint_path
@@ -282,7 +282,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
         (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),
-        (["table", "--readme", "/nowhere/README.md"], 2, "cannot be read"),
+        (["table", "--into", "/nowhere/README.md"], 2, "cannot be read"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
@@ -493,6 +493,7 @@ def test_a_result_is_kept_and_read_back(cli, llama, tmp_path, monkeypatch):
         ["**reference**, f32", f"{rows_of(record)['transformers']['version']}, f32"]
     )
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
-    assert cli("table", "--readme", str(readme))[0] == 0
-    assert readme.read_text() == f"before\n{MARKERS[0]}\n{text}\n{MARKERS[1]}\nafter\n"
+    first, last = markers("results")
+    readme.write_text(f"before\n{first}\nold\n{last}\nafter\n")
+    assert cli("table", "--into", str(readme))[0] == 0
+    assert readme.read_text() == f"before\n{first}\n{text}\n{last}\nafter\n"

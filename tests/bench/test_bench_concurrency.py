@@ -15,7 +15,8 @@ from kog_triton.bench import task as bench_task
 from kog_triton.bench.concurrency import ConcurrencyTask, measure_concurrency
 from kog_triton.bench.engines import GREEDY, Sampling
 from kog_triton.bench.model import Model
-from kog_triton.bench.show import concurrency_table
+from kog_triton.bench.show import concurrency_table, speed_table, startup_table
+from kog_triton.bench.startup import PHASES
 from kog_triton.bench.timing import figures
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
@@ -131,6 +132,53 @@ def test_a_backend_that_breaks_says_so():
     assert [row["status"] for row in rows] == ["failed"] and rows[0]["host"] is None
     assert len(failures) == 1 and "ValueError: no such thing" in failures[0]
     assert concurrency_table({"rows": rows}).row_count == 0
+
+
+def test_the_tables_show_each_figure_in_its_column():
+    host = {"tokens_per_s": 1234.5, "itl_p50_us": 600.0, "itl_p99_us": 900.0, "p99_over_p50": 1.5}
+    row = {
+        "name": "ours", "requests": 4, "dtype": "bf16", "repeatable": True, "over_one": 3.25, "ttft_us": 2500.0,
+        "host": host, "device": host | {"tokens_per_s": 1300.0, "p99_over_p50": 1.25}, "status": "timed",
+        "check": {"passed": True, "top1": 0.875, "kl_mean": 0.012}, "prompt_tokens_per_s": 7000.0,
+        "floor": {"measured_us": 550.0, "measured_mbu": 0.5},
+    }  # fmt: skip
+    wrong = row | {"check": row["check"] | {"passed": False}, "repeatable": False, "device": None}
+
+    def cells(table):
+        """{column: its cells}"""
+        return {column.header: list(column.cells) for column in table.columns}
+
+    assert cells(concurrency_table({"rows": [row, wrong]})) == {
+        "": ["ours", "ours"], "requests": ["4", "4"], "text": ["right", "WRONG"], "as alone": ["yes", "NO"],
+        "tokens/s": ["1,234.5"] * 2, "device t/s": ["1,300.0", "none"], "over one": ["3.25"] * 2,
+        "p50 us": ["600.0"] * 2, "p99 us": ["900.0"] * 2, "roofline us": ["550.0"] * 2, "MBU": ["50.0%"] * 2,
+        "TTFT ms": ["2.50"] * 2,
+    }  # fmt: skip
+    shared = {
+        "": ["ours"],
+        "dtype": ["bf16"],
+        "top-1": ["0.875"],
+        "KL mean": ["1.2e-02"],
+        "text": ["right"],
+    }
+    assert cells(speed_table({"test": {"tokens": 9}, "rows": [row]})) == shared | {
+        "tokens/s": ["1,234.5"], "device t/s": ["1,300.0"], "p50 us": ["600.0"], "p99 us": ["900.0"],
+        "p99/p50": ["1.500 / 1.250"], "roofline us": ["550.0"], "MBU": ["50.0%"], "TTFT ms": ["2.50"],
+    }  # fmt: skip
+    prompt = row | {"host": None, "device": None}
+    assert cells(speed_table({"test": {"tokens": 1}, "rows": [prompt]})) == shared | {
+        "tokens/s": ["7,000.0"], "roofline ms": ["0.55"], "TTFT ms": ["2.50"],
+    }  # fmt: skip
+    absent = {"status": "absent"}
+    assert speed_table({"test": {"tokens": 1}, "rows": [absent]}).row_count == 0
+    starts = {f"{phase}": [1.25 * n, 2.5 * n] for n, phase in enumerate(PHASES, 1)}
+    shown = cells(
+        startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]})
+    )
+    assert shown.pop("") == ["ours"] * 2 and shown.pop("round") == ["1", "2"]
+    assert list(shown.values()) == [
+        [f"{1.25 * n:.2f}", f"{2.5 * n:.2f}"] for n in range(1, len(PHASES) + 1)
+    ]
 
 
 def test_the_subcommand_on_the_demo(tmp_path, capsys):

@@ -130,7 +130,7 @@ def test_a_microbenchmark_stands_beside_what_kog_reports(figures, tmp_path, caps
 
 
 def test_the_lab_log_has_what_kog_reports_and_its_source(figures):
-    log = " ".join((ROOT / "benchmarks" / "README.md").read_text().split()).replace('"', "")
+    log = " ".join((ROOT / "benchmarks" / "cuda-log.md").read_text().split()).replace('"', "")
     said = log[log.index("Kog reports") : log.index("What an H200 gives to the same")]
     assert figures.SOURCE in said
     reported = " ".join(f for all_of in figures.REPORTED.values() for f in all_of.values())

@@ -1,14 +1,22 @@
 """The parts of `kog bench`: wrong text is found, figures by hand."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from kog_triton.backends import BackendOptions, find_backend
-from kog_triton.bench import timing
+from kog_triton.backends.choose import choose
+from kog_triton.bench import kl_limit as kl_limits
+from kog_triton.bench import measure, timing
 from kog_triton.bench.check import compare, token_gaps
 from kog_triton.bench.engines import BackendUnderTest, Run
-from kog_triton.bench.model import open_model
+from kog_triton.bench.kl_limit import FACTOR, LANES, LEAST, KlLimit, kl_limit
+from kog_triton.bench.model import Model, Retyped, open_model
+from kog_triton.bench.peers import transformers_model
+from kog_triton.bench.peers.transformers_model import load_model
 from kog_triton.bench.record import make_row, target_of
 from kog_triton.bench.timing import decode_bytes, roofline, summarize
 from kog_triton.bench.trace import count
@@ -17,9 +25,10 @@ from kog_triton.errors import RunError
 from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
-from tests.lib.bench_models import MODELS, SMALL, judge_of
+from tests.lib.bench_models import MODELS, PROMPT, SMALL, judge_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
 
 
 # ---- right text ----
@@ -63,23 +72,22 @@ def test_wrong_text_behind_right_logits_is_found(swap):
     backend = find_backend("reference")
     honest = BackendUnderTest(backend, weights, BackendOptions(max_context=64))
     judge = judge_of(weights)
-    assert judge.examine(honest).passed
-    check = judge.examine(Liar(honest, swap))
+    assert judge.examine(honest, LEAST).passed
+    check = judge.examine(Liar(honest, swap), LEAST)
     assert not check.passed and check.kl_mean == 0 and check.tokens_top1 < 1
 
 
 def test_text_is_judged_behind_the_whole_prompt(monkeypatch):
     """An engine that loses what lies deeper than the positions whose logits are compared."""
-    monkeypatch.setattr("kog_triton.bench.check.CHECK_POSITIONS", 8)
     monkeypatch.setattr("kog_triton.bench.check.PASS", 7)
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
     honest = BackendUnderTest(find_backend("reference"), weights, BackendOptions(max_context=64))
-    judge = judge_of(weights)
-    check = judge.examine(honest)
+    judge = judge_of(weights, PROMPT[:8])
+    check = judge.examine(honest, LEAST)
     assert check.passed and (check.positions, check.depth, check.largest_gap) == (8, 20, 0)
     lost = Liar(honest, 0)
     lost.generate = lambda prompt, count: honest.generate(prompt[:8] + prompt[9:], count)
-    check = judge.examine(lost)
+    check = judge.examine(lost, LEAST)
     assert not check.passed and check.kl_mean == 0 and check.tokens_top1 < 1
 
 
@@ -89,7 +97,7 @@ def test_wrong_logits_behind_right_text_are_found():
     flat = Liar(honest, 0)
     flat.generate = honest.generate
     flat.logits = lambda ids: honest.logits(ids) / 2  # the same choices, with less confidence
-    check = judge_of(weights).examine(flat)
+    check = judge_of(weights).examine(flat, LEAST)
     assert not check.passed and check.top1 == 1 and check.largest_gap == 0
 
 
@@ -99,7 +107,58 @@ def test_nan_is_an_error():
     liar = Liar(honest, 0)
     liar.logits = lambda ids: np.full((len(ids), 97), np.nan)
     with pytest.raises(RunError, match="NaN"):
-        judge_of(weights).examine(liar)
+        judge_of(weights).examine(liar, LEAST)
+
+
+def test_as_many_positions_are_judged_of_a_short_prompt(monkeypatch):
+    found = {"datasheet": None, "methods": {}, "absent": {}, "measured": 2e9, "scale": None}
+    monkeypatch.setattr("kog_triton.bench.task.measure_bandwidth", lambda *_: found)
+    spec = read_spec(SMALL | MODELS["llama"])
+    task = measure.Task(
+        model=Model("tiny", RandomWeights(spec), ""), device=CPU, device_word="", num_gpus=1, test="tg4 @ d5",
+        prompt_tokens=5, tokens=4, rounds=1, warmup=0, backends=[choose("reference")], peers=[],
+    )  # fmt: skip
+    (row,) = measure.measure(task, lambda line: None)["rows"]
+    assert (row["check"]["positions"], row["check"]["depth"]) == (128, 5)
+    assert task.options().max_context == 128 and row["check"]["kl_limit"] >= LEAST
+    deep = replace(task, prompt_tokens=100, tokens=60)
+    assert deep.options().max_context == 160 and len(deep.judged_ids()) == 128
+    short = Model("short", RandomWeights(replace(spec, max_context=40)), "")
+    assert len(replace(task, model=short).judged_ids()) == 40
+
+
+def test_the_limit_is_what_transformers_make_of_the_same_weights_in_bf16():
+    weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
+    judge = judge_of(weights)
+    limit = kl_limit(weights, CPU, PROMPT, judge.logits)
+    model = load_model(Retyped(weights, DType.BF16), CPU)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([PROMPT])).logits[0].float().numpy()
+    kl = compare(judge.logits, theirs)[1].mean()
+    assert limit.backend == max(FACTOR * kl, LEAST) and f"{kl:.1e} in bf16" in limit.reason
+    assert kl > 0
+    loud = judge.logits * 3  # a reference that transformers are far from
+    far = compare(loud, theirs)[1].mean()
+    assert FACTOR * far > LEAST
+    assert kl_limit(weights, CPU, PROMPT, loud).backend == FACTOR * far
+
+
+def test_the_limit_without_transformers(monkeypatch):
+    lanes = SimpleNamespace(spec=named_shape("laneformer-2b"))
+    assert kl_limit(lanes, CPU, [1, 2], np.zeros((2, 4))).backend == LANES < LEAST
+    weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
+    want = np.zeros((20, 97))
+    monkeypatch.setattr(kl_limits.Plain, "logits", out_of_memory)
+    assert kl_limit(weights, CPU, PROMPT, want) == KlLimit(
+        LEAST, "the least: no memory for transformers"
+    )
+    monkeypatch.setattr(transformers_model, "find_spec", lambda name: None)
+    limit = kl_limit(weights, CPU, PROMPT, want)
+    assert limit.backend == LEAST and "not installed" in limit.reason
+
+
+def out_of_memory(*arguments):
+    raise torch.OutOfMemoryError("of a GPU")
 
 
 # ---- figures ----
@@ -175,6 +234,7 @@ def test_the_target_is_about_our_backends():
     rows = [make_row(n, k, "timed", "") for n, k in (("a", "backend"), ("b", "peer"))]
     for row, rate in zip(rows, (10.0, 99.0), strict=True):
         row["host"] = {"tokens_per_s": rate}
+    assert target_of(rows, target_of(rows, 10)["reached"])["met"]  # just reached
     assert target_of(rows, 50)["met"] is False and target_of(rows, 10)["by"] == "a"
     assert target_of(rows[1:], 5) == {"tokens_per_s": 5, "reached": 0.0, "by": None, "met": False}
     assert target_of(rows, None) is None

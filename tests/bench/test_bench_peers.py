@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kog_triton.bench.kl_limit import PEER
 from kog_triton.bench.peers import Setting, find_peer, llama_bench, transformers_compiled
 from kog_triton.bench.timing import summarize
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -30,7 +31,7 @@ def test_a_peer_is_the_same_model(model, peer):
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
     setting = Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
     engine = find_peer(peer)(setting)
-    check = judge_of(weights).examine(engine)
+    check = judge_of(weights).examine(engine, PEER)
     assert check.passed and check.top1 == 1 and check.kl_max < 1e-9 and check.largest_gap < 1e-4
     runs = [engine.generate(PROMPT, 16) for _ in range(2)]
     assert runs[0].tokens == runs[1].tokens and len(runs[0].tokens) == 16
@@ -58,7 +59,7 @@ def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        check = judge_of(weights).examine(engine)
+        check = judge_of(weights).examine(engine, PEER)
     assert check.passed and check.largest_gap < 1e-4 and len(tries) == 2
 
 

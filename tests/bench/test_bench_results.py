@@ -1,4 +1,4 @@
-"""Kept results of `kog bench`: read, tabled, and the README's table is what they say."""
+"""Kept results of `kog bench`: read, tabled, and the tables of README.md and RESULTS.md are what they say."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,19 @@ import jsonschema
 import pytest
 
 from kog_triton.bench import cli as bench
-from kog_triton.bench.record import kept_file, make_row
+from kog_triton.bench.record import kept_file, make_row, read, record_files, write
 from kog_triton.bench.show import notes
-from kog_triton.bench.table import MARKERS, between, read_results, table, write_between
+from kog_triton.bench.table import (
+    HEADLINE,
+    OTHER_SCHEMAS,
+    TABLES,
+    between,
+    headline,
+    markers,
+    read_results,
+    table,
+    write_tables,
+)
 from kog_triton.errors import RequestError
 from tests import ROOT
 
@@ -172,37 +182,69 @@ def test_a_record_whose_row_lacks_something_is_named(tmp_path, key):
 
 
 def test_markers():
-    assert between("no markers") is None and between(f"{MARKERS[1]}{MARKERS[0]}") is None
-    assert between(f"a {MARKERS[0]}\nb\n{MARKERS[1]} c") == "b"
+    first, last = markers("results")
+    assert between("no markers") is None and between(f"{last}{first}") is None
+    assert between(f"a {first}\nb\n{last} c") == "b"
+    assert between(f"a {first}\nb\n{last} c", "headline") is None
 
 
-def test_a_readme_without_markers_is_left_alone(tmp_path):
+def test_a_file_without_markers_is_left_alone(tmp_path):
     file = tmp_path / "README.md"
     file.write_text("nothing")
     with pytest.raises(RequestError, match="are missing"):
-        write_between(file, "x")
+        write_tables(file, [a_record()])
     assert file.read_text() == "nothing"
+
+
+def test_each_table_goes_between_its_own_markers(tmp_path):
+    file = tmp_path / "README.md"
+    lines = [f"{markers(name)[0]}\nold\n{markers(name)[1]}\n" for name in TABLES]
+    file.write_text("a\n" + "b\n".join(lines) + "c\n")
+    write_tables(file, [a_record()])
+    text = file.read_text()
+    for name, made in TABLES.items():
+        assert between(text, name) == made([a_record()])
+    assert text.startswith("a\n") and text.endswith("-->\nc\n") and "old" not in text
+
+
+def test_the_headline_has_its_rows_in_its_order_and_its_own_notes():
+    """Rows of which nothing is kept are left out; a mark counts among the rows that are shown."""
+    records = []
+    for test, throttled in (("tg9 @ d4", "heat"), (HEADLINE[4][2], "power"), (HEADLINE[0][2], "")):
+        record = json.loads(json.dumps(a_record()))
+        record["test"]["name"] = test
+        record["conditions"]["throttled"] = [throttled] if throttled else []
+        record["rows"][0]["name"] = "cuda"
+        records.append(record)
+    lines = headline(records).splitlines()
+    assert [line.split(" | ")[2] for line in lines[2:4]] == [HEADLINE[0][2], HEADLINE[4][2]]
+    assert " [1] | " in lines[3] and "[" not in lines[2]
+    assert lines[4:] == [
+        "",
+        "[1] The GPU was held back while the rows with this mark were timed: power.",
+    ]
+    assert "heat" in table(records)
 
 
 def test_no_results_never_take_the_place_of_some(tmp_path, capsys):
     """A folder that is not there is a slip of the pen, not an empty one."""
     file = tmp_path / "README.md"
-    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
-    argv = ["table", "--readme", str(file), "--results", str(tmp_path / "none")]
+    file.write_text("{}\nold\n{}\n".format(*markers("results")))
+    argv = ["table", "--into", str(file), "--results", str(tmp_path / "none")]
     assert bench.main(argv) == 2 and "none: no such folder" in capsys.readouterr().err
     assert "old" in file.read_text()
 
 
-def test_a_readme_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     file = tmp_path / "README.md"
-    file.write_text(f"{MARKERS[0]}\nold\n{MARKERS[1]}\n")
+    file.write_text("{}\nold\n{}\n".format(*markers("results")))
 
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(RequestError, match=r"README\.md: cannot be written: Permission denied"):
-        write_between(file, "new")
+        write_tables(file, [a_record()])
 
 
 def test_where_results_are_kept():
@@ -218,16 +260,45 @@ def test_rounds_that_differ_are_told():
     assert any("did not give the same tokens" in line for line in notes(record))
 
 
+def test_a_long_record_is_kept_compressed(tmp_path):
+    record = a_record() | {"created": "2026-01-02T03:04:05+00:00"}
+    record["machine"]["gpu"] = "NVIDIA H200"
+    assert kept_file(record, "a", tmp_path).suffix == ".json"
+    record["rows"] = [record["rows"][0] | {"samples": [float(i) for i in range(20_000)]}]
+    file = kept_file(record, "a", tmp_path)
+    write(record, file)
+    assert file.name == "2026-01-02-a.json.gz" and record_files(tmp_path) == [file]
+    assert read(file) == record and file.stat().st_size < 64 << 10
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(RequestError, match="not a record"):
+        read_results(tmp_path)
+
+
 def test_kept_results_are_records():
     validator = jsonschema.Draft202012Validator(SCHEMA)
-    files = list((ROOT / "benchmarks" / "results").rglob("*.json"))
-    assert files
-    for file in files:
-        validator.validate(json.loads(file.read_text()))
+    files = record_files(ROOT / "benchmarks" / "results")
+    assert any(file.suffix == ".gz" for file in files)
+    records = [read(file) for file in files]
+    ours = [record for record in records if record["schema"] not in OTHER_SCHEMAS]
+    assert len(ours) > 30
+    for record in ours:
+        validator.validate(record)
+    for record in records:
+        assert {"created", "machine", "schema"} <= set(record)
 
 
-def test_the_readme_s_table_is_the_results():
-    inside = between((ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("file", "name"), [("README.md", "headline"), ("benchmarks/RESULTS.md", "results")]
+)
+def test_the_tables_are_the_results(file, name):
     records = read_results(ROOT / "benchmarks" / "results")
-    assert inside is not None and records
-    assert inside == table(records), "python -m kog_triton.bench table --readme README.md"
+    assert records
+    inside = between((ROOT / file).read_text(encoding="utf-8"), name)
+    again = "python -m kog_triton.bench table --into README.md benchmarks/RESULTS.md"
+    assert inside == TABLES[name](records), again
+
+
+def test_the_readme_shows_eight_rows():
+    inside = between((ROOT / "README.md").read_text(encoding="utf-8"), "headline")
+    rows = [line for line in inside.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(HEADLINE) == 10

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kog_triton.backends.cuda import launcher as cuda_launcher
 
-from kog_triton.backends import serving
+from kog_triton.backends import pace, serving
 from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.errors import RequestError, RunError
 from tests.lib.conformance_backends import BACKENDS
@@ -93,7 +93,9 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
     while not places or mailbox.resumed:
         mailbox.resume()
         at_look(mailbox, 2 + len(places) % 3, mailbox.yield_now)
-        with mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
+        # A host that looks as often as a GPU makes tokens, so that some look falls into the prompt.
+        often = mock.patch.object(pace, "LONGEST_S", 50e-6)
+        with often, mock.patch.object(cuda_launcher, "MOST_CHUNKS", 1):
             backend.generate(mailbox)
         if not places:
             backend.forward_logits((7, 8))  # leaves all slots alone

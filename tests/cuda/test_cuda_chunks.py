@@ -78,7 +78,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     columns = lay_out_columns(chunk.lowering, 1024, 8)
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
-    assert chunk.ring_chunks >= chunk.lowering.chunks_of(WINDOW_BYTES)
+    assert chunk.ring_slots >= chunk.lowering.ring_slots_of(WINDOW_BYTES)
     keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)
@@ -429,35 +429,42 @@ def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
 
 FAULTS = {
     "a column that misses its own key": (
-        "? span.end - start(span) : 0",
-        "? span.end - start(span) - 1 : 0",
+        "heads.h",
+        "? span.end - start : 0",
+        "? span.end - start - 1 : 0",
     ),
-    "another column's key": ("is_query ? b.column : at - first", "b.column"),
-    "a key turned to another's position": ("item < queries || row > position", "true"),
+    "another column's key": ("heads.h", "is_query || !kChunk ? b.column : at - first", "b.column"),
+    "a key turned to another's position": ("heads.h", "item < queries || row > position", "true"),
     "another head's value": (
+        "heads.h",
         "words + n / kOne * kKvHeads * (kHeadDim / 2)",
         "words + n / kOne * (kHeadDim / 2)",
     ),
-    "a row that is not kept": ("at == position && at - first == b.column", "false"),
+    "a row that is not kept": ("heads.h", "at == position && at - first == b.column", "false"),
     "every column with the first one's token": (
+        "columns/chunk.h",
         "position_of(b, b.thread, 0)",
         "position_of(b, 0, 0)",
     ),
-    "a state behind the prompt's end": ("next > last ? last + 1 : next;", "next;"),
+    "a state behind the prompt's end": (
+        "columns/chunk.h",
+        "next > last ? last + 1 : next;",
+        "next;",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(spec, monkeypatch, tmp_path, name):
-    include = plant(tmp_path, ("columns/chunk.h", *FAULTS[name]))
+    include = plant(tmp_path, FAULTS[name])
     monkeypatch.setattr(header, "split_least", lambda spec: 2)
     requests = [request(0, prompt_of(21), 3), request(1, prompt_of(13, 9), 3)]
     steps, cache = alone(spec, requests)
     backend = make(ChunkBackend, spec, 2, seed=-1)
     kernel = backend.chunks.kernel.kernel
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

@@ -165,7 +165,7 @@ def test_one_that_may_say_nothing_ends_alone(spec, expected):
     backend = make(ColumnBackend, spec, 2, 3, counts=(2,))
     nothing = SamplingParams(seed=3, top_p=0.9, allowed_token_ids=(7,), bad_words_token_ids=((7,),))
     other = request(1, PROMPTS[1], 3, SamplingParams(seed=4, top_p=0.9))
-    backend.wait_ticks = 1 << 17
+    backend.wait_ns = 1 << 17
     said = run(backend, other)[1]
     for seed in range(-3, -33, -7):
         (kernel,) = backend.columns.kernels or (backend.columns.take(2, backend.device),)

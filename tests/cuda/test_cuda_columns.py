@@ -42,16 +42,16 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
         assert left.end <= right.offset
     assert all(r.offset % 32 == 0 and r.stride % 4 == 0 for r in regions)
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert layout.ring_chunks >= layout.lowering.chunks_of(WINDOW_BYTES)
+    assert layout.ring_slots >= layout.lowering.ring_slots_of(WINDOW_BYTES)
     # The weights are packed once: both kernels read the same stream.
     one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
-    for key in ("kFragK", "kFragments", "kChunkBytes", "kBlocks"):
+    for key in ("kFragK", "kFragments", "kRingSlotBytes", "kBlocks"):
         assert numbers[0][key] == numbers[1][key]
     # What columns were measured with, in chunks of 16 KB or as much of others.
-    chunk = layout.lowering.chunk_bytes / KB
-    assert int(numbers[1]["kWindowChunks"]) == math.ceil(48 / chunk)
-    assert int(numbers[1]["kCalmChunks"]) == math.ceil(32 / chunk)
+    chunk = layout.lowering.ring_slot_bytes / KB
+    assert int(numbers[1]["kWindowSlots"]) == math.ceil(48 / chunk)
+    assert int(numbers[1]["kCalmSlots"]) == math.ceil(32 / chunk)
     assert int(numbers[1]["kAheadTicks"]) == 100 * chunk
 
 
@@ -64,7 +64,7 @@ def test_eight_requests_or_positions_share_a_step(name):
         for chunk in (False, True):
             layout = lay_out_columns(lowering, 4096, columns, chunk)
             assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-            assert layout.ring_chunks >= lowering.chunks_of(WINDOW_BYTES)
+            assert layout.ring_slots >= lowering.ring_slots_of(WINDOW_BYTES)
 
 
 def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():
@@ -73,7 +73,7 @@ def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():
     steps, each = lowering.steps(stage), batches.step_bytes(lowering, stage, 8)
     held, read = (f(lowering, stage, 8) for f in (batches.held_steps, batches.read_steps))
     assert steps == held + batches.staged_bytes(lowering, stage, 8) // each + read
-    assert held and read and read % (batches.READ_CHUNKS * lowering.fragments) == 0
+    assert held and read and read % (batches.READ_SLOTS * lowering.fragments) == 0
     assert lowering.padded_k(stage) * 8 * 2 == steps * each  # a step's bytes, of 16-bit values
     assert [batches.read_steps(lowering, stage, n) for n in (1, 2, 4)] == [0, 0, 0]
 
@@ -365,7 +365,7 @@ SHAPE_FAULTS = {
     "operands of a chunk that was multiplied": (
         "a K beyond shared memory",
         "matvec.h",
-        "int next = first + n + kReadChunks;",
+        "int next = first + n + kReadSlots;",
         "int next = first + n;",
     ),
 }
@@ -384,7 +384,7 @@ def test_a_fault_planted_in_a_shape_is_seen(monkeypatch, tmp_path, name):
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, tuple(edit)))
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)
@@ -399,7 +399,7 @@ def test_a_hint_that_never_comes_is_named(tmp_path):
     run(backend, *requests)  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, edit))
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     said = [step for steps in serve(backend, *requests).values() for step in steps]
     errors = [str(step.error) for step in said if isinstance(step, Failure)]
     place = r"expired: .*word \d+ of (attention|mlp)_out_flags, seen"
@@ -419,7 +419,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     (kernel,) = (k.kernel for k in backend.columns.kernels)
     kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
     requests = staggered(backend, requests)
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

@@ -5,10 +5,11 @@ The nvcc here is a script that writes down its arguments; what it makes of a sou
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import jit, kernel_cache
 
 from kog_triton.errors import DeviceError
 from tests.lib.cuda_planting import plant
@@ -42,6 +43,7 @@ def nvcc(tmp_path, monkeypatch):
     monkeypatch.setattr(jit, "_nvrtc", lambda: None)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_cache, "_unwritten", {})
     return folder
 
 
@@ -50,7 +52,7 @@ def calls(folder: Path) -> list[str]:
 
 
 def kept() -> list[str]:
-    return sorted(path.name for path in jit.cache_folder().iterdir())
+    return sorted(path.name for path in kernel_cache.cache_folder().iterdir())
 
 
 def test_nvcc_compiles_where_there_is_no_nvrtc(nvcc):
@@ -58,8 +60,9 @@ def test_nvcc_compiles_where_there_is_no_nvrtc(nvcc):
     header = "constexpr int kBlocks = 3;\n"
     assert jit.compile_cubin(header).decode() == header + (jit.FOLDER / "decode.cu").read_text()
     (call,) = calls(nvcc)
-    for flag in ("-cubin", "-std=c++20", "--gpu-architecture=sm_90a", f"-I{INCLUDE}"):
+    for flag in ("-cubin", "-std=c++20", "--gpu-architecture=sm_90a", f"-I{jit.INCLUDE}"):
         assert flag in call.split()
+    assert jit.INCLUDE.samefile(INCLUDE)
 
 
 def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
@@ -87,7 +90,7 @@ def test_the_compilers_words_are_told_and_nothing_is_kept(nvcc):
         DeviceError, match=r"nvcc refuses the kernel:\ndecode.cu\(7\): error: expected"
     ):
         jit.compile_cubin("// REFUSED\n")
-    assert not jit.cache_folder().exists() or kept() == []
+    assert not kernel_cache.cache_folder().exists() or kept() == []
     with pytest.raises(DeviceError):
         jit.compile_cubin("// REFUSED\n")
     assert len(calls(nvcc)) == 2  # asked again
@@ -135,3 +138,138 @@ def test_what_was_begun_and_failed_is_begun_again(nvcc):
         (begun,) = jit._begun.values()
         assert begun.exception(60) is not None and len(calls(nvcc)) == count
     jit._begun.clear()
+
+
+@pytest.mark.parametrize("source", ["decode.cu", "columns.cu", "stage.cu"])
+def test_nvrtc_calls_a_program_by_its_source(monkeypatch, tmp_path, source):
+    """Its errors and the machine code's lines name it."""
+
+    class Nvrtc:
+        class NVRTCError(Exception):
+            pass
+
+        def createProgram(self, text, name, headers, names):
+            self.name = name
+            return text
+
+        def compileProgram(self, program, flags):
+            if "REFUSED" in program:
+                raise self.NVRTCError("NVRTC_ERROR_COMPILATION")
+
+        def getProgramLog(self, program):
+            return f"{self.name}(7): error"
+
+        def getCUBIN(self, program):
+            return self.name.encode()
+
+        def destroyProgram(self, program):
+            pass
+
+        def getVersion(self):
+            return 13, 0
+
+    nvrtc = Nvrtc()
+    monkeypatch.setattr(jit, "_nvrtc", lambda: nvrtc)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.compile_cubin("// a\n", source) == source.encode()
+    with pytest.raises(DeviceError, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
+        jit.compile_cubin("// REFUSED\n", source)
+
+
+# ---- a cache that does not do its work ----
+
+
+def no_room(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def make_unwritable(how, patched):
+    """A cache whose folder cannot be made, or has no room, of a kernel's first byte or of its last."""
+    if how == "no home":
+        patched.delenv("XDG_CACHE_HOME")
+        patched.setattr(Path, "home", no_home)
+    elif how in ("fdopen", "replace"):
+        patched.setattr(os, how, no_room)
+    else:
+        patched.setenv("XDG_CACHE_HOME", how)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("how", ["/proc/none", __file__, "no home", "fdopen", "replace"])
+def test_a_cache_that_cannot_be_written_costs_a_compilation(
+    nvcc, tmp_path, monkeypatch, caplog, how, begun
+):
+    with monkeypatch.context() as patched:
+        make_unwritable(how, patched)
+        if begun:
+            jit.begin_cubin("// a\n")
+        for _ in range(2):  # in this process once
+            assert jit.compile_cubin("// a\n").startswith(b"// a\n") and len(calls(nvcc)) == 1
+        jit.compile_cubin("// b\n")
+    (said,) = [
+        r.getMessage()
+        for r in caplog.records
+        if r.levelname == "WARNING" and "kept, so" in r.message
+    ]
+    assert "set XDG_CACHE_HOME to a folder that can be written to" in said and "\n" not in said
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.cubin"))
+    monkeypatch.setattr(kernel_cache, "_unwritten", {})  # as in the next process
+    jit.compile_cubin("// a\n")
+    assert len(calls(nvcc)) == 3 and len(kept()) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "a folder"])
+def test_a_damaged_kernel_is_compiled_again(nvcc, caplog, damage, begun):
+    whole = jit.compile_cubin("// a\n")
+    (place,) = kernel_cache.cache_folder().iterdir()
+    data = place.read_bytes()
+    place.unlink()
+    if damage == "a folder":
+        place.mkdir()
+    else:
+        place.write_bytes({"empty": b"", "cut": data[:-9], "changed": b"#" + data[1:]}[damage])
+    caplog.clear()
+    if begun:
+        jit.begin_cubin("// a\n")
+    assert jit.compile_cubin("// a\n") == whole and len(calls(nvcc)) == 2
+    assert any(
+        "damaged" in line or "no kept kernel can be read" in line for line in caplog.messages
+    )
+    if damage != "a folder":
+        assert jit.compile_cubin("// a\n") == whole and len(calls(nvcc)) == 2
+        assert place.read_bytes() == data
+
+
+def test_kernels_that_were_used_longest_ago_make_room(nvcc, monkeypatch):
+    places = {}
+    for number, name in enumerate("abc"):
+        jit.compile_cubin(f"// {name}\n")
+        (places[name],) = {*kernel_cache.cache_folder().iterdir()} - {*places.values()}
+        os.utime(places[name], (1000 + number, 1000 + number))
+    jit.compile_cubin("// a\n")  # is used again, before b and c
+    size = places["a"].stat().st_size
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 3 * size)
+    jit.compile_cubin("// d\n")
+    assert {name for name, place in places.items() if place.exists()} == {"a", "c"}
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", size)
+    jit.compile_cubin("// e\n")
+    assert len(kept()) == 1 and jit.compile_cubin("// e\n") and len(calls(nvcc)) == 5
+
+
+def test_drafts_of_dead_processes_are_removed_and_those_of_others_are_not(nvcc):
+    folder = kernel_cache.cache_folder()
+    folder.mkdir(parents=True)
+    for name, age in (
+        ("dead.part", 2 * kernel_cache.DRAFT_S),
+        ("alive.part", 60),
+        ("mine.txt", 1e6),
+    ):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - age,) * 2)
+    jit.compile_cubin("// a\n")
+    assert [name for name in kept() if not name.endswith(".cubin")] == ["alive.part", "mine.txt"]

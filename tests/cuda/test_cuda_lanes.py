@@ -359,7 +359,6 @@ FAULTS = {
         "Words::kOffset + lane_of(b) * (Words::kRows / kLanes * Words::kStride)",
         "Words::kOffset",
     ),
-    "one lane's keys for all": ("block.h", "lane_of(b) * kColumns + b.column", "b.column"),
     "an output that keeps its size": ("outputs.h", "return y * kRootLanes;", "return y;"),
     "lanes in another order": (
         "outputs.h",
@@ -401,7 +400,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
         kernel.layout, kernel.flags, include=plant(tmp_path, FAULTS[name])
     )
     backend.memory.cache.zero_()
-    backend.wait_ticks = 5000
+    backend.wait_ns = 5000
     with pytest.raises(AssertionError):
         assert run(backend, *requests) == steps
         assert torch.equal(backend.memory.cache, cache)

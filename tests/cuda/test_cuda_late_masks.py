@@ -49,12 +49,12 @@ def expected(backend):
 
 @pytest.fixture
 def hasty(backend, monkeypatch):
-    monkeypatch.setattr(backend, "wait_ticks", ROUNDS)
+    monkeypatch.setattr(backend, "wait_ns", ROUNDS)
     return backend
 
 
-def launches_in_vain(monkeypatch):
-    """Errors of launches that waited for a mask, as they come."""
+def launches_in_vain(monkeypatch, kind=LateMask):
+    """Errors of launches that waited for a mask, as they come; of another kind, they name another wait."""
     seen, check = [], launcher.check_launch
 
     def watched(*arguments):
@@ -62,7 +62,7 @@ def launches_in_vain(monkeypatch):
             return check(*arguments)
         except LateMask as error:
             seen.append(error)
-            raise
+            raise kind(str(error).replace("mask", "peaks")) from None
 
     monkeypatch.setattr(launcher, "check_launch", watched)
     return seen
@@ -79,10 +79,15 @@ def assert_alone(backend, steps, expected, *slots):
         assert torch.equal(backend.memory.counts[slot], counts[slot])
 
 
-@pytest.mark.parametrize("others", [None, anything])
-def test_one_that_takes_too_long_fails_its_request_alone(hasty, expected, monkeypatch, others):
+@pytest.mark.parametrize(
+    ("others", "kind"), [(None, LateMask), (anything, LateMask), (anything, RunError)]
+)
+def test_one_that_takes_too_long_fails_its_request_alone(
+    hasty, expected, monkeypatch, others, kind
+):
+    """Also where a block that waited for one that waits for the mask was the first to give up."""
     monkeypatch.setattr(serving, "MASK_S", 2.0)
-    in_vain = launches_in_vain(monkeypatch)
+    in_vain = launches_in_vain(monkeypatch, kind)
     steps = serve(hasty, asked(0, others), asked(1, slow({3}, 3)), asked(2, others))
     assert in_vain
     *said, last = steps[1]
@@ -116,7 +121,7 @@ def test_a_callers_function_is_not_the_gpus_silence(hasty, expected, monkeypatch
     """Though the host had heard of the step by then whose token it reads."""
     monkeypatch.setattr(serving, "MASK_S", 60.0)
     monkeypatch.setattr(watchdog, "SILENCE_S", 3.0)
-    monkeypatch.setattr(hasty, "wait_ticks", 5 * ROUNDS)
+    monkeypatch.setattr(hasty, "wait_ns", 5 * ROUNDS)
     read, looked = LaunchServing._read, []
 
     def read_at_the_second_look(self, one, words):

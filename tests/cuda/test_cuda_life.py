@@ -203,7 +203,7 @@ def test_a_wait_that_ends_as_it_is_given_up_is_not_blamed_on_another(backend, tm
     until = "while (load_volatile(&b.small->waits[b.in_warp]) == began) sleep_a_while();"
     include = plant(tmp_path, ("watchdog.h", late, f"{until}\n{late}"))
     backend.kernel.library = compile_walk(backend.layout, include=include)
-    backend.wait_ticks = 3
+    backend.wait_ns = 3
     error = error_of(serve(backend, request(0, PROMPTS[0]))[0])
     assert re.search(
         r"expired: rank 0, block \d, for a word that came while it gave up,", str(error)

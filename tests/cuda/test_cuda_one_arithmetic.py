@@ -76,7 +76,7 @@ def test_an_edit_is_seen_in_both_kernels(kind, include):
     found = []
     for fault in range(len(EDITS) + 1):
         backend.memory.cache.zero_()
-        backend.wait_ticks = LIMIT + fault
+        backend.wait_ns = LIMIT + fault
         found.append((run(backend, *requests), backend.memory.cache.clone()))
     steps, cache = found[0]
     for name, (other, held) in zip(EDITS, found[1:], strict=True):

@@ -18,7 +18,7 @@ from tests.lib.cuda_walk import INCLUDE
 EDITS = [  # header, before, after
     *((header, *edit[:2]) for header, *edit in conformance.FAULTS.values()),
     *(edit[:3] for faults in (requests.FAULTS, sampling.FAULTS) for edit in faults.values()),
-    *(("columns/chunk.h", *edit) for edit in chunks.FAULTS.values()),
+    *chunks.FAULTS.values(),
     *column_threads.RACES.values(),
     *columns.FAULTS.values(),
     *(edit for _, *edit in columns.SHAPE_FAULTS.values()),

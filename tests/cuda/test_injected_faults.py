@@ -31,7 +31,7 @@ def faulty(spec, tmp_path_factory):
     backend = FiberBackend(RandomWeights(spec), BackendOptions(), 3)
     include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
     backend.kernel.library = compile_walk(backend.layout, include=include)
-    backend.wait_ticks = 1 << 13
+    backend.wait_ns = 1 << 13
     return backend
 
 
@@ -45,8 +45,8 @@ def test_delays_change_nothing(faulty):
 
 def test_nan_is_never_lost(spec):
     backend = FiberBackend(RandomWeights(spec), BackendOptions())
-    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
-    assert_nan_is_never_lost(backend, range(0, chunks, max(1, chunks // 8)))
+    ring_slots = backend.memory.weights.numel() // backend.layout.lowering.ring_slot_bytes
+    assert_nan_is_never_lost(backend, range(0, ring_slots, max(1, ring_slots // 8)))
 
 
 @pytest.mark.parametrize("name", MODELS)

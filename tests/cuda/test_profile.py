@@ -148,7 +148,7 @@ def test_the_trace_is_one_slice_a_span_without_gaps():
         first = slices[0]
         assert (first["name"], first["cat"]) == ("rows", "work")
         assert first["args"] == {
-            "token": 0, "layer": 0, "weight_wait_us": 0.002, "chunks_asked": 1,
+            "token": 0, "layer": 0, "weight_wait_us": 0.002, "ring_slots_asked": 1,
         }  # fmt: skip
         assert slices[-1]["cat"] == "wait" and slices[-1]["args"]["layer"] == "head"
         assert slices[-1]["dur"] == pytest.approx([0.04, 0.079, 0.019][block])
@@ -199,7 +199,7 @@ def test_clocks_stand_around_the_stamps(recording):
 
 def test_bytes_are_those_of_the_stream(backend, recording):
     assert recording.token_bytes == backend.layout.lowering.stream_bytes()
-    assert recording.chunks_asked.max() * backend.layout.lowering.chunk_bytes > 0
+    assert recording.ring_slots_asked.max() * backend.layout.lowering.ring_slot_bytes > 0
     assert recording.plain_step_ns.shape == (1,) and (recording.plain_step_ns > 0).all()
 
 

@@ -54,7 +54,7 @@ def faulty(request, spec, tmp_path_factory):
     include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
     step = backend.chunks.kernel or backend.columns.take(SLOTS[request.param], backend.device)
     step.kernel.library = compile_walk(step.layout, step.kernel.flags, include=include)
-    backend.wait_ticks = 1 << 13
+    backend.wait_ns = 1 << 13
     return backend
 
 
@@ -77,8 +77,8 @@ def test_a_nan_ends_one_request_of_several(shared, expected):
 
 
 def test_nan_is_nobodys_answer(shared, expected):
-    chunks = shared.memory.weights.numel() // shared.layout.lowering.chunk_bytes
-    assert_nan_is_nobodys_answer(shared, expected, (0, chunks - 1))
+    ring_slots = shared.memory.weights.numel() // shared.layout.lowering.ring_slot_bytes
+    assert_nan_is_nobodys_answer(shared, expected, (0, ring_slots - 1))
 
 
 # Which words are late says nothing about what they hold: test_injected_faults.py asks it of both types.

@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child has no threa
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from . import guided, worker
-from .targets import TARGETS
+from .table import TARGETS
 
 
 def main() -> int:

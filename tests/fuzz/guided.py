@@ -63,7 +63,7 @@ def _serve(name: str, seed: int, options: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["kog_triton", "jinja2"], enable_loader_override=False):
-        from .targets import TARGETS
+        from .table import TARGETS
 
     target = TARGETS[name](Path(tempfile.mkdtemp()))
     corpus = Path(options[-1])

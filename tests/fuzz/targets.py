@@ -1,6 +1,6 @@
 """What is attacked: one class a kind of file, each with seeds, a way to damage them and a check.
 
-    target = TARGETS["index"](folder)         an empty folder to work in
+    target = TARGETS["index"](folder)         an empty folder to work in (table.py)
     data = target.case(Random(1))             the bytes of one case
     target.run(data)                          a KogError, or a checked load; else a fault
 
@@ -305,13 +305,3 @@ def _stored_name(name: str) -> str:
 
 def _sorted_values(tensors: Any) -> torch.Tensor:
     return torch.cat([t.flatten().double() for t in tensors]).sort().values
-
-
-TARGETS: dict[str, type[Target]] = {
-    "header": Header,
-    "index": Index,
-    "config": Config,
-    "generation": Generation,
-    "tokenizer": TokenizerFile,
-    "tokenizer_config": TokenizerConfig,
-}

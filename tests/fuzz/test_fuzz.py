@@ -13,12 +13,14 @@ from kog_triton.errors import KogError, ModelError, RequestError
 from kog_triton.model.families import read_spec
 from kog_triton.text import Tokenizer, chat
 from tests.fuzz import worker
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.table import TARGETS
+from tests.fuzz.targets import Target
 from tests.lib import tiny
 from tests.lib.fake_checkpoint import byte_tokenizer
 
 CASES = {"header": 400, "index": 400, "config": 500, "generation": 400}
-CASES |= {"tokenizer": 400, "tokenizer_config": 500}
+CASES |= {"tokenizer": 400, "tokenizer_config": 500, "gguf": 1000, "narrow": 400}
+MANY = 100_000  # of the largest surface, a file format of counts and offsets; the record is of this run
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -27,6 +29,14 @@ def test_seeded_cases(name):
     assert record.faults == {}
     assert record.loaded + record.refused == record.cases
     assert min(record.loaded, record.refused) > 0  # neither all good nor all noise
+    assert record.grown_memory_mib < 600
+
+
+@pytest.mark.slow
+def test_many_cases_of_gguf():
+    record = worker.fuzz("gguf", MANY, seed=25)
+    assert record.faults == {} and record.cases == MANY
+    assert min(record.loaded, record.refused) > MANY / 100
     assert record.grown_memory_mib < 600
 
 

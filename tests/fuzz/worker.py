@@ -22,7 +22,8 @@ from random import Random
 from typing import IO
 
 from .record import MEMORY_LIMIT, Record
-from .targets import TARGETS, Target
+from .table import TARGETS
+from .targets import Target
 
 CASES_A_CHILD = 2000
 LOOK_S = 0.02

@@ -131,7 +131,7 @@ def test_a_block_that_never_comes_is_an_error_and_the_gpu_goes_on(demo, monkeypa
     layer, other lanes' where they read what it sends, two layers later. Any of them may be the first to give up."""
     ours, _ = demo
     real = ours.kernel.launch
-    monkeypatch.setattr(ours, "wait_ticks", 10**7)
+    monkeypatch.setattr(ours, "wait_ns", 5 * 10**6)
     monkeypatch.setattr(ours.kernel, "launch", lambda blocks, *rest: real(blocks - 1, *rest))
     with pytest.raises(RunError, match=r"expired: rank 0, block \d+, layer [0-2], "):
         generate(ours, [3, 4], 5, SamplingParams(temperature=0))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.lib.racecheck import races_in, unexplained
+from tests.lib.machine_code import tool as disassembler
+from tests.lib.racecheck import functions_in, races_in, unexplained
 from tests.lib.sanitized_child import CASES
 
 pytestmark = pytest.mark.gpu
@@ -84,10 +85,11 @@ def watch(tool, case, fault, folder, cache) -> tuple[subprocess.CompletedProcess
     assert "SUMMARY: " in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     clean = "SUMMARY: 0 " in done.stdout and done.returncode == 0
     if tool == "racecheck":
-        races = races_in(done.stdout)
-        assert clean == (not races)
-        print(sorted(unexplained(races)))
-        clean = not unexplained(races)
+        assert clean == (not races_in(done.stdout))
+        cubins = [functions_in(path, disassembler("nvdisasm")) for path in folder.glob("*.cubin")]
+        races = unexplained(done.stdout, cubins)
+        print(sorted(races))
+        clean = not races
     return done, clean
 
 

@@ -28,7 +28,7 @@ from tests.lib.cuda_shared_injection import (
 
 pytestmark = pytest.mark.gpu
 BLOCKS, SEEDS = 12, 20
-FEW = 2  # blocks that all have rows of every stage: no chunk of the weights is padding alone
+FEW = 2  # blocks that all have rows of every stage: no ring slot of the weights is padding alone
 
 
 class OneToken(CudaBackend):
@@ -113,16 +113,16 @@ def test_a_nan_ends_one_request_of_several(shared, expected):
 def test_nan_is_nobodys_answer(kind, spec):
     weights = RandomWeights(spec, device="cuda")
     backend = opened(KINDS[kind], weights, SLOTS[kind], FEW)
-    chunks = backend.memory.weights.numel() // backend.layout.lowering.chunk_bytes
-    assert_nan_is_nobodys_answer(backend, alone(weights, FEW), range(chunks))
+    ring_slots = backend.memory.weights.numel() // backend.layout.lowering.ring_slot_bytes
+    assert_nan_is_nobodys_answer(backend, alone(weights, FEW), range(ring_slots))
     backend.close()
 
 
 def test_delays_change_nothing(faulty, expected):
-    faulty.wait_ticks = 1 << 32  # two seconds
+    faulty.wait_ns = 1 << 31  # two seconds
     assert_delays_change_nothing(faulty, expected, range(1, SEEDS + 1))
 
 
 def test_a_silent_block_is_named_and_the_gpu_goes_on(faulty, expected):
-    faulty.wait_ticks = 1 << 25  # 17 ms
+    faulty.wait_ns = 1 << 24  # 17 ms
     assert_silence_is_named(faulty, expected)

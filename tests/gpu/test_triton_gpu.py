@@ -87,7 +87,7 @@ def check_prompt(weights, tokens: list[int], max_context: int) -> None:
         served(backend, Request(0, tuple(tokens[: first + 1]), GREEDY, 0, 1))
         caches.append(backend.memory.pointers.kv[..., :first, :].clone())
     assert all(torch.equal(cache, caches[0]) for cache in caches)
-    got = backend.score(0, tokens, first, len(tokens))
+    got = backend._logits(backend.memory.pointers.kv[:1], tokens, first, len(tokens))
     error = np.sqrt(np.mean((got - want) ** 2)) / want.std()
     assert error < TOLERANCE[backend.spec.dtype]
 
@@ -196,7 +196,7 @@ def test_a_block_that_never_comes_is_an_error_and_the_next_request_runs(monkeypa
             return decode_kernel[(grid[0] - 1,)]
 
     with monkeypatch.context() as lacking:
-        lacking.setattr("kog_triton.backends.triton.kernel.decode_kernel", Lacking())
+        lacking.setattr("kog_triton.backends.triton.kernel.decode.decode_kernel", Lacking())
         backend.memory.pointers = patient._replace(limit=int(0.2e9) >> 10)
         (steps,) = served(backend, Request(0, (3, 7, 12), SamplingParams(temperature=0.0), 0, 4))
     last = steps[-1]
@@ -227,7 +227,7 @@ def test_waits_are_bounded_in_seconds(monkeypatch):
         (steps,) = served(backend, Request(0, (3, 7, 12), params, 0, 4, mask=slow))
         return [step.token for step in steps], len(launches)
 
-    monkeypatch.setattr("kog_triton.backends.triton.kernel.decode_kernel", Counted())
+    monkeypatch.setattr("kog_triton.backends.triton.kernel.decode.decode_kernel", Counted())
     tokens, once = run(3.0)
     again, more = run(0.2)
     assert tokens == again and len(tokens) == 4 and more > once

@@ -6,11 +6,13 @@ of test_damaged_checkpoint.py.
 
 import json
 import resource
+import shutil
 import struct
 import time
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from kog_triton.checkpoint.folder import Checkpoint, half_split_rows
@@ -18,7 +20,9 @@ from kog_triton.checkpoint.hub import model_folder
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
 from kog_triton.model.spec import DType
+from kog_triton.text import Tokenizer
 from tests.lib import tiny
+from tests.lib.fake_checkpoint import END, make_checkpoint
 
 
 @pytest.fixture
@@ -344,17 +348,85 @@ def test_revision_needs_the_hub(folder):
         Checkpoint.open(folder, revision="main")
 
 
-def test_hub_fetches_only_what_is_read(folder, monkeypatch):
+# What repositories of the hub hold beside what is read.
+UNREAD = (
+    "README.md", "chat_template.json", "consolidated.safetensors", "flax_model.msgpack", "model-q4.gguf",
+    "onnx/model.onnx", "original/consolidated.00.pth", "original/model.safetensors", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "tokenizer.model", "training_args.bin", "vocab.json",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that serves one folder; what of it was fetched lies in another."""
+    repository, fetched = tmp_path / "repository", tmp_path / "fetched"
     asked = {}
 
     def snapshot_download(repo_id, *, revision, allow_patterns):
-        asked.update(repo_id=repo_id, revision=revision, patterns=allow_patterns)
-        return str(folder)
+        asked.update(repo_id=repo_id, revision=revision)
+        names = [str(p.relative_to(repository)) for p in repository.rglob("*") if p.is_file()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(repository / name, fetched / name)
+        return str(fetched)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert Checkpoint.open("org/name", revision="v1").spec.family == "llama"
-    assert asked["repo_id"] == "org/name" and asked["revision"] == "v1"
-    assert not any(p.endswith(".bin") or p == "*" for p in asked["patterns"])
+    return repository, fetched, asked
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hub_fetches_what_is_read_and_nothing_else(hub, sharded):
+    repository, fetched, asked = hub
+    make_checkpoint(repository, temperature=0.5)
+    if sharded:
+        tiny.shard(repository)
+    (repository / "special_tokens_map.json").write_text('{"eos_token": "<end>"}')
+    config = {"chat_template": "config"}  # without the tokens' map: the other file has it
+    (repository / "tokenizer_config.json").write_text(json.dumps(config))
+    (repository / "chat_template.jinja").write_text("default")
+    (repository / "additional_chat_templates").mkdir()
+    (repository / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    read = {str(p.relative_to(repository)) for p in repository.rglob("*") if p.is_file()}
+    for name in UNREAD:
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).touch()
+    checkpoint = Checkpoint.open("org/name", revision="v1")
+    assert asked == {"repo_id": "org/name", "revision": "v1"}
+    assert {str(p.relative_to(fetched)) for p in fetched.rglob("*") if p.is_file()} == read
+    assert checkpoint.folder == fetched and checkpoint.generation["temperature"] == 0.5
+    local = Checkpoint.open(repository)
+    for name in local.names():
+        assert torch.equal(checkpoint.load(name), local.load(name))
+    tokenizer = Tokenizer.load(fetched)
+    assert tokenizer.eos_token_id == END
+    message = [{"role": "user", "content": "x"}]
+    assert tokenizer.render_chat(message) == "default"
+    assert tokenizer.render_chat(message, tools=[{"name": "f"}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("a/b", True),
+        ("o" * 96 + "/" + "n" * 96, True),
+        ("o" * 97 + "/n", False),
+        ("o/" + "n" * 97, False),
+        ("Org-1.x_y/Model.v2-3_4", True),
+        (".org/name", False),
+        ("org/-name", False),
+        ("org/na me", False),
+        ("org/name/", False),
+        ("org", False),
+    ],
+)
+def test_names_of_the_hub(hub, monkeypatch, tmp_path, name, is_one):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(hub[0])
+    if is_one:
+        assert model_folder(name) == hub[1] and hub[2]["repo_id"] == name
+    else:
+        with pytest.raises(ModelError, match="not a hub id of the form org/name"):
+            model_folder(name)
 
 
 def test_hub_failure_is_one_line_with_advice(monkeypatch):

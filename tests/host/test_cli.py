@@ -9,17 +9,21 @@ import importlib
 import io
 import json
 import logging
+import platform
 import sys
 import tomllib
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import jsonschema
 import pytest
+import torch
 
 import kog_triton
 from kog_triton import LLM, doctor, generate
 from kog_triton import __main__ as kog
 from kog_triton.backends.choose import AUTO_ORDER, KNOWN, Candidate, choose, look_at
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.cli import interactive
 from kog_triton.cli.command import run
 from kog_triton.cli.stats import stats
@@ -28,7 +32,7 @@ from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, R
 from kog_triton.sampling.params import SamplingParams
 from tests import ROOT
 from tests.lib.fake_backend import install
-from tests.lib.fake_checkpoint import make_checkpoint
+from tests.lib.fake_checkpoint import END, make_checkpoint
 
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
 
@@ -108,6 +112,17 @@ def test_quiet_says_nothing_else(cli):
     assert cli("-p", "say:x", "--quiet") == (0, "x", "")
 
 
+def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
+    )
+    flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
+    assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
+    how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    assert asked == [("fake", str(folder), how)]
+
+
 def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     sampling = {
         "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,
@@ -134,6 +149,7 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
     options = {renamed.get(name, name): value for name, value in machine.items()}
     assert record["backend"]["options"] == options | {"num_slots": 1}
+    assert record["model"]["max_context"] == 64
 
 
 def test_flags_reach_the_sampling(cli):
@@ -193,6 +209,10 @@ def test_the_prompt_may_be_a_file_or_stdin(cli, tmp_path, monkeypatch):
     assert cli("-p", f"@{file}", "--quiet")[1] == "from a file"
     monkeypatch.setattr(sys, "stdin", io.StringIO("say:from stdin"))
     assert cli("-p", "-", "--quiet")[1] == "from stdin"
+    assert cli("-p", "@@say:@home", "--quiet")[1] == "@home"
+    file = tmp_path / "run.json"
+    cli("-p", "@@x", "-m", "1", "--quiet", "--json", str(file))
+    assert json.loads(file.read_text())["output"]["prompt"] == "@x"
 
 
 def test_chat_goes_through_the_template(cli, tmp_path):
@@ -219,6 +239,50 @@ def test_the_record_follows_its_schema(cli, tmp_path):
     del record["output"]["metrics"]["seed"]
     with pytest.raises(jsonschema.ValidationError, match="seed"):
         jsonschema.validate(record, SCHEMA)
+
+
+def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kog", "generate", "-p", "abc"])
+    file = tmp_path / "run.json"
+    before = datetime.now(UTC).replace(microsecond=0)
+    assert (
+        cli(
+            "-p",
+            "say:ab",
+            "--max-model-len",
+            "100",
+            "--stop",
+            "x",
+            "--seed",
+            "5",
+            "--json",
+            str(file),
+        )[0]
+        == 0
+    )
+    record = json.loads(file.read_text())
+    assert before <= datetime.fromisoformat(record["created"]) <= datetime.now(UTC)
+    spec = Checkpoint.open(folder).spec
+    assert record["model"] == {
+        "path": str(folder), "family": "llama", "num_parameters": spec.num_parameters, "dtype": "f32",
+        "max_context": 100,
+    }  # fmt: skip
+    assert (record["backend"]["name"], record["backend"]["reason"]) == ("fake", "asked for")
+    assert record["backend"]["memory_bytes"] == {"weights": 0, "kv_cache": 0, "other": 0}
+    where = record["environment"]
+    assert (
+        where["argv"] == ["generate", "-p", "abc"] and where["kog_triton"] == kog_triton.__version__
+    )
+    assert (where["python"], where["platform"]) == (platform.python_version(), platform.platform())
+    assert where["torch"] == torch.__version__ and record["load_s"] > 0
+    unresolved = set(SamplingParams.__dataclass_fields__) - {"end_token_ids", "bad_words_token_ids"}
+    assert set(record["params"]) == unresolved
+    # the checkpoint's own default, what was said, and the rest of the context
+    params = record["params"]
+    assert (params["temperature"], params["seed"], params["max_tokens"]) == (0.5, 5, None)
+    output = record["output"]
+    assert output["prompt_token_ids"] == list(b"say:ab") and output["finished"] is True
+    assert output["outputs"][0]["token_ids"] == [*b"ab", END] and output["outputs"][0]["index"] == 0
 
 
 def test_interactive_holds_a_conversation(cli, monkeypatch):
@@ -268,6 +332,29 @@ def test_interactive_answers_are_not_broken_by_the_lines_of_a_log(cli, monkeypat
     assert code == 0 and lines.index("one") < lines.index("two")
     after = lines[lines.index("one") + 1 :]
     assert after[:2] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
+
+
+@pytest.mark.parametrize("how", ["prompt", "interactive"])
+def test_a_compiler_speaks_before_the_text_that_waits_for_it(cli, monkeypatch, how):
+    """Triton's takes 11 to 48 s in a first request, which sat silent: its lines waited for the text's end."""
+    seen = []
+
+    class Terminal(io.StringIO):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def write(self, text):
+            seen.append((self.name, text))
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("compile say:one\n"))
+    monkeypatch.setattr(sys, "stdout", Terminal("stdout"))
+    monkeypatch.setattr(sys, "stderr", Terminal("stderr"))
+    flags = ["-p", "compile say:one"] if how == "prompt" else ["--interactive", "--raw"]
+    assert cli(*flags)[0] == 0
+    text = next(at for at, (stream, words) in enumerate(seen) if stream == "stdout" and words)
+    assert ("stderr", "compiling the kernel") in seen[:text]
 
 
 @pytest.fixture
@@ -424,6 +511,59 @@ def test_doctor_lists_every_backend(cli, capsys):
     backends = {b["name"]: b for b in found["backends"]}
     assert list(backends)[:4] == list(KNOWN) and backends["fake"]["available"]
     assert found["kog_triton"] == kog_triton.__version__ and found["packages"]["torch"]
+
+
+def test_doctor_tells_what_it_found_by_value():
+    found = {
+        "kog_triton": "1.2", "python": "3.12.1", "platform": "Linux", "packages": {"torch": "2.9", "triton": None},
+        "driver": "580.1", "gpus": [{"name": "G", "arch": "sm_90", "memory_bytes": 150_600_000_000}],
+        "backends": [
+            {"name": "cuda", "installed": True, "available": True, "reason": "", "advice": "do nothing"},
+            {"name": "hip", "installed": False, "available": False, "reason": "not here", "advice": "buy one"},
+            {"name": "odd", "installed": True, "available": False, "reason": "no idea", "advice": ""},
+        ],
+        "demo": {"path": "/d", "present": False},
+    }  # fmt: skip
+    assert doctor.report(found).splitlines() == [
+        "kog_triton 1.2, Python 3.12.1, Linux",
+        "torch 2.9, triton (not installed)",
+        "",
+        "GPUs",
+        "  0  G  sm_90  151 GB",
+        "  driver: 580.1",
+        "",
+        "backends",
+        "  cuda      ready",
+        "  hip       cannot run here  not here",
+        "            -> buy one",
+        "  odd       cannot run here  no idea",
+        "",
+        "demo checkpoint: missing, /d",
+    ]
+    bare = doctor.report(
+        found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
+    )
+    assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2",
+            "580.126.09",
+        ),
+        ("6.12.12\n", "6.12.12"),
+        ("of a vendor without numbers\n", "of a vendor without numbers"),
+        (None, None),
+    ],
+)
+def test_doctor_reads_the_version_of_the_driver(tmp_path, monkeypatch, text, says):
+    files = tmp_path / "nvidia", tmp_path / "amdgpu"
+    monkeypatch.setattr(doctor, "DRIVERS", files)
+    if text:
+        files[1].write_text(text)
+    assert doctor.driver() == says
 
 
 def test_kog_hands_over_to_its_commands(cli, capsys):

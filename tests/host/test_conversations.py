@@ -11,6 +11,7 @@ import pytest
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.demo import checkpoint_path
+from kog_triton.errors import RunError
 from tests.lib.fake_backend import FakeBackend
 from tests.lib.fake_checkpoint import make_checkpoint
 
@@ -82,6 +83,15 @@ def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken_else_th
     assert ask(llm, "p" * 30 + "c") == 30
     other = "b" if taken == "a" else "a"
     assert ask(llm, prompts[other] + "?") == len(prompts[other])
+
+
+def test_a_slot_that_forgot_is_taken_before_one_that_remembers(folder):
+    with LLM(folder, backend=FakeBackend, num_slots=2) as llm:
+        ask(llm, "a" * 20)
+        with pytest.raises(RunError, match="NaN in layer 3"):
+            llm.generate("fail", replace(ONE, max_tokens=9))  # used last, and holds nothing now
+        assert ask(llm, "b" * 20) == 0
+        assert ask(llm, "a" * 20 + "?") == 20
 
 
 @pytest.mark.parametrize("limit", [100, 300, 511])

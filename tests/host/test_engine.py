@@ -148,6 +148,8 @@ def test_end_of_text_stops_without_a_reason_and_a_stop_token_with_one(llm):
     assert (out.text, out.finish_reason, out.stop_reason) == ("abc", "stop", None)
     out = llm.generate("say:abc", replace(GREEDY, stop_token_ids=[ord("b")]))[0].outputs[0]
     assert (out.text, out.stop_reason, out.token_ids) == ("a", ord("b"), [97, 98])
+    shown = replace(GREEDY, stop_token_ids=[ord("b")], include_stop_str_in_output=True)
+    assert llm.generate("say:abc", shown)[0].outputs[0].text == "ab"
     out = llm.generate("say:abc", replace(GREEDY, ignore_eos=True, max_tokens=6))[0].outputs[0]
     assert out.finish_reason == "length" and len(out.token_ids) == 6
 
@@ -169,6 +171,10 @@ def test_a_stop_string_across_tokens_is_cut_and_never_shown(narrow):
 def test_a_stop_string_within_min_tokens_does_not_stop(llm):
     params = replace(GREEDY, max_tokens=None, stop="x", min_tokens=3)
     assert llm.generate("say:axbxcx", params)[0].outputs[0].text == "axb"
+    # the stop string that ends with token number min_tokens does not count either
+    exactly = replace(params, min_tokens=2)
+    assert llm.generate("say:axbxcx", exactly)[0].outputs[0].text == "axb"
+    assert llm.generate("say:axbxcx", replace(params, min_tokens=1))[0].outputs[0].text == "a"
 
 
 def test_a_stop_string_may_begin_within_min_tokens(llm):

@@ -38,7 +38,7 @@ def test_faults_are_listed(capsys):
 
 def test_each_fault_has_one_place_and_tests():
     for fault in faults.FAULTS:
-        text = (faults.ROOT / "kog_triton" / fault.path).read_text()
+        text = (faults.ROOT / faults.place(fault)).read_text()
         assert text.count(fault.before) == 1 and fault.before != fault.after, fault.what
         assert (faults.ROOT / "tests" / fault.tests).is_file(), fault.what
     assert len({fault.what for fault in faults.FAULTS}) == len(faults.FAULTS)

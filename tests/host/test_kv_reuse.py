@@ -7,10 +7,12 @@ import itertools
 import random
 import threading
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends.reference import CHUNK
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RunError
 from tests.lib.fake_backend import GREEDY, FakeBackend, cold, next_logits
@@ -183,6 +185,52 @@ def test_reference_streams_what_it_generates_and_reuses_what_it_holds(folder, na
     assert fresh.metrics.cached_tokens == 0
     assert fresh.outputs[0].token_ids == warm.outputs[0].token_ids
     assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == warm.outputs[0].token_ids
+
+
+def test_reference_keeps_what_a_cancel_leaves_of_an_answer(folder):
+    params = replace(GREEDY, ignore_eos=True, max_tokens=None)
+    with LLM(folder, backend="reference") as llm:
+        stream = llm.stream("Hello", params)
+        for _ in stream:
+            if len(stream.token_ids) >= 3:
+                break
+        stream.close()
+        ids = [*stream.request.prompt, *stream.token_ids, 65]
+        again = llm.generate({"prompt_token_ids": ids}, GREEDY)[0]
+        # of what was read; the token that was made last may have no keys and values yet
+        assert again.metrics.cached_tokens >= len(ids) - 2
+        assert again.outputs[0].token_ids == greedy_ids(llm, ids, again)
+
+
+def test_reference_keeps_what_a_cancel_leaves_of_a_prompt(folder):
+    prompt = [66 + i % 7 for i in range(CHUNK + 60)]
+    with LLM(folder, backend="reference") as llm:
+        forward = llm.engine.backend.forward
+
+        streams = SimpleQueue()
+
+        def cancelled(*arguments, **options):
+            streams.get(timeout=20).cancel()
+            return forward(*arguments, **options)
+
+        llm.engine.backend.forward = cancelled
+        stream = llm.stream({"prompt_token_ids": prompt}, GREEDY)
+        streams.put(stream)
+        (last,) = stream
+        assert last.output.outputs[0].finish_reason == "abort" and not stream.token_ids
+        llm.engine.backend.forward = forward
+        again = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
+        assert again.metrics.cached_tokens == CHUNK
+        assert again.outputs[0].token_ids == greedy_ids(llm, prompt, again)
+        llm.engine.forget()
+        whole = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
+        assert whole.outputs[0] == again.outputs[0]
+
+
+def greedy_ids(llm, prompt, output):
+    """What a forward pass without a cache chooses after the prompt and each of the output's ids."""
+    ids = [*prompt, *output.outputs[0].token_ids]
+    return llm.forward_logits(ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["random", "demo"])

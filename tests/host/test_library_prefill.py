@@ -3,12 +3,19 @@
 On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from kog_triton.backends.prefill import forward as walk
 from kog_triton.backends.prefill import weights as fused
-from kog_triton.backends.prefill.library import BUCKETS, LibraryPrefill, choose_prefill
+from kog_triton.backends.prefill.library import (
+    BUCKETS,
+    BY_TOKEN,
+    LibraryPrefill,
+    choose_prefill,
+)
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from tests.lib.prefill_cases import (
@@ -172,8 +179,40 @@ def test_what_does_not_fit_is_refused():
 
 def test_auto_leaves_short_prompts_to_the_kernel():
     assert choose_prefill(1) == "kernel" and choose_prefill(BUCKETS[-1]) == "library"
-    chosen = [choose_prefill(n) for n in range(1, 600)]
-    assert chosen == sorted(chosen)  # one crossover, kernel below it
+    for first, least in ((0, BY_TOKEN.fresh), (1, BY_TOKEN.behind), (500, BY_TOKEN.behind)):
+        chosen = [choose_prefill(n, first) for n in range(1, 600)]
+        assert chosen == sorted(chosen) and chosen.index("library") + 1 == least
+
+
+def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
+    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps."""
+    reserved, told = [100 << 20], []
+
+    class Graph:
+        def pool(self):
+            return "pool"
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        told.append(pool)
+        reserved[0] += 7 << 20
+        yield
+
+    def stream(*arguments):
+        raise AssertionError("a capture takes another stream")
+
+    fakes = {"CUDAGraph": Graph, "graph": capture, "Stream": stream, "empty_cache": lambda: None}
+    fakes["memory_reserved"] = lambda device: reserved[0]
+    ours = prefill_of("llama")
+    before = ours.memory_bytes()
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    ours._capture_all()
+    count = len(ours._graphs)
+    assert told == [None, *["pool"] * (count - 1)] and count > 1
+    assert ours.memory_bytes()["other"] - before["other"] == count * 7 << 20
+    monkeypatch.undo()
+    ours._graphs.clear()
 
 
 # ---- on a GPU ----

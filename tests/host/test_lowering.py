@@ -134,7 +134,7 @@ def test_wire_words_cost_little(name):
     assert 1e-6 < error < (0.01 if spec.dtype is DType.F16 else 0.06)
 
 
-def fault_chunk_order(walker):
+def fault_ring_slot_order(walker):
     stream = walker.streams[0, 3]
     stream.addresses[-1], stream.addresses[-2] = stream.addresses[-2], stream.addresses[-1]
 
@@ -163,19 +163,19 @@ def fault_stale_phase(walker):
     buffer.publish = lambda it, *rest: publish(it if it != 4 else it - 1, *rest)
 
 
-def fault_missing_chunk(walker):
+def fault_missing_ring_slot(walker):
     walker.streams[0, 5].addresses.pop()
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        fault_chunk_order,
+        fault_ring_slot_order,
         fault_one_weight,
         fault_k_split,
         fault_missing_word,
         fault_stale_phase,
-        fault_missing_chunk,
+        fault_missing_ring_slot,
     ],
 )
 def test_planted_faults_are_seen(fault):

@@ -1,18 +1,44 @@
-"""The wheel holds what it needs and nothing else, and runs in an environment away from the checkout."""
+"""sdist and wheel hold what they need, and the wheel runs in an environment away from the checkout, types and all."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import BytesParser
 from pathlib import Path
 
 import numpy
 import pytest
 
+import kog_triton
 from tests import ROOT
 
 MAX_WHEEL_BYTES = 20 << 20
+FOLDERS = {
+    ".ci",
+    "backends",
+    "benchmarks",
+    "constraints",
+    "docs",
+    "examples",
+    "kog_triton",
+    "tests",
+}
+USER = """
+from kog_triton import LLM, SamplingParams
+
+with LLM() as llm:
+    reveal_type(llm.generate("x", SamplingParams(max_tokens=1))[0].outputs[0].text)
+    for delta in llm.stream("x"):
+        reveal_type(delta.token_ids)
+SamplingParams(max_tokenz=1)
+"""
+MYPY = """[mypy]
+[mypy-torch.*,numpy.*,triton.*,jinja2.*,tokenizers.*,safetensors.*,huggingface_hub.*,rich.*,llguidance.*]
+follow_imports = skip
+"""
 
 
 def run(*argv, cwd, ok=True):
@@ -27,19 +53,34 @@ def run(*argv, cwd, ok=True):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy, so that the checkout stays clean."""
-    tree = tmp_path_factory.mktemp("tree")
-    skip = shutil.ignore_patterns("__pycache__")
-    for folder in ("kog_triton", "backends"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    (tree / "tests").mkdir()
-    (tree / "tests" / "__init__.py").touch()  # must stay behind
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", "dist", cwd=tree)
-    (found,) = (tree / "dist").glob("*.whl")
-    return found
+def tree(tmp_path_factory):
+    """A copy of the checkout, so that it stays clean."""
+    tree = tmp_path_factory.mktemp("package") / "tree"
+    skip = shutil.ignore_patterns(
+        "__pycache__", ".git", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "build", "dist"
+    )
+    # what lies in the checkout beside the project: a folder with a name of its own, such as an environment
+    others = {path.name for path in ROOT.iterdir() if path.is_dir()} - FOLDERS
+    shutil.copytree(
+        ROOT,
+        tree,
+        ignore=lambda at, names: skip(at, names) | (others if Path(at) == ROOT else set()),
+    )
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree):
+    """The sdist of that copy, and the wheel that is built from the sdist alone."""
+    files = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    run(sys.executable, "-m", "build", "--no-isolation", "-o", "dist", cwd=tree)
+    (sdist,), (wheel,) = (tree / "dist").glob("*.tar.gz"), (tree / "dist").glob("*.whl")
+    return files, sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built[2]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +112,32 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"kog_triton"}
 
 
+def test_the_sdist_holds_the_whole_tree(built):
+    """But for what building added."""
+    files, sdist, _ = built
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    added = {name for name in names if "egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names - added == files
+    assert {"constraints/ci.txt", "examples/stream.py", "tests/faults.py", ".ci/run"} <= names
+
+
+def test_the_metadata_say_what_it_is(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = BytesParser().parsebytes(archive.read(name))
+    assert metadata["Version"] == kog_triton.__version__ and metadata["Version"].startswith("0.")
+    assert metadata["Author"] == "The kog_triton authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    classifiers = metadata.get_all("Classifier")
+    least = metadata["Requires-Python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {least}" in classifiers
+    assert "Typing :: Typed" in classifiers
+    assert metadata.get_payload().startswith("# kog_triton\n")
+    # nothing has run on an AMD GPU
+    assert "AMD" not in metadata["Summary"]
+
+
 def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
     code = "import kog_triton; print(kog_triton.__file__)"
     assert Path(run(python, "-c", code, cwd=tmp_path).stdout.strip()).is_relative_to(
@@ -83,3 +150,21 @@ def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
     plan = run(python.parent / "kog", "plan", cwd=tmp_path)
     assert plan.stdout.startswith("demo (laneformer) on 1 x h200")
     assert run(python.parent / "kog", "fly", cwd=tmp_path, ok=False).returncode == 2
+
+
+def test_an_example_runs_away_from_the_checkout(python, tmp_path):
+    """As whoever has the wheel and one file would run it."""
+    shutil.copy(ROOT / "examples" / "stream.py", tmp_path)
+    done = run(python, "stream.py", cwd=tmp_path)
+    assert done.stdout.startswith("\n    ") and "[48 tokens, ended by length]" in done.stderr
+
+
+def test_type_checkers_see_the_wheel_s_types(python, tmp_path):
+    """What mypy says of a caller's file; it does not look into the dependencies."""
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    argv = ("-m", "mypy", "--python-executable", python, "user.py")
+    lines = run(sys.executable, *argv, cwd=tmp_path, ok=False).stdout.splitlines()
+    assert lines[0].endswith('Revealed type is "str"')
+    assert lines[1].endswith('Revealed type is "list[int]"')
+    assert 'Unexpected keyword argument "max_tokenz"' in lines[2] and len(lines) == 4

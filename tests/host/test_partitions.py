@@ -20,21 +20,21 @@ from tests.lib.ring_walker import spec_of
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "laneformer-2b"])
 def test_probe_layouts(shape, ranks):
-    """The shapes that were measured: 128 blocks, padding of 1 % at most, chunks of 12 to 24 KB, a deep ring."""
+    """The shapes that were measured: 128 blocks, padding of 1 % at most, ring slots of 12 to 24 KB, a deep ring."""
     spec = named_shape(shape)
     lowering = lower(build(spec, ranks), H200)
     check_lowering(lowering)
     assert lowering.num_blocks == 128
-    assert lowering.chunk_bytes in (12288, 16384, 24576)
-    assert lowering.ring_chunks * lowering.chunk_bytes >= 160 * 1024
+    assert lowering.ring_slot_bytes in (12288, 16384, 24576)
+    assert lowering.ring_slots * lowering.ring_slot_bytes >= 160 * 1024
     real = 2 * (
         spec.num_parameters - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     )
     norms = 2 * spec.hidden_size * (2 * spec.num_layers + 1)
     padded = sum(lowering.stream_bytes(rank) for rank in range(ranks))
     assert real - norms <= padded <= 1.01 * real
-    chunks = {lowering.block_chunks(b) for b in range(128)}
-    assert max(chunks) <= 1.02 * min(chunks)
+    slots = {lowering.block_ring_slots(b) for b in range(128)}
+    assert max(slots) <= 1.02 * min(slots)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_chunks_end_where_units_do_unless_the_ring_shrinks(shape, fragments, unr
     assert (lowering.frag_k, lowering.fragments) == (32, fragments)
     assert sum(lowering.steps(s) % fragments > 0 for s in stages) == unrolled
     assert lowering.streams == streams
-    in_flight = [n * lowering.chunk_bytes for n in (lowering.window_chunks, lowering.calm_chunks)]
+    in_flight = [n * lowering.ring_slot_bytes for n in (lowering.window_slots, lowering.calm_slots)]
     assert in_flight == ([{2: 65536, 3: 73728}[fragments], 49152] if streams else [49152, 32768])
 
 
@@ -71,10 +71,11 @@ def test_the_block_that_reads_most_says_whether_the_stream_sets_the_pace():
     lowering = lower(build(spec), H200)
     head = lowering.schedule.stage("lm_head")
     layer = [
-        lowering.block_chunks(b) - lowering.stage_chunks(head, 0, lowering.group_index(head, b))
+        lowering.block_ring_slots(b)
+        - lowering.stage_ring_slots(head, 0, lowering.group_index(head, b))
         for b in range(lowering.num_blocks)
     ]
-    assert layer[0] < 2 * lowering.ring_chunks < max(layer)
+    assert layer[0] < 2 * lowering.ring_slots < max(layer)
     assert lowering.streams
 
 
@@ -116,9 +117,9 @@ def test_fragment_layout_is_the_stated_one(high, hidden):
     from kog_triton.schedule.packing import pack_blocks
 
     w = np.arange(stage.rows * stage.cols, dtype=np.uint16).reshape(stage.rows, stage.cols)
-    (chunks,) = pack_blocks(lowering, stage, 0, [1], 0, w)
+    (slots,) = pack_blocks(lowering, stage, 0, [1], 0, w)
     tiling, rows = lowering.tilings[stage.name], lowering.block_rows(stage, 0, 1)
-    flat = chunks.reshape(-1, 16, high, wide)
+    flat = slots.reshape(-1, 16, high, wide)
     steps = lowering.steps(stage)
     for n, warp, row in ((0, 0, 0), (1, 3, 5 % high), (steps, 14, high - 1)):
         unit, step = divmod(n, steps)

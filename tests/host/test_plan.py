@@ -3,11 +3,12 @@
 import re
 
 import pytest
+from safetensors.torch import load_file
 
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.plan import main
 from kog_triton.schedule.cuda import WARPS
-from tests.lib import tiny
+from tests.lib import narrow_cases, tiny
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -86,12 +87,22 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
     assert read == pytest.approx(matrix_bytes(spec) / 1e6, abs=0.3)
     assert int(rows["qkv_proj"]["runs"]) == spec.num_layers
+    for name in STAGES[1:]:
+        assert int(rows[name]["shards"]) == max(spec.num_lanes, int(gpus)), name
+    assert rows["lm_head"]["shards"] == rows["sample"]["shards"] == "1"
     gigabytes = float(re.search(r"([\d.]+) GB a token", out)[1])
     assert gigabytes * int(gpus) >= matrix_bytes(spec) / 1e9 - 0.002
     bandwidth, rate = re.search(
         r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
     ).groups()
     assert int(rate.replace(",", "")) == pytest.approx(float(bandwidth) * 1e3 / gigabytes, rel=5e-3)
+    # of one GPU, as the gigabytes are
+    microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)
+    whole = gigabytes * 1e3 / float(bandwidth)
+    assert microseconds == pytest.approx(whole, rel=2e-2, abs=0.5)
+    assert int(re.search(r"tokens/s: (\d+) us a token", out)[1]) == pytest.approx(
+        whole, rel=5e-3, abs=0.6
+    )
     assert f"{spec.kv_bytes_per_position:,} bytes of KV cache" in out
 
 
@@ -135,3 +146,38 @@ def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):
     got, out, err = plan(*argv)
     assert (got, out) == (code, "") and says in err
     assert len([line for line in err.splitlines() if "error: " in line]) == 1
+
+
+# ---- narrow weights ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "gigabytes"),
+    [
+        # parameters of the layers' matrices and of the head by hand; bits of a weight with its scales
+        ("qwen3-8b", "fp8-block", (6_945_767_424 * (8 + 32 / 128**2) / 8 + 622_329_856 * 2) / 1e9),
+        ("qwen3-8b", "int4-g128", (6_945_767_424 * 4.125 / 8 + 622_329_856 * 2) / 1e9),
+        ("qwen3-8b", "mxfp4", (6_945_767_424 * 4.25 / 8 + 622_329_856 * 2) / 1e9),
+        ("llama-3.2-1b", "int4-g32", (973_078_528 * 4.5 / 8 + 262_668_288 * 2) / 1e9),
+    ],
+)
+def test_bytes_of_a_format(shape, name, gigabytes, plan):
+    code, out, _ = plan("--shape", shape, "--format", name)
+    assert code == 0 and out.startswith(f"{shape} as {name} (")
+    assert f"{gigabytes:.3f} GB a token" in out and "no lowering for narrow weights" in out
+    cells = [row["MB/token"] for row in table(out).values() if "MB/token" in row]
+    assert sum(map(float, cells)) == pytest.approx(gigabytes * 1e3, abs=0.3)
+
+
+def test_bytes_of_a_narrow_checkpoint(plan, tmp_path):
+    narrow_cases.checkpoint("awq_g32", tmp_path)
+    code, out, _ = plan("--model", str(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    parts = ("qweight", "qzeros", "scales", "lm_head.weight")
+    want = sum(t.nbytes for n, t in stored.items() if n.endswith(parts))
+    assert code == 0 and f"{want / 1e9:.3f} GB a token" in out
+
+
+def test_a_format_that_does_not_divide_is_refused(plan):
+    code, _, err = plan("--shape", "smollm2-360m", "--format", "int4-g128")
+    assert code == 3 and "layers.{}.q_proj: 960 columns do not divide into groups of 128" in err

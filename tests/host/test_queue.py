@@ -55,6 +55,27 @@ class Together:
         return self.results
 
 
+class Patient(FakeBackend):
+    """Says nothing to a prompt that begins with "wait" before another one was asked for that begins with "last"."""
+
+    asked: frozenset = frozenset()
+
+    def _advance(self, mailbox, state, words):
+        self.asked |= {words[:4]}
+        if words.startswith(b"wait") and b"last" not in self.asked:
+            assert time.monotonic() < self.deadline, "the last one never came"
+            time.sleep(0.001)
+            return False
+        return super()._advance(mailbox, state, words)
+
+
+def test_whoever_ends_makes_room_though_another_one_has_said_nothing(folder):
+    with LLM(folder, backend=Patient, num_slots=2) as llm:
+        llm.engine.backend.deadline = time.monotonic() + 20
+        prompts = ["wait say:a", "say:b", "say:c", "last say:d"]
+        assert [o.outputs[0].text for o in llm.generate(prompts)] == ["a", "b", "c", "d"]
+
+
 # ---- sharing ----
 
 

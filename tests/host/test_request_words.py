@@ -105,6 +105,18 @@ def test_min_p_and_top_p_at_their_ends():
     assert Flag.TOP_P in Flag(int(fields["flags"]))
 
 
+def test_no_more_logprobs_are_asked_for_than_there_are_ids():
+    few = request(logprobs=MOST_LOGPROBS)
+    assert [decode(encode(few, vocab))[0]["logprobs"] for vocab in (7, VOCAB)] == [7, MOST_LOGPROBS]
+
+
+def test_top_p_is_floored():
+    """The definition's survivors sit where the words say: halfway between two shares the lower one counts."""
+    for share in (12345, (1 << 31) - 1, (1 << 32) - 2):
+        fields, _ = decode(encode(request(top_p=(share + 0.75) / 2.0**32), VOCAB))
+        assert fields["top_p"] == share
+
+
 def test_logits_of_every_position():
     fields, lists = decode(encode_logits(6))
     assert (fields["prompt"], fields["most"], fields["first"]) == (6, 6, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kog_triton.errors import RequestError
-from kog_triton.sampling import History, SamplingParams, fixed, sample
+from kog_triton.sampling import History, SamplingParams, definition, fixed, sample
 from kog_triton.sampling.definition import adjust, inverse_temperature, survivors
 from kog_triton.sampling.philox import random_words
 from tests.lib.sampling_cases import VOCAB, bitmask, make_logits, params_of
@@ -155,6 +155,20 @@ def test_keys_closer_than_floating_point_are_compared_exactly():
     assert float_is_wrong > 100
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_rarest_noise_can_make_up_for_any_gap_it_spans(temperature, monkeypatch):
+    """Of two ids the likelier one draws the smallest noise that there is, the other one the largest."""
+    words = np.array([0, 0xFFFFFFFF], np.uint32)
+    for name in ("random_words", "vocab_words"):
+        monkeypatch.setattr(definition, name, lambda *arguments: words)
+    span = float(fixed.gumbel(words) @ [-1, 1]) * fixed.NOISE_SCALE
+    assert 26.0 < span < definition.NOISE_SPAN
+    params = params_of(2, temperature=temperature)
+    for gap, token in ((span - 1e-3, 1), (span + 1e-3, 0)):
+        logits = np.array([0, -gap * temperature], np.float32)
+        assert sample(logits, params, History([]), 0).token == token
+
+
 def test_same_seed_same_token_and_order_does_not_matter():
     logits, params = make_logits(5, 500), params_of(500, temperature=1.5)
     first = [sample(logits, params, History([]), p).token for p in range(100)]
@@ -224,6 +238,17 @@ def test_the_share_of_top_p_is_rounded_up():
         logits = np.array([0, second[i]], np.float32)
         params = params_of(2, top_p=shares[i] / 2.0**32)
         assert survivors(logits, params).tolist() == [0, 1]
+
+
+def test_top_p_itself_is_rounded_down():
+    """The largest share that the first weight alone reaches; what lies above it by less than a step is that share."""
+    logits = np.array([0, -1], np.float32)
+    distances = np.array([0, int(math.log2(math.e) * 2.0**26)])
+    first, second = fixed.weight(distances).tolist()
+    share = (first << 32) // (first + second)
+    for part, left in ((0.0, [0]), (0.75, [0]), (1.0, [0, 1])):
+        params = params_of(2, top_p=(share + part) / 2.0**32)
+        assert survivors(logits, params).tolist() == left
 
 
 def test_top_p_is_over_what_top_k_left():

@@ -49,9 +49,34 @@ def test_ids_equal_transformers(name, kind):
     assert rendered >= 14  # of the others, most have parts, tools or no user message
 
 
-def test_there_are_enough_cases():
-    assert len(TEMPLATES) >= 12
-    assert len(CONVERSATIONS) >= 20
+def test_every_case_of_a_conversation_and_of_a_template_is_another():
+    """Two that no rendering tells apart would be one case counted twice."""
+
+    def texts(template, asked):
+        try:
+            messages, arguments = asked
+            return ours(template).render_chat(messages, **arguments)
+        except RequestError:
+            return None
+
+    by_template = [[texts(TEMPLATES[name], asked) for asked in CONVERSATIONS] for name in TEMPLATES]
+    by_conversation = list(zip(*by_template, strict=True))
+    for rendered in (by_template, by_conversation):
+        assert len({tuple(one) for one in rendered}) == len(rendered) >= 12
+        assert all(any(one) for one in rendered)
+
+
+def test_reasoning_is_found_under_any_name_and_the_first_name_wins():
+    template = ours(
+        "{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }};{% endfor %}"
+    )
+    names = ("reasoning_content", "thinking", "reasoning")
+    said = [{"role": "assistant", name: name} for name in names]
+    assert template.render_chat(said) == "".join(f"{name}/{name};" for name in names)
+    two = [{"role": "assistant", "reasoning": "c", "thinking": "b"}]
+    assert template.render_chat(two) == "b/b;"
+    three = [{"role": "assistant", "reasoning": "c", "thinking": "b", "reasoning_content": "a"}]
+    assert template.render_chat(three) == "a/b;"
 
 
 # ---- what a user types is text ----

@@ -193,7 +193,7 @@ def llm(tmp_path_factory):
 
 def answer(llm, text, params=GREEDY, **how):
     """The fake backend answers `text`; its own template would add to it, so it is a raw role."""
-    llm.tokenizer._templates["default"] = "{{ messages[0].content }}"
+    llm.tokenizer.chat_templates["default"] = "{{ messages[0].content }}"
     talk = [{"role": "user", "content": f"say:{text}"}]
     return llm.chat(talk, params, **how)[0].outputs[0]
 

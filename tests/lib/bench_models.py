@@ -45,6 +45,6 @@ MODELS = {
 PROMPT = [int(i) for i in np.random.default_rng(1).integers(0, 97, 20)]
 
 
-def judge_of(weights, count=16):
+def judge_of(weights, ids=PROMPT):
     reference = find_backend("reference")(weights, BackendOptions(max_context=64))
-    return Judge(reference, PROMPT, count)
+    return Judge(reference, ids, PROMPT, 16)

@@ -103,7 +103,9 @@ class Sizes:
     count: int = 6  # tokens of an answer
 
 
-GPU_SIZES = Sizes(512, 300, 100)
+GPU_SIZES = Sizes(
+    2048, 1500, 100
+)  # a prompt that takes milliseconds, so that the host can speak within it
 SLOW_SIZES = Sizes(16, 7, 4)
 
 
@@ -221,7 +223,7 @@ def impatient(name, backend, monkeypatch):
     """
     monkeypatch.setattr(serving, "MASK_S", 0.2)
     if name.startswith("cuda"):
-        monkeypatch.setattr(backend, "wait_ticks", 4 * 10**8 if name in ON_GPU else 2000)
+        monkeypatch.setattr(backend, "wait_ns", 2 * 10**8 if name in ON_GPU else 2000)
     elif name in ON_GPU:
         pointers = backend.memory.pointers._replace(limit=200_000)  # of 1,024 ns
         monkeypatch.setattr(backend.memory, "pointers", pointers)

@@ -88,32 +88,32 @@ AWAITED = (
 
 def assert_silence_is_named(backend):
     """`backend` runs the kernel of EDITS. A block that does not speak ends the launch within the limit."""
-    healthy, whole = backend.wait_ticks, tokens_of(backend)
-    backend.wait_ticks = healthy + SILENT
+    healthy, whole = backend.wait_ns, tokens_of(backend)
+    backend.wait_ns = healthy + SILENT
     assert re.search(
         rf"expired: rank 0, block \d+, {AWAITED}, seen 0, wanted 1, after 0 steps",
         failure_of(backend),
     )
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
     assert tokens_of(backend) == whole
 
 
 def assert_delays_change_nothing(backend, seeds):
     """`backend` runs the kernel of EDITS."""
-    healthy, ids = backend.wait_ticks, list(range(3, 11))
+    healthy, ids = backend.wait_ns, list(range(3, 11))
     whole, tokens = backend.forward_logits(ids), tokens_of(backend)
     for seed in seeds:
-        backend.wait_ticks = healthy + seed
+        backend.wait_ns = healthy + seed
         assert np.array_equal(backend.forward_logits(ids), whole)
         assert tokens_of(backend) == tokens
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
 
 
-def assert_nan_is_never_lost(backend, chunks):
-    """In every vector of gains, and in those `chunks` of the weights: an error, and no trace behind it."""
+def assert_nan_is_never_lost(backend, ring_slots):
+    """In every vector of gains, and in those `ring_slots` of the weights: an error, and no trace behind it."""
     whole, memory = tokens_of(backend, count=3), backend.memory
-    arena = memory.weights.view(-1, backend.layout.lowering.chunk_bytes).view(torch.int16)
-    places = [*memory.gains.unbind(), *(arena[i] for i in chunks)]
+    arena = memory.weights.view(-1, backend.layout.lowering.ring_slot_bytes).view(torch.int16)
+    places = [*memory.gains.unbind(), *(arena[i] for i in ring_slots)]
     for place in places:
         before = place.clone()
         place.fill_(torch.nan if place.is_floating_point() else 0x7FFF)

@@ -182,10 +182,10 @@ def staggered(backend, requests):
 @contextmanager
 def without_a_block(backend, kernel):
     """While inside, one block of an emulated kernel never comes, and the others wait for it shortly."""
-    before = backend.wait_ticks
-    backend.wait_ticks, kernel.absent = 2000, 1
+    before = backend.wait_ns
+    backend.wait_ns, kernel.absent = 2000, 1
     yield
-    backend.wait_ticks, kernel.absent = before, -1
+    backend.wait_ns, kernel.absent = before, -1
 
 
 # ---- compared with the same request alone ----

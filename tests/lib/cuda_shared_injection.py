@@ -110,11 +110,11 @@ def assert_nan_ends_one_request(backend, expected, slots=(0, 7)):
         assert_alike(answers(backend), expected)
 
 
-def assert_nan_is_nobodys_answer(backend, expected, chunks):
-    """NaN in any vector of gains, or in those `chunks` of the weights, is an error of each request."""
+def assert_nan_is_nobodys_answer(backend, expected, ring_slots):
+    """NaN in any vector of gains, or in those `ring_slots` of the weights, is an error of each request."""
     memory = backend.memory
-    arena = memory.weights.view(-1, backend.layout.lowering.chunk_bytes).view(torch.int16)
-    for place in [*memory.gains.unbind(), *(arena[i] for i in chunks)]:
+    arena = memory.weights.view(-1, backend.layout.lowering.ring_slot_bytes).view(torch.int16)
+    for place in [*memory.gains.unbind(), *(arena[i] for i in ring_slots)]:
         before = place.clone()
         place.fill_(torch.nan if place.is_floating_point() else 0x7FFF)
         errors, tokens = failures(backend)
@@ -126,17 +126,17 @@ def assert_nan_is_nobodys_answer(backend, expected, chunks):
 
 def assert_delays_change_nothing(backend, expected, seeds):
     """`backend` runs the kernels of SHARED_EDITS."""
-    healthy = backend.wait_ticks
+    healthy = backend.wait_ns
     for seed in seeds:
-        backend.wait_ticks = healthy + seed
+        backend.wait_ns = healthy + seed
         assert_alike(answers(backend), expected)
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
 
 
 def assert_silence_is_named(backend, expected):
     """`backend` runs the kernels of SHARED_EDITS."""
-    healthy = backend.wait_ticks
-    backend.wait_ticks = healthy + SILENT
+    healthy = backend.wait_ns
+    backend.wait_ns = healthy + SILENT
     errors, tokens = failures(backend)
     assert not any(tokens.values())
     for error in errors.values():
@@ -146,5 +146,5 @@ def assert_silence_is_named(backend, expected):
             r"seen 0, wanted 1, after 0 steps",
             str(error),
         )
-    backend.wait_ticks = healthy
+    backend.wait_ns = healthy
     assert_alike(answers(backend), expected)

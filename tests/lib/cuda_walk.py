@@ -239,7 +239,7 @@ class FiberBackend(CudaBackend):
         # The kernel's own prefill is what is tested, unless another is asked for.
         prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
-        self.wait_ticks = 1 << 20  # rounds
+        self.wait_ns = 1 << 20  # rounds
 
     def generate(self, mailbox):
         """Looks for tokens less often than beside a real GPU: the emulated one needs the CPU itself."""

@@ -7,6 +7,7 @@ claim changes the text. Words in the prompt steer it:
     say:TEXT   answer TEXT, then end            slow    20 ms a pass
     fail       an error after two tokens        crash   `generate` itself raises after two tokens
     logs       a compiler and another log speak after two tokens
+    compile    a compiler speaks before the first
     leave      `generate` forgets all and returns after two tokens
 """
 
@@ -38,6 +39,7 @@ class Running:
     request: Request
     pending: list[int]  # tokens still to be run
     made: int = 0
+    said: bool = False
 
 
 class FakeBackend:
@@ -82,6 +84,9 @@ class FakeBackend:
                 if state.made == 2 and b"leave" in words:
                     running.clear()
                     return
+                if state.made == 0 and b"compile" in words and not state.said:
+                    state.said = True
+                    compilers.info("compiling the kernel")
                 if state.made == 2 and b"logs" in words:
                     compilers.info("compiled columns.cu in 5.1 s")
                     log.warning("no kernel of chunks")

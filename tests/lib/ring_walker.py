@@ -1,6 +1,6 @@
 """A numpy machine that decodes from packed streams alone: it proves a lowering before a kernel exists.
 
-Every block has a cursor into its own stream and takes chunks strictly in order; values pass between blocks
+Every block has a cursor into its own stream and takes ring slots strictly in order; values pass between blocks
 only as wire words, whose phase bit is checked at every read; warps hold their own part of K, partial sums
 are added in warp order; the residual stream is each block's own copy, as in the kernel. Blocks run stage by
 stage, one after another: this proves layout and arithmetic, not the order of memory operations.
@@ -18,12 +18,12 @@ from kog_triton.schedule.schedule import Stage
 
 
 class Stream:
-    """One block's weights: chunks in order, each taken once."""
+    """One block's weights: ring slots in order, each taken once."""
 
     def __init__(self, arena: np.ndarray, lowering: CudaLowering, rank: int, block: int):
         self.arena, self.dtype = arena, lowering.schedule.spec.dtype
-        self.bytes = lowering.chunk_bytes
-        count = lowering.block_chunks(block, rank)
+        self.bytes = lowering.ring_slot_bytes
+        count = lowering.block_ring_slots(block, rank)
         self.addresses = [(i * lowering.num_blocks + block) * self.bytes for i in range(count)]
         self.at = 0
 
@@ -223,7 +223,7 @@ class RingWalker:
         padded = np.zeros(lo.padded_k(stage))
         padded[: len(inputs)] = inputs
         units = len(rows) // tiling.unit_rows
-        taken = []  # [fragments, warps, *fragment] of each chunk, in the order in which warps consume them
+        taken = []  # [fragments, warps, *fragment] of each ring slot, in the order in which warps consume them
         while len(taken) * lo.fragments < units * steps:
             taken.append(self.streams[key].take().reshape(lo.fragments, WARPS, high, wide))
         if not units:
@@ -316,9 +316,10 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
     arenas, gains, biases = [], {}, {}
     for rank in range(s.num_ranks):
         arena = np.zeros(
-            lowering.stream_chunks(rank) * lowering.num_blocks * lowering.chunk_bytes, np.uint8
+            lowering.stream_ring_slots(rank) * lowering.num_blocks * lowering.ring_slot_bytes,
+            np.uint8,
         )
-        cursors = {b: b * lowering.chunk_bytes for b in range(lowering.num_blocks)}
+        cursors = {b: b * lowering.ring_slot_bytes for b in range(lowering.num_blocks)}
         for segment in s.segments:
             for layer in range(segment.repeat):
                 for stage in segment.stages:
@@ -334,11 +335,13 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
                         if stage.scope is Scope.ALL:
                             first, last = s.head_rows(rank)
                             w = w[first:last]
-                        (chunks,) = pack_blocks(lowering, stage, layer, [block], rank, w)
-                        for chunk in chunks:
+                        (slots,) = pack_blocks(lowering, stage, layer, [block], rank, w)
+                        for slot in slots:
                             at = cursors[block]
-                            arena[at : at + lowering.chunk_bytes] = chunk.reshape(-1).view(np.uint8)
-                            cursors[block] += lowering.num_blocks * lowering.chunk_bytes
+                            arena[at : at + lowering.ring_slot_bytes] = slot.reshape(-1).view(
+                                np.uint8
+                            )
+                            cursors[block] += lowering.num_blocks * lowering.ring_slot_bytes
         arenas.append(arena)
     for segment, stage in s.walk():
         for layer in range(segment.repeat):

@@ -1,9 +1,10 @@
 """A process to run under compute-sanitizer: a tiny model on kernels of one kind; prints what came of it.
 Half of the kinds are in float16, half in bfloat16.
 
-argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for the planted headers.
+argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for planted headers and the kernels.
 """
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from kog_triton.backends.cuda import jit
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout import header
+from kog_triton.backends.cuda.layout.layout import Layout
 
 from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
@@ -65,14 +67,26 @@ PLAIN_BF16 = spec_of(dtype=DType.BF16)
 PROMPT, LONG = (5, 17, 60), tuple((3 + 7 * i) % 100 for i in range(19))
 
 
+class Watched(CudaBackend):
+    """Leaves every kernel that it loads in the folder that the process was given."""
+
+    def _compile(self, source: str, layout: Layout) -> bytes:
+        cubin = super()._compile(source, layout)
+        path = Path(sys.argv[3], f"{hashlib.sha256(cubin).hexdigest()}.cubin")
+        path.write_bytes(
+            cubin + b"\0"
+        )  # cupy takes the last byte off, which the driver does not miss
+        return cubin
+
+
 def opened(
     spec: ModelSpec, num_blocks: int, chunk: int = 0, columns: Sequence[int] = ()
 ) -> CudaBackend:
     """Prompts in chunks of so many positions, a token at a time if 0; these kernels of columns."""
-    kind = type("Watched", (CudaBackend,), {"chunk_positions": chunk, "column_counts": columns})
+    kind = type("Sized", (Watched,), {"chunk_positions": chunk, "column_counts": columns})
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
     backend = kind(RandomWeights(spec), options, num_blocks)
-    backend.wait_ticks *= PATIENCE
+    backend.wait_ns *= PATIENCE
     backend.settle()
     assert (backend.chunks.kernel is not None) == bool(chunk)
     for count in columns:

@@ -12,7 +12,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
-from kog_triton.backends import watchdog
+from kog_triton.backends import compile_log, watchdog
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.serving import Launch, LaunchServing
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
@@ -44,6 +45,23 @@ def test_it_beats_in_prompts_too():
     assert backend.memory.pointers.mailbox[0, BEAT] > 0
 
 
+def test_the_first_launch_of_each_variant_says_that_it_compiles(monkeypatch, caplog):
+    """As the interpreter does in its way, longer than the patience here."""
+    monkeypatch.setattr(compile_log, "QUICK_S", 0.0)
+    caplog.set_level("INFO", "kog_triton.compilers")
+    backend = backend_of(ONE)
+    sampled = replace(GREEDY, temperature=1.0, top_p=0.5)
+    for params, what in ((GREEDY, "kernel"), (GREEDY, ""), (sampled, "kernel with sampling rules")):
+        caplog.clear()
+        serve(backend, Request(0, (3,), params, 0, 1))
+        if what:
+            begun, ended = caplog.messages
+            assert begun == f"compiling the Triton {what}, once for this model"
+            assert ended.startswith(f"compiled the Triton {what} in ")
+        else:
+            assert caplog.messages == []
+
+
 class Mute:
     """A launcher whose kernel leaves after 2,000 looks; `pulse` says the steps that it counts at each."""
 
@@ -73,7 +91,7 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
         launcher = Mute(backend, pulse)
         mailbox = Mailbox()
         mailbox.post(Request(0, (3, 42), GREEDY, 0, 2))
-        serving = LaunchServing(launcher, mailbox)
+        serving = LaunchServing(launcher, mailbox, LaunchQueue())
         if pulse(100) == 100:
             serving.run()
             assert launcher.asked > 2000

@@ -178,10 +178,10 @@ FAULTS = {
         "lanes, at once then late",
     ),
     "rope rotates backwards": Fault(
-        "attention", "a0 * cos0 - b0 * sin0", "a0 * cos0 + b0 * sin0", "llama",
+        "attention", "a * cos - b * sin", "a * cos + b * sin", "llama",
     ),
     "gate and up are swapped": Fault(
-        "layer", "h = gate / (1.0 + tl.exp(-gate)) * up", "h = up / (1.0 + tl.exp(-up)) * gate",
+        "layer", "row // 2, silu(gate) * up", "row // 2, silu(up) * gate",
         "qwen3",
     ),
     "the window is one position short": Fault(

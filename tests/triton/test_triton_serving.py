@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from kog_triton.backends import StageTimer, serving
+from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 from kog_triton.backends.triton.host import launcher
@@ -112,7 +113,7 @@ def test_every_launch_of_a_stage_is_timed():
 def test_a_token_waits_for_its_stamp():
     backend, mailbox = backend_of(ONE), Mailbox()
     backend.launcher.stamps = True
-    host = serving.LaunchServing(backend.launcher, mailbox)
+    host = serving.LaunchServing(backend.launcher, mailbox, LaunchQueue())
     request = Request(0, (3, 42), SamplingParams(temperature=0.0), 0, 2)
     mailbox.post(request)
     host.running[0] = host.begin(request)

@@ -7,7 +7,7 @@ from kog_triton.backends.cuda.layout.batches import up
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import WARPS
 
-# Measured on an H200 (benchmarks/README.md).
+# Measured on an H200: benchmarks/cuda-log.md#splits; MERGED_LENGTH: benchmarks/cuda-log.md#own-join.
 SPLIT_TILES = 8  # tiles of positions, of a warp each, that make another split worth its while
 BUNDLE = 4  # splits whose logarithms lie side by side
 QUERY_TOPS = 32  # words from those of one query to the next's: a line of the L2
@@ -42,7 +42,7 @@ def group_heads(spec: ModelSpec) -> int:
     return -(-spec.group // head_groups(spec))
 
 
-def result_slots(spec: ModelSpec) -> int:
+def warp_results(spec: ModelSpec) -> int:
     """Places for results in a group: those of half of its warps fit at once."""
     return -(-(WARPS // head_groups(spec)) // 2)
 
@@ -62,7 +62,7 @@ def numbers(spec: ModelSpec) -> dict[str, int]:
         "tile_rows": tile_rows(spec),
         "head_groups": head_groups(spec),
         "group_heads": group_heads(spec),
-        "slots": result_slots(spec),
+        "warp_results": warp_results(spec),
         "result_stride": result_stride(spec),
     }
 
@@ -70,7 +70,7 @@ def numbers(spec: ModelSpec) -> dict[str, int]:
 def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
     """What a KV task keeps behind o_proj's inputs: the byte where each begins, and the end (include/kog/kv_task.h)."""
     row = row_dim(spec)
-    results = head_groups(spec) * result_slots(spec) * group_heads(spec)
+    results = head_groups(spec) * warp_results(spec) * group_heads(spec)
     return _places(
         queries=32 * row * head_groups(spec),
         key=2 * row * new_rows,
@@ -83,7 +83,7 @@ def scratch_places(spec: ModelSpec, new_rows: int = 1) -> dict[str, int]:
 def head_places(spec: ModelSpec, queries: int, merged: int, new_rows: int) -> dict[str, int]:
     """Byte places in scratch for `queries` heads whose splits, `merged` at most, one block walks alone:
     name -> byte offset (include/kog/columns/splits.h)."""
-    results = merged * result_slots(spec) * queries
+    results = merged * warp_results(spec) * queries
     return _places(
         received=received_bytes(spec, new_rows),
         results=4 * result_stride(spec) * results,

@@ -19,8 +19,8 @@ THREADS = WARPS * 32  # that consume
 HELD_STEPS = 8  # of one token's operands, all of a stage's or none
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
-# The same where some are read from memory instead; and how many chunks ahead those are asked for.
-HELD_BESIDE_READ_WORDS, READ_CHUNKS = 32, 2
+# The same where some are read from memory instead; and how many ring slots ahead those are asked for.
+HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
 MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
 COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
 
@@ -61,13 +61,13 @@ def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     if (steps - _most_held(lo, stage, columns)) * each <= room:
         return 0
     held = HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
-    return up(steps - held - room // each, READ_CHUNKS * lo.fragments)
+    return up(steps - held - room // each, READ_SLOTS * lo.fragments)
 
 
 def scratch_room(lo: CudaLowering) -> int:
     """Bytes of operands and sums in a kernel of several columns from which on some are read instead: beside
     a ring that is longer than what is in flight."""
-    ring = (lo.window_chunks + 1) * (lo.chunk_bytes + 16)
+    ring = (lo.window_slots + 1) * (lo.ring_slot_bytes + 16)
     return (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - ring) // 128 * 128
 
 
@@ -95,11 +95,11 @@ def _fewest_units(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     # rows x parts are never more than for these
     most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
-    return _whole_chunks(lo, steps, min(most, THREADS // lo.tilings[stage.name].unit_rows))
+    return _whole_ring_slots(lo, steps, min(most, THREADS // lo.tilings[stage.name].unit_rows))
 
 
 def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
-    """Units whose partial sums are held at once: whole chunks, as many rows a thread as columns."""
+    """Units whose partial sums are held at once: whole ring slots, as many rows a thread as columns."""
     return max(
         _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
@@ -110,14 +110,14 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
 
 def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units of a stage of 16-bit words, two pieces a warp at most, whose partial sums find room where other
-    stages keep more, or where the ring leaves less than a chunk."""
+    stages keep more, or where the ring leaves less than a ring slot."""
     if columns == 1 or is_wide(stage):
         return 0
     tiling, steps = lo.tilings[stage.name], lo.steps(stage)
     room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
     most = 2 * WARPS // unit_pieces(tiling.unit_rows, columns)
     units = min(room // sum_bytes(lo, stage, columns), _most_units(lo, stage), most)
-    return _whole_chunks(lo, steps, units)
+    return _whole_ring_slots(lo, steps, units)
 
 
 def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -137,15 +137,15 @@ def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 
 def _most_units(lo: CudaLowering, stage: Stage) -> int:
-    """Of one block, up to the end of a chunk."""
+    """Of one block, up to the end of a ring slot."""
     period = unit_period(lo.steps(stage), lo.fragments)
     return up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
 
 
 def _free_room(lo: CudaLowering, columns: int) -> int:
-    """Bytes of scratch that some stage takes in any case, with what the ring leaves less than a chunk."""
+    """Bytes of scratch that some stage takes in any case, with what the ring leaves less than a ring slot."""
     scratch = up(max(_least_bytes(lo, s, columns) for s in matrix_stages(lo.schedule)), 128)
-    rest = (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - scratch) % (lo.chunk_bytes + 16)
+    rest = (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - scratch) % (lo.ring_slot_bytes + 16)
     return scratch + rest // 128 * 128
 
 
@@ -164,13 +164,13 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     words = steps * columns * lo.fragment(stage)[1]  # of one part's operands
     rows = lo.tilings[stage.name].unit_rows * columns
-    return _whole_chunks(
+    return _whole_ring_slots(
         lo, steps, min(WARPS, words // rows)
     )  # as many as warps that finish pieces
 
 
-def _whole_chunks(lo: CudaLowering, steps: int, most: int) -> int:
-    """The most units, up to so many, that end with a chunk; 0 if none do."""
+def _whole_ring_slots(lo: CudaLowering, steps: int, most: int) -> int:
+    """The most units, up to so many, that end with a ring slot; 0 if none do."""
     return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
 
 

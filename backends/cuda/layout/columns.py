@@ -18,6 +18,7 @@ from kog_triton.schedule.exchanges import check_kernel
 from kog_triton.schedule.lowering import matrix_stages
 
 COUNTS = (2, 4, 8)  # columns that kernels are made for
+MOST_KV_TASKS = 10  # that COLUMN_SMALL_BYTES have room for
 
 
 def lay_out_columns(
@@ -37,12 +38,17 @@ def lay_out_columns(
         kernel,
         splits,
         scratch_bytes=0,
-        ring_chunks=0,
+        ring_slots=0,
         columns=columns,
         chunk=chunk,
         partial_bytes=0,
         small_bytes=COLUMN_SMALL_BYTES,
     )
+    if layout.block_kv_tasks > MOST_KV_TASKS:
+        raise ModelError(
+            f"{spec.lane_kv_heads} key/value heads and {columns} columns give a block {layout.block_kv_tasks - 1} "
+            f"KV tasks: the cuda backend takes {MOST_KV_TASKS - 1}"
+        )
     behind = layout.stage_bytes(stages["o_proj"]) + max(
         attention_bytes(spec, splits, layout.new_rows),
         layout.head_places["end"],
@@ -56,11 +62,11 @@ def lay_out_columns(
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
     free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
-    ring = free // (lowering.chunk_bytes + 16)
-    window = lowering.chunks_of(WINDOW_BYTES)
+    ring = free // (lowering.ring_slot_bytes + 16)
+    window = lowering.ring_slots_of(WINDOW_BYTES)
     if ring < window:
         raise ModelError(
-            f"{scratch} bytes of activations of {columns} requests leave {ring} chunks of shared memory: "
+            f"{scratch} bytes of activations of {columns} requests leave {ring} ring slots of shared memory: "
             f"{window} are needed"
         )
-    return replace(layout, scratch_bytes=scratch, ring_chunks=ring)
+    return replace(layout, scratch_bytes=scratch, ring_slots=ring)

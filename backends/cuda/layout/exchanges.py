@@ -11,21 +11,8 @@ from kog_triton.backends.cuda.layout.attention import BUNDLE, QUERY_TOPS
 
 from kog_triton.backends.request_words import MOST_LOGPROBS
 from kog_triton.model.spec import Head, ModelSpec, Reduce
+from kog_triton.schedule import exchanges as ex
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.exchanges import (
-    Exchange,
-    Fence,
-    Kernel,
-    Mark,
-    Of,
-    Reader,
-    Who,
-    cache_of,
-    distinct_layers,
-    fewest_buffers,
-    layer_steps,
-    some,
-)
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Scope
 
@@ -61,59 +48,60 @@ CHOICES = (
     (*PEAKS, "rank", *AGREE, "best"),
 )
 
-CACHE = cache_of("attention")
+CACHE = ex.cache_of("attention")
 
 
-def decode_kernel(lowering: CudaLowering, splits: int) -> Kernel:
+def decode_kernel(lowering: CudaLowering, splits: int) -> ex.Kernel:
     """The kernel that runs one token at a time."""
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    lanes, last, hidden = schedule.num_shards, distinct_layers(spec) - 1, spec.hidden_size
+    lanes, last, hidden = schedule.num_shards, ex.distinct_layers(spec) - 1, spec.hidden_size
     pairs = {stage.name: -(-stage.outputs // 2) for _, stage in schedule.walk()}
     late, to_all = Reduce.DELAYED in _hows(spec), []
     at_once = hidden if lanes > 1 and Reduce.NOW in _hows(spec) else 0
     # fmt: off
     out = [
-        some("qkv", "qkv_proj", ("attention",), pairs["qkv_proj"], lanes),
-        some("attention", "attention_join", ("o_proj",), pairs["attention"], lanes),
-        some("mlp", "gate_up_proj", ("down_proj",), pairs["gate_up_proj"], lanes),
+        ex.some("qkv", "qkv_proj", ("attention",), pairs["qkv_proj"], lanes),
+        ex.some("attention", "attention_join", ("o_proj",), pairs["attention"], lanes),
+        ex.some("mlp", "gate_up_proj", ("down_proj",), pairs["gate_up_proj"], lanes),
     ]
     for name, stage, step, _ in MODULES:
         now, own, delayed = _reduces(spec, stage)
         # Sent in every layer, behind the wait for what the others sent.
-        later = (Reader(stage, Of.OWN, layers=delayed, delay=spec.delay),)
+        later = (ex.Reader(stage, ex.Of.OWN, layers=delayed, delay=spec.delay),)
         words, buffers = (hidden, 3 * spec.delay) if late else (0, 1)
-        out.append(Exchange(name, f"{stage}_sum", (Reader(step),), hidden, lanes, layers=own))
+        at = (ex.Reader(step),)
+        out.append(ex.Exchange(name, f"{stage}_sum", at, hidden, lanes, layers=own))
         to_all += [
-            Exchange(f"{name}_now", f"{stage}_sum", (Reader(step),), at_once, lanes, 2, scope=Scope.ALL, layers=now),
-            Exchange(f"{name}_delayed", stage, later, words, lanes, buffers, scope=Scope.ALL),
+            ex.Exchange(f"{name}_now", f"{stage}_sum", at, at_once, lanes, 2, scope=Scope.ALL, layers=now),
+            ex.Exchange(f"{name}_delayed", stage, later, words, lanes, buffers, scope=Scope.ALL),
         ]
     # fmt: on
     out += to_all
     for name, words, rows in _splits(spec, lanes * spec.lane_kv_heads, splits):
-        out.append(some(name, "attention", ("attention_join", "o_proj"), words, rows))
+        out.append(ex.some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
     out += [*mixes, *_choice(lowering.num_blocks), CACHE]
-    fences = (Fence("down_proj", (last,)), Fence("layer_end", (last,)))
-    steps = layer_steps(schedule, DECODE_STEPS)
-    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_delayed")
+    fences = (ex.Fence("down_proj", (last,)), ex.Fence("layer_end", (last,)))
+    steps = ex.layer_steps(schedule, DECODE_STEPS)
+    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_delayed")
 
 
-def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
+def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kernel:
     """The kernel of several columns: requests, or positions of one prompt."""
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    lanes, last, hidden = schedule.num_shards, distinct_layers(spec) - 1, spec.hidden_size
+    lanes, last, hidden = schedule.num_shards, ex.distinct_layers(spec) - 1, spec.hidden_size
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     padded = {name: lowering.padded_k(stage) // 2 * columns for name, stage in stages.items()}
     hints = -(-lowering.group_size(stages["qkv_proj"]) // FLAGS_TOGETHER) * LINE_WORDS
     heads, rows, blocks = spec.lane_kv_heads * columns, lanes * columns, lowering.num_blocks
     # fmt: off
     out = [
-        some("qkv", "qkv_proj", ("attention",), -(-stages["qkv_proj"].outputs // 2), rows),
-        some("attention", "attention_join", ("o_proj",), padded["o_proj"], lanes),
-        some("mlp", "gate_up_proj", ("down_proj",), padded["down_proj"], lanes),
+        ex.some("qkv", "qkv_proj", ("attention",), -(-stages["qkv_proj"].outputs // 2), rows),
+        ex.some("attention", "attention_join", ("o_proj",), padded["o_proj"], lanes),
+        ex.some("mlp", "gate_up_proj", ("down_proj",), padded["down_proj"], lanes),
         _hints("attention_heads", "attention_join", "o_proj", spec.lane_heads * columns, lanes),
         # Not written in every layer: their flags alone tell of splits.
-        *(some(name, "attention", ("attention_join",), words, count, Mark.GUARDED)
+        *(ex.some(name, "attention", ("attention_join",), words, count, ex.Mark.GUARDED)
           for name, words, count in _splits(spec, lanes * heads, splits)),
         _hints("attention_flags", "attention_flag", "attention_join", heads * splits, lanes),
     ]
@@ -122,29 +110,31 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> Kernel:
         needed = tuple(n for n in range(spec.num_layers) if n in now or n + spec.delay in delayed)
         words, to = hidden if needed and lanes > 1 else 0, f"{stage}_sum"
         # Who owns a row of the next module's adds to the stream, which begins with the embedding.
-        again = Reader(f"{other}_sum", Of.SOME, layers=None if other == "down_proj" else tuple(range(1, last + 1)))
-        late = (Reader(stage, Of.OWN, layers=delayed, delay=spec.delay), Reader(to, Of.OWN, layers=now))
+        layers = None if other == "down_proj" else tuple(range(1, last + 1))
+        again = ex.Reader(f"{other}_sum", ex.Of.SOME, layers=layers)
+        late = (ex.Reader(stage, ex.Of.OWN, layers=delayed, delay=spec.delay), ex.Reader(to, ex.Of.OWN, layers=now))
         out += [
-            Exchange(name, to, (Reader(step), again), hidden, rows),
+            ex.Exchange(name, to, (ex.Reader(step), again), hidden, rows),
             _hints(f"{name}_flags", to, step, -(-hidden // 4), lanes),
-            Exchange(f"{name}_sent", stage, late, words, rows, scope=Scope.ALL, layers=needed),
+            ex.Exchange(f"{name}_sent", stage, late, words, rows, scope=Scope.ALL, layers=needed),
         ]
     mixes, ends = _mix(spec, columns, AGREE_ON_COLUMNS)
+    pick = ex.Reader("column_pick", who=ex.Who.FEW)
     out += [
         _hints("mlp_flags", "gate_up_proj", "down_proj", hints, lanes),
         *mixes,
-        _numbered("column_best", "column_candidate", Reader("column_pick", who=Who.FEW), 4 * 2 * blocks * columns),
-        _numbered("column_argmax", "column_pick", Reader("column_argmax"), 2 * 2 * columns, who=Who.FEW),
+        _numbered("column_best", "column_candidate", pick, 4 * 2 * blocks * columns),
+        _numbered("column_argmax", "column_pick", ex.Reader("column_argmax"), 2 * 2 * columns, who=ex.Who.FEW),
         *_choice(blocks),
         CACHE,
     ]
     # fmt: on
     fences = (
-        *(Fence(step, who=Who.SOME) for step in ("attention_flag", "attention_join")),
-        *(Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
+        *(ex.Fence(step, who=ex.Who.SOME) for step in ("attention_flag", "attention_join")),
+        *(ex.Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
     )
-    steps = layer_steps(schedule, COLUMN_STEPS)
-    return _with_buffers(Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_sent")
+    steps = ex.layer_steps(schedule, COLUMN_STEPS)
+    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_sent")
 
 
 def _hows(spec: ModelSpec) -> set[Reduce]:
@@ -162,16 +152,21 @@ def _reduces(spec: ModelSpec, stage: str) -> tuple[Layers, Layers | None, Layers
     return now, own if spec.num_lanes > 1 else None, late
 
 
-def _hints(name: str, producer: str, reader: str, words: int, rows: int) -> Exchange:
+def _hints(name: str, producer: str, reader: str, words: int, rows: int) -> ex.Exchange:
     """Numbers of layer runs beside words of the same step."""
-    return some(name, producer, (reader,), words, rows, Mark.NUMBER)
+    return ex.some(name, producer, (reader,), words, rows, ex.Mark.NUMBER)
 
 
 def _numbered(
-    name: str, producer: str, reader: Reader, words: int, buffers: int = 1, who: Who = Who.EACH
-) -> Exchange:
+    name: str,
+    producer: str,
+    reader: ex.Reader,
+    words: int,
+    buffers: int = 1,
+    who: ex.Who = ex.Who.EACH,
+) -> ex.Exchange:
     """Of all blocks, two words a value under the number of the exchange (exchange.h)."""
-    return Exchange(name, producer, (reader,), words, 1, buffers, Mark.NUMBER, who, Scope.ALL)
+    return ex.Exchange(name, producer, (reader,), words, 1, buffers, ex.Mark.NUMBER, who, Scope.ALL)
 
 
 def _splits(spec: ModelSpec, heads: int, splits: int) -> list[tuple[str, int, int]]:
@@ -182,48 +177,50 @@ def _splits(spec: ModelSpec, heads: int, splits: int) -> list[tuple[str, int, in
     ]
 
 
-def _mix(spec: ModelSpec, columns: int, agree: Steps) -> tuple[list[Exchange], tuple[Steps, ...]]:
+def _mix(
+    spec: ModelSpec, columns: int, agree: Steps
+) -> tuple[list[ex.Exchange], tuple[Steps, ...]]:
     """What the head scores of the lanes' streams, if they are mixed; and the ends of a token."""
     mixed = spec.hidden_size if spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
     joined = 0 if spec.head is Head.CONCAT else mixed
-    part = Reader("mix_lanes", Of.SOME, Who.FEW) if joined else Reader("mix_gather")
-    y, hint = (Reader("mix_gather"),), (Reader("mix_gather", Of.SOME),)
-    joins, few = "mix_lanes" if joined else "", (Who.FEW, Scope.ALL)
+    part = ex.Reader("mix_lanes", ex.Of.SOME, ex.Who.FEW) if joined else ex.Reader("mix_gather")
+    y, hint = (ex.Reader("mix_gather"),), (ex.Reader("mix_gather", ex.Of.SOME),)
+    joins, few = "mix_lanes" if joined else "", (ex.Who.FEW, Scope.ALL)
     words = mixed if columns > 1 else joined
     out = [
-        Exchange("part", "mix", (part,), mixed, spec.num_lanes * columns, scope=Scope.ALL),
-        Exchange("y", joins, y, words, columns, 1, Mark.PHASE, *few),
+        ex.Exchange("part", "mix", (part,), mixed, spec.num_lanes * columns, scope=Scope.ALL),
+        ex.Exchange("y", joins, y, words, columns, 1, ex.Mark.PHASE, *few),
     ]
     if columns > 1:
-        out.append(Exchange("y_flags", joins, hint, -(-mixed // 4), 1, 1, Mark.NUMBER, *few))
+        out.append(ex.Exchange("y_flags", joins, hint, -(-mixed // 4), 1, 1, ex.Mark.NUMBER, *few))
     steps = ("mix", *(("mix_lanes",) if joined else ()), "mix_gather") if mixed else ()
     ends = ((), agree, *CHOICES, (*steps, *agree), (*steps, *SURVIVES))
     return out, tuple(dict.fromkeys(ends))
 
 
-def _choice(blocks: int) -> list[Exchange]:
+def _choice(blocks: int) -> list[ex.Exchange]:
     """What all blocks tell each other about one token's logits."""
-    few, one = Reader("histogram", who=Who.FEW), Reader("best", who=Who.ONE)
+    few, one = ex.Reader("histogram", who=ex.Who.FEW), ex.Reader("best", who=ex.Who.ONE)
     return [
-        _numbered("argmax", "candidate", Reader("argmax"), 4 * 2 * blocks, 2),
-        _numbered("peak", "peak", Reader("peaks"), 2 * 2 * blocks),
-        _numbered("top_p_check", "draw", Reader("top_p_check"), 3 * 2 * 2 * blocks),
-        _numbered("shares", "share", Reader("shares"), 3 * 2 * 2 * blocks),
+        _numbered("argmax", "candidate", ex.Reader("argmax"), 4 * 2 * blocks, 2),
+        _numbered("peak", "peak", ex.Reader("peaks"), 2 * 2 * blocks),
+        _numbered("top_p_check", "draw", ex.Reader("top_p_check"), 3 * 2 * 2 * blocks),
+        _numbered("shares", "share", ex.Reader("shares"), 3 * 2 * 2 * blocks),
         _numbered("bin_part", "bin", few, BINS * 4 * 2 * blocks),
-        _numbered("bin", "histogram", Reader("cut"), BINS * 4 * 2, who=Who.FEW),
+        _numbered("bin", "histogram", ex.Reader("cut"), BINS * 4 * 2, who=ex.Who.FEW),
         _numbered("best", "rank", one, 2 * 2 * (MOST_LOGPROBS + 1) * blocks, 2),
     ]
 
 
-def _with_buffers(kernel: Kernel, kind: str) -> Kernel:
+def _with_buffers(kernel: ex.Kernel, kind: str) -> ex.Kernel:
     """As many buffers of the exchanges of a kind as the proof takes, but no fewer than they have. What blocks learn
     from one of them is no argument for another: a model may have one alone."""
 
-    def needed(exchange: Exchange) -> Exchange:
+    def needed(exchange: ex.Exchange) -> ex.Exchange:
         if not exchange.name.endswith(kind) or not exchange.is_used:
             return exchange
         others = (e for e in kernel.exchanges if e is exchange or not e.name.endswith(kind))
         alone = replace(kernel, exchanges=tuple(others))
-        return replace(exchange, buffers=fewest_buffers(alone, exchange.name))
+        return replace(exchange, buffers=ex.fewest_buffers(alone, exchange.name))
 
     return replace(kernel, exchanges=tuple(map(needed, kernel.exchanges)))

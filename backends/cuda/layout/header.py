@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from kog_triton.backends.cuda.layout import attention, batches, protocol
 from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
-from kog_triton.backends.cuda.layout.batches import READ_CHUNKS
+from kog_triton.backends.cuda.layout.batches import READ_SLOTS
 from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
@@ -91,12 +91,15 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "frag_k": lo.frag_k,
         "fragments": lo.fragments,
         "slice": slice_values(schedule, lo.frag_k),
-        "chunk_bytes": lo.chunk_bytes,
-        "ring_chunks": layout.ring_chunks,
-        "window_chunks": lo.window_chunks if one else lo.chunks_of(WINDOW_BYTES),
-        "calm_chunks": lo.calm_chunks if one else lo.chunks_of(CALM_BYTES),
-        "ahead_chunks": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.chunk_bytes,
-        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.chunk_bytes // (16 * KB),
+        "ring_slot_bytes": lo.ring_slot_bytes,
+        "ring_slots": layout.ring_slots,
+        "window_slots": lo.window_slots if one else lo.ring_slots_of(WINDOW_BYTES),
+        "calm_slots": lo.calm_slots if one else lo.ring_slots_of(CALM_BYTES),
+        "ahead_slots": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks)
+        // lo.ring_slot_bytes,
+        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS)
+        * lo.ring_slot_bytes
+        // (16 * KB),
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
         "sampling_bytes": layout.partial_bytes or layout.scratch_bytes,
@@ -108,12 +111,14 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
+        "head_parts": layout.head_parts,
+        "block_kv_tasks": layout.block_kv_tasks,
         "attention_scratch_at": layout.stage_bytes(schedule.stage("o_proj"))
         if layout.columns > 1
         else layout.staged_bytes(schedule.stage("o_proj")),
         "joined_at": layout.joined_at,
         "taken_words": TAKEN_WORDS,
-        "read_chunks": READ_CHUNKS,
+        "read_slots": READ_SLOTS,
         "flags_together": FLAGS_TOGETHER,
         "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),

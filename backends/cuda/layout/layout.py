@@ -52,7 +52,7 @@ class Layout:
     kernel: Kernel  # what its blocks exchange
     splits: int  # parts of the context, each with a block of its own
     scratch_bytes: int
-    ring_chunks: int
+    ring_slots: int
     threads: int = THREADS + HELPERS
     columns: int = 1  # tokens that one step computes
     chunk: bool = (
@@ -69,6 +69,19 @@ class Layout:
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
         return part_queries(schedule.spec, self.columns, group)
+
+    @property
+    def head_parts(self) -> int:
+        """Blocks that those queries keep busy."""
+        return -(-self.lowering.schedule.spec.group // self.part_queries)
+
+    @property
+    def block_kv_tasks(self) -> int:
+        """KV tasks of a block in a layer of a kernel of several columns, at most, and one behind the last."""
+        schedule = self.lowering.schedule
+        group = self.lowering.group_size(schedule.stage("qkv_proj"))
+        tasks = self.columns * schedule.spec.lane_kv_heads * max(self.splits, self.head_parts)
+        return -(-tasks // group) + 1 if self.columns > 1 else 1
 
     @cached_property
     def regions(self) -> dict[str, Region]:
@@ -96,7 +109,7 @@ class Layout:
     def place_of(self, step: str, word: int) -> str:
         """Where a wait stood: what its error record says, in names."""
         if step == "ring":
-            return f"ring, chunk {word}"
+            return f"ring, slot {word}"
         if step == "mask":
             return f"mask, word {word} of the host's"
         for name, region in self.regions.items():
@@ -141,7 +154,7 @@ class Layout:
 
     @property
     def shared_bytes(self) -> int:
-        ring = self.ring_chunks * (self.lowering.chunk_bytes + 16)
+        ring = self.ring_slots * (self.lowering.ring_slot_bytes + 16)
         return ring + self.partial_bytes + self.scratch_bytes + self.small_bytes
 
 
@@ -160,18 +173,18 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     over_sums = up(max(*rooms.values(), least), 128)
     if _ring_beside(lowering, over_sums) > ring:
         scratch, ring = over_sums, _ring_beside(lowering, over_sums)
-    if ring < 2 * lowering.window_chunks:
+    if ring < 2 * lowering.window_slots:
         raise ModelError(
-            f"{scratch} bytes of activations leave {ring} chunks of shared memory: "
-            f"the cuda backend needs {2 * lowering.window_chunks}"
+            f"{scratch} bytes of activations leave {ring} ring slots of shared memory: "
+            f"the cuda backend needs {2 * lowering.window_slots}"
         )
     return Layout(lowering, max_context, kernel, splits, scratch, ring)
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int) -> int:
-    """Chunks of shared memory that so many bytes of scratch leave."""
+    """Ring slots of shared memory that so many bytes of scratch leave."""
     free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
-    return free // (lowering.chunk_bytes + 16)
+    return free // (lowering.ring_slot_bytes + 16)
 
 
 def check_model(lowering: CudaLowering) -> None:

@@ -11,7 +11,7 @@ from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 MAX_REQUESTS = 16  # requests that one launch serves
 # Tensors that a launch reads and writes, and what the kernel sees them as.
 TENSORS = {
-    "weights": "const u8*",  # chunks, those of all blocks side by side
+    "weights": "const u8*",  # ring slots, those of all blocks side by side
     "embed": "const u16*",  # [vocab, hidden, up to 4]
     "gains": "const float*",  # [2 * layers + 1, lanes or 1, hidden, up to 4]
     "biases": "const float*",  # [layers, kBiasRows]: stage by stage, lane by lane; gate and up woven
@@ -39,7 +39,7 @@ ITEM_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "int": 4, "float": 4}
 class Pointers(ctypes.Structure):
     """The argument of a launch, by value: TENSORS, then
 
-    limit         clock ticks that a wait may take
+    limit         nanoseconds that a wait may take, by the GPU's clock
     most_steps    tokens of any request after which the launch yields
     num_requests  requests that this launch serves
     order         their slots, the one that is due first

@@ -47,7 +47,7 @@ class Crossover:
 
 # Of a kernel that makes one pass a token: on one H200 with Llama-3.2-1B a pass takes 0.59 ms, a
 # bucket 1.55 ms, and an eager pass, behind a cached prefix, 4.3 ms (development runs:
-# benchmarks/README.md).
+# benchmarks/cuda-log.md#library-prefill).
 BY_TOKEN = Crossover(3, 8)
 
 
@@ -148,10 +148,9 @@ class LibraryPrefill:
             (*shape, self._sizes[-1], spec.head_dim), dtype=dtype, device=device
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured_bytes = 0  # of what graphs run in, cuBLAS's workspaces among it
         if device.type == "cuda":
-            with self._settings():
-                for size in reversed(self._sizes):  # the largest first: the others fit its memory
-                    self._capture(size)
+            self._capture_all()
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
         """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
@@ -177,12 +176,12 @@ class LibraryPrefill:
                 first += len(part)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes held: "weights", the layers' once more; "other", the buckets' cache and tables."""
+        """Bytes held: "weights", the layers' once more; "other", the buckets' cache, tables and graphs."""
         walk = self._pass
         weights = sum(layer.nbytes for layer in walk.layers)
         if self._owns_embed:
             weights += walk.embed.nbytes
-        other = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
+        other = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes + self._captured_bytes
         return {"weights": weights, "other": other}
 
     # ---- buckets ----
@@ -204,13 +203,19 @@ class LibraryPrefill:
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
 
+    def _capture_all(self) -> None:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        with self._settings():
+            for size in reversed(self._sizes):  # the largest first: the others fit its memory
+                self._capture(size)
+        torch.cuda.empty_cache()
+        self._captured_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+
     def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            # Makes what libraries make at their first call, which no graph can hold.
-            self._pad(size)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
+        # workspace a stream, of 32 MiB on an H100.
+        self._pad(size)
         graph = torch.cuda.CUDAGraph()
         # Graphs run one after another and nothing in their memory outlives a replay: they share it.
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None

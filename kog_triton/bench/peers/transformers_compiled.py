@@ -1,8 +1,8 @@
 """transformers, compiled: the prompt and the step of one token by torch.compile, each in one CUDA graph.
 
 Model, mask and static cache are transformers' own, the loop is ours: `generate` reaches two thirds of the
-tokens/s, because it spends 0.7 ms of host time a token (benchmarks/README.md). Token and position stay on
-the GPU, and the next step is queued before the token of the last one is read.
+tokens/s, because it spends 0.7 ms of host time a token (benchmarks/README.md#why-not-generate). Token and
+position stay on the GPU, and the next step is queued before the token of the last one is read.
 """
 
 import time

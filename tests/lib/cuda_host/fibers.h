@@ -36,7 +36,7 @@ constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kBlockWarps = kThreads / 32;
 constexpr size_t kSharedBytes =
-    kRingChunks * (kChunkBytes + 16) + kPartialBytes + kScratchBytes + kSmallBytes;
+    kRingSlots * (kRingSlotBytes + 16) + kPartialBytes + kScratchBytes + kSmallBytes;
 
 // Saves the callee-saved registers and swaps stacks (System V x86-64).
 extern "C" void kog_switch(void** save, void* load);

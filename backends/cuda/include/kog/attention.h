@@ -38,6 +38,18 @@ struct Tile {
     key.load(b, from.keys, at, end);
     value.load(b, from.values, at, end);
   }
+  // The one at `at` of a span up to `end`, whose new rows (heads.h) begin at `start`, has those that lie in it.
+  KOG_DEVICE void patch(const Block& b, int start, int end, int at) {
+    int first = start < end ? start - at : kTileRows;  // of the tile
+    if (kChunk ? at + kTileRows <= start : first >= kTileRows) return;
+    auto word_of = [&](int row) {
+      if constexpr (!kChunk) return row == first ? 0 : -1;
+      return at + row < end ? (at + row - start) * (kRowDim / 2) : -1;
+    };
+    AttentionScratch scratch(b);
+    key.patch(b, scratch.key, word_of);
+    value.patch(b, scratch.value, word_of);
+  }
 };
 // What a warp walks of a span: from its first tile on, up to the span's end; and the end of what the cache
 // holds of it.
@@ -45,25 +57,17 @@ struct Tiles {
   int at, end, cached;
 };
 
-// The heads that a KV task waits for, `fresh` says which (Newest); behind a barrier.
-template <class Fresh>
-KOG_DEVICE void receive_heads(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
-  Rotation rotation = fresh.rotation(b, span, position);
-  fresh.receive(b, span, position, phase, AttentionScratch(b), rotation);
-  stamp(b, Point::kAttentionQkv);
-  sync_consumers();
-}
-
-// A warp's tiles, of which the first is in `tile`. kLong: as far as they go, those to come through the L2.
-template <bool kLong, class Fresh>
-KOG_DEVICE void walk_tiles(const Block& b, Fresh fresh, int from, const Tiles& tiles,
-                           const Cached& cache, int head_group, Tile& tile, Softmax& softmax) {
-  AttentionScratch scratch(b);
-  const uint4* queries = scratch.queries + head_group * kDimSteps * 32 + b.in_warp;
+// A warp's tiles, of which the first is in `tile`, of a KV task whose new rows begin at `start`. kLong: as far as
+// they go, those to come through the L2.
+template <bool kLong>
+KOG_DEVICE void walk_tiles(const Block& b, int start, const Tiles& tiles, const Cached& cache, int head_group,
+                           Tile& tile, Softmax& softmax) {
+  if constexpr (!kChunk) start = tiles.cached;  // a register less
+  const uint4* queries = AttentionScratch(b).queries + head_group * kDimSteps * 32 + b.in_warp;
   for (int at = tiles.at; at < tiles.end; at += kRoundRows) {
     int next = at + kRoundRows;
     bool again = kLong || next < tiles.end;
-    fresh.patch(b, from, tiles.end, tiles.cached, at, scratch, tile.key, tile.value);
+    tile.patch(b, start, tiles.end, at);
     float p[kTileRows / 8][2];
     softmax.weigh(b, queries, tile.key, tiles.end - at, p);
     if constexpr (kLong) fetch_tile(b, cache, next + kRoundRows, tiles.cached);
@@ -74,23 +78,22 @@ KOG_DEVICE void walk_tiles(const Block& b, Fresh fresh, int from, const Tiles& t
 }
 
 // A key/value head over one span of the context, to the words of the span's split.
-template <class Fresh>
-KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, Fresh fresh) {
+KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, const NewRows& rows) {
   Cached cache(b, span.head);
   int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
   int all = tiles_of(span), walked = all < kWarpsAGroup ? all : kWarpsAGroup;
   bool walks = head_group < kHeadGroups && walker < walked;
-  Tiles tiles = {span.start + walker * kTileRows, span.end, walks ? fresh.cached(span) : 0};
+  Tiles tiles = {span.start + walker * kTileRows, span.end, walks ? rows.start(span) : 0};
   bool first_of_long = b.thread == 0 && all > kShortRounds * kWarpsAGroup;
   if (first_of_long) store_volatile(&b.small->walks, 1);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   Tile tile;
   tile.load(b, cache, tiles.at, tiles.cached);
   fetch_tile(b, cache, tiles.at + kRoundRows, tiles.cached);
-  receive_heads(b, span, position, phase, fresh);
+  rows.receive(b, span, position, phase);
 
   Softmax softmax;
-  if (walks) walk_tiles<true>(b, fresh, fresh.from(span), tiles, cache, head_group, tile, softmax);
+  if (walks) walk_tiles<true>(b, rows.start(span), tiles, cache, head_group, tile, softmax);
   if (first_of_long) store_volatile(&b.small->walks, 0);
   AttentionScratch scratch(b);
   put_results(b, walks, walked, softmax, scratch);
@@ -112,7 +115,7 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
     if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return;
   }
-  walk_span(b, span, position, phase, Newest{});
+  walk_span(b, span, position, phase, NewRows{position});
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.
@@ -120,10 +123,7 @@ template <class Stage>
 KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int length = position + 1 - first_position(position, kWindows[b.layer]);
   int used = splits_in_use(length);
-  if (used > kMerged)
-    return stage_words<Stage>(
-        b, step, b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
-        join_phase(b));
+  if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b));
   // Four values a thread: two words of each split, and the logarithms of all.
   using In = Inputs<Stage, 4>;
   In in(b);

@@ -29,10 +29,6 @@ struct WarpState {
   u32 slot, parity;  // of the ring, while it does not multiply
   u32 kv_task;          // of attention
 };
-constexpr int kHeadParts = (kHeads / kKvHeads + kPartQueries - 1) / kPartQueries;
-constexpr int kMostOfHead = kSplits > kHeadParts ? kSplits : kHeadParts;
-constexpr int kMostKvTasks = (kColumns * kKvHeads * kMostOfHead + kGroup - 1) / kGroup + 1;
-constexpr int kKvTasksKept = kColumns == 1 ? 1 : kMostKvTasks < 10 ? kMostKvTasks : 10;
 
 constexpr int kCandidateWarps = (kBlocks + 31) / 32;  // of 32 blocks each
 
@@ -43,7 +39,7 @@ struct Small {
   Candidate global[kCandidateWarps];
   RequestCursor cursors[kMaxRequests];
   int chosen[kColumns], outcomes[kColumns];  // of this step, column by column (columns/)
-  KvTask kv_tasks[kKvTasksKept];
+  KvTask kv_tasks[kBlockKvTasks];  // the last is none
   int slot, token, position;  // of the request in hand: its token stands at this position
   u32 control;
   u32 stop;   // the consumers have left: the producer may
@@ -51,7 +47,7 @@ struct Small {
   u32 joins;   // attentions whose splits were joined in a step of their own
   u32 walks;   // 1 while a long span is walked
   u32 shares;  // whether other blocks have splits of a KV task's head, in a kernel of columns
-  u32 issued;  // chunks that the producer has asked for, if kProfile
+  u32 issued;  // ring slots that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
   WarpState warp_states[kColumns > 1 ? kWarps : 1];
 };
@@ -78,9 +74,9 @@ struct Block {
       : p(pointers), request(pointers.request), layer(0) {
     begin_stage();
     ring = shared_memory();
-    full = reinterpret_cast<u64*>(ring + kRingChunks * kChunkBytes);
-    empty = full + kRingChunks;
-    scratch = reinterpret_cast<u8*>(empty + kRingChunks);
+    full = reinterpret_cast<u64*>(ring + kRingSlots * kRingSlotBytes);
+    empty = full + kRingSlots;
+    scratch = reinterpret_cast<u8*>(empty + kRingSlots);
     // Behind it: results of attention run on over the partial sums (kv_task.h).
     partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));
     small = reinterpret_cast<Small*>(scratch + kScratchBytes + kPartialBytes);
@@ -153,18 +149,18 @@ KOG_DEVICE void pair_clocks(const Block& b, int row) {
 
 // The lane in a kernel of columns, known where there is one.
 KOG_DEVICE int lane_of(const Block& b) { return kLanes > 1 ? b.lane : 0; }
-// The row of an exchange's words: the lane's or, in a kernel of columns, that of the lane's column.
-KOG_DEVICE int words_row(const Block& b) {
-  return kColumns > 1 ? lane_of(b) * kColumns + b.column : b.lane;
-}
 
+// A region as 64-bit words.
+template <class Words>
+KOG_DEVICE u64* pairs_of(const Block& b) {
+  return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
+}
 // 64-bit words of one of a region's buffers, in which every block has kCount.
 template <class Words, int kCount>
 KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
   static_assert(Words::kStride == (2 * kCount * kBlocks + 3) / 4 * 4,
                 "a block has another number of words than the layout gives it");
-  return reinterpret_cast<u64*>(b.p.words + Words::kOffset) + buffer * (Words::kStride / 2) +
-         kCount * block;
+  return pairs_of<Words>(b) + buffer * (Words::kStride / 2) + kCount * block;
 }
 
 template <class Stage>

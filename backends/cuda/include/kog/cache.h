@@ -43,60 +43,46 @@ struct RowShare {
   }
 };
 
-// Keys of one tile: group j holds the key at position 8 * j + thread / 4 of the tile, a quarter a thread.
-struct Keys {
-  using Quarter = RowShare<kKeyWords, 4>;
-  u32 w[kTileRows / 8][kKeyWords];
+// Rows of one tile, kRows of them a thread, a share of each; Of::row says which rows, Of::share which share.
+template <class Of, int kRows, int kWords, int kSharers>
+struct TileRows {
+  using Share = RowShare<kWords, kSharers>;
+  u32 w[kRows][kWords];
 
-  KOG_DEVICE static int row(const Block& b, int j) { return 8 * j + b.in_warp / 4; }
   // Positions [at, end) of `from`; zeros behind them.
   KOG_DEVICE void load(const Block& b, const u16* from, int at, int end) {
 #pragma unroll
-    for (int j = 0; j < kTileRows / 8; j++) {
-      int position = at + row(b, j);
-      Quarter::load(w[j], from + static_cast<u64>(position) * kRowDim, b.in_warp % 4,
-                    position < end);
+    for (int i = 0; i < kRows; i++) {
+      int position = at + Of::row(b, i);
+      Share::load(w[i], from + static_cast<u64>(position) * kRowDim, Of::share(b), position < end);
     }
   }
-  // The tile's key number `which` is this one, in shared memory.
-  KOG_DEVICE void patch(const Block& b, int which, const u16* key) {
-    const u32* from = reinterpret_cast<const u32*>(key);
+  // Rows that lie in shared memory: word_of(row) says at which of its words, below 0 for none.
+  template <class WordOf>
+  KOG_DEVICE void patch(const Block& b, const u16* rows, WordOf word_of) {
 #pragma unroll
-    for (int j = 0; j < kTileRows / 8; j++)
-      if (row(b, j) == which)
+    for (int i = 0; i < kRows; i++) {
+      int word = word_of(Of::row(b, i));
+      if (word < 0) continue;
+      const u32* from = reinterpret_cast<const u32*>(rows) + word;
 #pragma unroll
-        for (int i = 0; i < kKeyWords; i++) w[j][i] = from[Quarter::at(b.in_warp % 4, i)];
+      for (int n = 0; n < kWords; n++) w[i][n] = from[Share::at(Of::share(b), n)];
+    }
   }
 };
-
-// Values of one tile: row i holds the value at position `row` of the tile, an eighth a thread.
-struct Values {
-  using Eighth = RowShare<kValueWords, 8>;
-  u32 w[kTileRows / 4][kValueWords];
-
+// Keys: group j holds the key at position 8 * j + thread / 4 of the tile, a quarter a thread.
+struct Keys : TileRows<Keys, kTileRows / 8, kKeyWords, 4> {
+  KOG_DEVICE static int row(const Block& b, int j) { return 8 * j + b.in_warp / 4; }
+  KOG_DEVICE static int share(const Block& b) { return b.in_warp % 4; }
+};
+// Values: row i holds the value at position `row` of the tile, an eighth a thread.
+struct Values : TileRows<Values, kTileRows / 4, kValueWords, 8> {
   KOG_DEVICE static int row(const Block& b, int i) {
     return i / 2 * 8 + b.in_warp % 4 * 2 + i % 2;
   }
+  KOG_DEVICE static int share(const Block& b) { return b.in_warp / 4; }
   // The first of the two dimensions of word `word` of this thread.
-  KOG_DEVICE static int dimension(const Block& b, int word) {
-    return 2 * Eighth::at(b.in_warp / 4, word);
-  }
-  KOG_DEVICE void load(const Block& b, const u16* from, int at, int end) {
-#pragma unroll
-    for (int i = 0; i < kTileRows / 4; i++) {
-      int position = at + row(b, i);
-      Eighth::load(w[i], from + static_cast<u64>(position) * kRowDim, b.in_warp / 4,
-                   position < end);
-    }
-  }
-  KOG_DEVICE void patch(const Block& b, int which, const u16* value) {
-    const u32* from = reinterpret_cast<const u32*>(value);
-#pragma unroll
-    for (int i = 0; i < kTileRows / 4; i++)
-      if (row(b, i) == which)
-#pragma unroll
-        for (int n = 0; n < kValueWords; n++) w[i][n] = from[Eighth::at(b.in_warp / 4, n)];
-  }
+  KOG_DEVICE static int dimension(const Block& b, int word) { return 2 * Share::at(share(b), word); }
 };
 
 KOG_DEVICE u16* cache_at(const Block& b, int slot, int layer, int head) {

@@ -30,8 +30,7 @@ struct Sums {
   KOG_DEVICE Sums plus(const Sums& s) const { return {weight + s.weight, count + s.count}; }
   KOG_DEVICE Sums minus(const Sums& s) const { return {weight - s.weight, count - s.count}; }
   KOG_DEVICE Sums of_thread(int thread) const {
-    u64 high = shuffle(static_cast<u32>(weight >> 32), thread);
-    return {high << 32 | shuffle(static_cast<u32>(weight), thread), shuffle(count, thread)};
+    return {shuffle(weight, thread), shuffle(count, thread)};
   }
 };
 

@@ -13,17 +13,9 @@ KOG_DEVICE u64 exchange_number(int heads, int n) {
   return (static_cast<u64>(heads) * kExchanges + n + 1) << 32;
 }
 
-template <class Words>
-KOG_DEVICE u64* pairs_of(const Block& b) {
-  return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
-}
 KOG_DEVICE u64 sum_of_warp(u64 v) {
 #pragma unroll
-  for (int mask = 16; mask; mask >>= 1) {
-    u32 high = shuffle_xor(static_cast<u32>(v >> 32), mask),
-        low = shuffle_xor(static_cast<u32>(v), mask);
-    v += static_cast<u64>(high) << 32 | low;
-  }
+  for (int mask = 16; mask; mask >>= 1) v += shuffle_xor(v, mask);
   return v;
 }
 KOG_DEVICE u64 largest_of_warp(u64 v) {

@@ -6,15 +6,15 @@
 
 namespace kog {
 
+KOG_DEVICE float inverse_rms_of_x(Block& b, const Walk& walk) {
+  stage_x<LmHead>(b, walk.x, walk.gain);
+  sync_consumers();
+  return inverse_rms(b);
+}
 // This block's rows of its lane's stream.
 KOG_DEVICE void publish_stream(Block& b, Walk& walk) {
-  float scale = 1;
-  if constexpr (kNormedMix) {
-    stage_x<LmHead>(b, walk.x, walk.gain);
-    sync_consumers();
-    scale = inverse_rms(b);
-  }
-  u32* part = b.p.words + PartWords::kOffset + b.lane * PartWords::kStride;
+  float scale = kNormedMix ? inverse_rms_of_x(b, walk) : 1;
+  u32* part = lane_words<PartWords>(b);
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     int e = element(b, i / 4) + i % 4;

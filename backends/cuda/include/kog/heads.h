@@ -39,22 +39,6 @@ KOG_DEVICE float rotate_rope(float a, float cos, float z, float sin, float scale
 struct Head {
   float2 near[kQuads], far[kQuads];
 
-  KOG_DEVICE void receive(Block& b, int row, u32 phase) {
-    const u32* words = b.p.words + QkvWords::kOffset + words_row(b) * QkvWords::kStride + row / 2;
-    u32 w[2 * kQuads];
-    poll_words(
-        b, Step::kAttentionQkv, [&](int n) { return word_at(b, words, n); },
-        [&](int n) { return has_word(b, n); }, phase, w);
-    unpack(w);
-  }
-  // Where word n of a thread is, of a head's that lie from `words` on, if there is one; and the values
-  // of all of them.
-  KOG_DEVICE static const u32* word_at(const Block& b, const u32* words, int n) {
-    return words + n / 2 * 32 + b.in_warp + n % 2 * (kHeadDim / 4);
-  }
-  KOG_DEVICE static bool has_word(const Block& b, int n) {
-    return n / 2 * 32 + b.in_warp < kHeadDim / 4;
-  }
   KOG_DEVICE void unpack(const u32* w) {
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
@@ -110,12 +94,12 @@ KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* qu
   u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
-    u32 high = round_pair<kF16>(v.x, v.y);
-    u32 low = round_pair<kF16>(v.x - low_of(high), v.y - high_of(high));
-    using Quarter = Keys::Quarter;
+    HighLow parts(v.x, v.y);
+    using Quarter = Keys::Share;
     int thread = word % Quarter::kStride / Quarter::kPiece,
         in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
-    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {high, low};
+    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {parts.high,
+                                                                                      parts.low};
   });
 }
 KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }
@@ -140,55 +124,79 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
 // Which of the heads that a split waits for a warp receives first.
 KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 
-// What is not in the cache yet, where a step computes one position of a request: the newest. A KV task
-// receives so many of its head's queries, from one on.
-struct Newest {
+// A head of a column's words and, if `paired`, the one that lies kKvHeads behind it: the value of a key. Both in
+// one wait.
+KOG_DEVICE void receive_pair(Block& b, int column, int head, bool paired, u32 phase, Head& first, Head& second) {
+  constexpr int kOne = 2 * kQuads, kBoth = kChunk ? 2 : 1;  // words of a head, a thread; heads
+  const u32* words = lane_words<QkvWords>(b) + column * QkvWords::kStride + head * (kHeadDim / 2);
+  auto quad = [&](int n) { return n % kOne / 2 * 32 + b.in_warp; };
+  u32 w[kBoth * kOne];
+  poll_words(
+      b, Step::kAttentionQkv,
+      [&](int n) {
+        return words + n / kOne * kKvHeads * (kHeadDim / 2) + quad(n) + n % 2 * (kHeadDim / 4);
+      },
+      [&](int n) { return (n < kOne || paired) && quad(n) < kHeadDim / 4; }, phase, w);
+  first.unpack(w);
+  if constexpr (kChunk) second.unpack(w + kOne);
+}
+
+// Positions that the cache does not hold yet, the newest of a request or, in a chunk of a prompt, those from its
+// first column on: their keys and values come as words. A KV task receives them with so many of its head's
+// queries, from one on.
+struct NewRows {
+  int first;  // the position of a chunk's first column
   int first_query = 0, queries = kQueries;
 
-  // The end of what the cache holds of a span.
-  KOG_DEVICE static int cached(const Span& span) { return span.newest ? span.end - 1 : span.end; }
+  // How many of a span there are, at its end, and where they begin: the cache holds what is ahead of them.
+  KOG_DEVICE int count(const Span& span) const {
+    if constexpr (!kChunk) return span.newest;
+    int start = span.start > first ? span.start : first;
+    return span.end > start ? span.end - start : 0;
+  }
+  KOG_DEVICE int start(const Span& span) const { return span.end - count(span); }
 
-  // What a warp's first head is rotated with.
-  KOG_DEVICE Rotation rotation(const Block& b, const Span&, int position) const {
-    return load_rotation(b, position, first_received(b) == queries);
+  // What a warp receives, by its number: a query, then the key and value of a new position. Of one position they
+  // have a warp each.
+  KOG_DEVICE int position_of_item(const Span& span, int position, int item) const {
+    int row = start(span) + item - queries;
+    // A warp without one loads a rotation that exists, and that nobody takes.
+    return !kChunk || item < queries || row > position ? position : row;
+  }
+  KOG_DEVICE bool is_key(int item) const { return kChunk ? item >= queries : item == queries; }
+  KOG_DEVICE Rotation rotation(const Block& b, const Span& span, int position, int item) const {
+    return load_rotation(b, position_of_item(span, position, item), is_key(item));
   }
 
-  // Heads of q by warps, the new k and v by two more where this block takes the newest position. Who takes
-  // the first query appends them.
-  KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase,
-                          const AttentionScratch& scratch, const Rotation& rotation) const {
-    u16* cache = cache_of(b, span.head) + static_cast<u64>(position) * kRowDim;
-    for (int h = first_received(b); h < queries + 2; h += kWarps) {
-      if (h >= queries && !span.newest) continue;
-      bool is_key = h == queries;
-      int row = h < queries ? span.head * kQueries + first_query + h
-                            : kHeads + (h - queries) * kKvHeads + span.head;
-      Head head;
-      head.receive(b, row * kHeadDim, phase);
-      if (h > queries) {
-        append(b, head, scratch.value, cache + static_cast<u64>(kMaxContext) * kRowDim,
-               first_query == 0);
+  // By all warps, behind a barrier. What a warp's first head is rotated with is asked for before the wait.
+  KOG_DEVICE void receive(Block& b, const Span& span, int position, u32 phase) const {
+    AttentionScratch scratch(b);
+    Rotation r = rotation(b, span, position, first_received(b));
+    for (int item = first_received(b); item < queries + (kChunk ? count(span) : 2); item += kWarps) {
+      bool is_query = item < queries, is_value = !kChunk && item > queries;
+      if (!kChunk && !is_query && !span.newest) continue;
+      int at = position_of_item(span, position, item);
+      if (item >= kWarps) r = rotation(b, span, position, item);
+      Head head, value;
+      receive_pair(b, is_query || !kChunk ? b.column : at - first,
+                   is_query ? span.head * kQueries + first_query + item
+                            : kHeads + (kChunk ? 0 : item - queries) * kKvHeads + span.head,
+                   kChunk && !is_query, phase, head, value);
+      if (!is_value) head.rotate(b, r, is_query ? query_scale() : 1.f);
+      if (is_query) {
+        put_query(b, head, item, scratch.queries);
         continue;
       }
-      // Rotations were asked for before the wait, for each warp's first head.
-      Rotation r = h < kWarps ? rotation : load_rotation(b, position, is_key);
-      head.rotate(b, r, is_key ? 1.f : query_scale());
-      if (is_key)
-        append(b, head, scratch.key, cache, first_query == 0);
-      else
-        put_query(b, head, h, scratch.queries);
+      // Each position is appended once: not by columns behind it, nor by those that repeat it.
+      bool own = first_query == 0 && (!kChunk || (at == position && at - first == b.column));
+      int row = kChunk ? (item - queries) * kRowDim : 0;
+      u16* cache = cache_of(b, span.head) + static_cast<u64>(at) * kRowDim;
+      if (!is_value) append(b, head, scratch.key + row, cache, own);
+      cache += static_cast<u64>(kMaxContext) * kRowDim;
+      if (kChunk || is_value) append(b, kChunk ? value : head, scratch.value + row, cache, own);
     }
-  }
-
-  // The tile at `at` has it as well, if it is there: of a span up to `end`, of which the cache holds what is
-  // ahead of `cached`. `from`: the first position that was received.
-  KOG_DEVICE static int from(const Span&) { return 0; }
-  KOG_DEVICE static void patch(const Block& b, int, int end, int cached, int at,
-                               const AttentionScratch& scratch, Keys& key, Values& value) {
-    int newest = cached < end ? cached - at : kTileRows;
-    if (newest >= kTileRows) return;
-    key.patch(b, newest, scratch.key);
-    value.patch(b, newest, scratch.value);
+    stamp(b, Point::kAttentionQkv);
+    sync_consumers();
   }
 };
 

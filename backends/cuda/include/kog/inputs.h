@@ -73,9 +73,9 @@ struct Inputs {
   }
 };
 
-// Wait for Stage's inputs, pair words at `base`, and stage them.
-template <class Stage>
-KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
+// Wait for Stage's inputs, the lane's pair words of a region, and stage them.
+template <class Stage, class Words>
+KOG_DEVICE void stage_words(Block& b, Step step, u32 phase) {
   constexpr int kCount = Inputs<Stage>::kCount, kWords = (Stage::kCols + 1) / 2;
   Inputs<Stage> in(b);
   int at[kCount];
@@ -85,7 +85,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, const u32* base, u32 phase) {
     int value = in.value(i);
     at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
   }
-  poll<kWords>(b, step, base, at, phase, q);
+  poll<kWords>(b, step, lane_words<Words>(b), at, phase, q);
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
     u32 w[4];

@@ -51,11 +51,6 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   }
 }
 
-KOG_DEVICE void publish_output(const Block& b, int query_head, int pair, float2 v) {
-  u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
-  store_relaxed(to + query_head * (kHeadDim / 2) + pair, pack_pair(v.x, v.y, join_phase(b)));
-}
-
 // Join the splits of a head for query heads split, split + used, ...: put(query head, pair, values).
 template <class Put>
 KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
@@ -97,7 +92,8 @@ KOG_DEVICE void join_splits(Block& b, int kv_task, int position, int window, u32
   Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) return;
   join_many(b, span, phase, [&](int query_head, int pair, float2 v) {
-    publish_output(b, query_head, pair, v);
+    u32* to = lane_words<AttentionWords>(b) + query_head * (kHeadDim / 2) + pair;
+    store_relaxed(to, pack_pair(v.x, v.y, join_phase(b)));
   });
 }
 

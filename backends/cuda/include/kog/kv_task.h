@@ -22,8 +22,8 @@ KOG_DEVICE T* scratch_at(const Block& b, int place) {
 struct AttentionScratch {
   uint4* queries;  // [head groups][kDimSteps][32 threads]
   u16 *key, *value;  // [new rows][kRowDim]: those of one step, several in a chunk of a prompt
-  float* results;  // [head group][slot][head][kResultStride]
-  float2* tops;    // [head group][slot][head]: maximum and sum
+  float* results;  // [head group][warp result][head][kResultStride]
+  float2* tops;    // [head group][warp result][head]: maximum and sum
 
   KOG_DEVICE explicit AttentionScratch(const Block& b)
       : queries(scratch_at<uint4>(b, ScratchPlaces::kQueries)),
@@ -96,13 +96,12 @@ KOG_DEVICE void count_join(const Block& b, int position) {
 // L2 for each query: a reader gets four of them at once, and polls of one line wait for each other.
 static_assert(kMerged <= kBundle);
 KOG_DEVICE u32* tops_of(const Block& b, int head, int query, int split) {
-  int at = (words_row(b) * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
-  return b.p.words + SplitTopsWords::kOffset + at * SplitTopsWords::kStride + query * kQueryTops +
-         split % kBundle;
+  int at = (b.column * kKvHeads + head) * ((kSplits + kBundle - 1) / kBundle) + split / kBundle;
+  return lane_words<SplitTopsWords>(b) + at * SplitTopsWords::kStride + query * kQueryTops + split % kBundle;
 }
 KOG_DEVICE u32* split_words(const Block& b, int head, int query, int split) {
-  int at = (words_row(b) * kKvHeads + head) * kSplits + split;
-  return b.p.words + SplitsWords::kOffset + at * SplitsWords::kStride + query * (kHeadDim / 2);
+  int at = (b.column * kKvHeads + head) * kSplits + split;
+  return lane_words<SplitsWords>(b) + at * SplitsWords::kStride + query * (kHeadDim / 2);
 }
 
 // A split's output and the logarithms of its sums as words.

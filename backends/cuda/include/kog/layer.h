@@ -11,9 +11,6 @@
 
 namespace kog {
 
-static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
-              "run_layer's order");
-
 // Of a batch thread t has row t.
 template <class Stage>
 struct ThreadRow {
@@ -99,9 +96,7 @@ KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahe
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
   if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
-  stage_words<DownProj>(b, Step::kDownProjInput,
-                        b.p.words + MlpWords::kOffset + b.lane * MlpWords::kStride,
-                        phase_of(walk.iteration));
+  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, phase_of(walk.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, walk.gain);
   b.begin_stage();

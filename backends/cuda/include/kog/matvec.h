@@ -1,5 +1,5 @@
 // Weight @ activations of kColumns tokens: activations staged once a stage (operands.h), weights multiplied
-// as their chunks arrive. Every token's sums are made by the same operations in the same order however many
+// as they arrive in the ring. Every token's sums are made by the same operations in the same order however many
 // share the step: who shares it does not change a bit of them.
 //
 // A fragment is 8 rows by kFragK values of K; a thread holds a row's quarter of them, kFragK / 8 words.
@@ -137,31 +137,31 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
   }
 }
 
-// Units and chunks end together every kPeriod units: one period of a stage's stream
+// Units and ring slots end together every kPeriod units: one period of a stage's stream
 // (schedule/cuda.py keeps these short).
 template <class Stage>
-constexpr int kPeriodChunks = Stage::kPeriod * Stage::kSteps / kFragments;
-// Chunks of a period that have code of their own: operands in registers need steps that are known, and so
+constexpr int kPeriodSlots = Stage::kPeriod * Stage::kSteps / kFragments;
+// Ring slots of a period that have code of their own: operands in registers need steps that are known, and so
 // does a period of several units.
 template <class Stage>
-constexpr int kKnownChunks =
-    Stage::kPeriod > 1 ? kPeriodChunks<Stage> : (Stage::kHeld + kFragments - 1) / kFragments;
+constexpr int kKnownSlots =
+    Stage::kPeriod > 1 ? kPeriodSlots<Stage> : (Stage::kHeld + kFragments - 1) / kFragments;
 
-// One warp's part of the next chunk. Fragments behind a stage's last one are whatever the ring held
+// One warp's part of the next ring slot. Fragments behind a stage's last one are whatever the ring held
 // before: what is computed of them goes nowhere.
-struct Chunk {
+struct SlotWeights {
   Fragment w[kFragments];
 
   template <class Stage>
   KOG_DEVICE void take(Block& b, Ring& ring) {
-    ring.wait(b);
+    ring.wait_for<1>(b);
     take_there<Stage>(b, ring);
   }
   // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
-  // under a condition would take other registers (benchmarks/README.md).
+  // under a condition would take other registers (benchmarks/cuda-log.md#weights-ahead).
   template <class Stage>
   KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
-    const u8* from = ring.chunk(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::place_in_fragment(b);
+    const u8* from = ring.weights(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::offset_in_fragment(b);
 #pragma unroll
     for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
     if (mine) ring.release(b);
@@ -172,53 +172,53 @@ struct Chunk {
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
 // registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
-constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // chunks
+constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // ring slots
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
 struct Ahead {
   static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
   static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
-  static constexpr int kSureChunks = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
-  static constexpr int kAllChunks = (kLongest * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kSureSlots = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kAllSlots = (kLongest * Stage::kSteps + kFragments - 1) / kFragments;
   static constexpr int kRoom =
       kLeast<kMostAhead, Stage::kBatch * Stage::kSteps / kFragments>;
-  static constexpr bool kWhole = kAllChunks <= kRoom;
-  static constexpr int kMost = kWhole ? kAllChunks : kAllOrNone ? 0 : kLeast<kRoom, kSureChunks>;
-  // Part of a period only where its code is laid out chunk by chunk.
+  static constexpr bool kWhole = kAllSlots <= kRoom;
+  static constexpr int kMost = kWhole ? kAllSlots : kAllOrNone ? 0 : kLeast<kRoom, kSureSlots>;
+  // Part of a period only where its code is laid out slot by slot.
   static constexpr int kCount =
-      kKnownChunks<Stage> > 0 ? kMost : kMost / kPeriodChunks<Stage> * kPeriodChunks<Stage>;
-  static constexpr int kPeriods = (kCount + kPeriodChunks<Stage> - 1) / kPeriodChunks<Stage>;
+      kKnownSlots<Stage> > 0 ? kMost : kMost / kPeriodSlots<Stage> * kPeriodSlots<Stage>;
+  static constexpr int kPeriods = (kCount + kPeriodSlots<Stage> - 1) / kPeriodSlots<Stage>;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
-  static_assert(kCount <= kRingChunks);  // all of them may be waited for at once
-  Chunk chunks[kCount ? kCount : 1];
+  static_assert(kCount <= kRingSlots);  // all of them may be waited for at once
+  SlotWeights slots[kCount ? kCount : 1];
 
   // All of them, for `layer`, as they come.
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) { take<0, kCount, false>(b, ring, layer); }
-  // Chunks [kFirst, kLast): kTogether where a ring that is full has them all.
+  // Ring slots [kFirst, kLast): kTogether where a ring that is full has them all.
   template <int kFirst, int kLast, bool kTogether>
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) {
     if constexpr (kTogether) ring.wait_for<kLast - kFirst>(b);
 #pragma unroll
     for (int i = kFirst; i < kLast; i++) {
-      if constexpr (!kTogether) ring.wait(b);
-      chunks[i].template take_there<Stage>(b, ring, is_mine(b, layer, i));
+      if constexpr (!kTogether) ring.wait_for<1>(b);
+      slots[i].template take_there<Stage>(b, ring, is_mine(b, layer, i));
     }
   }
   KOG_DEVICE static bool is_mine(const Block& b, int layer, int i) {
-    return i < kSureChunks || i * kFragments < fragments_of<Stage>(b.group_index, layer);
+    return i < kSureSlots || i * kFragments < fragments_of<Stage>(b.group_index, layer);
   }
 };
-// The first kCount units, of kUnitChunks chunks each, of a stage of columns, all of whose operands are held.
-template <int kUnitsAhead, int kUnitChunks>
+// The first kCount units, of kUnitSlots ring slots each, of a stage of columns, all of whose operands are held.
+template <int kUnitsAhead, int kUnitSlots>
 struct Taken {
-  static constexpr int kCount = kUnitsAhead * kUnitChunks, kPeriods = kUnitsAhead, kUnits = kUnitsAhead,
+  static constexpr int kCount = kUnitsAhead * kUnitSlots, kPeriods = kUnitsAhead, kUnits = kUnitsAhead,
                        kSure = kUnitsAhead;
-  Chunk chunks[kCount ? kCount : 1];
+  SlotWeights slots[kCount ? kCount : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
-    for (int i = 0; i < kCount; i++) chunks[i].template take<Wide>(b, ring);
+    for (int i = 0; i < kCount; i++) slots[i].template take<Wide>(b, ring);
   }
 };
 using NothingAhead = Taken<0, 0>;
@@ -227,7 +227,7 @@ using NothingAhead = Taken<0, 0>;
 template <class Stage>
 using UnitSums = float[OperandLayout<Stage>::kSets][2][4];
 
-// One fragment by operands `row`, as the f-th of its chunk.
+// One fragment by operands `row`, as the f-th of its ring slot.
 template <class Stage>
 KOG_DEVICE void multiply_fragment(const Fragment& w,
                                   const WordVector<OperandLayout<Stage>::kRowWords>& row, int f,
@@ -244,9 +244,9 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
-// Multiply the period's chunk i. kKnown: i is, and so are the operands' registers.
+// Multiply the period's ring slot i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
-KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
+KOG_DEVICE void multiply_ring_slot(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
                                int i, int left, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
   constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
@@ -266,67 +266,67 @@ KOG_DEVICE void multiply_chunk(Block& b, const Fragment (&w)[kFragments], const 
   }
 }
 
-// Operands in memory, of a unit's last chunks: some chunks are on their way while others are
+// Operands in memory, of a unit's last ring slots: some are on their way while others are
 // multiplied. All of them have been received (columns/layer.h), and no block overwrites them meanwhile: for
 // that it waits for the rows that this one sends behind them.
 template <class Stage>
 struct Reads {
   using Row = typename Operands<Stage>::Row;
-  static constexpr int kFirst = Operands<Stage>::kLast / kFragments;  // chunk
+  static constexpr int kFirst = Operands<Stage>::kLast / kFragments;  // ring slot
   static_assert(Operands<Stage>::kLast % kFragments == 0);
-  static_assert(Stage::kRead % (kReadChunks * kFragments) == 0);
-  Row rows[kReadChunks][kFragments];
+  static_assert(Stage::kRead % (kReadSlots * kFragments) == 0);
+  Row rows[kReadSlots][kFragments];
 
   KOG_DEVICE explicit Reads(const Operands<Stage>& x) {
 #pragma unroll
-    for (int n = 0; n < kReadChunks; n++) ask(x, n, kFirst + n);
+    for (int n = 0; n < kReadSlots; n++) ask(x, n, kFirst + n);
   }
-  KOG_DEVICE void ask(const Operands<Stage>& x, int n, int chunk) {
-    const u32* from = x.in_memory + chunk * kFragments * OperandLayout<Stage>::kStepWords;
+  KOG_DEVICE void ask(const Operands<Stage>& x, int n, int slot) {
+    const u32* from = x.in_memory + slot * kFragments * OperandLayout<Stage>::kStepWords;
 #pragma unroll
     for (int f = 0; f < kFragments; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
   KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c) {
 #pragma unroll 1
-    for (int first = kFirst; first < kPeriodChunks<Stage>; first += kReadChunks) {
+    for (int first = kFirst; first < kPeriodSlots<Stage>; first += kReadSlots) {
 #pragma unroll
-      for (int n = 0; n < kReadChunks; n++) {
-        Chunk chunk;
-        chunk.take<Stage>(b, ring);
+      for (int n = 0; n < kReadSlots; n++) {
+        SlotWeights weights;
+        weights.take<Stage>(b, ring);
 #pragma unroll
         for (int f = 0; f < kFragments; f++) {
           Row row = rows[n][f];
 #pragma unroll
           for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
-          multiply_fragment<Stage>(chunk.w[f], row, f, c);
+          multiply_fragment<Stage>(weights.w[f], row, f, c);
         }
-        int next = first + n + kReadChunks;
-        if (next < kPeriodChunks<Stage>) ask(x, n, next);
+        int next = first + n + kReadSlots;
+        if (next < kPeriodSlots<Stage>) ask(x, n, next);
       }
     }
   }
 };
 
-// The sums of one period, of whose units `left` are there. next(i): chunk i of it. `kLaidOut`: each chunk has
-// code of its own, as chunks that were taken ahead need it: registers have no index.
+// The sums of one period, of whose units `left` are there. next(i): ring slot i of it. `kLaidOut`: each has
+// code of its own, as those that were taken ahead need it: registers have no index.
 template <class Stage, bool kLaidOut, class Next>
 KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, int left, float* to,
                                 Next next) {
-  constexpr int kPeriod = Stage::kPeriod, kChunks = kPeriodChunks<Stage>;
-  constexpr int kKnown = kLaidOut ? kChunks : kKnownChunks<Stage>;
+  constexpr int kPeriod = Stage::kPeriod, kSlots = kPeriodSlots<Stage>;
+  constexpr int kKnown = kLaidOut ? kSlots : kKnownSlots<Stage>;
   UnitSums<Stage> c = {};
 #pragma unroll
   for (int i = 0; i < kKnown; i++) {
     if (kPeriod > 1 && i * kFragments / Stage::kSteps >= left) break;
-    Chunk chunk = next(i);
-    multiply_chunk<Stage, true>(b, chunk.w, x, i, left, c, to);
+    SlotWeights weights = next(i);
+    multiply_ring_slot<Stage, true>(b, weights.w, x, i, left, c, to);
   }
-  constexpr int kHere = Stage::kRead > 0 ? Operands<Stage>::kLast / kFragments : kChunks;
+  constexpr int kHere = Stage::kRead > 0 ? Operands<Stage>::kLast / kFragments : kSlots;
   auto rest = [&] {
 #pragma unroll 1
     for (int i = kKnown; i < kHere; i++) {
-      Chunk chunk = next(i);
-      multiply_chunk<Stage, false>(b, chunk.w, x, i, left, c, to);
+      SlotWeights weights = next(i);
+      multiply_ring_slot<Stage, false>(b, weights.w, x, i, left, c, to);
     }
   };
   if constexpr (Stage::kRead > 0) {
@@ -340,24 +340,24 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
   if constexpr (kPeriod == 1) put_sums<Stage>(b, c, to);
 }
 
-// Sums of `units` units, all warps together; takes whole chunks from the ring, those ahead first. `to`: where
+// Sums of `units` units, all warps together; takes whole slots from the ring, those ahead first. `to`: where
 // the warp's of the first one go.
 template <class Stage, class Taken>
 KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken,
                          float* to) {
   constexpr int kPeriod = Stage::kPeriod;
   auto next_of_ring = [&] {
-    Chunk chunk;
-    chunk.take<Stage>(b, ring);
-    return chunk;
+    SlotWeights weights;
+    weights.take<Stage>(b, ring);
+    return weights;
   };
 #pragma unroll
   for (int p = 0; p < Taken::kPeriods; p++) {
     int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
     float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
     multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
-      int n = p * kPeriodChunks<Stage> + i;
-      return n < Taken::kCount ? taken.chunks[n] : next_of_ring();
+      int n = p * kPeriodSlots<Stage> + i;
+      return n < Taken::kCount ? taken.slots[n] : next_of_ring();
     });
   }
 #pragma unroll 1

@@ -5,16 +5,15 @@
 
 namespace kog {
 
-// One warp's place among the results of kHeadsKept heads: where its thread keeps the outputs of its head i,
-// piece by piece.
+// Where one warp's results of kHeadsKept heads lie: its thread keeps the outputs of its head i piece by piece.
 template <int kHeadsKept>
-struct Slot {
-  static constexpr int kPiece = Values::Eighth::kPiece;  // words whose dimensions lie side by side
+struct WarpResult {
+  static constexpr int kPiece = Values::Share::kPiece;  // words whose dimensions lie side by side
   float* results;
   float2* tops;
 
-  KOG_DEVICE Slot(float* all_results, float2* all_tops, int slot)
-      : results(all_results + slot * kHeadsKept * kResultStride), tops(all_tops + slot * kHeadsKept) {}
+  KOG_DEVICE WarpResult(float* all_results, float2* all_tops, int number)
+      : results(all_results + number * kHeadsKept * kResultStride), tops(all_tops + number * kHeadsKept) {}
   // each(where, t): the kPiece words from t on of head i, which lie there.
   template <class Each>
   KOG_DEVICE void each_piece(const Block& b, int i, Each each) const {
@@ -66,25 +65,25 @@ struct Slot {
   }
 };
 
-// A warp's result to its slot, of `walked` that walk a span: those that find no room are added to others
+// A warp's softmax to its result, of `walked` that walk a span: those that find no room are added to others
 // first.
 template <int kHeadsKept>
-KOG_DEVICE void put_result(const Block& b, const Slot<kHeadsKept>& slot, bool walks, int walker,
+KOG_DEVICE void put_result(const Block& b, const WarpResult<kHeadsKept>& result, bool walks, int walker,
                            int walked, Softmax& softmax) {
-  if (walked > kSlots) {
-    if (walks && walker >= kSlots) slot.put(b, softmax);
+  if (walked > kWarpResults) {
+    if (walks && walker >= kWarpResults) result.put(b, softmax);
     sync_consumers();
-    if (walks && walker + kSlots < walked) slot.absorb(b, softmax);
+    if (walks && walker + kWarpResults < walked) result.absorb(b, softmax);
   }
-  if (walks && walker < kSlots) slot.put(b, softmax);
+  if (walks && walker < kWarpResults) result.put(b, softmax);
 }
 // The results of the warps of each group to shared memory, for merge_warps.
 KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& softmax,
                             const AttentionScratch& scratch) {
   int walker = b.warp % kWarpsAGroup;
-  Slot<kGroupHeads> slot(scratch.results, scratch.tops,
-                         b.warp / kWarpsAGroup * kSlots + walker % kSlots);
-  put_result(b, slot, walks, walker, walked, softmax);
+  WarpResult<kGroupHeads> result(scratch.results, scratch.tops,
+                                 b.warp / kWarpsAGroup * kWarpResults + walker % kWarpResults);
+  put_result(b, result, walks, walker, walked, softmax);
   sync_consumers();
 }
 
@@ -92,7 +91,7 @@ KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& sof
 constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
                          : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
                                                                       : 1;
-constexpr int kSharedResults = (kSlots + kSharers - 1) / kSharers;  // of one of them
+constexpr int kSharedResults = (kWarpResults + kSharers - 1) / kSharers;  // of one of them
 
 // Results of some warps as one: their sums, and a pair of their outputs.
 struct Merged {
@@ -123,11 +122,11 @@ struct Merged {
 template <class Put>
 KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
   constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
-  walked = walked < kSlots ? walked : kSlots;
+  walked = walked < kWarpResults ? walked : kWarpResults;
   for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
     int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     bool inside = i < kPairs;
-    int at = head / kGroupHeads * kSlots * kGroupHeads + head % kGroupHeads;
+    int at = head / kGroupHeads * kWarpResults * kGroupHeads + head % kGroupHeads;
     float top = kNoScore;
 #pragma unroll
     for (int n = 0; n < kSharedResults; n++) {

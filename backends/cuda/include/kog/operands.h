@@ -13,8 +13,8 @@
 // Operands of a step of K, in memory or in scratch, are [set][thread][word] (wide: as fragments of eight rows
 // take them, for those of four pick theirs), [even, odd][thread][word] (swapped) or [thread][set][word]
 // (narrow). A warp holds those of its first steps in registers, or, of one token, all if they are few; those
-// of its last ones (kRead), where scratch has no room, stay in memory and are read for each unit, some chunks
-// ahead (matvec.h).
+// of its last ones (kRead), where scratch has no room, stay in memory and are read for each unit, some ring
+// slots ahead (matvec.h).
 #pragma once
 #include <kog/words.h>
 
@@ -28,7 +28,7 @@ struct alignas(N < 4 ? 4 * N : 16) WordVector {
   KOG_DEVICE void store(void* p) const { *static_cast<WordVector*>(p) = *this; }
 };
 constexpr int kThreadWords = kFragK / 8;
-constexpr int kFragmentBytes = kChunkBytes / kFragments / kWarps;
+constexpr int kFragmentBytes = kRingSlotBytes / kFragments / kWarps;
 using Fragment = WordVector<kThreadWords>;
 
 constexpr int kOperandWords = kThreadWords / 2;  // of one thread, step and set
@@ -68,7 +68,7 @@ struct OperandLayout {
   static_assert(Stage::kBatch * kUnitWords <= kPartStride);
 
   // Of a fragment, row by row, this thread's bytes.
-  KOG_DEVICE static int place_in_fragment(const Block& b) {
+  KOG_DEVICE static int offset_in_fragment(const Block& b) {
     int row = kHalves == 1 ? b.in_warp / 4 : b.in_warp / 4 % 4 * 2 + b.in_warp / 16;
     return (4 * row + b.in_warp % 4) * (kThreadWords * 4);
   }
@@ -116,10 +116,10 @@ struct Wide {
 };
 
 // Where word `word` (two values) of a step is for a token, its high and low parts, in words from the step's.
-struct WidePlace {
+struct WideOffset {
   int high, low;
 
-  KOG_DEVICE WidePlace(int step, int token, int word) {
+  KOG_DEVICE WideOffset(int step, int token, int word) {
     int quarter = word / kThreadWords, odd = word % 2, at = word % kThreadWords / 2;
     int swizzle = bank_swizzle(step);
     if constexpr (kSwapped) {
@@ -133,14 +133,6 @@ struct WidePlace {
   }
 };
 
-// Two values as the 16-bit pairs whose sums they are.
-struct HighLow {
-  u32 high, low;
-
-  KOG_DEVICE HighLow(float first, float second) : high(round_pair<kF16>(first, second)) {
-    low = round_pair<kF16>(first - low_of(high), second - high_of(high));
-  }
-};
 // Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns
 // `square` and the squares of the values, added one by one.
 template <class Put>
@@ -180,10 +172,10 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * OperandLayout<Wide>::kStepWords;
-  WidePlace place(e / kFragK, column, e % kFragK / 2);
+  WideOffset at(e / kFragK, column, e % kFragK / 2);
   HighLow parts(v, 0);
-  reinterpret_cast<u16*>(step + place.high)[e % 2] = static_cast<u16>(parts.high);
-  reinterpret_cast<u16*>(step + place.low)[e % 2] = static_cast<u16>(parts.low);
+  reinterpret_cast<u16*>(step + at.high)[e % 2] = static_cast<u16>(parts.high);
+  reinterpret_cast<u16*>(step + at.low)[e % 2] = static_cast<u16>(parts.low);
 }
 
 // What a warp's part of K is multiplied with.
@@ -214,12 +206,12 @@ struct Operands {
       first = S::kHalves * first + half;
     }
   }
-  KOG_DEVICE u32* place(int step) const {
+  KOG_DEVICE u32* words(int step) const {
     int at = Stage::kWide ? offset ^ bank_swizzle(first + step) : offset;
     return staged + (step - kFirst) * S::kStepWords + at;
   }
   // Of one token, among those of two.
-  KOG_DEVICE const u32* place_picked(int step, int token) const {
+  KOG_DEVICE const u32* picked_words(int step, int token) const {
     int at = offset ^ bank_swizzle(first + S::kHalves * step) ^ token % 2 * (16 * kOperandWords);
     return staged + step * S::kStepWords + token / 2 * OperandLayout<Wide>::kSetWords + at;
   }
@@ -232,9 +224,9 @@ struct Operands {
     for (int i = 0; i < S::kRowWords / kRun; i++) {
       const u32* from;
       if constexpr (kPicks)
-        from = place_picked(step, i);
+        from = picked_words(step, i);
       else
-        from = place(step) + i * kStride;
+        from = words(step) + i * kStride;
       auto v = WordVector<kRun>::load(from);
 #pragma unroll
       for (int j = 0; j < kRun; j++) row.w[i * kRun + j] = v.w[j];
@@ -242,7 +234,7 @@ struct Operands {
     return row;
   }
   KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
-  KOG_DEVICE void store(int step, const Row& v) const { v.store(place(step)); }
+  KOG_DEVICE void store(int step, const Row& v) const { v.store(words(step)); }
   // Operands that all come by the scratch, into registers if that is where they belong.
   KOG_DEVICE void hold() {
 #pragma unroll
@@ -269,7 +261,7 @@ KOG_DEVICE WordVector<OperandLayout<Stage>::kSetOperands> of_set(
 // Where word `word` (two values) of Stage's inputs is for a token, in words from the first step. Of one token
 // they lie in order: its readers share them out.
 template <class Stage>
-KOG_DEVICE int narrow_place(int word, int token) {
+KOG_DEVICE int narrow_offset(int word, int token) {
   using S = OperandLayout<Stage>;
   if constexpr (kColumns == 1) return word;
   int in_step = word % (S::kStepValues / 2);

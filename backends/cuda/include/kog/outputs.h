@@ -12,6 +12,10 @@ template <class Stage>
 KOG_DEVICE Units layer_units(const Block& b) {
   return units_of<Stage>(b.group_index, b.layer);
 }
+// The gains of one norm: two a layer, then the last.
+KOG_DEVICE const float* gains_of(const Block& b, int norm) {
+  return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
+}
 // Loaded by all threads, of a row that exists: a value that were either loaded or zero would be moved between
 // registers, and so waited for, at once.
 template <class Stage, bool kBias>
@@ -57,7 +61,7 @@ KOG_DEVICE void gate_up_rows(Block& b, Walk& walk, const Operands<GateUpProj>& x
                              u32 phase) {
   normed_rows<GateUpProj, kMlpBias>(b, walk, x, ahead, [&](const Item& item, float v) {
     float up = shuffle_down(v, 1);
-    u32* to = lane_words<MlpWords>(b) + narrow_place<DownProj>(item.row / 4, item.column);
+    u32* to = lane_words<MlpWords>(b) + narrow_offset<DownProj>(item.row / 4, item.column);
     put_two<GateUpProj, 2>(to, item, silu(v) * up, phase);
   });
 }

@@ -46,6 +46,7 @@ struct Matrices {
     return found;
   }
 };
+static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>, "run_layer's order");
 
 // A token's stream is a list of runs: the matrices of each layer, then the head.
 constexpr int kRuns = LayerMatrices::kCount * kLayers;
@@ -55,21 +56,21 @@ KOG_DEVICE int fragments_of_run(const Block& b, int run) {
   if (run == kRuns) return fragments_of<LmHead>(stage_group_index<LmHead>(b), 0);
   return LayerMatrices::fragments(run % LayerMatrices::kCount, b.group_index, layer_of_run(run));
 }
-KOG_DEVICE int chunks_of_runs(const Block& b, int runs) {
-  int chunks = 0;
+KOG_DEVICE int ring_slots_of_runs(const Block& b, int runs) {
+  int slots = 0;
   for (int run = 0; run < runs; run++)
-    chunks += (fragments_of_run(b, run) + kFragments - 1) / kFragments;
-  return chunks;
+    slots += (fragments_of_run(b, run) + kFragments - 1) / kFragments;
+  return slots;
 }
 
-// Where a block's stream of one token has got to, and how many chunks of it are left.
+// Where a block's stream of one token has got to, and how many ring slots of it are left.
 struct Stream {
   const u8* from;
   int left;
 
-  KOG_DEVICE Stream(const Block& b, int first, int chunks) : left(chunks) {
-    u64 chunk = static_cast<u64>(first) * kBlocks + static_cast<u64>(b.block);
-    from = b.p.weights + chunk * kChunkBytes;
+  KOG_DEVICE Stream(const Block& b, int first, int slots) : left(slots) {
+    u64 slot = static_cast<u64>(first) * kBlocks + static_cast<u64>(b.block);
+    from = b.p.weights + slot * kRingSlotBytes;
   }
   // False once the consumers have left.
   KOG_DEVICE bool fill_run(Block& b, Producer& producer, int run) {
@@ -77,18 +78,18 @@ struct Stream {
     for (int n = fragments_of_run(b, run); n > 0; n -= kFragments, left--) {
       int bytes = (n < kFragments ? n : kFragments) * kFragmentOfAll;
       if (!producer.fill(b, from, static_cast<u32>(bytes), left)) return false;
-      from += static_cast<u64>(kBlocks) * kChunkBytes;
+      from += static_cast<u64>(kBlocks) * kRingSlotBytes;
     }
     return true;
   }
 };
 
-// Chunks of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps):
+// Ring slots of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps):
 // ahead of a layer's first. Runs ahead until the consumers leave.
 template <class HasHead, class Fetch>
 KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
   b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
-  int layers = chunks_of_runs(b, kRuns), all = chunks_of_runs(b, kRuns + 1);
+  int layers = ring_slots_of_runs(b, kRuns), all = ring_slots_of_runs(b, kRuns + 1);
   Producer producer;
   for (int steps = 0;; steps++) {
     Stream stream(b, 0, has_head(steps) ? all : layers);

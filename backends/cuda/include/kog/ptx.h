@@ -166,9 +166,11 @@ KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
+KOG_DEVICE u64 shuffle_xor(u64 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE float shuffle_down(float v, int by) { return __shfl_down_sync(kWholeWarp, v, by); }
 KOG_DEVICE float shuffle(float v, int thread) { return __shfl_sync(kWholeWarp, v, thread); }
 KOG_DEVICE u32 shuffle(u32 v, int thread) { return __shfl_sync(kWholeWarp, v, thread); }
+KOG_DEVICE u64 shuffle(u64 v, int thread) { return __shfl_sync(kWholeWarp, v, thread); }
 KOG_DEVICE u32 largest_of_warp(u32 v) { return __reduce_max_sync(kWholeWarp, v); }
 KOG_DEVICE u32 sum_of_warp(u32 v) { return __reduce_add_sync(kWholeWarp, v); }
 

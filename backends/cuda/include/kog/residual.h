@@ -34,12 +34,11 @@ struct Embedded {
   }
 };
 
-// Gains of one norm (two a layer, then the last); threads without an element multiply zeros with them.
-KOG_DEVICE void load_gains(const Block& b, int which, float (&gain)[kHeld]) {
-  const float* from = b.p.gains + (kLaneNorms ? which * kLanes + b.lane : which) * kHiddenStride;
+// Threads without an element multiply zeros with these gains of a norm.
+KOG_DEVICE void load_gains(const Block& b, int norm, float (&gain)[kHeld]) {
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
-    auto g = WordVector<4>::load(from + place_of_element(b, i));
+    auto g = WordVector<4>::load(gains_of(b, norm) + place_of_element(b, i));
 #pragma unroll
     for (int j = 0; j < 4; j++) gain[4 * i + j] = float_of(g.w[j]);
   }
@@ -113,7 +112,7 @@ struct Module {
     if constexpr (kHasDelayed)
       if (item.there)
         store_relaxed(delayed(iteration, b.lane, item.row), pack_f32(own, delayed_phase(iteration)));
-    u32* to = b.p.words + Own::kOffset + b.lane * Own::kStride;
+    u32* to = lane_words<Own>(b);
     u32 phase = phase_of(counts.own(iteration));
     if (kHasNow && how == kNow) {
       to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes + b.lane) * Now::kStride;
@@ -144,8 +143,7 @@ struct Module {
         gather(b, step, base + j * Now::kStride, phase_of(counts.now >> 1), x);
       counts.now++;
     } else {
-      gather(b, step, b.p.words + Own::kOffset + b.lane * Own::kStride,
-             phase_of(counts.own(iteration)), x);
+      gather(b, step, lane_words<Own>(b), phase_of(counts.own(iteration)), x);
     }
     drop_phase_bit(x);
   }

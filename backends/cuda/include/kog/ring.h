@@ -1,4 +1,4 @@
-// The weight stream: one warp keeps a ring of chunks in shared memory full, whatever the others
+// The weight stream: one warp keeps a ring in shared memory full, whatever the others
 // wait for.
 #pragma once
 #include <kog/cursor.h>
@@ -9,11 +9,7 @@ namespace kog {
 struct Ring {
   u32 slot = 0, parity = 0;
 
-  KOG_DEVICE const u8* wait(Block& b) {
-    wait_for<1>(b);
-    return chunk(b);
-  }
-  KOG_DEVICE const u8* chunk(const Block& b) const { return b.ring + slot * kChunkBytes; }
+  KOG_DEVICE const u8* weights(const Block& b) const { return b.ring + slot * kRingSlotBytes; }
   // Until the next N are there: the code of a wait that lasts stands there once, not N times.
   template <int N>
   KOG_DEVICE void wait_for(Block& b) {
@@ -36,7 +32,7 @@ struct Ring {
     end_wait(b);
   }
   KOG_DEVICE void step() {
-    if (++slot == kRingChunks) {
+    if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
     }
@@ -50,7 +46,7 @@ struct Ring {
 
 KOG_DEVICE void init_ring(Block& b) {
   if (b.thread == 0) {
-    for (int i = 0; i < kRingChunks; i++) {
+    for (int i = 0; i < kRingSlots; i++) {
       barrier_init(&b.full[i], 1);
       barrier_init(&b.empty[i], kWarps);
     }
@@ -61,60 +57,60 @@ KOG_DEVICE void init_ring(Block& b) {
   }
 }
 
-// The producer's side: chunk `count` goes to slot count % kRingChunks. While the ring is full the
+// The producer's side: bulk copy `count` goes to slot count % kRingSlots. While the ring is full the
 // stream goes on into the L2, a little at a time: what it fetched there is quick to get later. Not
 // while a long span is walked: the memory is busy with keys and values then, and idle behind them,
 // while the splits are joined.
 struct Producer {
-  static_assert(kCalmChunks <= kWindowChunks && kWindowChunks <= kRingChunks);  // `passed` goes back once
+  static_assert(kCalmSlots <= kWindowSlots && kWindowSlots <= kRingSlots);  // `passed` goes back once
   u32 count = 0;
   Ring next;
-  u32 fetched = 0;  // chunks that are in the ring or in the L2
+  u32 fetched = 0;  // slots' bytes that are in the ring or in the L2
   u64 policy = read_once();
 
-  // Whether chunk count - kBack has landed, or has been eaten.
+  // Whether copy count - kBack has landed, or has been eaten.
   template <int kBack>
   KOG_DEVICE bool passed(u64* barriers) const {
     bool wraps = next.slot < kBack;
-    return barrier_test(&barriers[next.slot + (wraps ? kRingChunks : 0) - kBack], next.parity ^ (wraps ? 1 : 0));
+    return barrier_test(&barriers[next.slot + (wraps ? kRingSlots : 0) - kBack], next.parity ^ (wraps ? 1 : 0));
   }
-  // Until the slot is free; `left` chunks follow the one at `from`. False once the consumers have left.
+  // Until the slot is free; `left` copies follow the one at `from`. False once the consumers have left.
   KOG_DEVICE bool wait_for_slot(Block& b, const u8* from, int left) {
-    u32 last = count + (left < kAheadChunks ? left : kAheadChunks);
+    u32 last = count + (left < kAheadSlots ? left : kAheadSlots);
     if (fetched < count) fetched = count;
     i64 due = clock_ticks();
     while (!barrier_test(&b.empty[next.slot], next.parity ^ 1)) {
       if (load_volatile(&b.small->stop) != 0) return false;
       if (fetched >= last || clock_ticks() < due || load_volatile(&b.small->walks) != 0) continue;
-      fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kChunkBytes),
-                  kChunkBytes, policy);
+      fetch_to_l2(from + static_cast<u64>(fetched - count) * (static_cast<u64>(kBlocks) * kRingSlotBytes),
+                  kRingSlotBytes, policy);
       fetched++;
       due = clock_ticks() + kAheadTicks;
     }
     return true;
   }
-  // Few bytes in flight, since polls queue behind them: kCalmChunks while the consumers have chunks
-  // to go on with, kWindowChunks when they have eaten all that came. All that the loop looks at in one pass
-  // is asked for at once: a chunk that may leave late leaves the memory idle.
+  // Few bytes in flight, since polls queue behind them: kCalmSlots while the consumers have slots
+  // to go on with, kWindowSlots when they have eaten all that came. All that the loop looks at in one pass
+  // is asked for at once: a copy that may leave late leaves the memory idle.
   KOG_DEVICE bool wait_for_window(Block& b) {
     while (true) {
-      bool calm = passed<kCalmChunks>(b.full), hungry = passed<kWindowChunks>(b.empty);
+      bool calm = passed<kCalmSlots>(b.full), hungry = passed<kWindowSlots>(b.empty);
       u32 stop = load_volatile(&b.small->stop);
       if (calm | hungry) return true;
       if (stop != 0) return false;
     }
   }
-  // The next chunk, of which `bytes` are used and `left` follow in the token.
+  // The next copy, of which `bytes` are used and `left` follow in the token.
   KOG_DEVICE bool fill(Block& b, const u8* from, u32 bytes, int left) {
-    if (count >= kRingChunks && !wait_for_slot(b, from, left)) return false;
+    if (count >= kRingSlots && !wait_for_slot(b, from, left)) return false;
     barrier_expect(&b.full[next.slot], bytes);
-    if (count >= kWindowChunks && !wait_for_window(b)) return false;
-    bulk_load(b.ring + next.slot * kChunkBytes, from, bytes, &b.full[next.slot], policy);
-    // A launch may have more chunks than 2^32: numbers go back by two rings, which have the slots and
+    if (count >= kWindowSlots && !wait_for_window(b)) return false;
+    bulk_load(b.ring + next.slot * kRingSlotBytes, from, bytes, &b.full[next.slot], policy);
+    // A launch may have more copies than 2^32: numbers go back by two rings, which have the slots and
     // parities.
-    if (++count == 4 * kRingChunks) {
-      count -= 2 * kRingChunks;
-      fetched -= fetched < 2 * kRingChunks ? fetched : 2 * kRingChunks;
+    if (++count == 4 * kRingSlots) {
+      count -= 2 * kRingSlots;
+      fetched -= fetched < 2 * kRingSlots ? fetched : 2 * kRingSlots;
     }
     if constexpr (kProfile) store_volatile(&b.small->issued, load_volatile(&b.small->issued) + 1);
     next.step();
@@ -122,9 +118,9 @@ struct Producer {
   }
   // What is in flight must land before the block may leave.
   KOG_DEVICE void drain(Block& b) {
-    u32 first = count > kRingChunks ? count - kRingChunks : 0;
+    u32 first = count > kRingSlots ? count - kRingSlots : 0;
     for (u32 i = first; i < count; i++)
-      while (!barrier_try(&b.full[i % kRingChunks], (i / kRingChunks) & 1)) {
+      while (!barrier_try(&b.full[i % kRingSlots], (i / kRingSlots) & 1)) {
       }
   }
 };

@@ -39,10 +39,7 @@ template <int kCount>
 KOG_DEVICE Candidate best_of_threads(Candidate c) {
 #pragma unroll
   for (int mask = kCount / 2; mask; mask >>= 1) {
-    u64 bits = bits_of(c.key);
-    u32 high = shuffle_xor(static_cast<u32>(bits >> 32), mask),
-        low = shuffle_xor(static_cast<u32>(bits), mask);
-    Candidate other = {double_of(static_cast<u64>(high) << 32 | low),
+    Candidate other = {double_of(shuffle_xor(bits_of(c.key), mask)),
                        static_cast<int>(shuffle_xor(static_cast<u32>(c.id), mask))};
     if (beats(other, c)) c = other;
   }

@@ -75,8 +75,8 @@ struct Softmax {
     u32 high[kTileRows / 8], low[kTileRows / 8];
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
-      high[j] = round_pair<kF16>(p[j][0], p[j][1]);
-      low[j] = round_pair<kF16>(p[j][0] - low_of(high[j]), p[j][1] - high_of(high[j]));
+      HighLow parts(p[j][0], p[j][1]);
+      high[j] = parts.high, low[j] = parts.low;
     }
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++) {

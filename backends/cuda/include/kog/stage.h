@@ -33,19 +33,14 @@ KOG_DEVICE void store_streams(const Block& b, const float (&x)[kHeld], float* st
 // side by side stay in their words.
 KOG_DEVICE void run_mix(Block& b, Walk& walk) {
   mix_lanes(b, walk);
-  float scale = 1;
-  if constexpr (!kNormedMix) {
-    stage_x<LmHead>(b, walk.x, walk.gain);
-    sync_consumers();
-    scale = inverse_rms(b);
-  }
+  float scale = kNormedMix ? 1 : inverse_rms_of_x(b, walk);
 #pragma unroll
   for (int i = 0; i < kHeld; i++) walk.x[i] *= walk.gain[i] * scale;
 }
 
 // What o_proj would multiply, as the words that a join of many splits sends; by one block a lane.
 KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
-  u32* to = b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride;
+  u32* to = lane_words<AttentionWords>(b);
   sync_consumers();
   if (b.group_index != 0) return;
   for (int word = b.thread; word < OProj::kCols / 2; word += 32 * kWarps) {
@@ -83,9 +78,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       break;
     case StageId::kOProj:
       o_weights.take(b, walk.ring, b.layer);
-      stage_words<OProj>(b, Step::kOProjInput,
-                         b.p.words + AttentionWords::kOffset + b.lane * AttentionWords::kStride,
-                         join_phase(b));
+      stage_words<OProj, AttentionWords>(b, Step::kOProjInput, join_phase(b));
       o_proj(b, walk, o_weights);
       join_attention_out(b, walk);
       break;
@@ -124,13 +117,13 @@ KOG_DEVICE int run_of(StageId which, int layer) {
 }
 
 // The stage's part of the block's stream, and behind it the next one's, of which o_proj may read the
-// first chunk (Chunk). Consumers that leave end it.
+// first ring slot (SlotWeights). Consumers that leave end it.
 KOG_DEVICE void produce_stage(Block& b, StageId which) {
   int run = run_of(which, b.layer);
   Producer producer;
   if (run >= 0) {
-    int first = chunks_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
-    Stream stream(b, first, chunks_of_runs(b, end) - first);
+    int first = ring_slots_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
+    Stream stream(b, first, ring_slots_of_runs(b, end) - first);
     while (run < end && stream.fill_run(b, producer, run)) run++;
   }
   producer.drain(b);

@@ -4,7 +4,7 @@
 
 namespace kog {
 
-// Thread w watches warp w: a wait that has gone on for p.limit ticks ends the block's work, and through
+// Thread w watches warp w: a wait that has gone on for p.limit nanoseconds ends the block's work, and through
 // p.error that of all blocks. Returns when the consumers have left.
 KOG_DEVICE void watch(Block& b) {
   b.begin_stage();  // what it watches with is not kept from before
@@ -13,7 +13,7 @@ KOG_DEVICE void watch(Block& b) {
   while (load_volatile(&b.small->stop) == 0) {
     sleep_a_while();
     u32 began = b.in_warp < kWarps ? load_volatile(&b.small->waits[b.in_warp]) : 0;
-    i64 now = clock_ticks();
+    i64 now = static_cast<i64>(nanoseconds());  // of the GPU: an SM's clock changes its speed
     if (began != seen) since = now;
     seen = began;
     bool late = began != 0 && now - since > b.p.limit;

@@ -24,6 +24,14 @@ KOG_DEVICE float widen(u32 bits) {
 KOG_DEVICE float low_of(u32 both) { return widen(both & 0xffffu); }
 KOG_DEVICE float high_of(u32 both) { return widen(both >> 16); }
 
+// Two values as the 16-bit pairs whose sums they are.
+struct HighLow {
+  u32 high, low;
+
+  KOG_DEVICE HighLow(float first, float second) : high(round_pair<kF16>(first, second)) {
+    low = round_pair<kF16>(first - low_of(high), second - high_of(high));
+  }
+};
 // An operand is a pair as the tensor core takes it, first in the low half. Both values are multiplied
 // by kPairScale: sums over operands are multiplied by kPairUnit in the end.
 constexpr float kPairUnit = 1 / kPairScale;

@@ -1,19 +1,22 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
+from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
+from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
 from kog_triton.backends.prefill.read_once import read_once
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
-from kog_triton.backends.watchdog import Answers, free_what_was_kept
+from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
@@ -23,7 +26,8 @@ from kog_triton.schedule.triton import lower_tiles
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
-# Llama-3.2-1B on one H200, development runs: 16 tokens in chunks 1.06 ms, by the library 1.05; 64 tokens 1.21 and 1.09.
+# Llama-3.2-1B on one H200, development runs (benchmarks/triton-log.md#prompts): 16 tokens in chunks 1.06 ms, by the
+# library 1.05; 64 tokens 1.21 and 1.09.
 # After 2,000 cached positions, from the request to its first token: 128 tokens in chunks 4.81 ms, by the library 6.51;
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
@@ -54,6 +58,7 @@ class TritonBackend:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.memory import allocate
 
+        refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
             raise DeviceError("the triton backend runs on one GPU: choose --gpus 1")
         if device is None:
@@ -65,7 +70,7 @@ class TritonBackend:
                 f"the triton backend cannot run: {reason}; choose --backend reference"
             )
         free_what_was_kept()
-        self._gpu_answers = Answers()
+        self._entry = GpuEntry(device)
         self.spec, self.options, self.device = weights.spec, options, device
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -77,7 +82,7 @@ class TritonBackend:
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        with read_once(weights, self.spec, options, device) as once:
+        with self._entry.on_stream(), read_once(weights, self.spec, options, device) as once:
             self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             self.library = open_library(
@@ -88,6 +93,9 @@ class TritonBackend:
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
+        self._launched: set[object] = (
+            set()
+        )  # variants of kernels, each of which is compiled by its first launch
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -100,8 +108,8 @@ class TritonBackend:
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until the mailbox is idle, closed or yields, at a token boundary; state survives the return."""
-        with self._gpu_answers.serving(self._free):
-            self._serving = LaunchServing(self.launcher, mailbox)
+        with self._entry.serving(self._free):
+            self._serving = LaunchServing(self.launcher, mailbox, self._entry.queue)
             try:
                 self._serving.run()
             finally:
@@ -116,16 +124,16 @@ class TritonBackend:
         """Logits of every position, float32 [tokens, vocab]; runs in a cache of its own."""
         from kog_triton.backends.triton.host.memory import new_cache
 
-        self._gpu_answers.check()
         if len(token_ids) > self.max_context:
             raise RequestError(
                 f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
             )
-        kv = new_cache(self.tiles, 1, self.device)
         firsts = range(0, len(token_ids), ROWS)
         lasts = [min(first + ROWS, len(token_ids)) for first in firsts]
         chunks = zip(firsts, lasts, strict=True)
-        return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
+        with self._entry.at_once():
+            kv = new_cache(self.tiles, 1, self.device)
+            return np.concatenate([self._logits(kv, token_ids, *chunk) for chunk in chunks])
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """One stage alone, a token at a time, on logical tensors (STAGE_READS, STAGE_WRITES).
@@ -145,14 +153,14 @@ class TritonBackend:
     ) -> tuple[dict[str, Any], list[float]]:
         from kog_triton.backends.triton.host.stages import StageRun
 
-        self._gpu_answers.check()
         seconds: list[float] = []
 
         def launch(*call: Any) -> None:
             seconds.append(self._launch_stage(before, *call))
 
         run = StageRun(self.schedule, self.tiles, self.memory.pointers, stage, layer, launch)
-        return run.run(state), seconds
+        with self._entry.at_once():
+            return run.run(state), seconds
 
     def resources(self) -> Resources | None:
         """Of the variant that was launched last; None before that, and in the interpreter."""
@@ -179,7 +187,7 @@ class TritonBackend:
         return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
 
     def close(self) -> None:
-        self._gpu_answers.close(self._free)
+        self._entry.close(self._free)
 
     def _free(self) -> None:
         self.library = None
@@ -218,7 +226,7 @@ class TritonBackend:
         admit_logits(alone, list(tokens), first, last)
         self._launch(alone, False, False)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream(self.device).synchronize()  # and no other engine's
         beat = int(alone.mailbox[BEAT])
         if expired := describe_wait(alone.error.tolist(), self.tiles, beat):
             raise RunError(f"{expired}: the run is void")
@@ -231,14 +239,23 @@ class TritonBackend:
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
-        self._compiled = decode_kernel[grid](
-            pointers, self.tiles, rules, chunks, **self._launch_options
-        )
+        parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
+        with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
+            self._compiled = decode_kernel[grid](
+                pointers, self.tiles, rules, chunks, **self._launch_options
+            )
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()
         finished.record()
         return finished.query
+
+    def _first_time(self, variant: object, what: str) -> AbstractContextManager[None]:
+        """Around a launch."""
+        if variant in self._launched:
+            return nullcontext()
+        self._launched.add(variant)
+        return told_if_slow(what)
 
     def _launch_stage(
         self,
@@ -259,9 +276,10 @@ class TritonBackend:
         grid = (self.tiles.num_blocks,)
         before()
         seconds = clock(self.device)
-        stage_kernel[grid](
-            pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
-        )
+        with self._first_time(stage, f"the Triton kernel of {stage}"):
+            stage_kernel[grid](
+                pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
+            )
         took = seconds()
         # Without the heartbeat in `pointers`, which is that of the last launch that served.
         if expired := describe_wait(pointers.error.tolist(), self.tiles):

@@ -79,6 +79,12 @@ def quarters(lower, upper, mask, S: tl.constexpr):
 
 
 @triton.jit
+def rotated_pair(a, b, cos, sin):
+    """Values and those half a head on, rotated."""
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
 def rotated(x, gains, constants, S: tl.constexpr):
     """Quarters of rows, normalized if the model asks, and rotated."""
     a0, a1, b0, b1 = x
@@ -90,12 +96,9 @@ def rotated(x, gains, constants, S: tl.constexpr):
         a1 *= scale * gains[1]
         b0 *= scale * gains[2]
         b1 *= scale * gains[3]
-    return (
-        a0 * cos0 - b0 * sin0,
-        a1 * cos1 - b1 * sin1,
-        b0 * cos0 + a0 * sin0,
-        b1 * cos1 + a1 * sin1,
-    )
+    a0, b0 = rotated_pair(a0, b0, cos0, sin0)
+    a1, b1 = rotated_pair(a1, b1, cos1, sin1)
+    return a0, a1, b0, b1
 
 
 @triton.jit
@@ -174,15 +177,22 @@ def load_cached(cache, at, end, S: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.constexpr):
-    """One step of the online softmax: N cached positions from `at` on, those before `end`."""
-    score = dot(q, tl.trans(key), S)  # [rows, N]
-    score = tl.where((at + tl.arange(0, N) < end)[None, :], score, -float("inf"))
+def softmax_step(score, top, total):
+    """One step of the online softmax over scores [rows, keys]: the rows' maxima and sums with it, the keys' weights,
+    and [rows, 1] what the new maxima leave of what was summed."""
     new_top = tl.maximum(top, tl.max(score, axis=1))
     weight = tl.exp2(score - new_top[:, None])
     old = tl.exp2(top - new_top)
-    total = total * old + tl.sum(weight, axis=1)
-    return new_top, total, out * old[:, None] + dot(weight.to(value.dtype), value, S)
+    return new_top, total * old + tl.sum(weight, axis=1), weight, old[:, None]
+
+
+@triton.jit
+def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.constexpr):
+    """Into the online softmax: N cached positions from `at` on, those before `end`."""
+    score = dot(q, tl.trans(key), S)  # [rows, N]
+    score = tl.where((at + tl.arange(0, N) < end)[None, :], score, -float("inf"))
+    top, total, weight, old = softmax_step(score, top, total)
+    return top, total, out * old + dot(weight.to(value.dtype), value, S)
 
 
 @triton.jit

@@ -39,7 +39,8 @@ from kog_triton.backends.triton.kernel.words import in_range, wait
 
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
 # Tokens that get a pass of their own. It takes as long as two passes of one token (Llama-3.2-1B on one H200: 1.05 ms,
-# 0.69 each); as the sums differ in their last bits, the shortest prompts are left as they were.
+# 0.69 each: benchmarks/triton-log.md#prompts); as the sums differ in their last bits, the shortest prompts are left as
+# they were.
 CHUNKS_FROM: tl.constexpr = tl.constexpr(4)
 
 

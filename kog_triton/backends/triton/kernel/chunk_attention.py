@@ -8,6 +8,7 @@ A row's lower and upper half are tensors of their own, [rows, head_dim / 2]: the
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
 from kog_triton.backends.triton.kernel.columns import vectors
 from kog_triton.backends.triton.kernel.partition import begins
 from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
@@ -68,21 +69,18 @@ def rotated(lower, upper, gains, position, valid, p, S: tl.constexpr):
     rope = p.rope + position * S.head_dim + j
     cos = tl.load(rope, mask=valid & inside, other=0.0)
     sin = tl.load(rope + S.head_dim // 2, mask=valid & inside, other=0.0)
-    return lower * cos - upper * sin, upper * cos + lower * sin
+    return rotated_pair(lower, upper, cos, sin)
 
 
 @triton.jit
 def add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S: tl.constexpr):
-    """One step of the online softmax over keys and values in halves, of which a row sees `seen` [rows, keys]."""
+    """Into the online softmax: keys and values in halves, of which a row sees `seen` [rows, keys]."""
     score = dot_onto(dot(q[0], tl.trans(lower), S), q[1], tl.trans(upper), S)
     score = tl.where(seen, score, -float("inf"))
-    new_top = tl.maximum(top, tl.max(score, axis=1))
-    weight = tl.exp2(score - new_top[:, None])
-    old = tl.exp2(top - new_top)
-    total = total * old + tl.sum(weight, axis=1)
+    top, total, weight, old = softmax_step(score, top, total)
     weight = weight.to(lower_value.dtype)
-    lower_out = dot_onto(out[0] * old[:, None], weight, lower_value, S)
-    return new_top, total, (lower_out, dot_onto(out[1] * old[:, None], weight, upper_value, S))
+    lower_out = dot_onto(out[0] * old, weight, lower_value, S)
+    return top, total, (lower_out, dot_onto(out[1] * old, weight, upper_value, S))
 
 
 @triton.jit

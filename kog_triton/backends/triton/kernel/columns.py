@@ -19,7 +19,7 @@ from kog_triton.backends.triton.kernel.partition import (
     vector_width,
     width,
 )
-from kog_triton.backends.triton.kernel.residual import biased
+from kog_triton.backends.triton.kernel.residual import biased, silu
 from kog_triton.backends.triton.kernel.sync import dot_onto
 from kog_triton.backends.triton.kernel.words import in_range
 
@@ -131,7 +131,7 @@ def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STA
     COLUMNS: tl.constexpr = S.columns
     y = biased(y, row, owned, lane, layer, p, S, STAGE)
     gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
-    h = in_range(gate / (1.0 + tl.exp(-gate)) * up, S)
+    h = in_range(silu(gate) * up, S)
     gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
     t, valid = here(count, S)
     to = vectors("mlp", lane, t, p, S) + (gate_row // 2)[None, :]

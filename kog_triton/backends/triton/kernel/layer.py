@@ -22,6 +22,7 @@ from kog_triton.backends.triton.kernel.residual import (
     publish_module,
     rms_norm,
     rounded,
+    silu,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
 from kog_triton.backends.triton.kernel.words import publish_pairs, wait_pairs
@@ -56,8 +57,7 @@ def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
     gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
-    h = gate / (1.0 + tl.exp(-gate)) * up
-    publish_pairs(base, row // 2, h, T.rows // 2, phase, S, PAIRS)
+    publish_pairs(base, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
 
 
 # ---- stages ----

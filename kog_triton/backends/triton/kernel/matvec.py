@@ -144,7 +144,9 @@ def rowwise(
         for k in tl.static_range(K_TILES):
             held = held + (pin(xs[k], S),)
         xs = held
-    for unit in range(UNITS - 1):  # more row tiles an iteration lose (benchmarks/README.md)
+    for unit in range(
+        UNITS - 1
+    ):  # more row tiles an iteration lose (benchmarks/triton-log.md#tiles-a-turn)
         for k in tl.static_range(K_TILES):
             total = add_k_tile(total, fetched, xs, S, HELD, k)
             fetched = load_tile(base, unit * K_TILES + k + 1, block, S, STAGE)

@@ -119,6 +119,11 @@ def has_bias(S, stage):
 
 
 @triton.jit
+def silu(v):
+    return v / (1.0 + tl.exp(-v))
+
+
+@triton.jit
 def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """y [.., n] plus the biases of rows `row` [n], those valid, if the stage has any."""
     if has_bias(S, STAGE):

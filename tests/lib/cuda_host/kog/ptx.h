@@ -172,8 +172,9 @@ template <int>
 void take_registers() {}
 template <int>
 void give_registers() {}
-inline i64 clock_ticks() { return host::clock(); }
-KOG_EMULATED u64 nanoseconds() { return static_cast<u64>(host::ticks); }
+// An SM's clock runs faster than the GPU's and began at another time: who takes one for the other is seen.
+inline i64 clock_ticks() { return 3 * host::clock() + 1000; }
+inline u64 nanoseconds() { return static_cast<u64>(host::clock()); }
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 
 inline uint4 load_relaxed4(const u32* p) {
@@ -212,12 +213,14 @@ KOG_EMULATED u32 threads_with(bool p) {
 }
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
+inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline float shuffle_down(float v, int by) {
   int from = host::thread() + by;
   return host::exchange(v, from < 32 ? from : host::thread());
 }
 inline float shuffle(float v, int thread) { return host::exchange(v, thread); }
 inline u32 shuffle(u32 v, int thread) { return host::exchange(v, thread); }
+inline u64 shuffle(u64 v, int thread) { return host::exchange(v, thread); }
 template <class Join>
 KOG_EMULATED u32 join_threads(u32 v, Join join) {
   u32 out = 0;

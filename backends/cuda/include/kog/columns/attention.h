@@ -87,7 +87,7 @@ KOG_DEVICE void walk_shared(Block& b) {
   int position = position_of(b, b.column, steps_of(b));
   u32 phase = phase_of(iteration_of(b));
   select_request(b, b.small->cursors[b.column], position);
-  walk_span(b, span, position, phase, fresh_rows(b, steps_of(b), 0, kQueries));
+  walk_span(b, span, position, phase, NewRows{position_of(b, 0, steps_of(b))});
   finish_split(b);
 }
 
@@ -108,21 +108,16 @@ KOG_DEVICE void join_kv_task(Block& b) {
 }
 
 KOG_DEVICE void attention(Block& b) {
-  bool shares = false;  // not known ahead
   int blocks = enter_kv_task(b, 0);
 #pragma unroll 1
   while (blocks != 0) {
-    if (blocks == 1) {
+    if (blocks == 1)
       walk_head(b);
-    } else {
-      if (!kAllKept) shares = true;
+    else
       walk_shared(b);
-    }
     blocks = enter_kv_task(b, kv_task_in_hand(b) + 1);
   }
-  // A register less while they are walked where all KV tasks are laid out at once.
-  if (kAllKept) shares = load_volatile(&b.small->shares) != 0;
-  if (!shares) return;
+  if (load_volatile(&b.small->shares) == 0) return;
   blocks = enter_kv_task(b, 0);
 #pragma unroll 1
   while (blocks != 0) {

@@ -17,7 +17,7 @@ KOG_DEVICE void run_step(Block& b) {
   b.layer = kLayers;  // as a number that is known, it takes no register in what follows
   if (any_head(b, steps_of(b))) return run_head(b);
   // What the next step overwrites has been read by those who wait here.
-  await_streams(b, Step::kMlpOut, last_streams(b), iteration_of(b) - 1);
+  await_streams(b, Step::kMlpOut, layer_streams(b), iteration_of(b) - 1);
   fence_gpu();  // acquires this step's rows of the cache: docs/SYNC.md, Fences
 }
 

@@ -28,7 +28,7 @@ KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 word_index, u32 seen, u
 
 // Until the flags at these places among the words, N a thread, below 0 for none, carry the epoch; of hints,
 // until one of the warp's does (kFirst): what the hint is about is asked for then, and again where it is
-// late. That way the last answer costs one round trip, not two (benchmarks/README.md).
+// late. That way the last answer costs one round trip, not two (benchmarks/cuda-log.md#hint-first).
 template <bool kFirst, int N>
 KOG_DEVICE void await(Block& b, Step step, const int (&at)[N], u32 epoch) {
   u32 seen[N];

@@ -19,11 +19,10 @@ KOG_DEVICE bool is_plain(const Block& b, int column) {
 }
 
 KOG_DEVICE u64* best_of_column(const Block& b, int column, int block) {
-  u64* all = reinterpret_cast<u64*>(b.p.words + ColumnBestWords::kOffset);
-  return all + 4 * (column * kBlocks + block);
+  return pairs_of<ColumnBestWords>(b) + 4 * (column * kBlocks + block);
 }
 KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
-  return reinterpret_cast<u64*>(b.p.words + ColumnArgmaxWords::kOffset) + 2 * column;
+  return pairs_of<ColumnArgmaxWords>(b) + 2 * column;
 }
 
 // This block's best of every column, from its threads' best of their own. Threads of a column lie side by

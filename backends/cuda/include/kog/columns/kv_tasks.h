@@ -65,24 +65,19 @@ KOG_DEVICE KvTask find_kv_task(const Block& b, int steps, int i) {
   return {word(column),     blocks,          word(span.head),  word(query),
           word(span.split), word(span.used), word(span.start), word(span.end)};
 }
-// Lay out this block's KV tasks from number `first` on; by its last warp.
-KOG_DEVICE void lay_out_kv_tasks(const Block& b, int first) {
-  if (b.warp != kWarps - 1) return;
+// Lay out this block's KV tasks, by its last warp, ahead of a layer, while all wait for x: in each layer of a step
+// they are the same ones. They took 1.5 us a layer of Qwen3-0.6B where every warp found them when it came.
+KOG_DEVICE void keep_kv_tasks(const Block& b) {
+  if ((kSameWindows && b.layer != 0) || b.warp != kWarps - 1) return;
   u32 shares = 0;
 #pragma unroll 1
-  for (int i = 0; i < kKvTasksKept; i++) {
-    KvTask kv_task = find_kv_task(b, steps_of(b), first + i);
+  for (int i = 0; i < kBlockKvTasks; i++) {
+    KvTask kv_task = find_kv_task(b, steps_of(b), i);
     if (b.in_warp == 0) b.small->kv_tasks[i] = kv_task;
     if (kv_task.blocks == 0) break;
     shares |= kv_task.blocks > 1;
   }
   if (b.in_warp == 0) b.small->shares = shares;
-}
-// Ahead of a layer, while all wait for x: in each layer of a step they are the same ones. They took 1.5 us a
-// layer of Qwen3-0.6B where every warp found them when it came.
-constexpr bool kAllKept = kMostKvTasks <= kKvTasksKept;
-KOG_DEVICE void keep_kv_tasks(const Block& b) {
-  if (kAllKept && (!kSameWindows || b.layer == 0)) lay_out_kv_tasks(b, 0);
 }
 // The KV task in hand, by its number: in a register it would be spilled.
 KOG_DEVICE int kv_task_in_hand(const Block& b) {
@@ -91,19 +86,14 @@ KOG_DEVICE int kv_task_in_hand(const Block& b) {
 // Take KV task i in hand: blocks that share its head, 0 behind the last; behind a barrier. By all warps.
 KOG_DEVICE int enter_kv_task(const Block& b, int i) {
   save_state(b, &WarpState::kv_task, static_cast<u32>(i));
-  if (!kAllKept && i % kKvTasksKept == 0) {
-    sync_consumers();
-    lay_out_kv_tasks(b, i);
-    sync_consumers();
-  }
-  return static_cast<int>(load_volatile(&b.small->kv_tasks[i % kKvTasksKept].blocks));
+  return static_cast<int>(load_volatile(&b.small->kv_tasks[i].blocks));
 }
 KOG_DEVICE int first_query(const Block& b) {
-  return static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].query));
+  return static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b)].query));
 }
 // Its span, and its column as the one in hand. Asked anew where it is needed: kept, it would be spilled.
 KOG_DEVICE Span take_kv_task(Block& b) {
-  const KvTask& kv_task = b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept];
+  const KvTask& kv_task = b.small->kv_tasks[kv_task_in_hand(b)];
   auto number = [](const u32& v) { return static_cast<int>(load_volatile(&v)); };
   b.column = number(kv_task.column);
   KOG_ASSUME(b.column >= 0 && b.column < kColumns);

@@ -11,9 +11,6 @@
 
 namespace kog::columns {
 
-static_assert(kSame<LayerMatrices, Matrices<QkvProj, OProj, GateUpProj, DownProj>>,
-              "run_layer's order");
-
 // The stages that multiply x: what is staged serves either.
 constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
@@ -25,12 +22,12 @@ constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
                         QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
                         QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
                         QkvProj::kSteps == GateUpProj::kSteps;
-constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodChunks<GateUpProj>;
+constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodSlots<GateUpProj>;
 constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
                             ? QkvProj::kUnits / QkvProj::kGroup
                             : GateUpProj::kUnits / GateUpProj::kGroup;
 constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
-using LayerAhead = Taken<kUnitsAhead, kPeriodChunks<GateUpProj>>;
+using LayerAhead = Taken<kUnitsAhead, kPeriodSlots<GateUpProj>>;
 
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
@@ -69,8 +66,8 @@ KOG_DEVICE Base ask_base(const Block& b, const Streams& x, const Item& item) {
   return {bias_of<typename Module::Stage, Module::kBias>(b, item), x.ask(b, column, row)};
 }
 // Those of all pieces that a warp finishes, on their way before it waits for the stage's inputs. Asked for
-// behind those, they were waited for before the first weight (benchmarks/README.md). Of several batches each
-// asks for its own.
+// behind those, they were waited for before the first weight (benchmarks/cuda-log.md#bases-first). Of several
+// batches each asks for its own.
 template <class Module>
 struct Bases {
   using Stage = typename Module::Stage;

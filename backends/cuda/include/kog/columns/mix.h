@@ -6,17 +6,9 @@
 
 namespace kog::columns {
 
-// The streams behind the last layer, or of the mix.
-KOG_DEVICE Streams last_streams(const Block& b) {
-  return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
-}
-KOG_DEVICE Streams mixed_streams(const Block& b) {
-  return {b.p.words + YWords::kOffset, YFlagsWords::kOffset};
-}
-
 // This block's rows of its lane's streams, once the lane's are staged.
 KOG_DEVICE void publish_parts(Block& b, u32 phase) {
-  Streams x = last_streams(b);
+  Streams x = layer_streams(b);
   const float* gains = gains_of(b, 2 * kLayers);
   u32* to = lane_words<PartWords>(b);
   int first = b.group_index * kHidden / kGroup, rows = (b.group_index + 1) * kHidden / kGroup - first;
@@ -36,7 +28,7 @@ KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b) - 1;
-  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, last_streams(b), 2 * kLayers, last, [] {});
+  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {});
   fence_gpu();
   if constexpr (kMixes) {
     int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
@@ -46,10 +38,11 @@ KOG_DEVICE void stage_head(Block& b) {
         store_relaxed(b.p.words + YFlagsWords::kOffset + quad, epoch_of(mixes));
       });
     sync_consumers();  // the lane's sums of squares, and its operands, have been read
+    Streams y = {b.p.words + YWords::kOffset, YFlagsWords::kOffset};
     if constexpr (kConcat)
       stage_parts(b, phase_of(mixes));
     else
-      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, mixed_streams(b), 2 * kLayers, mixes, [] {});
+      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {});
   }
 }
 // What a sum of the head is multiplied with, unless the streams have been normed.

@@ -16,8 +16,8 @@ static_assert(kPartQueries <= kGroupHeads);  // they are of one group of warps
 
 // Behind what was received.
 struct HeadScratch {
-  float* results;  // [kMerged][slot][query][kResultStride]
-  float2* tops;    // [kMerged][slot][query]
+  float* results;  // [kMerged][warp result][query][kResultStride]
+  float2* tops;    // [kMerged][warp result][query]
   u32* words;      // [kMerged][kPartPairs]: what the readers of a split would find
   float* logs;     // [kMerged][query]
 
@@ -36,7 +36,7 @@ KOG_DEVICE int head_flag(const Block& b, int column, int query_head) {
 // One pair of a query head's outputs, and with the first one the hint: others come at the same time.
 KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u32 phase, u32 epoch) {
   int word = query_head * (kHeadDim / 2) + pair;
-  store_relaxed(lane_words<AttentionWords>(b) + narrow_place<OProj>(word, b.column),
+  store_relaxed(lane_words<AttentionWords>(b) + narrow_offset<OProj>(word, b.column),
                 pack_operand(both, phase));
   if (pair == 0) store_relaxed(b.p.words + head_flag(b, b.column, query_head), epoch);
 }
@@ -45,10 +45,10 @@ KOG_DEVICE void put_output(const Block& b, int query_head, int pair, u32 both, u
 // token (../merge.h): `top` becomes the largest maximum.
 KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, int query, int pair,
                              float& top) {
-  int at = split * kSlots * kPartQueries + query;
-  float2 tops[kSlots];
+  int at = split * kWarpResults * kPartQueries + query;
+  float2 tops[kWarpResults];
 #pragma unroll
-  for (int w = 0; w < kSlots; w++) {
+  for (int w = 0; w < kWarpResults; w++) {
     tops[w] = w < walked ? scratch.tops[at + w * kPartQueries] : float2{kNoScore, 0};
     top = larger(top, tops[w].x);
   }
@@ -58,8 +58,8 @@ KOG_DEVICE Merged merge_pair(const HeadScratch& scratch, int split, int walked, 
 #pragma unroll
     for (int sharer = 0; sharer < kSharers; sharer++) {
       int w = n * kSharers + sharer;
-      if (w >= kSlots || w >= walked) continue;
-      merged[sharer].add(tops[w < kSlots ? w : 0],
+      if (w >= kWarpResults || w >= walked) continue;
+      merged[sharer].add(tops[w < kWarpResults ? w : 0],
                        scratch.results + (at + w * kPartQueries) * kResultStride + 2 * pair, top);
     }
 #pragma unroll
@@ -80,18 +80,17 @@ struct Rounds {
   KOG_DEVICE explicit Rounds(Block& b) : span(take_kv_task(b)) {
     position = position_of(b, b.column, steps_of(b));
     // A split is at most a position longer than another.
-    halves = kEvenGroup && span.end - span.start <= span.used * (kSlots * kTileRows);
-    at_once = halves ? 2 : 1, walkers = halves ? kSlots : kWarpsAGroup;
+    halves = kEvenGroup && span.end - span.start <= span.used * (kWarpResults * kTileRows);
+    at_once = halves ? 2 : 1, walkers = halves ? kWarpResults : kWarpsAGroup;
   }
   KOG_DEVICE int side(const Block& b) const { return b.warp % kWarpsAGroup / walkers; }
   KOG_DEVICE int walker(const Block& b) const { return b.warp % kWarpsAGroup % walkers; }
   // Of the round from split `split` on.
-  template <class Fresh>
-  KOG_DEVICE Tiles tiles(const Block& b, int split, Fresh fresh) const {
+  KOG_DEVICE Tiles tiles(const Block& b, int split, const NewRows& rows) const {
     split += side(b);
     Span own = span_of(span.head, split, position, kWindows[b.layer]);
     if (b.warp >= kWarpsAGroup || split >= span.used) return {0, 0, 0};
-    return {own.start + walker(b) * kTileRows, own.end, fresh.cached(own)};
+    return {own.start + walker(b) * kTileRows, own.end, rows.start(own)};
   }
   KOG_DEVICE int walked(const Block& b, int split) const {
     int tiles = tiles_of(span_of(span.head, split, position, kWindows[b.layer]));
@@ -103,9 +102,9 @@ struct Rounds {
 KOG_DEVICE void put_round(Block& b, const Rounds& round, bool walks, int first, Softmax& softmax) {
   HeadScratch scratch(b);
   int walker = round.walker(b), walked = round.halves ? 1 : round.walked(b, first);
-  Slot<kPartQueries> slot(scratch.results, scratch.tops,
-                          (first + round.side(b)) * kSlots + walker % kSlots);
-  put_result(b, slot, walks, walker, walked, softmax);
+  WarpResult<kPartQueries> result(scratch.results, scratch.tops,
+                                  (first + round.side(b)) * kWarpResults + walker % kWarpResults);
+  put_result(b, result, walks, walker, walked, softmax);
 }
 
 // The results of all splits, to o_proj's inputs.
@@ -121,7 +120,7 @@ KOG_DEVICE void merge_head(Block& b) {
     int pair = n % kPartPairs % (kHeadDim / 2), walked = all.walked(b, split);
     float top = kNoScore;
     Merged merged =
-        merge_pair(scratch, split, walked < kSlots ? walked : kSlots, query, pair, top);
+        merge_pair(scratch, split, walked < kWarpResults ? walked : kWarpResults, query, pair, top);
     float2 v = merged.output();
     u32 both = operand_of(pack_pair(v.x, v.y, 0));
     if (used == 1 && query_head + query < (all.span.head + 1) * kQueries)
@@ -152,20 +151,20 @@ KOG_DEVICE void walk_head(Block& b) {
   Rounds all(b);
   select_request(b, b.small->cursors[b.column], all.position);
   int first = 0, query = first_query(b), left = kQueries - query;
-  auto fresh = fresh_rows(b, steps_of(b), query, left < kPartQueries ? left : kPartQueries);
-  int from = fresh.from(all.span);
-  Tiles tiles = all.tiles(b, first, fresh);
+  NewRows rows = {position_of(b, 0, steps_of(b)), query, left < kPartQueries ? left : kPartQueries};
+  int start = rows.start(all.span);
+  Tiles tiles = all.tiles(b, first, rows);
   // Nothing here depends on other blocks: on its way while we wait for the queries.
   tile.load(b, Cached(b, all.span.head), tiles.at, tiles.cached);
-  receive_heads(b, all.span, all.position, phase_of(iteration_of(b)), fresh);
+  rows.receive(b, all.span, all.position, phase_of(iteration_of(b)));
 
 #pragma unroll 1
   while (true) {
     Softmax softmax;
     bool walks = tiles.at < tiles.end;
     if (walks) {
-      int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b) % kKvTasksKept].head));
-      walk_tiles<false>(b, fresh, from, tiles, Cached(b, head), 0, tile, softmax);
+      int head = static_cast<int>(load_volatile(&b.small->kv_tasks[kv_task_in_hand(b)].head));
+      walk_tiles<false>(b, start, tiles, Cached(b, head), 0, tile, softmax);
     }
     // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
     // spilled.
@@ -174,7 +173,7 @@ KOG_DEVICE void walk_head(Block& b) {
     int next = first + round.at_once;
     bool more = next < round.span.used;
     if (more) {  // the next round's tiles are on their way while this one's results are put
-      tiles = round.tiles(b, next, fresh_rows(b, steps_of(b), 0, kPartQueries));
+      tiles = round.tiles(b, next, NewRows{position_of(b, 0, steps_of(b))});
       tile.load(b, Cached(b, round.span.head), tiles.at, tiles.cached);
     }
     put_round(b, round, walks, first, softmax);

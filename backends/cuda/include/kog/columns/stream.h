@@ -46,19 +46,13 @@ struct Streams {
   KOG_DEVICE float value(const Block& b, int column, int e) const { return read(ask(b, column, e)); }
 };
 
-// The streams at a layer's start, and behind its attention.
+// The streams at a layer's start, or behind the last one, and behind its attention.
 KOG_DEVICE Streams layer_streams(const Block& b) {
   if (b.layer == 0) return {nullptr, 0};
   return Streams::of<MlpOutWords, MlpOutFlagsWords>(b);
 }
 KOG_DEVICE Streams inner_streams(const Block& b) {
   return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
-}
-
-// Until some of the warp's rows, this thread's from element e on, are said to be there.
-KOG_DEVICE void await_rows(Block& b, Step step, const Streams& x, int e, int iteration) {
-  const int at[1] = {e < kHidden ? x.hints + e / 4 : -1};
-  await<true>(b, step, at, epoch_of(iteration));
 }
 
 // Four values of each of this thread's columns from element e on, by a whole warp; zeros where there are
@@ -68,7 +62,7 @@ struct Quads {
 
   KOG_DEVICE float value(int c, int j) const { return float_of(word_of(w[c], j)); }
   // Of the thread's first column.
-  KOG_DEVICE static const u32* place(const Block& b, const Streams& x, int e) {
+  KOG_DEVICE static const u32* words(const Block& b, const Streams& x, int e) {
     return x.words + first_column(b) * kHiddenStride + e;
   }
 
@@ -87,7 +81,7 @@ struct Quads {
   KOG_DEVICE void ask(const Block& b, const Streams& x, int e, int iteration) {
     const u32 phase = phase_of(iteration);
     int first = first_column(b);
-    const u32* from = place(b, x, e);
+    const u32* from = words(b, x, e);
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       bool there = x.words != nullptr && first + c < b.p.num_requests && e < kHidden;
@@ -98,7 +92,8 @@ struct Quads {
   KOG_DEVICE void receive(Block& b, Step step, const Streams& x, int e, int iteration) {
     const u32 phase = phase_of(iteration);
     int first = first_column(b);
-    const u32* from = place(b, x, e);
+    const u32* from = words(b, x, e);
+    const int hint[1] = {e < kHidden ? x.hints + e / 4 : -1};
     bool hinted = false;
     u32 late = 0;
     ask_until_ready(b, step, word_index(b, from), phase ^ 1, phase, [&] {
@@ -111,7 +106,7 @@ struct Quads {
       for (int c = 0; c < kMine; c++) late |= stale(w[c], e, kHidden, phase);
       bool again = any_in_warp(late != 0);
       if (again && !hinted && !any_in_warp(late == 0 && e < kHidden && first < b.p.num_requests))
-        await_rows(b, step, x, e, iteration);
+        await<true>(b, step, hint, epoch_of(iteration));
       hinted = true;
       return again;
     });
@@ -120,11 +115,6 @@ struct Quads {
       w[c] = {w[c].x & ~1u, w[c].y & ~1u, w[c].z & ~1u, w[c].w & ~1u};
   }
 };
-
-// The gains of one norm: two a layer, then the last.
-KOG_DEVICE const float* gains_of(const Block& b, int norm) {
-  return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
-}
 
 // Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
 // multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
@@ -166,9 +156,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
     // even and odd columns.
     static_assert(!kSwapped || kMine % 2 == 0);
-    int swizzle = bank_swizzle(e / kFragK), place = WidePlace(0, first, e % kFragK / 2).high;
-    u32* even = step + place + swizzle;
-    u32* odd = step + place - swizzle;
+    int swizzle = bank_swizzle(e / kFragK), high = WideOffset(0, first, e % kFragK / 2).high;
+    u32* even = step + high + swizzle;
+    u32* odd = step + high - swizzle;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
@@ -178,7 +168,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
           u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
           *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
         } else {
-          WidePlace at(e / kFragK, column, e % kFragK / 2 + i);
+          WideOffset at(e / kFragK, column, e % kFragK / 2 + i);
           step[at.high] = parts.high, step[at.low] = parts.low;
         }
       });

@@ -1,0 +1,198 @@
+"""`kog quantize`: a narrow checkpoint from any that is read, in the layout of compressed-tensors.
+
+    kog quantize --model DIR --out NEW_DIR --format int4-g128
+
+The layers' matrices become narrow, round to nearest, without calibration; embedding, head, norms and biases stay as
+they are. Tensors are read, quantized and written one after the other; config.json is written last, so that a folder
+that is not whole does not open.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kog_triton.cli.arguments import Parser
+from kog_triton.cli.command import run
+from kog_triton.cli.stderr_log import say
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.model.spec import pattern_of
+from kog_triton.model.weight_format import FORMATS, Code
+
+if TYPE_CHECKING:
+    import torch
+
+    from kog_triton.checkpoint.folder import Checkpoint
+
+CHOICES = [name for name, how in FORMATS.items() if how.code is not Code.E2M1]
+FORGET_BYTES = 256 << 20  # of the files read, after which their pages are given back
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+
+
+def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[str, Any]:
+    """Write the narrow checkpoint; what was done: `tensors`, `bytes_read`, `bytes_written`, `seconds`.
+
+    ModelError for a model that is not read, or whose matrices the format does not divide; RequestError for a folder
+    that is there already or cannot be written.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from kog_triton.checkpoint.folder import Checkpoint
+    from kog_triton.checkpoint.formats import FIELD
+    from kog_triton.checkpoint.formats.compressed_writer import quantization_config
+    from kog_triton.checkpoint.shards import ShardWriter
+    from kog_triton.model.families import find_family
+
+    started = time.perf_counter()
+    how = FORMATS[format_name]
+    checkpoint = Checkpoint.open(model)
+    names = _stored_names(checkpoint)
+    _check(checkpoint, format_name)
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(
+            f"--out {out}: {error.strerror}: name a folder that is not there yet"
+        ) from error
+    writer = ShardWriter(out)
+    bar = Progress(
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    read = forgotten = 0
+    with bar:
+        task = bar.add_task("", total=sum(map(checkpoint.spec.weight_bytes, names)))
+        for name, stored in names.items():
+            for stored_name, tensor in _tensors(checkpoint, name, stored, format_name):
+                writer.add(stored_name, tensor)
+            read += checkpoint.spec.weight_bytes(name)
+            bar.update(task, completed=read)
+            if read - forgotten > FORGET_BYTES:
+                checkpoint.forget()
+                forgotten = read
+        writer.close()
+    _copy_texts(checkpoint, out)
+    wide = [n.removesuffix(".weight") for k, n in names.items() if k in ("embed", "lm_head")]
+    config = {k: v for k, v in checkpoint.config.items() if k != FIELD}
+    classes = find_family(config).architectures
+    config = {"architectures": list(classes)} | config if classes else config
+    config |= {FIELD: quantization_config(how, wide)}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return {
+        "tensors": len(names),
+        "bytes_read": read,
+        "bytes_written": writer.total_bytes,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _stored_names(checkpoint: "Checkpoint") -> dict[str, str]:
+    """Canonical name -> the name that a checkpoint of this family gives the tensor."""
+    from kog_triton.model.families import sources
+
+    where = sources(checkpoint.spec)
+    out = {}
+    for name in checkpoint.names():
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        out[name] = where[pattern_of(name)].names[0].format(layer)
+    return out
+
+
+def _check(checkpoint: "Checkpoint", format_name: str) -> None:
+    """Refuse what the format does not divide before anything is written."""
+    how, spec = FORMATS[format_name], checkpoint.spec
+    if how.group_rows > 1 and spec.num_lanes > 1:
+        raise ModelError(f"{format_name} does not go with lanes: choose fp8-channel")
+    for name in filter(_is_projection, checkpoint.names()):
+        if reason := how.undivided(spec.shapes[pattern_of(name)][-1]):
+            raise ModelError(f"{name}: {reason}: choose another of {', '.join(CHOICES)}")
+
+
+def _is_projection(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith("_proj")
+
+
+def _tensors(
+    checkpoint: "Checkpoint", name: str, stored: str, format_name: str
+) -> "list[tuple[str, torch.Tensor]]":
+    """What the new checkpoint holds of one weight; in memory of its own, unless it is too large for a second copy."""
+    from kog_triton.checkpoint.folder import interleaved_rows
+    from kog_triton.checkpoint.formats.compressed_writer import stored_tensors
+    from kog_triton.checkpoint.quantizing import quantize
+    from kog_triton.checkpoint.random_weights import DTYPES
+    from kog_triton.model.families import sources
+
+    spec, weight = checkpoint.spec, checkpoint.load(name)
+    if sources(spec)[pattern_of(name)].interleaved_rope:
+        weight = interleaved_rows(weight, spec.head_dim)
+    if weight.dim() > 1 and weight.shape[0] == 1:
+        weight = weight[0]
+    if not _is_projection(name):
+        if name in dict(spec.narrow):
+            return [(stored, weight.to(DTYPES[spec.dtype]))]
+        return [(stored, weight if weight.nbytes > FORGET_BYTES else weight.clone())]
+    module = stored.removesuffix(".weight")
+    try:
+        parts = stored_tensors(quantize(weight, FORMATS[format_name]))
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.folder}: {name}: {error}") from None
+    return [(f"{module}.{suffix}", tensor) for suffix, tensor in parts.items()]
+
+
+def _copy_texts(checkpoint: "Checkpoint", out: Path) -> None:
+    """Tokenizer, templates and defaults of generation; of a GGUF file as a folder holds them."""
+    if checkpoint.metadata is not None:
+        from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
+
+        tokenizer_of_gguf(checkpoint.metadata, checkpoint.folder).save(out)
+        return
+    for name in COPIED:
+        source = checkpoint.folder / name
+        if source.is_dir():
+            shutil.copytree(source, out / name)
+        elif source.is_file():
+            shutil.copyfile(source, out / name)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="kog quantize",
+        description="Write a narrow checkpoint in the layout of compressed-tensors.",
+    )
+    parser.add_argument("--model", required=True, help="folder, .gguf file or Hugging Face id")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("--format", required=True, choices=CHOICES, help=", ".join(CHOICES))
+    return parser
+
+
+def _body(argv: Sequence[str] | None) -> int:
+    args = build_parser().parse_args(argv)
+    done = quantize_checkpoint(args.model, args.out, args.format)
+    say(
+        f"{args.out}: {done['tensors']} weights, {done['bytes_read'] / 1e9:.3f} GB as"
+        f" {done['bytes_written'] / 1e9:.3f} GB ({args.format}) in {done['seconds']:.1f} s"
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(_body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""An answer as /v1/completions tells it: samples of one prompt after the other, perhaps with the prompt before them."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from kog_triton.outputs import Logprob, RequestOutput
+from kog_triton.server.answering import sse
+from kog_triton.server.figures import completion_logprobs, timings, usage
+from kog_triton.server.model import ServedModel
+from kog_triton.server.problems import Problem
+from kog_triton.server.samples import Job, News
+
+
+@dataclass
+class Sample:
+    """What was told of one sample."""
+
+    text: list[str] = field(default_factory=list)
+    length: int = 0  # characters that were told, for the next token's offset
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    output: RequestOutput | None = None
+
+
+class CompletionAnswer:
+    """echo  the prompt comes first; `made`: whether what comes behind it was asked for"""
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: ServedModel,
+        jobs: list[Job],
+        *,
+        echo: bool,
+        made: bool,
+        logprobs: bool,
+        include_usage: bool,
+    ) -> None:
+        self._id, self._model, self._jobs = answer_id, model, jobs
+        self._echo, self._made, self._asked = echo, made, logprobs
+        self._include_usage = include_usage
+        self._created = int(time.time())
+        self._samples: defaultdict[int, Sample] = defaultdict(Sample)
+        self._n = jobs[0].params.n
+
+    # ---- a stream ----
+
+    def begin(self) -> bytes:
+        return b""
+
+    def event(self, news: list[News], elapsed_s: float) -> bytes:
+        return b"".join(self._chunk(one, elapsed_s) for one in news)
+
+    def _chunk(self, one: News, elapsed_s: float) -> bytes:
+        sample = self._samples[one.index]
+        first = not sample.text
+        self._add(one)
+        text = one.delta.text if self._made else ""
+        logprobs = self._logprobs(sample, sample.logprobs) if self._asked and self._made else None
+        sample.logprobs = []
+        sample.length += len(text)
+        if first and self._echo:
+            text = self._prompt(one.index) + text
+        if not text and sample.output is None:
+            return b""
+        choice: dict[str, Any] = {
+            "index": one.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+        progress = {"completion_tokens": one.tokens, "elapsed_ms": round(elapsed_s * 1e3, 3)}
+        end: dict[str, Any] = {}
+        if sample.output is not None:
+            choice["finish_reason"] = sample.output.outputs[0].finish_reason
+            end["timings"] = timings(sample.output)
+        return sse(self._head() | {"choices": [choice], "progress": progress} | end)
+
+    def last(self) -> bytes:
+        end = (
+            sse(self._head() | {"choices": [], "usage": self._usage()})
+            if self._include_usage
+            else b""
+        )
+        return end + b"data: [DONE]\n\n"
+
+    def error(self, problem: Problem) -> bytes:
+        return sse(problem.body())
+
+    def error_body(self, problem: Problem) -> dict[str, Any]:
+        return problem.body()
+
+    # ---- an answer at its end ----
+
+    def take(self, news: list[News]) -> None:
+        for one in news:
+            self._add(one)
+
+    def _add(self, one: News) -> None:
+        sample = self._samples[one.index]
+        sample.text.append(one.delta.text)
+        sample.logprobs += one.delta.logprobs or []
+        sample.output = one.delta.output or sample.output
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(index) for index in sorted(self._samples)]
+        first = self._samples[0].output
+        assert first is not None, "all samples have ended"
+        return self._head() | {
+            "choices": choices,
+            "usage": self._usage(),
+            "timings": timings(first),
+        }
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        sample = self._samples[index]
+        assert sample.output is not None, "all samples have ended"
+        text = "".join(sample.text) if self._made else ""
+        prompt = self._prompt(index) if self._echo else ""
+        return {
+            "index": index,
+            "text": prompt + text,
+            "logprobs": self._logprobs(sample, sample.logprobs, index) if self._asked else None,
+            "finish_reason": sample.output.outputs[0].finish_reason if self._made else "length",
+        }
+
+    def _logprobs(
+        self, sample: Sample, made: list[dict[int, Logprob]], echoed: int | None = None
+    ) -> dict[str, Any]:
+        """Of what was made; `echoed`: behind those of that sample's prompt."""
+        tokens: list[dict[int, Logprob] | None] = list(made) if self._made else []
+        texts = [next(iter(t.values())).decoded_token for t in tokens if t is not None]
+        if echoed is not None and self._echo:
+            assert sample.output is not None
+            prompt = sample.output.prompt_logprobs or []
+            ids = sample.output.prompt_token_ids
+            tokens = [*prompt, *tokens]
+            texts = [self._model.piece(token) for token in ids] + texts
+        return completion_logprobs(tokens, texts, sample.length)
+
+    def _prompt(self, index: int) -> str:
+        job = self._jobs[index // self._n]
+        if job.prompt is not None:
+            return job.prompt
+        return self._model.tokenizer.decode(job.token_ids, skip_special_tokens=False)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model.name,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        outputs = [(i, s.output) for i, s in sorted(self._samples.items()) if s.output is not None]
+        return usage(outputs, self._n)

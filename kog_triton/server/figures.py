@@ -1,0 +1,103 @@
+"""Figures beside an answer: usage as OpenAI counts it, timings as llama.cpp names them, log-probabilities."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kog_triton.outputs import Logprob, RequestOutput
+from kog_triton.text import Tokenizer
+
+LOWEST = -9999.0  # JSON has no infinity; OpenAI's figure for a token that cannot be
+
+
+def usage(
+    outputs: Iterable[tuple[int, RequestOutput]], samples_a_job: int, reasoning_tokens: int = 0
+) -> dict[str, Any]:
+    """Of all samples by their index: a prompt counts once, however many samples it has."""
+    prompt = cached = made = 0
+    for index, output in outputs:
+        made += output.metrics.output_tokens
+        if index % samples_a_job == 0:
+            prompt += output.metrics.prompt_tokens
+            cached += output.metrics.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+def timings(output: RequestOutput) -> dict[str, Any]:
+    """llama.cpp's fields, and three more; ms, tokens/s, us. A figure that has no meaning is null."""
+    m = output.metrics
+    rate = m.decode_tokens_per_s
+    return {
+        "cache_n": m.cached_tokens,
+        "prompt_n": m.prompt_tokens - m.cached_tokens,
+        "prompt_ms": _rounded(m.ttft_s, 1e3),
+        "prompt_per_second": _rounded(m.prompt_tokens_per_s),
+        "predicted_n": m.output_tokens,
+        "predicted_ms": _rounded((m.output_tokens - 1) / rate if rate else None, 1e3),
+        "predicted_per_token_ms": _rounded(1 / rate if rate else None, 1e3),
+        "predicted_per_second": _rounded(rate),
+        "kv_depth": m.kv_depth_end,
+        "itl_p50_us": _rounded(m.itl_p50_us),
+        "itl_p99_us": _rounded(m.itl_p99_us),
+    }
+
+
+def _rounded(value: float | None, scale: float = 1.0) -> float | None:
+    return None if value is None else round(value * scale, 3)
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
+        piece = tokenizer.token_bytes(token)
+        return {
+            "token": found.decoded_token,
+            "logprob": finite(found.logprob),
+            "bytes": None if piece is None else list(piece),
+        }
+
+    content = []
+    for candidates in tokens:
+        chosen, found = next(iter(candidates.items()))
+        best = sorted(
+            (c for c in candidates.items() if c[1].rank is not None), key=lambda c: c[1].rank or 0
+        )
+        content.append(
+            entry(chosen, found) | {"top_logprobs": [entry(*candidate) for candidate in best]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokens: Sequence[Mapping[int, Logprob] | None], texts: Sequence[str], offset: int
+) -> dict[str, Any]:
+    """`texts`: of each token, for the first of a prompt, of which nothing is known."""
+    found: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for candidates, text in zip(tokens, texts, strict=True):
+        found["tokens"].append(text)
+        found["text_offset"].append(offset)
+        offset += len(text)
+        if candidates is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(finite(next(iter(candidates.values())).logprob))
+        best = {
+            c.decoded_token: finite(c.logprob) for c in candidates.values() if c.rank is not None
+        }
+        found["top_logprobs"].append(best)
+    return found
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST

@@ -1,0 +1,132 @@
+"""What /metrics tells: figures of the server by names of its own, and three by the names that routers read.
+
+Times between tokens are counted as they come, in buckets from 50 us: at 3,000 tokens/s those of other engines, from
+2 or 10 ms on, would hold them all in the first.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kog_triton.outputs import RequestOutput
+from kog_triton.server.admission import Admission
+from kog_triton.server.supervisor import Supervisor
+
+ITL_BUCKETS = (
+    *(50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3),
+    *(10e-3, 20e-3, 50e-3, 100e-3, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+TIME_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class Counts:
+    """A histogram of seconds."""
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        names, total, buckets = [*map(str, self._bounds), "+Inf"], 0, []
+        for bound, count in zip(names, self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum)
+
+
+class ServerMetrics(Collector):
+    """Counts what happens, and asks the others how they are when it is read."""
+
+    def __init__(self) -> None:
+        self.inter_token = Counts(ITL_BUCKETS)
+        self._first_token, self._whole = Counts(TIME_BUCKETS), Counts(TIME_BUCKETS)
+        self._ended = dict.fromkeys(FINISH_REASONS, 0)
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self.num_errors = 0
+        self.num_corrupted = 0
+        self.supervisor: Supervisor | None = None
+        self.admission: Admission | None = None
+
+    def finished(self, output: RequestOutput) -> None:
+        """One sample has ended without an error."""
+        m = output.metrics
+        self._ended[output.outputs[0].finish_reason or "abort"] += 1
+        self._prompt_tokens += m.prompt_tokens
+        self._cached_tokens += m.cached_tokens
+        self._output_tokens += m.output_tokens
+        if m.ttft_s is not None:
+            self._first_token.observe(m.ttft_s)
+        self._whole.observe(m.total_s)
+
+    def failed(self, error: BaseException) -> None:
+        """One request has ended with an error."""
+        self.num_errors += 1
+        self.num_corrupted += "NaN" in str(error)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._counters()
+        yield self.inter_token.family("kog:inter_token_latency_seconds", "between two tokens")
+        yield self._first_token.family("kog:time_to_first_token_seconds", "to the first token")
+        yield self._whole.family("kog:e2e_request_latency_seconds", "to the last token")
+        if self.supervisor is not None:
+            yield from self._state(self.supervisor)
+
+    def _counters(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "kog:request_success", "samples that ended", labels=["finished_reason"]
+        )
+        for reason, count in self._ended.items():
+            ended.add_metric([reason], count)
+        yield ended
+        for name, text, value in (
+            ("prompt_tokens", "tokens of prompts", self._prompt_tokens),
+            (
+                "cached_prompt_tokens",
+                "tokens of prompts that were in the slot",
+                self._cached_tokens,
+            ),
+            ("generation_tokens", "tokens that were made", self._output_tokens),
+            ("request_errors", "requests that ended with an error", self.num_errors),
+            ("corrupted_requests", "requests whose logits held NaN or inf", self.num_corrupted),
+        ):
+            yield CounterMetricFamily(f"kog:{name}", text, value=value)
+
+    def _state(self, supervisor: Supervisor) -> Iterator[Metric]:
+        refused = self.admission.num_refused if self.admission else 0
+        for name, text, value in (
+            ("admission_rejections", "requests that found no place", refused),
+            ("engine_restarts", "engines that were started again", supervisor.num_restarts),
+            ("decode_steps", "heartbeats of the backend", supervisor.beats_total),
+        ):
+            yield CounterMetricFamily(f"kog:{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "kog:engine_up", "whether an engine serves", value=supervisor.state == "ready"
+        )
+        yield GaugeMetricFamily(
+            "kog:device_heartbeat_age_seconds",
+            "since the engine gave a sign",
+            value=supervisor.heartbeat_age_s,
+        )
+        for name, text, held in (
+            ("num_requests_running", "requests that have a slot", supervisor.num_running),
+            ("num_requests_waiting", "requests that wait for a slot", supervisor.num_waiting),
+            ("kv_cache_usage_perc", "share of the slots' positions in use", supervisor.kv_usage),
+        ):
+            for prefix in ("kog", "vllm"):
+                yield GaugeMetricFamily(f"{prefix}:{name}", text, value=held)

@@ -1,0 +1,50 @@
+"""Texts and conversations as token ids, and back."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+
+from kog_triton.engine import check_ids
+from kog_triton.server.asked import render, template_kwargs, usable_tools
+from kog_triton.server.json_body import JsonRoute
+from kog_triton.server.problems import Problem
+from kog_triton.server.schemas.tokens import DetokenizeBody, TokenizeBody
+from kog_triton.server.service import Service
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/tokenize", operation_id="tokenize")
+async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+    """Ids of a text, or of a conversation as the model's template writes it."""
+    service: Service = request.app.state.service
+    service.check_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise Problem(400, "give prompt or messages, and not both", param="prompt")
+    if body.messages is not None:
+        kwargs = template_kwargs(service.model, body.chat_template_kwargs)
+        tools = usable_tools(body.tools)
+        ids = await render(service, body.messages, tools, body.add_generation_prompt, kwargs)
+    else:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = await service.encode(body.prompt or "", special)
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.model.opened.max_context,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [service.model.piece(token) for token in ids]
+    return found
+
+
+@router.post("/detokenize", operation_id="detokenize")
+async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
+    """The text of token ids, special tokens as they are written."""
+    service: Service = request.app.state.service
+    service.check_name(body.model)
+    if body.tokens:
+        check_ids(body.tokens, service.model.opened.spec.vocab_size)
+    text = await run_in_threadpool(service.model.tokenizer.decode, body.tokens, False)
+    return {"prompt": text}

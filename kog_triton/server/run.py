@@ -1,0 +1,187 @@
+"""Runs the server: the socket first, then the model, then requests, and a drain at the end.
+
+SIGTERM or SIGINT: /ready turns to 503 and new requests are refused, what runs may end within `drain_s`; a second
+signal ends it at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kog_triton.errors import RequestError
+from kog_triton.server.admission import Admission
+from kog_triton.server.app import make_app
+from kog_triton.server.http_protocol import BoundedProtocol
+from kog_triton.server.metrics import ServerMetrics
+from kog_triton.server.model import ServedModel
+from kog_triton.server.pacing import Interval
+from kog_triton.server.service import Service
+from kog_triton.server.supervisor import Supervisor
+from kog_triton.text import Tokenizer
+
+log = logging.getLogger(__name__)
+BACKLOG = 2048
+KEEP_ALIVE_S = 75  # of an idle connection: clients and proxies keep theirs for a minute
+
+
+@dataclass(frozen=True)
+class Settings:
+    """llm  arguments of LLM; the others as `kog serve --help` has them"""
+
+    llm: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_queued: int | None = None
+    interval: Interval = field(default_factory=Interval)
+    keep_alive_s: float = 15.0
+    drain_s: float = 30.0
+    silent_s: float | None = None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, without its own signals: it would close the door before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket; RequestError if it cannot be had."""
+    try:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(settings.uds))
+        else:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            listener = socket.socket(family)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise RequestError(
+            f"cannot listen on {where}: {error}: choose another --port or --host"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+async def serve(settings: Settings) -> int:
+    """Until a signal; the exit code. KogError if the model cannot be opened."""
+    listener = bind(settings)
+    metrics = ServerMetrics()
+    supervisor = Supervisor(settings.llm, settings.silent_s, metrics.inter_token.observe)
+    num_slots = settings.llm["num_slots"]
+    queued = max(8, 4 * num_slots) if settings.max_queued is None else settings.max_queued
+    service = Service(
+        supervisor,
+        metrics,
+        Admission(num_slots + queued),
+        settings.interval,
+        settings.keep_alive_s,
+    )
+    metrics.supervisor, metrics.admission = supervisor, service.admission
+    config = uvicorn.Config(
+        make_app(service, settings.keys),
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    server = Server(config)
+    ending = Ending(server, service, settings.drain_s)
+    ending.listen()
+    opening = asyncio.create_task(_open(supervisor, service, settings))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.wait({opening, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            await opening
+            _say_where(listener)
+        await serving
+    finally:
+        opening.cancel()
+        server.should_exit = server.force_exit = True
+        await supervisor.close()
+        await asyncio.wait({serving})
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+    return 0
+
+
+async def _open(supervisor: Supervisor, service: Service, settings: Settings) -> None:
+    opened = await supervisor.start()
+    tokenizer = await asyncio.to_thread(Tokenizer.load, opened.folder)
+    if settings.chat_template is not None:
+        tokenizer.chat_templates = {"default": settings.chat_template}
+    names = settings.names or (str(settings.llm["model"] or "demo"),)
+    service.opened = ServedModel(
+        opened,
+        tokenizer,
+        names,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        settings.template_kwargs,
+    )
+    log.info("backend %s (%s)", opened.backend, opened.reason)
+    log.info(
+        "model   %s, loaded in %.2f s, %d slots of %d",
+        names[0],
+        opened.load_s,
+        opened.num_slots,
+        opened.max_context,
+    )
+
+
+def _say_where(listener: socket.socket) -> None:
+    name = listener.getsockname()
+    where = name if isinstance(name, str) else f"http://{name[0]}:{name[1]}"
+    log.info("serving %s (pid %d)", where, os.getpid())
+
+
+class Ending:
+    """What signals do."""
+
+    def __init__(self, server: Server, service: Service, drain_s: float) -> None:
+        self._server, self._service, self._drain_s = server, service, drain_s
+        self._task: asyncio.Task[None] | None = None
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        if self._task is not None or self._service.admission.num_inside == 0:
+            self._server.should_exit = self._server.force_exit = True
+        else:
+            self._task = asyncio.create_task(self._drain())
+        self._service.admission.draining = True
+
+    async def _drain(self) -> None:
+        log.info("draining: what runs may end within %g s", self._drain_s)
+        end = asyncio.get_running_loop().time() + self._drain_s
+        while self._service.admission.num_inside and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+        self._server.should_exit = self._server.force_exit = True

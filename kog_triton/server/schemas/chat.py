@@ -1,0 +1,60 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kog_triton.server.problems import Problem
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, ResponseFormat, SamplingBody
+
+MAX_MESSAGES = 1 << 16
+
+
+class Message(Body):
+    """One message; fields beside these go to the chat template as they are."""
+
+    role: str = Field(max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Tool(Body):
+    type: str = "function"
+    function: dict[str, Any] | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=1024)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: Any = None
+
+
+def text_of(content: Any, where: str) -> Any:
+    """A message's content as templates take it: parts of text joined. Problem 400 for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise Problem(
+                400, f"{where}[{i}] is of type {str(kind)[:40]}: only text is read", param=where
+            )
+        texts.append(text)
+    return "".join(texts)

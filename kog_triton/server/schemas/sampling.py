@@ -1,0 +1,155 @@
+"""Fields that every endpoint shares, and how they become SamplingParams.
+
+Ranges are SamplingParams' to check; here are types, and the bounds that a server needs: what one request may cost.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kog_triton.errors import wrong
+from kog_triton.sampling.structured import StructuredOutputs
+from kog_triton.server.pacing import MAX_INTERVAL_S, MAX_TOKENS, Interval
+from kog_triton.server.problems import Problem
+
+MAX_SAMPLES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+# Known, and without effect on an answer here: who asks, how it is billed or stored, hints.
+WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "parallel_tool_calls", "verbosity", "betas"),
+        *("container", "context_management", "inference_geo"),
+    }
+)
+DIRECT = (
+    *(
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+    ),
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+)
+
+
+class Body(BaseModel):
+    """A request; fields that are not known are named in the answer's header x-kog-ignored."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @property
+    def ignored(self) -> list[str]:
+        return sorted(name[:40] for name in self.model_extra or {} if name not in WITHOUT_EFFECT)[
+            :20
+        ]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+def as_text(schema: str | dict[str, Any] | None) -> str | None:
+    """A JSON schema as text: its numbers may be of any size, those of a message to the engine may not."""
+    return json.dumps(schema) if isinstance(schema, dict) else schema
+
+
+class StructuredOutputsBody(BaseModel):
+    """One of vLLM's constraints on an answer."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def constraint(self) -> StructuredOutputs:
+        return StructuredOutputs(
+            as_text(self.json_), self.regex, self.choice, self.grammar, self.json_object or None
+        )
+
+
+class SamplingBody(Body):
+    """Fields by which a request is sampled and streamed."""
+
+    model: str = ""
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=4096)
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = Field(None, max_length=1024)
+    structured_outputs: StructuredOutputsBody | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    stream_interval_ms: float | None = Field(None, ge=0, le=1000 * MAX_INTERVAL_S)
+
+    def given(self) -> dict[str, Any]:
+        """Fields of SamplingParams that were given."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS:
+            raise wrong("stop", f"{len(stops)} texts", f"at most {MAX_STOPS}")
+        found = {name: value for name in DIRECT if (value := getattr(self, name)) is not None}
+        if not stops:
+            found.pop("stop", None)
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.constraint()
+        return found
+
+    def interval(self, default: Interval) -> Interval:
+        """How often the stream speaks; 0 tokens leaves it to the time."""
+        tokens = default.tokens if self.stream_interval is None else self.stream_interval or None
+        seconds = (
+            default.seconds if self.stream_interval_ms is None else self.stream_interval_ms / 1e3
+        )
+        if self.stream_interval is None and self.stream_interval_ms is not None:
+            tokens = None
+        return Interval(seconds, tokens)
+
+
+class JsonSchema(Body):
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> StructuredOutputs | None:
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise Problem(
+                    400, "response_format.json_schema is missing", param="response_format"
+                )
+            return StructuredOutputs(json=as_text(self.json_schema.schema_))
+        return None

@@ -1,0 +1,58 @@
+"""What the routes share: the engine, the model, who may enter, and what is counted."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kog_triton.errors import RequestError
+from kog_triton.server.admission import Admission
+from kog_triton.server.metrics import ServerMetrics
+from kog_triton.server.model import ServedModel
+from kog_triton.server.pacing import Interval
+from kog_triton.server.problems import Problem
+from kog_triton.server.samples import Job, Samples
+from kog_triton.server.supervisor import Supervisor
+
+CHARACTERS_A_TOKEN = 64  # at most, over a whole text: longer tokens are of spaces alone
+
+
+@dataclass
+class Service:
+    supervisor: Supervisor
+    metrics: ServerMetrics
+    admission: Admission
+    interval: Interval = field(default_factory=Interval)
+    keep_alive_s: float = 15.0  # of silence in a stream until a comment is sent, 0 for none
+    opened: ServedModel | None = None
+
+    @property
+    def model(self) -> ServedModel:
+        """Problem 503 until it is open."""
+        if self.opened is None:
+            raise Problem(503, "the model is loading: try again", code="loading", retry=True)
+        return self.opened
+
+    def check_name(self, name: str) -> None:
+        """Problem 404 for another model than the one that is served; none is that one."""
+        if name and name not in self.model.names:
+            raise Problem(
+                404,
+                f"no model {name[:100]!r} here: have {', '.join(self.model.names)[:200]}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, in a thread: a long one takes a second."""
+        self.check_length(len(text))
+        return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special_tokens)
+
+    def check_length(self, characters: int) -> None:
+        """RequestError for a text that cannot fit the context, before anything is made of it."""
+        most = self.model.opened.max_context
+        if characters > CHARACTERS_A_TOKEN * most:
+            raise RequestError(
+                f"the prompt has {characters} characters and the context holds {most} tokens: shorten the prompt"
+            )
+
+    def samples(self, jobs: list[Job], interval: Interval) -> Samples:
+        return Samples(self.supervisor, self.model, self.metrics, jobs, interval)

@@ -1,0 +1,92 @@
+"""Narrow checkpoints: a backend reads them or refuses them in one line, and none unpacks in silence."""
+
+import logging
+
+import pytest
+
+from kog_triton import __main__ as kog
+from kog_triton.backends import BackendOptions, choose, find_backend
+from kog_triton.backends.choose import Candidate
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.errors import DeviceError
+from kog_triton.llm import LLM
+from kog_triton.text import Tokenizer
+from tests.lib import narrow_cases
+from tests.lib.fake_checkpoint import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An FP8 checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("narrow")
+    sizes = narrow_cases.SIZES | {"vocab_size": 300}
+    narrow_cases.checkpoint("fp8_block", folder, sizes=sizes)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    assert Tokenizer.load(folder).vocab_size <= 300
+    return folder
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_gpu_backends_refuse_before_they_look_for_a_gpu(name, folder):
+    with pytest.raises(DeviceError) as error:
+        find_backend(name)(Checkpoint.open(folder), BackendOptions())
+    assert str(error.value) == (
+        f"backend {name} cannot run this checkpoint: it does not read fp8 128x128 weights yet;"
+        " choose --backend reference"
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if every backend that is installed could run here."""
+
+    def look_at(name):
+        return Candidate(name, name != "hip", name != "hip", "", "")
+
+    monkeypatch.setattr(choose, "look_at", look_at)
+
+
+def test_auto_takes_the_reference_and_says_why(folder, gpu):
+    spec = Checkpoint.open(folder).spec
+    choice = choose.choose("auto", "", spec)
+    assert choice.name == "reference"
+    assert "cuda: it does not read fp8 128x128 weights yet" in choice.reason
+    assert choose.choose("auto", "", spec.replace(narrow=())).name == "cuda"
+
+
+def test_the_llm_says_that_it_takes_another_backend_than_it_would(folder, gpu, caplog):
+    with caplog.at_level(logging.WARNING), LLM(folder) as llm:
+        assert llm.choice.name == "reference"
+    said = [r.getMessage() for r in caplog.records if "activations" not in r.getMessage()]
+    assert said == ["backend reference: cuda: it does not read fp8 128x128 weights yet; hip: "]
+
+
+def test_a_named_backend_is_refused(folder, gpu):
+    spec = Checkpoint.open(folder).spec
+    with pytest.raises(
+        DeviceError, match="backend cuda cannot run this checkpoint: it does not read fp8"
+    ):
+        choose.choose("cuda", "", spec)
+    assert choose.choose("reference", "", spec).name == "reference"
+    assert choose.choose("cuda", "", spec.replace(narrow=())).name == "cuda"
+
+
+def test_the_llm_says_what_the_checkpoint_asks_for_and_is_not_done(folder, caplog):
+    with caplog.at_level(logging.WARNING), LLM(folder, backend="reference") as llm:
+        assert llm.engine.backend.spec.narrow == () and llm.checkpoint.spec.narrow
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{folder}: activations stay wide: the checkpoint's dynamic FP8 activations are not used"
+    ]
+
+
+def test_the_command_says_it_on_stderr(folder, capsys):
+    argv = ["generate", "--model", str(folder), "-p", "a", "-m", "2", "--temp", "0"]
+    assert kog.main(argv) == 0
+    said = capsys.readouterr()
+    assert "M parameters, fp8 128x128)" in said.err
+    assert "activations stay wide" in said.err and "activations" not in said.out
+    assert kog.main([*argv, "--quiet"]) == 0
+    quiet = capsys.readouterr()
+    assert quiet.out == said.out and quiet.err == ""

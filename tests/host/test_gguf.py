@@ -1,0 +1,252 @@
+"""GGUF files: the gguf package writes them, transformers' code says what their blocks stand for."""
+
+import re
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.gguf.file import TYPES, Directory
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType, RopeScaling
+from tests.lib import gguf_cases, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LOGITS = 1e-5  # relative error of the reference's logits
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "F32", "F16", "BF16"]
+UNPACKED = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"]
+
+
+def canonical(stored):
+    """ "layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    parts = stored.split(".")
+    return (
+        f"layers.{parts[2]}.{parts[-2]}"
+        if "layers" in parts
+        else {"lm_head": "lm_head"}.get(parts[0], "embed")
+    )
+
+
+def assert_same(path, model, values):
+    checkpoint = Checkpoint.open(path)
+    for stored, want in values.items():
+        got = checkpoint.load(canonical(stored))
+        assert torch.equal(got.float().reshape(want.shape), want), stored
+    ids = tiny.token_ids(30, model.config.vocab_size)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0].double()
+    got = ReferenceBackend(checkpoint, BackendOptions()).forward_logits(ids)
+    assert want.std() >= 2
+    assert (torch.from_numpy(got).double() - want).norm() / want.norm() <= LOGITS
+    return checkpoint
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *UNPACKED])
+def test_values_and_logits_of_every_type(kind, tmp_path):
+    path = tmp_path / "model.gguf"
+    checkpoint = assert_same(path, *gguf_cases.write(path, kind))
+    narrow = kind in ("Q8_0", "Q4_0", "Q4_1")
+    assert len(checkpoint.spec.narrow) == (14 if narrow else 0)
+    if kind in UNPACKED:
+        assert checkpoint.notes == (f"{kind} weights are unpacked to 16 bits (F16)",)
+        assert checkpoint.load("layers.1.up_proj").dtype is torch.float16
+    else:
+        assert checkpoint.notes == ()
+
+
+SCALINGS = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+    "linear": {"factor": 2.5},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        *(
+            ("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5} | more})
+            for kind, more in SCALINGS.items()
+        ),
+    ],
+)
+def test_families(family, changes, tmp_path):
+    path = tmp_path / "model.gguf"
+    model, values = gguf_cases.write(path, "Q4_1", family, "Q8_0", **changes)
+    spec = assert_same(path, model, values).spec
+    assert spec.family == family and spec.tied_embeddings is changes.get(
+        "tie_word_embeddings", False
+    )
+    kind = changes.get("rope_parameters", {}).get("rope_type", "none")
+    assert spec.rope.scaling is RopeScaling[kind.upper()]
+    assert dict(spec.narrow)["embed"].name == "int8 g32" and spec.dtype is DType.F16
+
+
+def test_the_directory_is_the_packages(tmp_path):
+    """Every field, and every tensor's place, as gguf.GGUFReader finds them."""
+    path = tmp_path / "model.gguf"
+    gguf_cases.write(
+        path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1])
+    )
+    ours, theirs = Directory(path), gguf.GGUFReader(path)
+    fields = {n: f.contents() for n, f in theirs.fields.items() if not n.startswith("GGUF.")}
+    assert ours.metadata == fields and len(fields) > 12
+    places = {
+        t.name: (t.tensor_type.name, tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes)
+        for t in theirs.tensors
+    }
+    assert {
+        e.name: (e.kind, e.shape, e.first, e.num_bytes) for e in ours.entries.values()
+    } == places
+
+
+def test_the_types_are_the_packages():
+    known = {
+        kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
+    }
+    assert {n: known[n] for n in TYPES} == TYPES
+
+
+# ---- refusals ----
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "good.gguf"
+    gguf_cases.write(path, "Q4_1")
+    return path.read_bytes()
+
+
+def refusal(tmp_path, data):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"bad\.gguf: ") as error:
+        checkpoint = Checkpoint.open(path)
+        for name in checkpoint.names():
+            checkpoint.load(name)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+def test_a_file_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"^org/name\.gguf: cannot be read as GGUF: No such file"):
+        Checkpoint.open("org/name.gguf")
+    tiny.save_folder(tmp_path / "folder.gguf", tiny.LLAMA, tiny.llama_tensors())
+    assert Checkpoint.open("folder.gguf").spec.family == "llama"
+
+
+def word(data, at, value, size=8):
+    return data[:at] + value.to_bytes(size, "little") + data[at + size :]
+
+
+def after(data, text):
+    """Where the bytes behind a text begin."""
+    return data.index(text.encode()) + len(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: b"", "cannot be read as GGUF"),
+        (lambda d: b"GGML" + d[4:], "does not begin with GGUF"),
+        (lambda d: word(d, 4, 1, 4), "GGUF version 1"),
+        (lambda d: word(d, 4, 3 << 24, 4), "big-endian"),
+        (lambda d: word(d, 8, 1 << 62), "tensors: the file holds"),
+        (lambda d: word(d, 8, 1 << 20), "tensors"),
+        (lambda d: word(d, 16, 1 << 40), "metadata fields"),
+        (lambda d: word(d, 24, 1 << 63), "characters of a text"),
+        (lambda d: d[:480], "tensors: the file holds|the file ends"),
+        (lambda d: d[:-100_000], "do not lie in the file"),
+        (lambda d: d.replace(b"llama", b"lLama", 1), "general.architecture is 'lLama'"),
+        (lambda d: d.replace(b"llama.block_count", b"llama.block_COUNT"), "block_count is missing"),
+        (
+            lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"),
+            "twice|missing|holds|not",
+        ),
+        (lambda d: word(d, after(d, "llama.block_count"), 99, 4), "type 99"),
+        (lambda d: word(d, after(d, "llama.block_count") + 4, 3, 4), "is missing"),
+        (lambda d: word(d, after(d, "llama.block_count") + 4, 1, 4), "is not part"),
+        (lambda d: word(d, after(d, "llama.attention.head_count") + 4, 0, 4), "head_count"),
+        (lambda d: d.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"), "is there twice"),
+        (lambda d: d.replace(b"blk.1.ffn_up", b"blk.1.ffn_UP"), "is missing"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight"), 9, 4), "has 9 dimensions"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 1 << 61), "larger than the file"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 0), "does not hold"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 257), "does not hold"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 16, 4), "ggml type 16"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 2, 4), "is not finite"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 24, 1 << 63), "do not lie in"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 24, 33), "do not lie in"),
+    ],
+)
+def test_damage_is_refused_by_name(change, message, good, tmp_path):
+    assert re.search(message, refusal(tmp_path, change(good)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+        ({"llama.attention.value_length": 32}, "attention.value_length is 32"),
+        ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32"),
+        ({"general.alignment": 12}, "general.alignment is 12"),
+    ],
+)
+def test_what_is_not_supported_is_refused(fields, message, tmp_path):
+    def more(writer):
+        for name, value in fields.items():
+            writer.kv_data[0].pop(name, None)
+            writer.add_uint32(name, value)
+
+    path = tmp_path / "model.gguf"
+    gguf_cases.write(path, text=more)
+    with pytest.raises(ModelError, match=message):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize(("at", "part"), [(0, "scale"), (2, "minimum")])
+def test_a_number_that_is_none_is_refused(at, part, good, tmp_path):
+    path = tmp_path / "good.gguf"
+    path.write_bytes(good)
+    first = Directory(path).entries["blk.1.attn_v.weight"].first + 5 * 20 + at
+    assert f"'blk.1.attn_v': a {part} is not finite" in refusal(
+        tmp_path, word(good, first, 0x7E00, 2)
+    )
+
+
+def test_another_rope_table_is_refused(tmp_path):
+    def more(writer):
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 9, 32).astype(np.float32))
+
+    path = tmp_path / "model.gguf"
+    gguf_cases.write(path, text=more)
+    with pytest.raises(ModelError, match="not the divisors of Llama 3"):
+        Checkpoint.open(path)
+
+
+def test_without_the_package_k_quants_say_what_to_install(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    gguf_cases.write(path, "Q4_K")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ModelError, match=r'Q4_K weights need the gguf package: pip install "kog-triton\[gguf\]"'
+    ):
+        Checkpoint.open(path).load("layers.0.q_proj")
+    narrow = tmp_path / "narrow.gguf"
+    monkeypatch.undo()
+    gguf_cases.write(narrow, "Q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert Checkpoint.open(narrow).load("layers.0.q_proj").std() > 0

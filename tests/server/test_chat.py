@@ -1,0 +1,214 @@
+"""/v1/chat/completions on scripted answers: what is played is what clients get, however it is cut."""
+
+import json
+
+import pytest
+
+from tests.lib.served import content
+
+
+def test_an_answer_is_what_was_played(server):
+    answer = server.chat(server.play("plain", "Grüße 🙂!"))
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == "Grüße 🙂!"
+    assert choice["finish_reason"] == "stop"
+    made = len("Grüße 🙂!".encode()) + 1
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == made
+    assert usage["total_tokens"] == usage["prompt_tokens"] + made
+    timings = answer["timings"]
+    assert timings["predicted_n"] == made
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert timings["kv_depth"] == usage["total_tokens"] - 1
+
+
+def test_a_stream_says_the_same_and_ends_with_usage(server):
+    prompt = server.play("stream", "one two three", tokens_per_s=200)
+    events = server.stream_chat(prompt, stream_options={"include_usage": True})
+    assert content(events) == "one two three"
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert events[-2]["timings"]["predicted_n"] == 14
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 14
+    counts = [e["progress"]["completion_tokens"] for e in events[:-1]]
+    assert counts == sorted(counts)
+    times = [e["progress"]["elapsed_ms"] for e in events[:-1]]
+    assert times == sorted(times)
+
+
+def test_an_interval_of_one_is_an_event_a_token(server):
+    events = server.stream_chat(server.play("each", "abcdefghij"), stream_interval=1)
+    said = [e["choices"][0]["delta"].get("content") for e in events]
+    assert said == ["a", *"bcdefghij", None]
+    counts = [e["progress"]["completion_tokens"] for e in events]
+    assert counts == [*range(1, 11), 11]
+
+
+def test_tokens_of_one_interval_share_an_event(server):
+    """Seven tokens an event, the first alone: 1, 8, 15, and the rest with the end."""
+    events = server.stream_chat(server.play("seven", "x" * 20), stream_interval=7)
+    assert [e["progress"]["completion_tokens"] for e in events] == [1, 8, 15, 21, 21]
+
+
+def test_no_event_splits_a_character(server):
+    text = "é🙂中a\u0301" * 4
+    events = server.stream_chat(server.play("utf8", text), stream_interval=1)
+    pieces = [e["choices"][0]["delta"].get("content") or "" for e in events]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_samples_of_one_prompt(server):
+    prompt = server.play("three", "abc", tokens_per_s=500)
+    answer = server.chat(prompt, n=6, temperature=1)
+    assert [c["index"] for c in answer["choices"]] == list(range(6))
+    assert {c["message"]["content"] for c in answer["choices"]} == {"abc"}
+    assert answer["usage"]["completion_tokens"] == 24
+    events = server.stream_chat(prompt, n=6, temperature=1)
+    assert [content(events, index=i) for i in range(6)] == ["abc"] * 6
+
+
+def test_stop_and_length(server):
+    prompt = server.play("long", "one two three")
+    choice = server.chat(prompt, stop=["two"])["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one ", "stop")
+    choice = server.chat(prompt, max_tokens=5)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one t", "length")
+
+
+def test_logprobs(server):
+    answer = server.chat(server.play("probs", "hi"), logprobs=True, top_logprobs=2)
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("h", -0.5, [104])
+    assert [t["token"] for t in first["top_logprobs"]] == ["h", "i"]
+
+
+# ---- tools and reasoning ----
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "web_search"},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("interval", [1, 3, 1000])
+def test_calls_come_whole_however_the_stream_is_cut(server, interval):
+    prompt = server.play("call", f"Let me see. {CALL}\n{CALL}")
+    events = server.stream_chat(prompt, tools=TOOLS, stream_interval=interval)
+    calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert content(events) == "Let me see. "
+    assert [c["index"] for c in calls] == [0, 1]
+    assert len({c["id"] for c in calls}) == 2
+    assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"city": "Zürich"}] * 2
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_was_cut_off_is_content_and_ends_by_length(server):
+    choice = server.chat(server.play("cut", CALL), tools=TOOLS, max_tokens=20)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == CALL[:20]
+    assert "tool_calls" not in choice["message"]
+
+
+def test_without_tools_a_call_is_text(server):
+    prompt = server.play("text_call", CALL)
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert server.chat(prompt, **fields)["choices"][0]["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_forced_call_is_held_by_a_grammar(server, choice):
+    """The script is judged by the grammar: a call passes, a text does not."""
+    answer = server.chat(server.play("forced", CALL), tools=TOOLS, tool_choice=choice)
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    body = {
+        "messages": [{"role": "user", "content": server.play("free", "no call")}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+    }
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 500
+    assert "grammar does not allow" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_reasoning_is_told_apart(server, interval):
+    prompt = server.play("think", "<think>\nfirst\nthis\n</think>\n\nThe answer.")
+    events = server.stream_chat(
+        prompt, stream_interval=interval, stream_options={"include_usage": True}
+    )
+    assert content(events, "reasoning_content") == "first\nthis" == content(events, "reasoning")
+    assert content(events) == "The answer."
+    thought = len("<think>\nfirst\nthis\n</think>")
+    assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
+    message = server.chat(prompt)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("first\nthis", "The answer.")
+
+
+def test_a_schema_holds_the_answer(server):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = server.chat(server.play("fits", '{"a": 1}'), response_format=shape)
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
+    body = {"messages": [{"role": "user", "content": server.play("unfit", '{"b": 1}')}]}
+    response = server.post("/v1/chat/completions", {**body, "response_format": shape})
+    assert response.status_code == 500
+    assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+def test_what_is_not_known_is_named(server):
+    body = {"messages": [{"role": "user", "content": "x"}], "user": "me", "new_field": 1}
+    assert server.post("/v1/chat/completions", body).headers["x-kog-ignored"] == "new_field"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"model": "other"}, "no model 'other' here"),
+        ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "image_url",
+        ),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "no tool has that name",
+        ),
+        ({"chat_template": "{{ 1 }}"}, "chat_template in a request is refused"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages is not allowed",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"max_tokens": 100000}, "exceeds the context"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"functions": []}, "functions is not supported"),
+        ({"audio": {}}, "audio is not supported"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    response = server.post("/v1/chat/completions", body)
+    error = response.json()["error"]
+    assert response.status_code == (404 if "model" in fields else 400)
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+    assert error["type"] == ("not_found_error" if "model" in fields else "invalid_request_error")

@@ -1,0 +1,165 @@
+"""When a stream speaks, on a clock that only the test moves: exact at any rate, on any machine."""
+
+import asyncio
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from kog_triton.backends.mailbox import Failure, Request, Step
+from kog_triton.errors import RunError
+from kog_triton.server.metrics import ServerMetrics
+from kog_triton.server.model import ServedModel
+from kog_triton.server.pacing import Interval
+from kog_triton.server.remote_claim import RemoteClaim
+from kog_triton.server.samples import MAX_UNREAD, Job, Samples, SlowReader
+from kog_triton.server.wire import Opened
+from tests.lib.fake_checkpoint import END
+from tests.lib.fake_time import run
+
+X = ord("x")
+
+
+class FakeSupervisor:
+    """Plays `count` tokens a sample, one each `gap` seconds, the first after `wait`."""
+
+    def __init__(self, count, gap, wait=0.1, error=None):
+        self.count, self.gap, self.wait, self.error = count, gap, wait, error
+        self.cancelled, self.most_at_once, self.running = [], 0, 0
+        self.metrics = ServerMetrics()
+        self.players = []
+
+    async def submit(self, prompt, params, sample_idx, salt, most=None):
+        loop = asyncio.get_running_loop()
+        request = Request(-1, prompt, params, params.seed, 1 << 20, sample_idx=sample_idx)
+        cancel = partial(self.cancelled.append, sample_idx)
+        gap = self.metrics.inter_token.observe
+        claim = RemoteClaim(request, salt, self._ended, cancel, loop, gap, most)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        self.players.append(loop.create_task(self._play(claim)))
+        return claim
+
+    def _ended(self, claim, held):
+        self.running -= 1
+
+    async def _play(self, claim):
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self.wait)
+        start = loop.time()
+        for i in range(self.count):
+            await asyncio.sleep(start + i * self.gap - loop.time())
+            now = int(loop.time() * 1e9) + 1
+            if self.error is not None and i == self.count - 1:
+                claim.push(Failure(self.error))
+            else:
+                last = i == self.count - 1
+                claim.push(Step(END if last else X, "stop" if last else None, device_ns=now))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    from kog_triton.checkpoint.folder import Checkpoint
+    from kog_triton.text import Tokenizer
+
+    spec = Checkpoint.open(checkpoint).spec
+    opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, False, None, 0.0, {}, 0)
+    return ServedModel(opened, Tokenizer.load(checkpoint), ("fake",))
+
+
+async def told(supervisor, model, interval, n=1, hold=None):
+    """[(time, [tokens of each news]), ...] of all events; `hold` waits at each of them."""
+    loop = asyncio.get_running_loop()
+    params = model.default_params(n=n, temperature=1.0)
+    jobs = [Job(None, (1, 2, 3), params)]
+    samples = Samples(supervisor, model, supervisor.metrics, jobs, interval, loop.time)
+    await samples.start()
+    found = []
+    async for news in samples:
+        found.append((loop.time(), [len(one.delta.token_ids) for one in news]))
+        if hold is not None:
+            await hold(samples)
+    return found
+
+
+def test_at_3000_tokens_a_second_an_event_each_ten_ms_has_them_all(model):
+    events = run(told(FakeSupervisor(3001, 1 / 3000), model, Interval()))
+    assert events[0] == (pytest.approx(0.1), [1])  # at once, and alone
+    gaps = [b - a for (a, _), (b, _) in pairwise(events)]
+    assert max(gaps) < 0.0104
+    assert min(gaps[:-1]) > 0.0099
+    assert len(events) in range(100, 103)
+    assert all(29 <= sum(tokens) <= 31 for _, tokens in events[1:-1])
+    assert sum(sum(tokens) for _, tokens in events) == 3001
+    assert events[-1][0] == pytest.approx(1.1)  # the end waits for nothing
+
+
+def test_a_slow_stream_says_each_token_as_it_comes(model):
+    events = run(told(FakeSupervisor(21, 0.05), model, Interval()))
+    assert [tokens for _, tokens in events] == [[1]] * 21
+    assert [time for time, _ in events] == pytest.approx([0.1 + 0.05 * i for i in range(21)])
+
+
+@pytest.mark.parametrize(("tokens", "counts"), [(1, [1] * 101), (40, [1, 40, 40, 20])])
+def test_an_interval_in_tokens_is_exact(model, tokens, counts):
+    events = run(told(FakeSupervisor(101, 1 / 3000), model, Interval(tokens=tokens)))
+    assert [sum(found) for _, found in events] == counts
+
+
+def test_tokens_that_came_while_the_client_was_slow_are_told_one_by_one_still(model):
+    async def late(samples):
+        await asyncio.sleep(0.01)
+
+    events = run(told(FakeSupervisor(51, 1 / 3000), model, Interval(tokens=1), hold=late))
+    assert [sum(found) for _, found in events] == [1] * 51
+
+
+def test_samples_wait_for_slots(model):
+    supervisor = FakeSupervisor(31, 1 / 1000)
+    events = run(told(supervisor, model, Interval(), n=5))
+    assert supervisor.most_at_once == 2
+    assert sum(sum(tokens) for _, tokens in events) == 5 * 31
+    assert not supervisor.cancelled
+
+
+def test_a_client_that_does_not_read_is_ended(model):
+    async def stuck(samples):
+        await asyncio.sleep(10)
+
+    supervisor = FakeSupervisor(MAX_UNREAD * 2, 1 / 3000)
+    with pytest.raises(SlowReader, match="did not read"):
+        run(told(supervisor, model, Interval(), hold=stuck))
+    assert supervisor.cancelled == [0]
+
+
+def test_a_client_that_leaves_ends_all_samples(model):
+    async def leave(samples):
+        samples.cancel()
+        await asyncio.sleep(0)
+
+    supervisor = FakeSupervisor(100, 0.01)
+    for interval in (Interval(), Interval(tokens=1)):
+        supervisor.cancelled.clear()
+        events = run(told(supervisor, model, interval, n=4, hold=leave))
+        assert len(events) == 1
+        assert sorted(supervisor.cancelled) == [0, 1]
+
+
+def test_an_error_comes_behind_what_was_made(model):
+    found = []
+
+    async def note(samples):
+        found.append(samples)
+
+    with pytest.raises(RunError, match="broke"):
+        run(told(FakeSupervisor(4, 0.05, error=RunError("it broke")), model, Interval(), hold=note))
+    assert len(found) == 3
+
+
+def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
+    supervisor = FakeSupervisor(101, 0.0004)
+    run(told(supervisor, model, Interval()))
+    family = supervisor.metrics.inter_token.family("x", "x")
+    values = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
+    assert (values["0.0003"], values["0.0005"], values["+Inf"]) == (0, 100, 100)
+    assert sum(float(le) < 0.005 for le in values) >= 8
