@@ -6,7 +6,7 @@ python examples/json_schema.py [MODEL]   needs llguidance: pip install 'llguidan
 import json
 import sys
 
-from kog_triton import LLM, SamplingParams, StructuredOutputs
+from kog_triton import LLM, SamplingParams, StructuredOutputsParams
 
 SCHEMA = {
     "type": "object",
@@ -20,7 +20,7 @@ SCHEMA = {
 
 
 def main() -> None:
-    rule = StructuredOutputs(json=SCHEMA)
+    rule = StructuredOutputsParams(json=SCHEMA)
     params = SamplingParams(temperature=0, max_tokens=96, structured_outputs=rule)
     with LLM(sys.argv[1] if len(sys.argv) > 1 else None) as llm:
         (output,) = llm.generate("# The function add(a, b) as JSON:\n", params)

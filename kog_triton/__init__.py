@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kog_triton.llm import LLM
     from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
     from kog_triton.sampling.params import SamplingParams
-    from kog_triton.sampling.structured import StructuredOutputs
+    from kog_triton.sampling.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
-    "StructuredOutputs",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
@@ -30,7 +30,7 @@ _HOMES = {
     "Logprob": "kog_triton.outputs",
     "RequestOutput": "kog_triton.outputs",
     "SamplingParams": "kog_triton.sampling.params",
-    "StructuredOutputs": "kog_triton.sampling.structured",
+    "StructuredOutputsParams": "kog_triton.sampling.structured",
 }
 
 

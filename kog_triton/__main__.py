@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NoReturn
 
 from kog_triton import __version__
+from kog_triton.cli.command import end_process, run
+from kog_triton.errors import RequestError
 
 COMMANDS = {
     "generate": "continue a text or hold a conversation",
@@ -20,6 +23,7 @@ COMMANDS = {
     "quantize": "write a narrow checkpoint: FP8, int8 or int4",
     "bench": "measure tokens/s beside the roofline that memory sets",
     "profile": "show where the time of a step goes",
+    "cache": "list or clear what is kept on disk between runs",
     "doctor": "show what can run on this machine, and what is missing",
 }
 
@@ -36,7 +40,11 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = list(sys.argv[1:] if argv is None else argv)
+    return run(_body, sys.argv[1:] if argv is None else argv)
+
+
+def _body(argv: Sequence[str] | None) -> int:
+    args = list(argv or ())
     first = args[0] if args else ""
     if first in ("-h", "--help"):
         print(usage())
@@ -44,13 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first == "--version":
         print(f"kog {__version__}")
         return 0
-    if first not in commands():
-        said = f"no command named {first!r}" if first else "a command is needed"
-        print(f"error: {said}: one of {', '.join(commands())}", file=sys.stderr)
+    if not first:
+        print(usage(), file=sys.stderr)
         return 2
+    if first not in commands():
+        raise RequestError(f"no command named {first!r}: one of {', '.join(commands())}")
     code: int = import_module(f"kog_triton.{first}").main(args[1:])
     return code
 
 
+def entry() -> NoReturn:
+    """The `kog` of a shell."""
+    end_process(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -20,6 +20,7 @@ class Claim(Inbox):
     salt      only prompts with the same one may share keys and values
     ended     called once, as the backend's last word arrives: the claim, and the ids that its slot holds now
     withdraw  called by a reader of a cancelled claim: ends those that still wait
+    check     called by every reader: raises where nothing will ever come, in a forked process
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class Claim(Inbox):
         salt: str,
         ended: "Callable[[Claim, list[int]], None]",
         withdraw: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.request, self.salt, self.ended = request, salt, False
-        self._on_end, self._withdraw = ended, withdraw
+        self._on_end, self._withdraw, self._check = ended, withdraw, check
         self._on_news: Callable[[], None] | None = None
         self._made: list[int] = []
 
@@ -65,6 +67,7 @@ class Claim(Inbox):
         self._tell_news()
 
     def read(self, timeout: float | None = None) -> list[Step | Failure]:
+        self._check()
         if self.cancelled:
             self._withdraw()
         return super().read(timeout)

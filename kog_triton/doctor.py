@@ -5,9 +5,9 @@ one JSON document.
 """
 
 import json
+import os
 import platform
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +17,10 @@ from typing import Any
 from kog_triton import __version__
 from kog_triton.backends.choose import survey
 from kog_triton.cli.arguments import Parser
-from kog_triton.cli.command import run
+from kog_triton.cli.caches import Cache, caches
+from kog_triton.cli.command import end_process, run
 from kog_triton.demo import checkpoint_path
+from kog_triton.errors import printable
 
 PACKAGES = (
     "torch",
@@ -29,13 +31,19 @@ PACKAGES = (
     "cupy-cuda13x",
     "cupy-rocm-7-0",
 )
+# what some features need: package -> the feature
+OPTIONAL = {
+    "llguidance": "--json-schema, --regex, --choice, --grammar",
+    "transformers": "the peers of kog bench",
+    "matplotlib": "pictures of kog profile",
+}
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 
-def examine() -> dict[str, Any]:
-    """Everything that `kog doctor` shows, ready for JSON."""
+def examine(model: str | None = None) -> dict[str, Any]:
+    """Everything that `kog doctor` shows, ready for JSON; with a model, whether its weights fit."""
     demo = checkpoint_path()
-    return {
+    found = {
         "kog_triton": __version__,
         "python": platform.python_version(),
         "platform": system(),
@@ -44,6 +52,74 @@ def examine() -> dict[str, Any]:
         "gpus": gpus(),
         "backends": [asdict(candidate) for candidate in survey()],
         "demo": {"path": str(demo), "present": (demo / "config.json").is_file()},
+        "optional": {
+            name: {"version": installed_version(name), "for": what}
+            for name, what in OPTIONAL.items()
+        },
+        "memory": memory(),
+        "caches": [cache_found(cache) for cache in caches()],
+    }
+    return found if model is None else found | {"model": fits(model, found)}
+
+
+def memory() -> dict[str, int | None]:
+    """Bytes of main memory, all and free, as Linux tells; None elsewhere."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return {
+            name: int(lines[field].split()[0]) * 1024
+            for name, field in (("total_bytes", "MemTotal"), ("available_bytes", "MemAvailable"))
+        }
+    except (OSError, KeyError, ValueError):
+        return {"total_bytes": None, "available_bytes": None}
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def cache_found(cache: Cache) -> dict[str, Any]:
+    """Where a cache is, how much it holds, and whether the next run can write there."""
+    place = cache.path
+    while place is not None and not place.exists():
+        place = place.parent
+    return {
+        "name": cache.name,
+        "path": None if cache.path is None else str(cache.path),
+        "bytes": sum(size for _, size in cache.files()),
+        "writable": place is not None and os.access(place, os.W_OK),
+    }
+
+
+def fits(model: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What each backend would do with a model: why it would not run it, or the bytes beside the memory it would use.
+
+    Only headers are read. Keys and values are those of one slot over the whole context.
+    """
+    from kog_triton.checkpoint.folder import Checkpoint
+
+    spec = Checkpoint.open(model).spec
+    gpu = max((g["memory_bytes"] for g in found["gpus"]), default=None)
+    cache = spec.kv_bytes_per_position * spec.max_context
+    rows = []
+    for backend in found["backends"]:
+        on_cpu = backend["name"] == "reference"
+        wide = 4 if on_cpu else spec.dtype.bytes
+        needed = spec.num_parameters * wide + cache
+        have = found["memory"]["available_bytes"] if on_cpu else gpu
+        if not backend["available"]:
+            says = f"would not run it: {backend['reason']}"
+        elif have is not None and needed > have:
+            says = f"would run out of memory: {size(needed)} of {size(have)}: see --max-model-len"
+        else:
+            of = "" if have is None else f" of {size(have)}"
+            says = f"would take {size(needed)}{of}"
+        rows.append({"name": backend["name"], "bytes": needed, "says": says})
+    return {
+        "path": model,
+        "family": spec.family,
+        "num_parameters": spec.num_parameters,
+        "backends": rows,
     }
 
 
@@ -110,9 +186,39 @@ def report(found: dict[str, Any]) -> str:
         lines.append(f"  {b['name']:<10}{state:<17}{b['reason']}".rstrip())
         if b["advice"] and not b["available"]:
             lines.append(f"  {'':<10}-> {b['advice']}")
+    if "memory" in found:
+        lines += _surroundings(found)
+    if "model" in found:
+        model = found["model"]
+        lines += [
+            "",
+            f"{model['path']} ({model['family']}, {model['num_parameters'] / 1e6:,.1f} M parameters)",
+        ]
+        lines += [f"  {row['name']:<10}{row['says']}" for row in model["backends"]]
     demo = found["demo"]
     lines += ["", f"demo checkpoint: {'present' if demo['present'] else 'missing'}, {demo['path']}"]
     return "\n".join(lines)
+
+
+def _surroundings(found: dict[str, Any]) -> list[str]:
+    lines = ["", "memory"]
+    held = found["memory"]
+    if held["total_bytes"] is None:
+        lines.append("  not known here")
+    else:
+        lines.append(
+            f"  {held['available_bytes'] / 1e9:,.1f} GB free of {held['total_bytes'] / 1e9:,.1f}"
+        )
+    lines += ["", "optional packages"]
+    for name, package in found["optional"].items():
+        lines.append(f"  {name:<14}{package['version'] or '(not installed)':<17}{package['for']}")
+    lines += ["", "caches (kog cache lists and clears them)"]
+    for cache in found["caches"]:
+        state = "" if cache["writable"] else "  cannot be written"
+        lines.append(
+            f"  {cache['name']:<10}{cache['bytes'] / 1e6:>10,.1f} MB  {cache['path'] or 'nowhere: no home'}{state}"
+        )
+    return lines
 
 
 def _body(argv: Sequence[str] | None) -> int:
@@ -120,9 +226,12 @@ def _body(argv: Sequence[str] | None) -> int:
         prog="kog doctor", description="Show what can run on this machine, and what is missing."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--model", help="folder or Hugging Face id: also what each backend would do with it"
+    )
     args = parser.parse_args(argv)
-    found = examine()
-    print(json.dumps(found, indent=2) if args.json else report(found))
+    found = examine(args.model)
+    print(json.dumps(found, indent=2) if args.json else printable(report(found), keep="\n"))
     return 0
 
 
@@ -131,4 +240,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

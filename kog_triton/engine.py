@@ -56,6 +56,7 @@ class Job:
     mask: MaskHook | None = None
     cache_salt: str = ""
     grammar: Grammar | None = None  # gives each sample a mask of its own
+    request_id: str = ""
 
     @property
     def seed(self) -> int:
@@ -73,7 +74,14 @@ def _close_open_engines() -> None:
         engine.close()
 
 
-os.register_at_fork(after_in_child=_open_engines.clear)  # they are the parent's to close
+def _leave_to_parent() -> None:
+    """In a forked process: engines are the parent's, and so are their threads and the memory of their GPUs."""
+    for engine in list(_open_engines):
+        engine.forked = True
+    _open_engines.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Engine:
@@ -94,6 +102,7 @@ class Engine:
         self._grammars = Grammars(tokenizer, backend.spec.vocab_size, self.eos_token_ids)
         self.max_context = backend.options.max_context or backend.spec.max_context
         self.closed = False
+        self.forked = False  # this process is a child of the one that opened it
         self._slots = [Slot(i) for i in range(backend.options.num_slots)]
         self._queue = RequestQueue(max_waiting)
         self._mailbox: Mailbox | None = None  # none before the first request and after a crash
@@ -143,11 +152,13 @@ class Engine:
         seed: int | None = None,
         mask: MaskHook | None = None,
         cache_salt: str = "",
+        ends_with_context: bool = False,
     ) -> Job:
         """A request that can run here, or RequestError.
 
         The seed is `params.seed`, else `seed`, else drawn from the system. `max_tokens` None means
-        the rest of the context. Only prompts with the same `cache_salt` share keys and values.
+        the rest of the context; more than that is refused, or with `ends_with_context` means the same.
+        Only prompts with the same `cache_salt` share keys and values.
         `params.structured_outputs` takes the place of `mask`.
         """
         ids = self.check_ids(prompt_token_ids)
@@ -157,7 +168,7 @@ class Engine:
                 f"the prompt has {len(ids)} tokens and the context holds {self.max_context}: "
                 "shorten the prompt to leave room for an answer"
             )
-        if params.max_tokens is not None and params.max_tokens > room:
+        if params.max_tokens is not None and params.max_tokens > room and not ends_with_context:
             raise RequestError(
                 f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
                 f"{self.max_context} tokens: max_tokens may be at most {room}"
@@ -170,7 +181,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=draw_seed() if seed is None else seed)
         params = params.resolve(self.backend.spec.vocab_size, self.eos_token_ids, self._encode)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar)
 
     def start(self, job: Job, sample_idx: int = 0) -> Claim:
@@ -193,7 +204,8 @@ class Engine:
             prompt_logprobs=None if sample_idx else job.params.prompt_logprobs,
             mask=job.grammar.mask() if job.grammar else job.mask,
         )
-        claim = Claim(request, job.cache_salt, self._release, self._withdraw)
+        claim = Claim(request, job.cache_salt, self._release, self._withdraw, self._check_process)
+        self._check_process()
         with self._lock:
             self._check_open()
             if self._free_slots():
@@ -206,6 +218,13 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     # ---- slots; the lock is held ----
+
+    def _check_process(self) -> None:
+        """Before the lock, which a thread of the parent may have held at the fork."""
+        if self.forked:
+            raise RunError(
+                "the LLM was opened before this process was forked: open one in this process"
+            )
 
     def _check_open(self) -> None:
         if self.closed:
@@ -275,6 +294,7 @@ class Engine:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, the backend serves nobody: running requests wait at a token boundary. RunError once closed."""
+        self._check_process()
         with self._lock:
             self._lock.wait_for(lambda: not self._paused)
             self._check_open()
@@ -346,7 +366,9 @@ class Engine:
             self._forget()
 
     def close(self) -> None:
-        """End every request and free the backend; safe to call twice."""
+        """End every request and free the backend; safe to call twice. In a forked process nothing is done."""
+        if self.forked:
+            return
         with self._lock:
             if self.closed:
                 return

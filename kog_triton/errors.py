@@ -45,6 +45,11 @@ def shown(value: object) -> str:
         return "a deeply nested value"
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text that drives no terminal: control characters as escapes, but for those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def first_line(error: BaseException | str) -> str:
     """What an error says, as part of a message of one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()

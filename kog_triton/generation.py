@@ -21,7 +21,8 @@ from kog_triton.text import Detokenizer, StopMatcher, Tokenizer
 class Generation:
     """Iterate over it, with `for` or `async for`, or call `poll` until `finished`.
 
-    measure  metrics.measure for this backend: it takes the rest by keyword
+    measure   metrics.measure for this backend: it takes the rest by keyword
+    finished  told the output when there is nothing more to come
     """
 
     def __init__(
@@ -31,13 +32,16 @@ class Generation:
         tokenizer: Tokenizer,
         eos_token_ids: Collection[int],
         measure: Callable[..., RequestMetrics],
+        finished: Callable[[RequestOutput], None] | None = None,
+        request_id: str = "",
     ) -> None:
         self._claim = claim
-        self.prompt = prompt
+        self.prompt, self.request_id = prompt, request_id
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._decode, self._eos_token_ids, self._measure = tokenizer.decode, eos_token_ids, measure
+        self._tell_finished = finished
         self._text = TextStream(tokenizer, claim.request.params)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -139,12 +143,13 @@ class Generation:
         whole = len(self._prompt_logprobs) == len(prompt_ids)  # not if cancelled on the way
         asked = self.request.prompt_logprobs is not None
         return RequestOutput(
-            self.prompt,
-            prompt_ids,
-            [self.completion()],
-            self.metrics(),
-            self.finished,
-            list(self._prompt_logprobs) if asked and whole else None,
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=prompt_ids,
+            outputs=[self.completion()],
+            metrics=self.metrics(),
+            finished=self.finished,
+            prompt_logprobs=list(self._prompt_logprobs) if asked and whole else None,
         )
 
     def completion(self) -> CompletionOutput:
@@ -185,13 +190,17 @@ class Generation:
                 break
         text = "".join(texts)
         self._texts.append(text)
+        output = None
         if self.finished:
             self.cancel()  # after a stop string the backend goes on
+            output = self.output()
+            if self._tell_finished is not None:
+                self._tell_finished(output)
         return Delta(
             text,
             self.token_ids[first:],
             self._logprobs[first:] if self.request.params.logprobs is not None else None,
-            self.output() if self.finished else None,
+            output,
         )
 
     def _text_of(self, step: Step, now: float) -> str:
@@ -220,15 +229,15 @@ class Generation:
         return text
 
     def _candidates(self, step: Step | PromptLogprob) -> dict[int, Logprob]:
-        """The token itself first, then the likeliest; its rank is known if it is one of them."""
-        ranks = {token: rank for rank, (token, _) in enumerate(step.top, 1)}
+        """The token itself first, then the likeliest."""
+        ranks = {step.token: step.rank} | {id: rank for rank, (id, _) in enumerate(step.top, 1)}
         values = {step.token: step.logprob or 0.0} | dict(step.top)
-        return {
-            token: Logprob(
-                value, ranks.get(token), self._decode([token], skip_special_tokens=False)
-            )
-            for token, value in values.items()
-        }
+        return {id: Logprob(value, ranks[id], self._spell(id)) for id, value in values.items()}
+
+    def _spell(self, token: int) -> str | None:
+        if not self.request.params.detokenize:
+            return None
+        return self._decode([token], skip_special_tokens=False)
 
 
 class TextStream:

@@ -6,15 +6,17 @@
         for delta in llm.stream("def add(a, b):", SamplingParams(temperature=0, max_tokens=32)):
             print(delta.text, end="", flush=True)
 
-The names are vLLM's. Threads and asyncio tasks may share an `LLM`: a request that finds every slot busy waits in line,
-and `async for` reads a stream as `for` does.
+The names are vLLM's and mean what they mean there; what vLLM has and kog_triton has not is refused by name, or ignored
+with a warning where it would not change a result (vllm_names.py). Threads and asyncio tasks may share an `LLM`: a
+request that finds every slot busy waits in line, and `async for` reads a stream as `for` does.
 """
 
+import itertools
 import logging
-import sys
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,22 +30,33 @@ import numpy as np
 from kog_triton.backends import DTYPE_NAMES, PREFILLS, Backend, BackendOptions
 from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.hub import TOKENIZER_FILES, model_folder
 from kog_triton.demo import checkpoint_path
 from kog_triton.engine import MAX_WAITING, Engine, Job, draw_seed
-from kog_triton.errors import DeviceError, RequestError, shown, wrong
+from kog_triton.errors import DeviceError, RequestError, wrong
 from kog_triton.generation import Generation
+from kog_triton.llm_arguments import (
+    check_flag,
+    check_integer,
+    check_share,
+    device_and_count,
+    one_each,
+    one_of,
+    template_text,
+)
 from kog_triton.metrics import Peak, measure
 from kog_triton.outputs import CompletionOutput, RequestOutput
 from kog_triton.progress import Progress
+from kog_triton.prompts import ChatPrompt, Prompt, list_of_prompts, read_prompt
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
+from kog_triton.text.no_tokenizer import NoTokenizer
 from kog_triton.text.tool_calls import ToolCallParser
+from kog_triton.vllm_names import check_others
 
 log = logging.getLogger(__name__)
-
-Prompt: TypeAlias = str | Mapping[str, Any]  # text, or {"prompt_token_ids": [...]}
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
@@ -59,14 +72,26 @@ class LLM:
     dtype          of the weights in memory: "fp32", "bf16", "fp16", or "auto": as stored (the
                    reference backend: fp32)
     max_model_len  positions a slot holds, None for all that the model allows
-    num_slots      requests that may run at once; each slot remembers its last conversation, and
-                   the least recently used one makes room: see `kv_cache_bound_bytes`
+    num_slots      requests that may run at once, 1 if not given; each slot remembers its last conversation,
+                   and the least recently used one makes room: see `kv_cache_bound_bytes`
     max_waiting    requests that may wait for a slot, first come, first served; one more is a
                    RequestError
     seed           makes a whole session repeatable; a request's own seed comes first
     prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
+    revision       of a model of the hub: a branch, tag or commit; `download_dir` is where it is kept
+    tokenizer      a folder or hub id with another tokenizer.json, at `tokenizer_revision`, or a Tokenizer
+    skip_tokenizer_init     token ids in, token ids out: no tokenizer is read
+    chat_template           a template's file or text, instead of the checkpoint's
+    tensor_parallel_size    GPUs, as the count of `devices`; max_num_seqs is num_slots
+    enable_prefix_caching   False: every prompt is computed in full
+    gpu_memory_utilization  the share of each GPU's memory that weights and the bound of keys and values may take:
+                            DeviceError if they take more
+    disable_log_stats       False: the log "kog_triton.llm" gets a line of figures for each request
+    generation_config       "auto": the checkpoint's sampling defaults, "vllm": none;
+                            `override_generation_config` goes on top
 
-    Raises ModelError, DeviceError, or RequestError for an argument out of range.
+    Others of vLLM's are judged by vllm_names.py. Raises ModelError, DeviceError, or RequestError for an argument out
+    of range.
     """
 
     def __init__(
@@ -77,30 +102,62 @@ class LLM:
         devices: str | int | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
-        num_slots: int = 1,
+        num_slots: int | None = None,
         max_waiting: int = MAX_WAITING,
         seed: int | None = None,
         prefill: str = "auto",
         walk: str = "stage",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
+        tokenizer_revision: str | None = None,
+        skip_tokenizer_init: bool = False,
+        chat_template: str | Path | None = None,
+        tensor_parallel_size: int | None = None,
+        max_num_seqs: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        gpu_memory_utilization: float | None = None,
+        disable_log_stats: bool = True,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
         started = time.perf_counter()
+        check_others("LLM", others, LLM.__init__)
         if dtype not in DTYPE_NAMES:
             raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
-        device, num_gpus = _devices(devices)
-        _check_integer("devices", num_gpus, 1, MAX_DEVICES)
-        _check_integer("num_slots", num_slots, 1, MAX_SLOTS)
-        _check_integer("max_waiting", max_waiting, 0, MAX_SLOTS)
+        device, count = device_and_count(devices)
+        num_gpus = one_of(1, devices=count, tensor_parallel_size=tensor_parallel_size)
+        num_slots = one_of(1, num_slots=num_slots, max_num_seqs=max_num_seqs)
+        check_integer("devices", num_gpus, 1, MAX_DEVICES)
+        check_integer("num_slots", num_slots, 1, MAX_SLOTS)
+        check_integer("max_waiting", max_waiting, 0, MAX_SLOTS)
         if seed is not None:
-            _check_integer("seed", seed, 0, (1 << 64) - 1)
+            check_integer("seed", seed, 0, (1 << 64) - 1)
         if prefill not in PREFILLS:
             raise wrong("prefill", prefill, f"one of {', '.join(PREFILLS)}")
+        if gpu_memory_utilization is not None:
+            check_share("gpu_memory_utilization", gpu_memory_utilization)
+        check_flag("skip_tokenizer_init", skip_tokenizer_init)
+        check_flag("disable_log_stats", disable_log_stats)
+        if enable_prefix_caching is not None:
+            check_flag("enable_prefix_caching", enable_prefix_caching)
+        if generation_config not in ("auto", "vllm"):
+            raise wrong("generation_config", generation_config, "auto or vllm")
+        SamplingParams.from_generation_config(override_generation_config or {})  # refused now
+        self._chat_template = template_text(chat_template)
+        self._shares_prefixes = enable_prefix_caching is not False
+        self._logs_stats = not disable_log_stats
         if isinstance(backend, str):
             self.choice = choose(backend, device)
         elif isinstance(backend, type):
             self.choice = Choice(backend, backend.name, "given by the caller")
         else:
             raise wrong("backend", backend, "a name or a class")
-        self.checkpoint = Checkpoint.open(checkpoint_path() if model is None else model)
+        place = checkpoint_path() if model is None else model
+        if revision is not None or download_dir is not None:
+            place = model_folder(place, revision, download_dir)
+        self.checkpoint = Checkpoint.open(place)
         if isinstance(backend, str) and self.checkpoint.spec.narrow:
             without, self.choice = self.choice, choose(backend, device, self.checkpoint.spec)
             if self.choice.name != without.name:
@@ -109,8 +166,19 @@ class LLM:
             log.warning("%s: %s", self.checkpoint.folder, note)
         limit = self.checkpoint.spec.max_context
         if max_model_len is not None:
-            _check_integer("max_model_len", max_model_len, 2, limit)
-        self.tokenizer = load_tokenizer(self.checkpoint)
+            check_integer("max_model_len", max_model_len, 2, limit)
+        defaults = self.checkpoint.generation if generation_config == "auto" else {}
+        self._defaults = defaults | dict(override_generation_config or {})
+        if skip_tokenizer_init:
+            self.tokenizer: Tokenizer = NoTokenizer()
+        elif isinstance(tokenizer, Tokenizer):
+            self.tokenizer = tokenizer
+        elif tokenizer is not None:
+            self.tokenizer = Tokenizer.load(
+                model_folder(tokenizer, tokenizer_revision, download_dir, TOKENIZER_FILES)
+            )
+        else:
+            self.tokenizer = load_tokenizer(self.checkpoint)
         options = BackendOptions(
             num_slots=num_slots,
             max_context=max_model_len or limit,
@@ -130,7 +198,10 @@ class LLM:
             Peak.of(gpu, running.num_devices) if gpu else None,
             max_waiting,
         )
+        if gpu_memory_utilization is not None:
+            self._check_memory(gpu_memory_utilization)
         self._seeds = None if seed is None else Random(seed)
+        self._request_ids = itertools.count()
         self.load_s = time.perf_counter() - started
 
     # ---- generating ----
@@ -138,68 +209,92 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_progress_bar: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the order of the prompts.
 
-        `params` is one for all, one for each, or None for `default_params()`. All prompts are
-        checked before the first one starts. The progress bar is on if stderr is a terminal.
+        A prompt is text, token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text}; only prompts of
+        one salt share keys and values. `sampling_params` are one for all, one for each, or None for
+        `get_default_sampling_params()`. All prompts are checked before the first one starts. `use_tqdm` is whether a
+        bar shows progress (None: if stderr is a terminal), or a function that makes bars as tqdm does.
         """
-        if not isinstance(prompts, Iterable):
-            raise RequestError(
-                f"prompts is {shown(prompts)}: it must be a prompt or a list of them"
-            )
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = _one_each(self.default_params() if params is None else params, len(many))
-        jobs = [self._job(prompt, p) for prompt, p in zip(many, each, strict=True)]
-        if use_progress_bar is None:
-            use_progress_bar = sys.stderr.isatty()
-        return self._run(jobs, use_progress_bar)
+        check_others("LLM.generate", others, LLM.generate)
+        many = list_of_prompts(prompts)
+        each = one_each(self._or_defaults(sampling_params), len(many))
+        jobs = []
+        for index, (prompt, params) in enumerate(zip(many, each, strict=True)):
+            try:
+                jobs.append(self._job(prompt, params))
+            except RequestError as error:
+                if len(many) == 1:
+                    raise
+                raise RequestError(f"prompts[{index}]: {error}") from error
+        return self._run(jobs, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         tool_call_parser: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        use_progress_bar: bool | None = None,
+        continue_final_message: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template.
 
-        `tool_call_parser` names how the model writes tool calls (see text/tool_calls.py). They come
-        as `tool_calls`, the text is what remains, and an answer that ended with calls has the
-        finish reason "tool_calls". Special tokens, which mark calls, then stay in the text.
+        chat_template           a template's text, instead of the model's
+        chat_template_kwargs    what the template takes, such as {"enable_thinking": False}
+        continue_final_message  continue the last message; it goes with add_generation_prompt=False
+        tool_call_parser        how the model writes tool calls (see text/tool_calls.py). They come as `tool_calls`,
+                                the text is what remains, and an answer that ended with calls has the finish reason
+                                "tool_calls". Special tokens, which mark calls, then stay in the text.
         """
+        check_others("LLM.chat", others, LLM.chat)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError("messages must be a list: of messages, or of conversations")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Iterable[Any] = [messages] if one else messages
-        prompts = [self.chat_prompt(c, tools, add_generation_prompt) for c in conversations]
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                tools,
+                add_generation_prompt,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in conversations
+        ]
         if tool_call_parser is None:
-            return self.generate(prompts, params, use_progress_bar=use_progress_bar)
+            return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         ToolCallParser(tool_call_parser)  # an unknown name is refused before anything runs
-        each = _one_each(self.default_params() if params is None else params, len(prompts))
+        each = one_each(self._or_defaults(sampling_params), len(prompts))
         if not all(p.detokenize for p in each):
             raise RequestError("detokenize is False: tool_call_parser needs text")
         each = [replace(p, skip_special_tokens=False) for p in each]
-        outputs = self.generate(prompts, each, use_progress_bar=use_progress_bar)
+        outputs = self.generate(prompts, each, use_tqdm=use_tqdm)
         return [
             replace(o, outputs=[_with_tool_calls(c, tool_call_parser) for c in o.outputs])
             for o in outputs
         ]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
         """Start one prompt; iterate over the result for `Delta`s, the last with the output.
 
         With `for` in a thread, or `async for` on an event loop. Leaving the loop, `cancel()`, `close()` or dropping
         the result ends the request and frees its slot; `close()` waits until it is free. RequestError if `max_waiting`
         others wait for a slot.
         """
-        job = self._job(prompt, self.default_params() if params is None else params)
+        (params,) = one_each(self._or_defaults(sampling_params), 1)
+        job = self._job(prompt, params)
         if job.params.n != 1:
             raise RequestError(f"n is {job.params.n}: a stream has one sample, use generate")
         return self._start(job)
@@ -209,18 +304,28 @@ class LLM:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-    ) -> dict[str, Any]:
-        """A conversation as a prompt for `stream` or `generate`."""
-        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        return {
-            "prompt": self.tokenizer.render_chat(messages, **how),
-            "prompt_token_ids": self.tokenizer.encode_chat(messages, **how),
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> ChatPrompt:
+        """A conversation as a prompt for `stream` or `generate`; the parameters are those of `chat`."""
+        how = dict(chat_template_kwargs or {}) | {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template or self._chat_template,
         }
+        ids = self.tokenizer.encode_chat(messages, self.engine.max_context, **how)
+        return ChatPrompt(prompt=self.tokenizer.render_chat(messages, **how), prompt_token_ids=ids)
 
-    def default_params(self, **explicit: Any) -> SamplingParams:
-        """The checkpoint's own sampling defaults; up to the end of the context unless told."""
-        given = {"max_tokens": None} | explicit
-        return SamplingParams.from_generation_config(self.checkpoint.generation, **given)
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: encode, decode, apply_chat_template."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self, **explicit: Any) -> SamplingParams:
+        """The checkpoint's own sampling defaults, else vLLM's (so max_tokens is 16), below what is explicit."""
+        return SamplingParams.from_generation_config(self._defaults, **explicit)
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position of one sequence, float32 [tokens, vocab].
@@ -263,10 +368,30 @@ class LLM:
 
     # ---- inside ----
 
+    def _or_defaults(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self.get_default_sampling_params() if params is None else params
+
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
-        text, ids = self._tokenize(prompt)
+        if isinstance(self.tokenizer, NoTokenizer):
+            if params.stop:
+                raise RequestError("stop needs a tokenizer, and skip_tokenizer_init left it out")
+            params = replace(params, detokenize=False)
+        read = read_prompt(prompt, self.engine)
         seed = draw_seed() if self._seeds is None else self._seeds.getrandbits(32)
-        return self.engine.prepare(ids, params, prompt=text, seed=seed)
+        request_id = str(next(self._request_ids))
+        # a salt of its own shares with nobody
+        salt = read.cache_salt if self._shares_prefixes else f"request {request_id}"
+        job = self.engine.prepare(
+            read.token_ids,
+            params,
+            prompt=read.text,
+            seed=seed,
+            cache_salt=salt,
+            ends_with_context=True,
+        )
+        return replace(job, request_id=request_id)
 
     def _start(self, job: Job, sample_idx: int = 0) -> Generation:
         engine = self.engine
@@ -274,28 +399,45 @@ class LLM:
         figures = partial(
             measure, spec=engine.backend.spec, backend=engine.backend.name, peak=engine.peak
         )
-        return Generation(claim, job.prompt, self.tokenizer, engine.eos_token_ids, figures)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
-                return text, list(ids)
-            if ids is None and isinstance(text, str):
-                return text, self.tokenizer.encode(text)
-        raise RequestError(
-            f'a prompt is text or {{"prompt_token_ids": [...]}}, not {type(prompt).__name__}'
+        return Generation(
+            claim,
+            job.prompt,
+            self.tokenizer,
+            engine.eos_token_ids,
+            figures,
+            _log_stats if self._logs_stats else None,
+            job.request_id,
         )
 
-    def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
+    def _check_memory(self, share: float) -> None:
+        """DeviceError if weights and the bound of keys and values take more than this share of the GPUs' memory."""
+        running = self.engine.backend
+        if running.gpu is None:
+            warnings.warn(
+                "LLM: gpu_memory_utilization is ignored: the device has no row in schedule/topology.py",
+                stacklevel=3,
+            )
+            return
+        held = running.memory_bytes()
+        cache = max(held["kv_cache"], self.engine.kv_cache_bound_bytes)
+        needed = held["weights"] + held["other"] + cache
+        allowed = int(share * running.gpu.memory_bytes * running.num_devices)
+        if needed > allowed:
+            self.close()
+            raise DeviceError(
+                f"weights and keys and values take {needed / 1e9:.1f} GB, and gpu_memory_utilization {share:g} "
+                f"allows {allowed / 1e9:.1f} GB: a shorter max_model_len, fewer slots or a larger share may do"
+            )
+
+    def _run(
+        self, jobs: list[Job], use_tqdm: bool | Callable[..., Any] | None
+    ) -> list[RequestOutput]:
         """Every sample of every job, as many in line at once as there are slots."""
         waiting = deque((j, s) for j, job in enumerate(jobs) for s in range(job.params.n))
         running: dict[tuple[int, int], Generation] = {}
         done: dict[tuple[int, int], Generation] = {}
         news: SimpleQueue[tuple[int, int]] = SimpleQueue()  # whose there is something to read of
-        with Progress(len(waiting), show) as progress:
+        with Progress(len(waiting), use_tqdm) as progress:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.engine.num_slots:
@@ -332,23 +474,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.load(checkpoint.folder)
 
 
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not low <= value <= high:
-        raise wrong(name, value, f"an integer from {low} to {high}")
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    each: list[Any] = list(params) if isinstance(params, Iterable) else [params]
-    if not all(isinstance(p, SamplingParams) for p in each):
-        raise RequestError("params must be a SamplingParams, or a list with one for each prompt")
-    if len(each) != count:
-        raise RequestError(f"{len(each)} sampling params for {count} prompts: give one for each")
-    return each
+def _log_stats(output: RequestOutput) -> None:
+    m, done = output.metrics, output.outputs[0]
+    rate = "-" if m.decode_tokens_per_s is None else f"{m.decode_tokens_per_s:,.1f}"
+    first = "-" if m.ttft_s is None else f"{m.ttft_s * 1e3:,.1f}"
+    log.info(
+        f"request {output.request_id}: {m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), "
+        f"{m.output_tokens} made at {rate} tokens/s, the first after {first} ms; {done.finish_reason}"
+    )
 
 
 def _join(samples: list[Generation]) -> RequestOutput:
@@ -370,16 +503,6 @@ def _with_tool_calls(completion: CompletionOutput, parser_name: str) -> Completi
         tool_calls=calls,
         finish_reason="tool_calls" if calls and reason == "stop" else reason,
     )
-
-
-def _devices(said: str | int | None) -> tuple[str, int]:
-    """(device, count) of what the caller calls `devices`."""
-    if not isinstance(said, str):
-        return "", 1 if said is None else said
-    name, _, count = said.partition(":")
-    if count and not (count.isdecimal() and len(count) < 9):
-        raise RequestError(f"devices is {said!r}: behind the colon belongs a number, as in h200:4")
-    return name, int(count or 1)
 
 
 def _start(backend: type[Backend], checkpoint: Checkpoint, options: BackendOptions) -> Backend:

@@ -4,14 +4,13 @@ For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs 
 own yet, nor have narrow weights: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from kog_triton.cli.arguments import Parser, positive
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DTYPES, ModelSpec
@@ -23,7 +22,6 @@ from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
 
-WIDTH = 120  # of the table where stdout is no terminal
 PAIR = 2  # rows: gate and up of one output stay together
 
 
@@ -50,7 +48,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
     names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else []
     names += [] if cuda else ["MB/token", "roofline us"]
-    table = plain_table(names, title, wrap=True)
+    table = plain_table(names, title)
     for segment, stage in s.walk():
         shards = 1 if stage.scope is Scope.ALL else s.num_shards
         cells = [stage.name, str(segment.repeat), str(shards), str(stage.rows), str(stage.cols)]
@@ -178,9 +176,9 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.format:
         spec, name = with_format(spec, FORMATS[args.format]), f"{name} as {args.format}"
     partition = plan(build(spec, args.gpus), gpu)
-    console = Output(WIDTH)
-    console.print(plan_table(partition, gpu, name))
-    console.print(summary(partition, gpu), soft_wrap=True)
+    console = Output()
+    console.write_table(plan_table(partition, gpu, name))
+    console.write_line(summary(partition, gpu))
     return 0
 
 
@@ -189,4 +187,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -7,7 +7,6 @@
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from kog_triton.backends.choose import choose, known_names
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter
 from kog_triton.cli.arguments import Parser, check_output, positive
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.errors import DeviceError
 
 TOKENS, DEPTH, SEED = 4, 32, 0
@@ -123,4 +122,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -1,6 +1,9 @@
 """The progress bar of a list of prompts: samples done and tokens/s on stderr, or nothing."""
 
+import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -8,12 +11,18 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """A context manager that counts; it draws only if `show`."""
+    """A context manager that counts.
 
-    def __init__(self, total: int, show: bool) -> None:
+    use_tqdm  whether to draw; None: if stderr is a terminal; or what makes a bar as tqdm does: it is called with
+              `total` and `desc`, and its `update`, `set_postfix_str` and `close` are
+    """
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any] | None) -> None:
         self._tokens, self._started = 0, time.perf_counter()
-        self._bar = None
-        if show:
+        self._bar = self._tqdm = None
+        if callable(use_tqdm):
+            self._tqdm = use_tqdm(total=total, desc="Processed prompts")
+        elif sys.stderr.isatty() if use_tqdm is None else use_tqdm:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=total)
@@ -26,13 +35,19 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
+        if self._tqdm is not None:
+            self._tqdm.close()
 
     def add_tokens(self, count: int) -> None:
         self._tokens += count
+        rate = f"{self._tokens / (time.perf_counter() - self._started):.0f} tokens/s"
         if self._bar:
-            rate = self._tokens / (time.perf_counter() - self._started)
-            self._bar.update(self._task, description=f"{rate:.0f} tokens/s")
+            self._bar.update(self._task, description=rate)
+        if self._tqdm is not None:
+            self._tqdm.set_postfix_str(rate, refresh=False)
 
     def add_sample(self) -> None:
         if self._bar:
             self._bar.advance(self._task)
+        if self._tqdm is not None:
+            self._tqdm.update(1)

@@ -9,14 +9,13 @@ that is not whole does not open.
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.cli.stderr_log import say
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import pattern_of
@@ -195,4 +194,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -6,13 +6,12 @@ Everything is said on stderr, a line at a time. Exit codes: command.py; 0 after 
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser, not_negative, positive
-from kog_triton.cli.command import run
+from kog_triton.cli.command import end_process, run
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 
@@ -105,6 +104,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
     if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
         parser.error("--max-num-queued-reqs must be 0 or more")
     try:
+        import uvloop  # noqa: F401  what `_body` needs is missed here too
+
         from kog_triton.server.pacing import Interval
         from kog_triton.server.run import Settings
         from kog_triton.text.answer import check_parsers
@@ -180,4 +181,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.pop("COLUMNS", None)  # tables obey it, and pytest-xdist sets it for its processes
 HOST = Path(__file__).parent / "host"
 NO_SKIPS = os.environ.get("KOG_TESTS_NO_SKIPS") == "1"
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

@@ -498,11 +498,32 @@ FAULTS = (
         "a list waits for one of its requests",
     ),
     Fault(
-        "llm.py",
+        "cli/request.py",
         '{"max_tokens": None} | explicit',
         'explicit | {"max_tokens": None}',
         "host/test_cli.py",
-        "default_params forgets max_tokens",
+        "the command forgets --max-tokens",
+    ),
+    Fault(
+        "llm.py",
+        "cache_salt=salt,\n            ends",
+        "ends",
+        "host/test_vllm_names.py",
+        "callers of different salts share keys and values",
+    ),
+    Fault(
+        "prompts.py",
+        "_check_same(text, engine.check_ids(ids), engine)",
+        "pass",
+        "host/test_llm_arguments.py",
+        "a prompt's text and ids may disagree",
+    ),
+    Fault(
+        "vllm_names.py",
+        "elif not _asks_for_nothing(name, value):",
+        "elif value is ...:",
+        "host/test_vllm_names.py",
+        "what vLLM alone has is dropped",
     ),
     Fault(
         "engine.py",
@@ -520,10 +541,10 @@ FAULTS = (
     ),
     Fault(
         "engine.py",
-        "params.max_tokens > room",
-        "params.max_tokens >= room",
-        "host/test_conversations.py",
-        "the last position of the context is refused",
+        "min(params.max_tokens, room)",
+        "min(params.max_tokens, room - 1)",
+        "host/test_engine.py",
+        "the last position of the context stays empty",
     ),
     Fault(
         "engine.py",
@@ -576,16 +597,16 @@ FAULTS = (
     ),
     # ---- commands ----
     Fault(
-        "generate.py",
-        'add_argument("--min-p", type=float)',
-        'add_argument("--min-p", type=float, dest="p")',
+        "cli/generate_arguments.py",
+        '"--min-p",',
+        '"--min-p", dest="p",',
         "host/test_cli.py",
         "--min-p is read and forgotten",
     ),
     Fault(
         "generate.py",
-        "        dtype=args.dtype,\n        max_model_len=args.max_model_len,\n        prefill",
-        "        dtype=args.dtype,\n        prefill",
+        "max_model_len=args.max_model_len,\n            num_slots",
+        "num_slots",
         "host/test_cli.py",
         "--max-model-len is read and forgotten",
     ),
@@ -597,7 +618,7 @@ FAULTS = (
         "--prefill is read and forgotten",
     ),
     Fault(
-        "generate.py",
+        "cli/request.py",
         "        return said[1:]\n    if said",
         "        return said\n    if said",
         "host/test_cli.py",
@@ -605,16 +626,16 @@ FAULTS = (
     ),
     Fault(
         "cli/interactive.py",
-        '            messages.append({"role": "assistant", "content": output.outputs[0].text})\n',
-        "",
+        '[*asked, {"role": "assistant", "content": output.outputs[0].text}]',
+        "asked",
         "host/test_cli.py",
         "the answers of a conversation never enter it",
         quick=True,
     ),
     Fault(
         "cli/interactive.py",
-        '        if line == "/reset":\n            messages = list(start)',
-        '        if line == "/reset":\n            messages = []',
+        '"/reset":\n            self._messages = list(self._start)',
+        '"/reset":\n            self._messages = []',
         "host/test_cli.py",
         "/reset forgets the system message",
     ),
@@ -627,8 +648,8 @@ FAULTS = (
     ),
     Fault(
         "cli/command.py",
-        "sys.stdout.fileno())\n        return 0",
-        "sys.stdout.fileno())\n        return 1",
+        "_drop_stdout()\n        return 0",
+        "_drop_stdout()\n        return 1",
         "host/test_cli_process.py",
         "a reader that has enough is an error",
     ),
@@ -830,6 +851,92 @@ FAULTS = (
         "cuda/test_cuda_jit.py",
         "every program is called decode.cu",
     ),
+    # ---- the server ----
+    Fault(
+        "server/pacing.py",
+        "return max(0.0, self._last + self._interval.seconds - now)",
+        "return 0.0",
+        "server/test_pace_of_streams.py",
+        "a stream speaks as often as it can",
+        quick=True,
+    ),
+    Fault(
+        "server/samples.py",
+        "if not self._resting or claim.ended:",
+        "if not self._resting:",
+        "server/test_pace_of_streams.py",
+        "the end of a stream waits for the next event's time",
+    ),
+    Fault(
+        "server/samples.py",
+        "            if self.cancelled:\n                return\n",
+        "",
+        "server/test_pace_of_streams.py",
+        "a stream that was left waits for tokens",
+    ),
+    Fault(
+        "server/remote_claim.py",
+        "most = self._most if self._read_some else 1",
+        "most = self._most",
+        "server/test_pace_of_streams.py",
+        "the first token waits for others",
+    ),
+    Fault(
+        "text/reasoning.py",
+        " - overlap(self._held, CLOSE)",
+        "",
+        "host/test_answer_parsers.py",
+        "half a tag is reasoning",
+    ),
+    Fault(
+        "text/qwen3_coder.py",
+        "return max(0, len(self._held) - len(END_FUNCTION))",
+        "return len(self._held)",
+        "host/test_answer_parsers.py",
+        "an end of a call that was cut in two is not found",
+    ),
+    Fault(
+        "server/figures.py",
+        "if index % samples_a_job == 0:",
+        "if True:",
+        "server/test_chat.py",
+        "a prompt counts once a sample",
+    ),
+    Fault(
+        "server/limits.py",
+        'frozenset({"/health", "/ready"})',
+        'frozenset({"/health", "/ready", "/metrics"})',
+        "server/test_limits.py",
+        "a route is open without a key",
+    ),
+    Fault(
+        "server/limits.py",
+        'f"{matches.index(True)}:"',
+        '""',
+        "server/test_limits.py",
+        "keys share prefixes",
+    ),
+    Fault(
+        "server/admission.py",
+        "            self.num_inside -= 1",
+        "            pass",
+        "server/test_limits.py",
+        "a request keeps its place for ever",
+    ),
+    Fault(
+        "server/answering.py",
+        "            pass\n        self._samples.cancel()",
+        "            pass",
+        "server/test_limits.py",
+        "a client's disconnect ends nothing",
+    ),
+    Fault(
+        "server/supervisor.py",
+        "if beat.beats != self._beats or not beat.running:",
+        "if True:",
+        "server/test_engine_lost.py",
+        "an engine that stands still is alive",
+    ),
 )
 
 
@@ -904,9 +1011,7 @@ def main(argv: list[str]) -> int:
         for i in range(WORKERS):
             tree = Path(folder) / f"tree{i}"
             skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
-            shutil.copytree(ROOT, tree, ignore=skip)
-            # where Python finds it before what is installed
-            (tree / "kog_triton/backends/cuda").symlink_to(tree / "backends/cuda")
+            shutil.copytree(ROOT, tree, ignore=skip, symlinks=True)
             trees.put(tree)
         tests = sorted({f.tests for f in faults})
         shares = [share for i in range(WORKERS) if (share := tests[i::WORKERS])]

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
@@ -26,16 +28,18 @@ from kog_triton.backends.cuda.launcher import (
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
+from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.memory import HALF, Memory, allocate, stamp_tensors
+from kog_triton.backends.cuda.memory import HALF, Memory, allocate, plan_of, stamp_tensors
+from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
-
-from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.prefill.library import open_library, run_prompt
-from kog_triton.backends.prefill.read_once import read_once
+from kog_triton.backends.memory_plan import check_memory
+from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
+from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -44,10 +48,11 @@ from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
-from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu, find_gpu
 
+PRODUCTS = "prompt.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
@@ -101,6 +106,7 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
+        check_memory(plan_of(self.layout, options.num_slots), self.device)
         compile_columns = partial(self._compile, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while the compiler works; behind it the kernel is found kept. One
@@ -109,6 +115,8 @@ class CudaBackend:
         compiler = ThreadPoolExecutor(1, "kog-compiler")
         try:
             compiled = compiler.submit(self._compile, "decode.cu", self.layout)
+            if wants_library(options, self.device):
+                self._products_compiled = compiler.submit(self._compile_products)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
@@ -117,18 +125,16 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            with (
-                self._entry.on_stream(),
-                read_once(weights, self.spec, options, self.device) as once,
-            ):
-                self.memory = allocate(self.layout, once, options.num_slots, self.device)
+            with self._entry.on_stream():
+                self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+                matrices = partial(self._open_matrices, lowering)
                 self.library = open_library(
                     options,
-                    once,
+                    weights,
                     self.spec,
                     self.max_context,
                     self.memory.embed[:, : self.spec.hidden_size],
-                    self.memory.weights.nbytes,
+                    matrices,
                 )
             counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
@@ -151,6 +157,19 @@ class CudaBackend:
         self._kernels.append(self._load(source, entry, layout))
         return self._kernels[-1]
 
+    def _compile_products(self) -> None:
+        for kernel in KERNELS:
+            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+
+    def _open_matrices(self, lowering: CudaLowering) -> Matrices:
+        def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
+            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+            self._kernels.append(Kernel(cubin, entry, shared, self.device))
+            return self._kernels[-1]
+
+        self._products_compiled.result()
+        return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
+
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source)
 
@@ -167,6 +186,7 @@ class CudaBackend:
             self.memory,
             self.columns,
             self.chunks,
+            self._prompt,
             self._admit,
             self._score,
             self._launch_slots,
@@ -175,17 +195,14 @@ class CudaBackend:
         with self._entry.serving(self._free):
             LaunchServing(launcher, mailbox, self._entry.queue).run()
 
-    def _admit(self, request: Request) -> int:
-        scored = request.prompt_logprobs is not None
-        start = len(request.prompt) - 1 if scored else self._prefill(request)
+    def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self.memory.write_request(request.slot, words, request.prompt, start)
-        return start
+        self.memory.write_request(request.slot, words, request.prompt, position)
 
-    def _prefill(self, request: Request) -> int:
-        """The position from which the kernel computes; the slot holds keys and values of those before."""
+    def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        return run_prompt(self.library, self.options.prefill, request, cache, self.chunks.crossover)
+        crossover = self.chunks.crossover
+        return begin_prompt(self.library, self.options.prefill, request, cache, crossover)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""
@@ -281,8 +298,7 @@ class CudaBackend:
         other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
         other += self.chunks.memory_bytes()
         if self.library is not None:
-            held = self.library.memory_bytes()
-            weights, other = weights + held["weights"], other + held["other"]
+            other += self.library.memory_bytes()
         return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
 
     def close(self) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
 import torch
+
 from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout.layout import Layout
-
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering

@@ -18,6 +18,27 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STATIC_SHARED, LOCAL_BYTES, NUM_REGISTERS = 1, 3, 4
 
 
+EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: its value has 64 bytes, behind 4 that align it."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 6),  # of the grid, of a block
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class Kernel:
     """One function of a cubin, with its dynamic shared memory set."""
 
@@ -44,6 +65,21 @@ class Kernel:
             finished = torch.cuda.Event()
             finished.record(stream)
             return finished
+
+    def queue(self, blocks: int, threads: int, argument: ctypes.Structure) -> None:
+        """Put a launch on the current stream that may start before the last one there has ended: the kernel itself
+        waits for it (include/kog/prompt/hopper.h)."""
+        attribute = LaunchAttribute(EARLY)
+        attribute.value[0] = 1
+        config = LaunchConfig(
+            (ctypes.c_uint * 6)(blocks, 1, 1, threads, 1, 1),
+            self._shared,
+            torch.cuda.current_stream(self._device).cuda_stream,
+            ctypes.pointer(attribute),
+            1,
+        )
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self._call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
 
     def time(
         self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]

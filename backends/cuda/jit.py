@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.backends.cuda import kernel_cache
-
 from kog_triton.errors import DeviceError
 
 log = logging.getLogger("kog_triton.compilers")
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
 _begun: dict[

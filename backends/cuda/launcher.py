@@ -12,14 +12,15 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.cuda.layout.protocol import MAX_REQUESTS, Word
 from kog_triton.backends.cuda.memory import Memory
-
 from kog_triton.backends.mailbox import Request
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
 from kog_triton.backends.token_words import Outcome
 from kog_triton.errors import RunError
@@ -43,7 +44,8 @@ class Finished(Protocol):
 class CudaLauncher:
     """serving.Launcher.
 
-    admit   lays a request into its slot, one that asks for it behind its scored prompt; the position to start from
+    prompt  how the library runs a request's prompt, if it is to
+    admit   lays a request into its slot, to be run from a position on
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
     whole   a request alone is one launch: no cancel is heard before its first token
@@ -53,7 +55,8 @@ class CudaLauncher:
     memory: Memory
     columns: Columns
     chunks: Chunks
-    admit: Callable[[Request], int]
+    prompt: Callable[[Request], PromptRun | None]
+    admit: Callable[[Request, int], None]
     score: Callable[[Request, int, int], np.ndarray]
     run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
     whole: bool = False
@@ -69,7 +72,7 @@ class CudaLauncher:
         records = m.logprobs[slot].numpy().view(np.uint64)
         return SlotWords(outbox[:, 0], outbox[:, 1], records, m.masks[slot].numpy().view(np.uint64))
 
-    def launch(self, running: Mapping[int, InSlot]) -> Launch:
+    def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
         for slot, one in running.items():
             ahead = len(one.request.prompt) - one.position
             if step := self.chunks.for_prompt(ahead, self.device):
@@ -79,7 +82,10 @@ class CudaLauncher:
         step = self.columns.take(count, self.device) if ready else None
         slots = list(running)[: self.columns.most if step else MAX_REQUESTS]
         alone = self.whole and count == 1
-        return self._start(slots, UNLIMITED if alone else _most_steps(running, slots), step, count)
+        steps = UNLIMITED if alone else _most_steps(running, slots)
+        if most is not None:
+            steps = min(steps, most * (1 if step else len(slots)))
+        return self._start(slots, steps, step, count)
 
     def _start(
         self, slots: list[int], most_steps: int, step: ColumnKernel | None, count: int = 0

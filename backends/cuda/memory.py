@@ -6,23 +6,25 @@ weights are, for all blocks of a stage at once.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from kog_triton.backends import WeightSource
 from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
-
-from kog_triton.backends import WeightSource
 from kog_triton.backends.logprob_words import RECORD_WORDS
+from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.packing import pack_blocks
+from kog_triton.schedule.packing import first_ring_slots, pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
@@ -116,6 +118,16 @@ def _zeros_like(t: Tensor) -> Tensor:
     return torch.zeros(t.shape, dtype=t.dtype, device=t.device, pin_memory=t.is_pinned())
 
 
+def plan_of(layout: Layout, num_slots: int) -> MemoryPlan:
+    """What `allocate` will take of the GPU, but for words and tables."""
+    lo = layout.lowering
+    spec = lo.schedule.spec
+    arena = lo.stream_ring_slots() * lo.num_blocks * lo.ring_slot_bytes
+    embed = spec.vocab_size * (spec.hidden_size + -spec.hidden_size % 4) * 2
+    position = math.prod(layout.cache_shape) * 2 // layout.max_context
+    return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
+
+
 def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torch.device) -> Memory:
     lo = layout.lowering
     spec = lo.schedule.spec
@@ -185,14 +197,14 @@ def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:
     schedule, dtype = lo.schedule, embed.dtype
     values = lo.ring_slot_bytes // 2
     arena = embed.new_zeros((lo.stream_ring_slots(), lo.num_blocks, values), dtype=torch.int16)
-    cursors = np.zeros(lo.num_blocks, np.int64)
+    first = first_ring_slots(lo)
     for segment in schedule.segments:
         for layer in range(segment.repeat):
             for stage in segment.stages:
                 if stage.name not in lo.tilings:
                     continue
                 w = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
-                _place(arena, cursors, lo, stage, layer, w)
+                _place(arena, first[stage.name, layer], lo, stage, layer, w)
     return arena.view(-1).view(torch.uint8)
 
 
@@ -206,9 +218,9 @@ def _matrix(lo: CudaLowering, stage: Stage, layer: int, get: Load, embed: Tensor
 
 
 def _place(
-    arena: Tensor, cursors: np.ndarray, lo: CudaLowering, stage: Stage, layer: int, w: Tensor
+    arena: Tensor, first: np.ndarray, lo: CudaLowering, stage: Stage, layer: int, w: Tensor
 ) -> None:
-    """Pack one stage for all blocks and write it where each block's stream has got to."""
+    """Pack one stage for all blocks and write it to the chunks of each block's stream from `first` on."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
         units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
@@ -218,13 +230,12 @@ def _place(
             continue
         packed = pack_blocks(lo, stage, layer, blocks, 0, w[shard])
         slots = packed.shape[1]
-        at = cursors[blocks][:, None] + np.arange(slots)
+        at = first[blocks][:, None] + np.arange(slots)
         index = (
             torch.from_numpy(at).to(arena.device),
             torch.tensor(blocks, device=arena.device)[:, None],
         )
         arena[index] = packed.reshape(len(blocks), slots, -1)
-        cursors[blocks] += slots
 
 
 def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:

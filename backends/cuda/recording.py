@@ -7,10 +7,10 @@ does not pass keeps what an older token left there: those are told by their time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
 from kog_triton.backends.cuda.memory import Memory
-
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Recording, Span
 from kog_triton.backends.request_words import encode

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.protocol import StageCall, StageId
 from kog_triton.backends.cuda.memory import Memory
-
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.backends.stage_tokens import run_by_token
 from kog_triton.errors import RequestError

@@ -66,4 +66,5 @@ class HostServing(Serving[HostRunning]):
             outcome = Outcome.LENGTH
         made = time.perf_counter_ns()  # a reader that is late finds several steps at once
         finish = FINISH.get(outcome)
-        self.tell(one, Step(drawn.token, finish, drawn.logprob, tuple(drawn.top), made))
+        step = Step(drawn.token, finish, drawn.logprob, tuple(drawn.top), made, rank=drawn.rank)
+        self.tell(one, step)

@@ -45,6 +45,8 @@ class Request:
 class Step:
     """One token as it was made; -1 in a last step that brings none.
 
+    `rank` is the token's own, 1 for the likeliest; None where the backend knows it only from `top`.
+
     `finish` is set on the last step only: "stop", "length" or "cancel". `held` then says how many leading
     tokens of prompt and answer have keys and values in the slot.
     """
@@ -55,6 +57,7 @@ class Step:
     top: tuple[tuple[int, float], ...] = ()
     device_ns: int = 0  # when it was made, by the GPU's clock or the token loop's; 0: unknown
     held: int = 0
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class PromptLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@
 `Serving` is what every backend's loop does with its requests; `LaunchServing` is the loop of backends whose kernels
 make the tokens: each brings a `Launcher`. Why a request ends is the kernel's to say, in the word of its last token
 (token_words.py). A prompt whose tokens' log-probabilities are asked for goes first, in pieces, while the others
-wait. All that a request needs is in the memory of its slot, so that the next launch goes on bit for bit.
+wait; one that a library runs goes slice by slice between the others' launches (`Share`). All that a request needs is in
+the memory of its slot, so that the next launch goes on bit for bit.
 """
 
 import math
@@ -25,12 +26,13 @@ from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
+from kog_triton.backends.prefill.slices import ALONE_S, PromptRun
 from kog_triton.backends.request_words import mask_words, slow_mask
 from kog_triton.backends.token_words import Outcome, read_word
 from kog_triton.backends.watchdog import Heart, Stalled, reached
 from kog_triton.errors import KogError, RunError
 from kog_triton.model.spec import DType, ModelSpec
-from kog_triton.sampling import raw_logprobs
+from kog_triton.sampling import rank_of, raw_logprobs
 from kog_triton.sampling.definition import nothing_allowed
 
 FINISH = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
@@ -40,6 +42,9 @@ SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
 MASK_S = 2.0
+GAP_S = 0.012  # from token to token of a request beside a prompt
+SLICE = 1.9  # of a prompt, in the time of the launch behind it: others get 1 / 2.9 of the time, a prompt takes 1.53
+UNKNOWN_S = 0.004  # of a slice before any launch has been timed
 
 
 @dataclass
@@ -115,7 +120,7 @@ def prompt_logprobs(r: Request, rows: np.ndarray, first: int) -> list[PromptLogp
         logprob, top = raw_logprobs(row, token, r.prompt_logprobs or 0)
         if math.isnan(logprob):
             raise RunError(f"the logits of position {position} hold NaN or +inf: the run is void")
-        out.append(PromptLogprob(token, logprob, top))
+        out.append(PromptLogprob(token, logprob, top, rank_of(row, token)))
     return out
 
 
@@ -137,9 +142,13 @@ class SlotWords(NamedTuple):
 
 @dataclass
 class InSlot(Running):
-    """A request of a kernel. `words` is None until its prompt was scored, if it is to be."""
+    """A request of a kernel. `words` is None until its prompt was scored or run by a library, if it is to be.
+
+    prompt  the library's run of its prompt, until that has ended
+    """
 
     words: SlotWords | None = None
+    prompt: PromptRun | None = None
     output: list[int] = field(default_factory=list)
     error: Exception | None = None  # of the caller's mask; ends the request once the launch has
 
@@ -187,17 +196,20 @@ class Launcher(Protocol):
     def stamps(self) -> bool:
         """Whether every token brings its time."""
 
-    def admit(self, request: Request) -> int:
-        """Lay a request into its slot, its prompt run by other means where that pays, to be run from a position on:
-        the last of a prompt that was scored."""
+    def prompt(self, request: Request) -> PromptRun | None:
+        """How a request's prompt, but its last token, runs by other means than the kernel, where that pays."""
+
+    def admit(self, request: Request, position: int) -> None:
+        """Lay a request into its slot, to be run from a position on."""
 
     def words(self, slot: int) -> SlotWords: ...
 
     def score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]."""
 
-    def launch(self, running: Mapping[int, InSlot]) -> Launch:
-        """Start a kernel for some of those that run, in their order."""
+    def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
+        """Start a kernel for some of those that run, in their order; one that ends after `most` tokens of each if it
+        can."""
 
     def leave(self) -> None:
         """Have the launch end at the next token boundary."""
@@ -209,12 +221,36 @@ class Launcher(Protocol):
         """Undo what a step that waited for a mask in vain has done to its request."""
 
 
+class Share:
+    """How long a slice of a prompt is and how many tokens the others get behind it.
+
+    The others get a third of the time, and wait for a token, with the launch that makes it, no longer than three of
+    their own steps or GAP_S, whichever is more. A prompt takes half as long again as alone.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0.0  # seconds, of a launch's tokens; 0: not known
+
+    def tokens(self) -> int:
+        """Of each request, between two slices."""
+        return max(1, int(GAP_S / (1 + SLICE) / self._step)) if self._step else 1
+
+    def slice_s(self) -> float:
+        return SLICE * self.tokens() * self._step if self._step else UNKNOWN_S
+
+    def told(self, seconds: float, tokens: int) -> None:
+        """What a launch took for so many tokens of each request."""
+        if tokens:
+            self._step = seconds / tokens
+
+
 class LaunchServing(Serving[InSlot]):
     def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue) -> None:
         super().__init__(mailbox)
         self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
+        self._share = Share()
 
     def run(self) -> None:
         with exact_sleeps():
@@ -224,19 +260,39 @@ class LaunchServing(Serving[InSlot]):
         one = InSlot(request, request.cached)
         if request.prompt_logprobs is None:
             with self._queue.first():
-                self._enter(one)
+                one.prompt = self._launcher.prompt(request)
+                if one.prompt is None:
+                    self._enter(one)
         return one
 
     def advance(self) -> None:
-        """A piece of a prompt that is to be scored, or else a launch."""
+        """A piece of a prompt that is to be scored, or else a slice of one that a library runs and a launch."""
         with self._queue.first():
             for slot, one in self.running.items():
-                if one.words is None:
+                if one.words is None and one.prompt is None:
                     return self.attempt(slot, partial(self._score_piece, one))
-            self._launch()
+            ahead = next((one for one in self.running.values() if one.prompt is not None), None)
+            if ahead is not None:
+                self.attempt(ahead.request.slot, partial(self._run_slice, ahead))
+            if self._ready():
+                self._launch()
+
+    def _ready(self) -> dict[int, InSlot]:
+        return {slot: one for slot, one in self.running.items() if one.words is not None}
+
+    def _run_slice(self, one: InSlot) -> None:
+        """Some of a prompt, and its request's slot behind the last of it."""
+        if one.prompt is None:
+            return
+        beside = bool(self._ready())
+        ended = one.prompt.advance(self._share.slice_s() if beside else ALONE_S, not beside)
+        one.position = one.prompt.filled
+        if ended:
+            one.prompt = None
+            self._enter(one)
 
     def _enter(self, one: InSlot) -> None:
-        one.position = self._launcher.admit(one.request)
+        self._launcher.admit(one.request, one.position)
         one.words = self._launcher.words(one.request.slot)
         self._bring_mask(one)
 
@@ -256,7 +312,10 @@ class LaunchServing(Serving[InSlot]):
         launcher = self._launcher
         before = reached(launcher.device)
         self._leaving = False
-        launch, begun = launcher.launch(self.running), time.monotonic()
+        others_wait = any(one.prompt is not None for one in self.running.values())
+        most = self._share.tokens() if others_wait else None
+        begun, tokens = time.monotonic(), 0
+        launch = launcher.launch(self._ready(), most)
         heart, pace = Heart(before, launch.ended), Pace()
         self._heart = heart
         try:
@@ -264,7 +323,10 @@ class LaunchServing(Serving[InSlot]):
                 if heart.listen(launcher.steps()):
                     self.mailbox.beats += 1
                 told = self.poll()
+                tokens += told
                 if launch.outdated() or self._queue.over(time.monotonic() - begun):
+                    self._leave()
+                if most is not None and tokens >= most:
                     self._leave()
                 ends = self._leaving or any(slot not in self.running for slot in launch.slots)
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())
@@ -275,7 +337,8 @@ class LaunchServing(Serving[InSlot]):
                 heart.listen(launcher.steps())
                 time.sleep(COARSE_S)
             raise
-        self.poll()  # what it left behind is complete
+        tokens += self.poll()  # what it left behind is complete
+        self._share.told(time.monotonic() - begun, tokens)
         self._settle(launch)
 
     def poll(self) -> int:

@@ -1,7 +1,6 @@
 """`python -m kog_triton.bench`."""
 
-import sys
+from kog_triton.bench import main
+from kog_triton.cli.command import end_process
 
-from kog_triton.bench.cli import main
-
-sys.exit(main())
+end_process(main)

@@ -25,7 +25,7 @@ from kog_triton.backends.choose import Choice, choose, known_names, look_at
 from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import PEERS, find_peer
 from kog_triton.bench.record import kept_file, make_record, target_of, write
-from kog_triton.cli.command import run
+from kog_triton.cli.command import interruptible, run
 from kog_triton.errors import RequestError, RunError
 
 if TYPE_CHECKING:  # they import torch, which a command line that is refused does not wait for
@@ -229,6 +229,7 @@ def _time_limit_is_ctrl_c() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interruptible()
     try:
         yield
     finally:

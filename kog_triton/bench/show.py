@@ -12,7 +12,6 @@ from kog_triton.bench.startup import PHASES
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.profiling.show import span_table
 
-WIDTH = 132  # where stdout is no terminal
 CLOCKS = {  # of a stage alone
     "kernel": "us: on the GPU, around a launch of the stage alone, its start and end with it",
     "call": "us: around run_stage, which lays out and reads back the stage's tensors besides",
@@ -21,21 +20,21 @@ CLOCKS = {  # of a stage alone
 
 def show(record: dict[str, Any]) -> None:
     """Print it on stdout."""
-    console = Output(WIDTH)
+    console = Output()
     model, test = record["model"], record["test"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     title = f"{model['name']} ({model['family']}, {model['dtype']}), {test['name']}, on {where}"
     kinds = {"startup": startup_table, "stages": stage_table, "concurrency": concurrency_table}
     table = kinds.get(record["kind"], speed_table)(record)
     table.title = title
-    console.print(table)
+    console.write_table(table)
     gpu = gpu_row()
     for row in record["rows"]:
         if "profile" in row:
             title = f"{row['name']}: where a token goes"
-            console.print(span_table(read(row["profile"]), gpu, title))
+            console.write_table(span_table(read(row["profile"]), gpu, title))
     for line in notes(record):
-        console.print(line, soft_wrap=True)
+        console.write_line(line)
 
 
 def speed_table(record: dict[str, Any]) -> Table:

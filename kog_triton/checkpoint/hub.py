@@ -5,7 +5,9 @@ huggingface_hub's own.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kog_triton.errors import ModelError, shown
 
@@ -24,6 +26,7 @@ _FILES = [
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 ]
+TOKENIZER_FILES = [n for n in _FILES if n.startswith(("tokenizer", "special_", "chat_", "addit"))]
 
 
 def gguf_file(path_or_hub_id: str | Path) -> Path | None:
@@ -34,8 +37,15 @@ def gguf_file(path_or_hub_id: str | Path) -> Path | None:
     return None if path.is_dir() else path
 
 
-def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
+def model_folder(
+    path_or_hub_id: str | Path,
+    revision: str | None = None,
+    cache: str | Path | None = None,
+    files: Sequence[str] = _FILES,
+) -> Path:
     """The folder of a checkpoint: a local path, or else "org/name" of the hub at `revision`.
+
+    `cache` is where downloads are kept, None for huggingface_hub's own place; `files` are the patterns to fetch.
 
     ModelError if it is neither, or if the download fails.
     """
@@ -55,7 +65,7 @@ def model_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Pat
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text}: no such folder, and not a hub id of the form org/name")
-    return _download(text, revision)
+    return _download(text, revision, cache, files)
 
 
 def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
@@ -71,12 +81,16 @@ def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(
+    hub_id: str, revision: str | None, cache: str | Path | None, files: Sequence[str]
+) -> Path:
     # Imported here: it takes a while, and a local folder needs none of it.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES))
+        where: dict[str, Any] = {} if cache is None else {"cache_dir": cache}
+        found = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), **where)
+        return Path(found)
     except Exception as error:  # its kinds of errors differ between versions and transports
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

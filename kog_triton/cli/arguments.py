@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import RequestError, printable
 
 
 class Parser(argparse.ArgumentParser):
     """A wrong usage is one line, not the whole synopsis."""
 
     def error(self, message: str) -> NoReturn:
+        if "expected one argument" in message:
+            message += ": one that begins with - is given as FLAG=VALUE"
+        message = printable(" ".join(message.split()))
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
@@ -47,18 +50,26 @@ def share(text: str) -> float:
 
 
 def check_output(flag: str, file: Path) -> None:
-    """RequestError if a file cannot be written: asked before anything is computed for it."""
+    """RequestError if a file cannot be written: asked before anything is computed for it. - is stdout."""
+    if str(file) == "-":
+        return
     if file.is_dir():
         raise RequestError(f"{flag} {file}: Is a directory: name a file in it")
     if not file.parent.is_dir():
         raise RequestError(f"{flag} {file}: there is no folder {file.parent}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise RequestError(f"{flag} {file}: cannot be written: permission denied")
+    try:
+        if not file.exists():  # some file systems allow a folder's owner no files
+            file.touch()
+            file.unlink()
+    except OSError as error:
+        raise RequestError(f"{flag} {file}: cannot be written: {error.strerror}") from error
 
 
-def write_text(file: Path, text: str) -> None:
-    """RequestError if the file cannot be written."""
+def write_text(file: Path, text: str, what: str = "") -> None:
+    """RequestError if the file cannot be written; `what` it is called, its name by default."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+        raise RequestError(f"{what or file}: cannot be written: {error.strerror}") from error

@@ -1,24 +1,34 @@
-"""Text on a terminal: a stream shown as it comes, and the loop behind `--interactive`.
+"""Text on a terminal: a stream shown as it comes, and the talk behind `--interactive`.
 
-Ctrl-C during an answer cancels the answer; what was said so far stays in the conversation. A second
-Ctrl-C, or one at the prompt, leaves.
+Ctrl-C during an answer cancels the answer; what was said so far stays in the talk. At the prompt it drops the line.
 """
 
+import argparse
 import contextlib
+import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from kog_triton.cli.stats import stats
-from kog_triton.cli.stderr_log import STDERR_LOG
-from kog_triton.errors import RequestError
+from kog_triton.cli.activity import activity
+from kog_triton.cli.history import kept_lines
+from kog_triton.cli.stats import stats, summary
+from kog_triton.cli.stderr_log import STDERR_LOG, say
+from kog_triton.errors import RequestError, printable
 from kog_triton.generation import Generation
 from kog_triton.llm import LLM
 from kog_triton.outputs import RequestOutput
 from kog_triton.sampling.params import SamplingParams
+
+HELP = """/help              this
+/reset             forget the talk
+/set NAME VALUE    a sampling parameter, as in: /set temperature 0.2, /set max_tokens 200
+/exit              leave, as Ctrl-D
+\"\"\"                begins a text of several lines, and ends it
+Ctrl-C             ends an answer, or drops the line"""
 
 
 @contextlib.contextmanager
@@ -40,61 +50,172 @@ def cancel_on_interrupt(generation: Generation) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show(generation: Generation, end: str) -> RequestOutput:
-    """Write the text to stdout as it comes, and `end` after it; the final output.
+def show(
+    generation: Generation, end: str, quiet: bool = False, shown: bool = True
+) -> RequestOutput:
+    """Write the text to stdout as it comes, and `end` after it, if it is `shown`; the final output.
 
     Logs wait from its first sign on: before, a compiler may take long and say so.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(cancel_on_interrupt(generation))
+        waiting = stack.enter_context(contextlib.ExitStack())
+        waiting.enter_context(activity("reading the prompt", quiet))
         opened = False
         for delta in generation:
-            if delta.text and not opened:
+            waiting.close()
+            if delta.text and not opened and shown:
                 opened = True
                 stack.enter_context(STDERR_LOG.held())
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-        sys.stdout.write(end)
-        sys.stdout.flush()
+            if shown:
+                write(delta.text)
+        if shown:
+            write(end)
     return generation.output()
 
 
-def converse(llm: LLM, params: SamplingParams, system: str | None, chat: bool, quiet: bool) -> int:
+def show_samples(output: RequestOutput, quiet: bool, shown: bool) -> RequestOutput:
+    """Write every sample to stdout, each on lines of its own; stderr says which."""
+    for done in output.outputs if shown else ():
+        if not quiet:
+            say(f"sample {done.index + 1} of {len(output.outputs)}: {done.finish_reason}")
+        write(done.text + "\n")
+    return output
+
+
+def write(text: str) -> None:
+    """Text of a model on stdout; a terminal is shown control characters, not sent them."""
+    sys.stdout.write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+class Talk:
     """Ask, answer, repeat, until /exit or the end of the input.
 
-    Without `chat` each line is a text of its own to continue.
+    Raw, or where the model has no chat template, each text is one of its own to continue.
     """
-    start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(start)
-    while (line := _ask()) is not None:
-        if line == "/exit":
-            break
-        if line == "/reset":
-            messages = list(start)
-        elif line:
-            messages.append({"role": "user", "content": line})
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        how: Mapping[str, Any],
+        *,
+        raw: bool,
+        args: argparse.Namespace,
+    ) -> None:
+        self._llm, self._params, self._how = llm, params, how
+        self._chats = llm.tokenizer.has_chat_template and not raw
+        self._quiet, self._verbose = args.quiet, args.verbose
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = list(self._start)
+        self._raw = raw
+
+    def hold(self) -> int:
+        self._tell(
+            "each text is answered: /help lists commands"
+            if self._chats
+            else "each text is continued: /help lists commands"
+            if self._raw
+            else "no chat template, so that every text is continued: /help lists commands"
+        )
+        with kept_lines():
+            while (text := _ask()) is not None and text != "/exit":
+                try:
+                    if text.startswith("/") and "\n" not in text:
+                        self._command(text)
+                    elif text:
+                        self._answer(text)
+                except RequestError as error:
+                    print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 0
+
+    def _tell(self, line: str) -> None:
+        if not self._quiet:
+            say(line)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/help":
+            say(HELP)
+        elif name == "/reset":
+            self._messages = list(self._start)
+            self._tell("the talk begins anew")
+        elif name == "/set":
+            field, _, value = rest.strip().partition(" ")
+            if field not in SamplingParams.__dataclass_fields__ or not value:
+                raise RequestError("/set takes a sampling parameter and its value: /set top_p 0.9")
             try:
-                prompt: Any = llm.chat_prompt(messages) if chat else line
-                output = show(llm.stream(prompt, params), end="\n")
-            except RequestError as error:
-                messages.pop()
-                print(f"error: {error}", file=sys.stderr)
-                continue
-            messages.append({"role": "assistant", "content": output.outputs[0].text})
-            if not quiet:
-                print(stats(output), file=sys.stderr)
-    return 0
+                setattr(self._params, field, json.loads(value))
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+            self._tell(f"{field} is {getattr(self._params, field)}")
+        else:
+            raise RequestError(f"no command {name}: /help lists them")
+
+    def _answer(self, text: str) -> None:
+        prompt: Any = text
+        if self._chats:
+            asked = [*self._messages, {"role": "user", "content": text}]
+            prompt, asked = self._fitting(asked)
+        output = show(self._llm.stream(prompt, self._params), end="\n", quiet=self._quiet)
+        if self._chats:
+            self._messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]
+        self._tell(stats(output) if self._verbose else summary(output, self._params))
+
+    def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+        """The talk as a prompt, and its messages: without the oldest if there would be too little room to answer."""
+        context = self._llm.engine.max_context
+        room = min(self._params.max_tokens or context, context // 4)
+        first, dropped = len(self._start), 0
+        while True:
+            kept = [*messages[:first], *messages[first + dropped :]]
+            last = len(kept) == first + 1
+            try:
+                prompt = self._llm.chat_prompt(kept, **self._how)
+                if last or len(prompt["prompt_token_ids"]) <= context - room:
+                    break
+            except RequestError:
+                if last:
+                    raise
+            dropped += 2  # a question with its answer
+        length = len(prompt["prompt_token_ids"])
+        if length >= context:
+            raise RequestError(
+                f"the text has {length} tokens and the context holds {context}: shorten the text"
+            )
+        if dropped:
+            self._tell(f"the context is full: the oldest {dropped} messages are forgotten")
+        return prompt, kept
 
 
 def _ask() -> str | None:
-    """One line of input, None at its end. A terminal gets a prompt and line editing."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() edits lines once it is imported
+    """One text of input, None at its end. A terminal gets a prompt and line editing."""
+    while True:
+        try:
+            line = _line("> ")
+            if line is None or line.strip() != '"""':
+                return None if line is None else line.rstrip()
+            lines = []
+            while (line := _line(". ")) is not None and line.strip() != '"""':
+                lines.append(line.rstrip("\n"))
+            return "\n".join(lines)
+        except KeyboardInterrupt:
+            if not _is_terminal():
+                raise
+            print()  # the line is dropped, the talk goes on
+
+
+def _line(question: str) -> str | None:
+    if _is_terminal():
         try:
             with STDERR_LOG.held():
-                return input("> ").rstrip()
+                return input(question)
         except EOFError:
             return None
-    line = sys.stdin.readline()
-    return line.rstrip() if line else None
+    return sys.stdin.readline() or None
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -5,7 +5,7 @@
 
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,39 @@ from kog_triton.outputs import RequestOutput
 from kog_triton.sampling.params import SamplingParams
 
 SCHEMA = "kog_triton.generate/1"
+
+
+def summary(output: RequestOutput, params: SamplingParams) -> str:
+    """Two lines for people: how fast, and by which parameters."""
+    m, done = output.metrics, output.outputs[0]
+    rate = "" if m.decode_tokens_per_s is None else f" at {m.decode_tokens_per_s:,.1f} tokens/s"
+    first = "" if m.ttft_s is None else f", first after {m.ttft_s * 1e3:,.0f} ms"
+    cached = f" ({m.cached_tokens} cached)" if m.cached_tokens else ""
+    return (
+        f"{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; {done.finish_reason}\n"
+        f"{', '.join(effective(params, m.seed))}; backend {m.backend}"
+    )
+
+
+def effective(params: SamplingParams, seed: int) -> list[str]:
+    """The parameters that a request ran by: temperature and seed, and what is not vLLM's default."""
+    said = (
+        ["temperature 0"]
+        if params.greedy
+        else [f"temperature {params.temperature:g}", f"seed {seed}"]
+    )
+    for field in fields(params):
+        value = getattr(params, field.name)
+        skip = ("temperature", "seed", "max_tokens", "structured_outputs")
+        # of a greedy request no cut says anything
+        cuts = ("top_p", "top_k", "min_p") if params.greedy else ()
+        if field.name not in (*skip, *cuts) and value != field.default and value not in ((), None):
+            said.append(f"{field.name} {value}")
+    if params.max_tokens is not None:
+        said.append(f"max_tokens {params.max_tokens}")
+    if params.structured_outputs is not None:
+        said.append(f"shape by {params.structured_outputs.constraint[0]}")
+    return said
 
 
 def stats(output: RequestOutput) -> str:

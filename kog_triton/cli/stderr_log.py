@@ -8,27 +8,47 @@ import logging
 import sys
 from collections.abc import Iterator
 
+from kog_triton.errors import printable
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr)
+CLEAR = "\r\x1b[K"  # a terminal's line, from its beginning
 
 
 class StderrLog(logging.Handler):
-    """A log on stderr, in lines like our own; those that come while a text is open wait for its end."""
+    """A log on stderr, in lines like our own; those that come while a text is open wait for its end.
+
+    Below them stands at most one status, of what takes long: no line, and gone with the next.
+    """
 
     _waiting: list[str] | None = None  # None: no text is open
+    _status = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = record.getMessage()
-        if self._waiting is None:
-            say(line)
-        else:
-            self._waiting.append(line)
+        self._say(record.getMessage())
+
+    def tell(self, text: str) -> None:
+        """Lines of our own."""
+        self.acquire()
+        try:
+            self._say(text)
+        finally:
+            self.release()
+
+    def show_status(self, text: str) -> None:
+        """Put a status in place of the last one, "" for none; only where stderr is a terminal."""
+        self.acquire()
+        try:
+            if self._waiting is None and text != self._status:
+                sys.stderr.write(CLEAR + printable(text))
+                sys.stderr.flush()
+                self._status = text
+        finally:
+            self.release()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """While inside, a text is open: its last line, or a question, may not have ended."""
         waiting: list[str] = []
+        self.show_status("")
         self.acquire()  # a line of another thread is out, or waits
         self._waiting = waiting
         self.release()
@@ -39,9 +59,19 @@ class StderrLog(logging.Handler):
             try:
                 self._waiting = None
                 for line in waiting:
-                    say(line)
+                    self._say(line)
             finally:
                 self.release()
 
+    def _say(self, text: str) -> None:
+        """What a checkpoint or a file name put into a line does not drive the terminal. The lock is held."""
+        if self._waiting is not None:
+            self._waiting.append(text)
+            return
+        clear = CLEAR if self._status else ""
+        self._status = ""
+        sys.stderr.write(f"{clear}{printable(text, keep=chr(10))}\n")
+
 
 STDERR_LOG = StderrLog()
+say = STDERR_LOG.tell

@@ -14,17 +14,15 @@ from kog_triton.cli.console import Output, plain_table
 from kog_triton.profiling.analysis import Figure, Timeline
 from kog_triton.schedule.topology import Gpu
 
-WIDTH = 120  # where stdout is no terminal
-
 
 def show(
     recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None, title: str
 ) -> None:
     """Print table and notes on stdout."""
-    console = Output(WIDTH)
-    console.print(span_table(rows, gpu, title))
+    console = Output()
+    console.write_table(span_table(rows, gpu, title))
     for text in notes(recording, line, rows, gpu):
-        console.print(text, soft_wrap=True)
+        console.write_line(text)
 
 
 def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:

@@ -8,9 +8,17 @@ history      what the penalties and bad words look back on
 definition   logits, parameters and history in; one token out
 """
 
-from kog_triton.sampling.definition import Sampled, raw_logprobs, sample
+from kog_triton.sampling.definition import Sampled, rank_of, raw_logprobs, sample
 from kog_triton.sampling.history import History
 from kog_triton.sampling.params import SamplingParams
-from kog_triton.sampling.structured import StructuredOutputs
+from kog_triton.sampling.structured import StructuredOutputsParams
 
-__all__ = ["History", "Sampled", "SamplingParams", "StructuredOutputs", "raw_logprobs", "sample"]
+__all__ = [
+    "History",
+    "Sampled",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "rank_of",
+    "raw_logprobs",
+    "sample",
+]

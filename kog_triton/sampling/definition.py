@@ -54,11 +54,12 @@ CHUNK = 8192  # ids whose weights are made at a time: they stay in the CPU's cac
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token; if `logprobs` were asked for, its own and the best as (id, logprob)."""
+    """A token; if `logprobs` were asked for, its own, the best as (id, logprob), and its rank."""
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 def sample(
@@ -92,7 +93,7 @@ def sample(
     )
     if params.logprobs is None:
         return Sampled(token)
-    return Sampled(token, *raw_logprobs(logits, token, params.logprobs))
+    return Sampled(token, *raw_logprobs(logits, token, params.logprobs), rank_of(logits, token))
 
 
 def nothing_allowed(position: int) -> RequestError:
@@ -101,6 +102,12 @@ def nothing_allowed(position: int) -> RequestError:
         f"no token is allowed at position {position}: relax allowed_token_ids, bad_words, "
         "min_tokens or the mask"
     )
+
+
+def rank_of(logits: np.ndarray, token: int) -> int:
+    """1 for the likeliest id; ties by id, as in `raw_logprobs`."""
+    ahead = np.count_nonzero(logits > logits[token])
+    return 1 + int(ahead + np.count_nonzero(logits[:token] == logits[token]))
 
 
 def raw_logprobs(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kog_triton.errors import RequestError, wrong
-from kog_triton.sampling.structured import StructuredOutputs
+from kog_triton.sampling.structured import StructuredOutputsParams
+from kog_triton.vllm_names import takes_vllm_names
 
 MIN_TEMPERATURE = 1e-5  # below it 1 / temperature only loses range: use 0, which is greedy
 MAX_TEMPERATURE = 1e5
@@ -30,9 +31,13 @@ GENERATION_CONFIG_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
+@takes_vllm_names
+@dataclass(kw_only=True)
 class SamplingParams:
-    """One request's sampling. `temperature` 0 is greedy and ignores top_k, top_p and min_p."""
+    """One request's sampling. `temperature` 0 is greedy and ignores top_k, top_p and min_p.
+
+    A field may be assigned and is then checked again; a request that has begun keeps what it was given.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -58,11 +63,19 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = None  # as logprobs, for every token of the prompt
     detokenize: bool = True
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     end_token_ids: tuple[int, ...] = ()  # from `resolve`: masked until min_tokens are out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # from `resolve`
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.keys() < self.__dataclass_fields__.keys():  # __init__ is at work
+            object.__setattr__(self, name, value)
+        else:
+            vars(self).update(vars(replace(self, **{name: value})))
+
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            vars(self)[name] = plain_number(getattr(self, name))
         _integer("n", self.n, 1, MAX_SAMPLES)
         _real("temperature", self.temperature, 0, MAX_TEMPERATURE)
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -77,7 +90,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
             if self.seed == -1:
-                object.__setattr__(self, "seed", None)
+                vars(self)["seed"] = None
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
@@ -107,8 +120,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise wrong("allowed_token_ids", [], "null or at least one token id")
         self._set_bias()
-        if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise wrong("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise wrong("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
         if self.structured_outputs and self.ignore_eos:
             raise wrong("ignore_eos", True, "false with structured_outputs, which end the answer")
 
@@ -122,7 +135,7 @@ class SamplingParams:
             raise wrong(name, value, "a list of strings")
         if "" in value:
             raise wrong(name, list(value), "non-empty strings")
-        object.__setattr__(self, name, tuple(value))
+        vars(self)[name] = tuple(value)
 
     def _set_ids(self, name: str) -> None:
         value = getattr(self, name)
@@ -130,9 +143,10 @@ class SamplingParams:
             return
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
             raise wrong(name, value, "a list of token ids")
+        value = [plain_number(token) for token in value]
         for token in value:
             _integer(name, token, 0, MAX_VOCAB_SIZE - 1)
-        object.__setattr__(self, name, tuple(sorted(set(value))))
+        vars(self)[name] = tuple(sorted(set(value)))
 
     def _set_bias(self) -> None:
         if self.logit_bias is None:
@@ -143,11 +157,27 @@ class SamplingParams:
         for key, value in self.logit_bias.items():
             # JSON has string keys only, so "15": 1.0 means token 15
             is_id = isinstance(key, str) and key.isdecimal() and len(key) < 20
-            token = int(key) if is_id else key
+            token = int(key) if is_id else plain_number(key)
+            value = plain_number(value)
             _integer("logit_bias", token, 0, MAX_VOCAB_SIZE - 1)
             _real("logit_bias", value, -100, 100)
             bias[token] = float(value)
-        object.__setattr__(self, "logit_bias", bias)
+        vars(self)["logit_bias"] = bias
+
+    def clone(self) -> "SamplingParams":
+        return replace(self)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """As the constructor; what is None is left out, and biases are moved into range, as in vLLM."""
+        given = {name: value for name, value in given.items() if value is not None}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            try:
+                given["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in bias.items()}
+            except TypeError as error:
+                raise wrong("logit_bias", bias, "an object of token id: bias") from error
+        return cls(**given)
 
     @property
     def greedy(self) -> bool:
@@ -226,6 +256,17 @@ def _bad_words(
             raise wrong("bad_words", word, "text that the tokenizer can encode")
         out |= {variant for variant in ids if max(variant) < vocab_size}  # others cannot come
     return tuple(sorted(out))
+
+
+_NUMBERS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
+)
+
+
+def plain_number(value: Any) -> Any:
+    """A scalar of numpy or torch as Python's number; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _integer(name: str, value: object, low: int, high: int = MAX_INTEGER) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kog_triton.errors import RequestError, wrong
+from kog_triton.vllm_names import takes_vllm_names
 
 
+@takes_vllm_names
 @dataclass(frozen=True)
-class StructuredOutputs:
+class StructuredOutputsParams:
     """Exactly one field is set; RequestError names a field that is missing, extra or of a wrong type.
 
     json         a JSON schema, as an object or as its text

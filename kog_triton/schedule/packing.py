@@ -1,4 +1,4 @@
-"""Weights in the order in which the CUDA lowering reads them.
+"""Weights in the order in which the CUDA lowering reads them, and back.
 
 Bits are only moved, so any 16-bit type packs the same way, and any array that reshapes like numpy's or
 torch's will do: packing runs where the weights are.
@@ -36,6 +36,72 @@ def pack_blocks(
     out = _new(w, (count, slots * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
     return out.reshape(count, slots, lowering.fragments, WARPS, high, wide)
+
+
+def first_ring_slots(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
+    """Of every matrix stage and layer, the ring slot at which each block begins it: int64 [num_blocks]."""
+    out = {}
+    at: np.ndarray = np.zeros(lowering.num_blocks, np.int64)
+    for segment in lowering.schedule.segments:
+        for layer in range(segment.repeat):
+            for stage in segment.stages:
+                if stage.name not in lowering.tilings:
+                    continue
+                out[stage.name, layer] = at
+                indices = (lowering.group_index(stage, b) for b in range(lowering.num_blocks))
+                at = at + [lowering.stage_ring_slots(stage, layer, index) for index in indices]
+    return out
+
+
+def unit_places(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray) -> np.ndarray:
+    """Where a stage's units lie in rank 0's arena, int64 [2, shards, units]: the fragment, of all warps, with which
+    their block's run of the stage begins, and how many of the run's fragments come before the unit.
+
+    first  the stage's, of `first_ring_slots`
+    """
+    group, steps = lowering.group_size(stage), lowering.steps(stage)
+    out = np.empty((2, lowering.num_blocks // group, lowering.num_units(stage)), np.int64)
+    for block in range(lowering.num_blocks):
+        own = lowering.block_units(stage, layer, lowering.group_index(stage, block))
+        begin = (first[block] * lowering.num_blocks + block) * lowering.fragments
+        out[0, block // group, own.start : own.stop] = begin
+        out[1, block // group, own.start : own.stop] = np.arange(len(own)) * steps
+    return out
+
+
+def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
+    """Where the fragments of `unit_places` lie, int64 [shards, units, steps]: they count fragments of all warps."""
+    begin, before = units[..., None]
+    slot, inside = np.divmod(before + np.arange(lowering.steps(stage)), lowering.fragments)
+    places: np.ndarray = begin + slot * lowering.num_blocks * lowering.fragments + inside
+    return places
+
+
+def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
+    """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: `unit_places` of
+    its unit, the byte of a fragment of all warps at which its rows begin, and 0."""
+    rows_of_unit = WARPS // lowering.tilings[stage.name].k_parts
+    width = lowering.fragment_bytes // rows_of_unit
+    begin, before = np.repeat(units, rows_of_unit, 2)
+    inside = np.tile(np.arange(rows_of_unit) * width, units.shape[2])
+    groups = [begin, before, np.broadcast_to(inside, begin.shape), np.zeros_like(begin)]
+    return np.stack(groups, -1).astype(np.int32)
+
+
+def unpack_stage(lowering: CudaLowering, stage: Stage, arena: Any, places: Any) -> Any:
+    """A stage's matrices out of the arena, [shards, rows, cols], rows as they are dealt out (`row_order`).
+
+    arena   any 16-bit type, all of it
+    places  `fragment_places`, of the arena's kind of array
+    """
+    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
+    shards, units, steps = places.shape
+    parts = tiling.k_parts
+    fragments = arena.reshape(-1, lowering.fragment_bytes // 2)[places.reshape(-1)]
+    shape = (shards, units, steps, WARPS // parts, parts, high, wide)
+    ordered = _permute(fragments.reshape(shape), (0, 1, 3, 5, 4, 2, 6))
+    rows = units * tiling.unit_rows
+    return ordered.reshape(shards, rows, lowering.padded_k(stage))[:, : stage.rows, : stage.cols]
 
 
 def _permute(array: Any, axes: tuple[int, ...]) -> Any:

@@ -1,5 +1,6 @@
-"""Weights in the order in which the Triton lowering reads them; runs on numpy's arrays or torch's."""
+"""Weights in the order in which the Triton lowering reads them, and back; runs on numpy's arrays or torch's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kog_triton.schedule.lowering import row_order
@@ -20,12 +21,29 @@ def pack_tiles(stage: Stage, t: StageTiles, group: int, shards: Any) -> Any:
     padded = _zeros(shards, (shards_on, group * t.block_rows, t.k_tiles * 2 * t.tile_words))
     padded[:, :rows, :cols] = shards
     shape = (shards_on, group, t.units, t.tile_rows, t.k_tiles, 2 * t.tile_words)
+    tiles = _permute(padded.reshape(shape), _axes(stage))
+    return tiles.reshape(t.tiles, shards_on * group, t.tile_rows, 2 * t.tile_words)
+
+
+def unpack_tiles(stage: Stage, t: StageTiles, group: int, packed: Any) -> Any:
+    """What `pack_tiles` was given, [S, rows, cols], but rows as they are dealt out (`row_order`)."""
+    sizes = (packed.shape[1] // group, group, t.units, t.tile_rows, t.k_tiles, 2 * t.tile_words)
+    axes = _axes(stage)
+    tiles = packed.reshape([sizes[axis] for axis in axes])
+    shards = _permute(tiles, sorted(range(6), key=axes.__getitem__))
+    shape = (sizes[0], group * t.block_rows, t.k_tiles * 2 * t.tile_words)
+    return shards.reshape(shape)[:, : stage.rows, : stage.cols]
+
+
+def _axes(stage: Stage) -> tuple[int, ...]:
+    """Of [S, group, units, tile_rows, k_tiles, values], in the order in which they are packed."""
     # stages that gather their input go K tile by K tile, the others row tile by row tile
     wired = stage.epilogue is Epilogue.RESIDUAL
-    axes = (4, 2, 0, 1, 3, 5) if wired else (2, 4, 0, 1, 3, 5)
-    tiles = padded.reshape(shape)
-    tiles = tiles.permute(axes) if hasattr(tiles, "permute") else tiles.transpose(axes)
-    return tiles.reshape(t.tiles, shards_on * group, t.tile_rows, 2 * t.tile_words)
+    return (4, 2, 0, 1, 3, 5) if wired else (2, 4, 0, 1, 3, 5)
+
+
+def _permute(array: Any, axes: Sequence[int]) -> Any:
+    return array.permute(*axes) if hasattr(array, "permute") else array.transpose(axes)
 
 
 def _zeros(like: Any, shape: tuple[int, ...]) -> Any:

@@ -130,7 +130,7 @@ class CompletionAnswer:
     ) -> dict[str, Any]:
         """Of what was made; `echoed`: behind those of that sample's prompt."""
         tokens: list[dict[int, Logprob] | None] = list(made) if self._made else []
-        texts = [next(iter(t.values())).decoded_token for t in tokens if t is not None]
+        texts = [next(iter(t.values())).decoded_token or "" for t in tokens if t is not None]
         if echoed is not None and self._echo:
             assert sample.output is not None
             prompt = sample.output.prompt_logprobs or []

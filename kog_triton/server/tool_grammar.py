@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kog_triton.errors import RequestError
-from kog_triton.sampling.structured import StructuredOutputs
+from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.text.tool_calls import FORMATS
 
 
 def forced_call(
     parser: str, tools: Sequence[Mapping[str, Any]], name: str | None
-) -> StructuredOutputs:
+) -> StructuredOutputsParams:
     """One call of one of the tools, or of the named one; RequestError if there is none of that name.
 
     The arguments fit the tool's schema.
@@ -30,7 +30,7 @@ def forced_call(
     start = [opener, r"/[ \n]?/", '"["' if form.in_list else "", "call", r"/[ \n]?/"]
     start += [json.dumps(form.closer)] if form.closer else []
     schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
-    return StructuredOutputs(grammar=f"start: {' '.join(start)}\ncall: %json {schema}\n")
+    return StructuredOutputsParams(grammar=f"start: {' '.join(start)}\ncall: %json {schema}\n")
 
 
 def _schema(function: Mapping[str, Any], argument_key: str) -> dict[str, Any]:

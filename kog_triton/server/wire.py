@@ -86,14 +86,14 @@ class Steps(msgspec.Struct, tag=True, array_like=True):
     """Tokens as they were made, each the fields of a `Step`."""
 
     id: int
-    steps: list[tuple[int, str | None, float | None, Top, int, int]]
+    steps: list[tuple[int, str | None, float | None, Top, int, int, int | None]]
 
 
 class Scores(msgspec.Struct, tag=True, array_like=True):
     """Tokens of a prompt, each the fields of a `PromptLogprob`; before the first Steps."""
 
     id: int
-    tokens: list[tuple[int, float, Top]]
+    tokens: list[tuple[int, float, Top, int | None]]
 
 
 class Ended(msgspec.Struct, tag=True, array_like=True):
@@ -146,7 +146,7 @@ class Frames:
 
 
 def steps(request: int, made: list[Step]) -> Steps:
-    fields = [(s.token, s.finish, s.logprob, s.top, s.device_ns, s.held) for s in made]
+    fields = [(s.token, s.finish, s.logprob, s.top, s.device_ns, s.held, s.rank) for s in made]
     return Steps(request, fields)
 
 

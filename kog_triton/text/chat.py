@@ -5,6 +5,7 @@ sandbox.py) on data rebuilt from plain JSON types. What it refuses is a one-line
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ def check_template(path: Path, name: str, text: str) -> None:
         raise ModelError(
             f"{path}: the chat template {name!r} is longer than {MAX_TEMPLATE_CHARS} characters"
         )
+
+
+def caller_template(text: str) -> str:
+    """A caller's own template; RequestError if it is none or too long."""
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"chat_template is {shown(text)}: it must be a template's text")
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise RequestError(f"chat_template is longer than {MAX_TEMPLATE_CHARS} characters")
+    return text
 
 
 def choose_template(templates: Mapping[str, str], name: str | None, has_tools: bool) -> str:
@@ -142,3 +152,50 @@ def render(
     raise (ModelError if reply["invalid"] else RequestError)(
         first_line(f"the chat template{reply['error']}")
     )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A template and what it may see.
+
+    ends  "with_prompt": with what begins an answer; "inside": within the last message, for the model to continue it
+    """
+
+    source: str
+    values: dict[str, Any]
+    ends: str = "with_prompt"
+
+    def render(self, named_tokens: Mapping[str, str]) -> str:
+        values = {**named_tokens, **self.values}
+        if self.ends != "inside":
+            return render(self.source, values, self.ends == "with_prompt")
+        return _cut_off(
+            render(self.source, values | {"messages": _with_cut(values["messages"])}, False)
+        )
+
+
+# Stands behind the last message, so that the text can be cut off there; the space shows whether a template trims.
+CUT = "\ufdd2 "
+
+
+def _with_cut(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + CUT
+    elif isinstance(content, list) and content and isinstance(content[-1], dict):
+        part = content[-1]
+        if not isinstance(part.get("text"), str):
+            raise RequestError("continue_final_message: the last message does not end with text")
+        last["content"] = [*content[:-1], part | {"text": part["text"] + CUT}]
+    else:
+        raise RequestError("continue_final_message: the last message has no content to continue")
+    return [*messages[:-1], last]
+
+
+def _cut_off(text: str) -> str:
+    """What comes before the cut, as transformers has it: where the template trims, without white space at its end."""
+    before, found, after = text.rpartition(CUT.strip())
+    if not found:
+        raise RequestError("continue_final_message: the chat template leaves the last message out")
+    return before if after.startswith(" ") else before.rstrip()

@@ -11,6 +11,7 @@ token is allowed exactly where the grammar is complete, and nothing else once it
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,25 +38,18 @@ class Grammars:
         self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
 
     def compile(self, name: str, value: Any) -> "Grammar":
-        """The grammar of one field of StructuredOutputs.
+        """The grammar of one field of StructuredOutputsParams.
 
         RequestError if llguidance is not installed, the model has no end token, or the constraint
         is invalid or admits no answer.
         """
-        try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise RequestError(
-                "structured_outputs needs llguidance: pip install 'kog-triton[grammar]'"
-            ) from error
+        source = _checked_source(name, value)
+        from llguidance import LLMatcher
+
         if not self._eos:
             raise RequestError(
                 "structured_outputs needs a model with an end token: this one could not stop"
             )
-        try:
-            source = _source(name, value)
-        except UnicodeEncodeError as error:
-            raise _invalid(name, value, "it holds a lone surrogate") from error
         matcher = LLMatcher(self._vocabulary, source, log_level=SILENT)
         if matcher.is_error():
             raise _invalid(name, value, matcher.get_error())
@@ -72,6 +66,25 @@ class Grammars:
 
         table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
         return LLTokenizer(TokenizerWrapper(table), n_vocab=self._vocab_size, eos_token=self._eos)
+
+
+def check_constraint(name: str, value: Any) -> None:
+    """What can be said of a constraint before any vocabulary is known: the same RequestErrors."""
+    source = _checked_source(name, value)
+    from llguidance import LLMatcher
+
+    if wrong := LLMatcher.validate_grammar(source):
+        raise _invalid(name, value, wrong)
+
+
+def _checked_source(name: str, value: Any) -> str:
+    """RequestError if llguidance is not installed or the constraint is no text of its kind."""
+    if find_spec("llguidance") is None:
+        raise RequestError("structured_outputs needs llguidance: pip install 'kog-triton[grammar]'")
+    try:
+        return _source(name, value)
+    except UnicodeEncodeError as error:
+        raise _invalid(name, value, "it holds a lone surrogate") from error
 
 
 class Grammar:

@@ -8,7 +8,8 @@ is a ModelError with its path. Sentencepiece-only checkpoints are refused with a
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,9 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, of which `load` makes the same tokenizer."""
         self._backend.save(str(folder / "tokenizer.json"))
         config: dict[str, Any] = dict(self.named_tokens)
-        if self._templates:
+        if self.chat_templates:
             config["chat_template"] = [
-                {"name": name, "template": text} for name, text in self._templates.items()
+                {"name": name, "template": text} for name, text in self.chat_templates.items()
             ]
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -108,12 +109,15 @@ class Tokenizer:
         """How many ids there are, added tokens included; a model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         """Ids of a text; special tokens written in it are special (`encode_chat` is for users).
 
-        `add_special_tokens` adds what tokenizer.json puts around a text, often a first token.
+        `add_special_tokens` adds what tokenizer.json puts around a text, often a first token. `most` is the context's
+        tokens: RequestError for a text that begins with far more, without a look at the rest of it.
         """
-        return _encode(self._backend, text, add_special_tokens)
+        return _encode(self._backend, text, add_special_tokens, most)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         with library_errors("tokenizer.json cannot decode"):
@@ -152,56 +156,114 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.chat_templates)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The conversation as the model's template writes it; `template` names one of several.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """The conversation as the model's template writes it; the parameters are those of `encode_chat`.
 
         To make ids of it use `encode_chat`: in this text a user's "<|im_end|>" looks real.
         """
-        source = chat.choose_template(self.chat_templates, template, tools is not None)
-        given = chat.prepare(messages, tools, documents, kwargs)
-        return chat.render(source, self.named_tokens | given, add_generation_prompt)
+        return self._conversation(messages, **how).render(self.named_tokens)
 
     def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, **how: Any
+    ) -> list[int]:
+        """The ids of `render_chat`, in which special tokens come from the template alone.
+
+        tools, documents         what the model may call and read, as JSON data
+        add_generation_prompt    end with what begins an answer (default: True)
+        continue_final_message   end inside the last message, for the model to continue it
+        template                 the name of one of several templates of the checkpoint
+        chat_template            a template's text, instead of the checkpoint's
+        most                     as in `encode`
+
+        Others are the template's own, such as enable_thinking. RequestError for a conversation that the template
+        refuses.
+        """
+        plain = self._conversation(messages, **how)
+        marked = replace(plain, values=self._guard.mark(plain.values))
+        text = marked.render(self.named_tokens)
+        if marked == plain and not self._guard.loose:
+            return _encode(self._backend, text, False, most)
+        return _encode(self._guard.twin, self._guard.reveal(text), False, most)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **how: Any,
+    ) -> list[int] | str:
+        """`encode_chat`, or `render_chat` without `tokenize`, under the name and defaults of transformers."""
+        how |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        return (
+            self.encode_chat(conversation, **how)
+            if tokenize
+            else self.render_chat(conversation, **how)
+        )
+
+    def _conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template: str | None = None,
+        chat_template: str | None = None,
         **kwargs: Any,
-    ) -> list[int]:
-        """The ids of `render_chat`, in which special tokens come from the template alone."""
-        source = chat.choose_template(self.chat_templates, template, tools is not None)
-        given = chat.prepare(messages, tools, documents, kwargs)
-        marked = self._guard.mark(given)
-        text = chat.render(source, self.named_tokens | marked, add_generation_prompt)
-        if marked == given and not self._guard.loose:
-            return _encode(self._backend, text, False)
-        return _encode(self._guard.twin, self._guard.reveal(text), False)
+    ) -> chat.Conversation:
+        if chat_template is not None:
+            source = chat.caller_template(chat_template)
+        else:
+            source = chat.choose_template(self.chat_templates, template, tools is not None)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt=False: the answer has begun"
+            )
+        ends = "with_prompt" if add_generation_prompt else "as_is"
+        if continue_final_message:
+            ends = "inside"
+        return chat.Conversation(source, chat.prepare(messages, tools, documents, kwargs), ends)
 
     @cached_property
     def _guard(self) -> Guard:
         return Guard(self._backend)
 
 
-def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _encode(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, most: int | None
+) -> list[int]:
+    def count(beginning: str) -> int:
+        return len(backend.encode(beginning, add_special_tokens=False).ids)
+
     with library_errors("tokenizer.json cannot encode this text"):
         try:
+            if most is not None:
+                _check_length(text, most, count)
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds a lone surrogate"
             ) from error
+
+
+def _check_length(text: str, most: int, count: Callable[[str], int]) -> None:
+    """RequestError if a beginning of the text has more than twice the tokens that may be.
+
+    Twice, because where a text is cut off its last word may have more tokens than inside the whole. Beginnings grow
+    from eight characters a token, beyond which few texts reach.
+    """
+    size = 8 * most
+    while size < len(text):
+        tokens = count(text[:size])
+        if tokens > 2 * most:
+            raise RequestError(
+                f"the prompt has more than {tokens // 2} tokens and the context holds {most}: "
+                "shorten the prompt to leave room for an answer"
+            )
+        size *= 2
 
 
 @contextlib.contextmanager

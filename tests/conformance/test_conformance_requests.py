@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from kog_triton.backends.cuda import launcher as cuda_launcher
 
 from kog_triton.backends import pace, serving
+from kog_triton.backends.cuda import launcher as cuda_launcher
 from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.errors import RequestError, RunError
 from tests.lib.conformance_backends import BACKENDS
@@ -258,9 +258,8 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, wh
 class Full:
     """A library of prompts that has no memory left; a prompt of one token asks for none."""
 
-    def run(self, token_ids, first, cache):
-        if token_ids:
-            raise torch.OutOfMemoryError("out of memory")
+    def begin(self, token_ids, first, cache):
+        raise torch.OutOfMemoryError("out of memory")
 
 
 def no_memory(slot, logprobs):

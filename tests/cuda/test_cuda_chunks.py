@@ -13,11 +13,11 @@ from functools import partial
 
 import pytest
 import torch
+
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import chunks
 from kog_triton.backends.cuda.layout.attention import attention_bytes
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
-
-from kog_triton.backends import BackendOptions
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover, choose_prefill
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError, ModelError

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import torch
-from kog_triton.backends.cuda import launcher
 
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError
 from kog_triton.sampling import SamplingParams

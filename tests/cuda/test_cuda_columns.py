@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from kog_triton.backends.cuda.layout import batches
 from kog_triton.backends.cuda.layout.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout.layout import lay_out
-
 from kog_triton.backends.mailbox import Failure
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kog_triton.backends.cuda import jit, kernel_cache
 
+from kog_triton.backends.cuda import jit, kernel_cache
 from kog_triton.errors import DeviceError
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import INCLUDE

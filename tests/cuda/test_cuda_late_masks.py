@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from kog_triton.backends.cuda import launcher
 
 from kog_triton.backends import serving, watchdog
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.serving import LateMask, LaunchServing
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams

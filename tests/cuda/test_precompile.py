@@ -9,11 +9,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from kog_triton.backends.cuda import precompile as cuda
-from kog_triton.backends.cuda.layout.header import render
 
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import precompile as cuda
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
 from kog_triton.checkpoint.folder import Checkpoint
@@ -249,7 +249,7 @@ assert len(jit._begun) == 1 and "torch" not in sys.modules
 from kog_triton import LLM
 with LLM() as llm:
     assert llm.choice.name == "cuda" and not jit._begun
-    print(llm.generate("def f(", llm.default_params(temperature=0, max_tokens=16))[0].outputs[0].text)
+    print(llm.generate("def f(", llm.get_default_sampling_params(temperature=0, max_tokens=16))[0].outputs[0].text)
 """
 SECOND = "import sys; from kog_triton.generate import main; sys.exit(main(sys.argv[1:]))"
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from kog_triton.backends.cuda.recording import stage_bytes
 
 from kog_triton import __main__ as kog
 from kog_triton import profile
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
+from kog_triton.backends.cuda.recording import stage_bytes
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.recording import HEAD, Profiler, Recording, Span
 from kog_triton.backends.reference import ReferenceBackend

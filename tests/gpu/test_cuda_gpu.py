@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from kog_triton.backends.cuda import launcher
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import launcher
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.folder import Checkpoint

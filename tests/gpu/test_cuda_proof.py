@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from kog_triton.backends.cuda import jit
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
 from tests.lib.cuda_injection import (

@@ -6,10 +6,10 @@ The oracle is the kernel of one token on the same GPU, a request at a time.
 import time
 
 import pytest
-from kog_triton.backends.cuda import jit
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from tests.lib.cuda_injection import Weights
 from tests.lib.cuda_planting import plant

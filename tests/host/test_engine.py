@@ -52,8 +52,9 @@ def test_greedy_text_is_the_argmax_of_the_backend(llm):
 
 
 def test_defaults_come_from_the_checkpoint_and_explicit_values_win(llm):
-    params = llm.default_params(top_k=3)
-    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, None)
+    params = llm.get_default_sampling_params(top_k=3)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, 16)  # vLLM's length
+    assert len(llm.generate("say:" + "x" * 30)[0].outputs[0].token_ids) == 16
 
 
 def test_max_tokens_none_runs_to_the_end_of_the_context(llm):
@@ -70,7 +71,7 @@ def test_a_list_of_prompts_shares_the_slots_and_keeps_its_order(llm):
 
 def test_the_progress_bar_draws_on_stderr_only(llm, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then draws as on a terminal
-    llm.generate(["a", "b"], GREEDY, use_progress_bar=True)
+    llm.generate(["a", "b"], GREEDY, use_tqdm=True)
     out, err = capsys.readouterr()
     assert out == "" and "tokens/s" in err
     llm.generate(["a", "b"], GREEDY)  # stderr is no terminal here
@@ -354,12 +355,16 @@ def test_an_interrupt_cancels_and_the_slot_knows_what_it_holds(folder, narrow, m
     assert again.metrics.cached_tokens == 6 and again.outputs[0] == cold(folder, "slow Hi")
 
 
-def test_max_model_len_bounds_prompt_and_answer(folder):
-    with (
-        LLM(folder, backend=FakeBackend, max_model_len=20) as llm,
-        pytest.raises(RequestError, match="prompt 9 \\+ max_tokens 12 exceeds the context of 20"),
-    ):
-        llm.generate("x" * 9, GREEDY)
+def test_where_the_context_ends_an_answer_has_its_length(folder):
+    """As in vLLM: one long prompt or a large max_tokens refuses no list of prompts."""
+    with LLM(folder, backend=FakeBackend, max_model_len=20) as llm:
+        outputs = llm.generate(["x" * 9, "x" * 19, "x"], GREEDY)
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [11, 1, 12]
+        assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+        with pytest.raises(
+            RequestError, match=r"prompts\[1\]: the prompt has 20 tokens and the cont"
+        ):
+            llm.generate(["x", "x" * 20], GREEDY)
 
 
 def test_a_reader_that_comes_late_gets_the_rate_all_the_same(monkeypatch):

@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from kog_triton import LLM, SamplingParams, StructuredOutputs
+from kog_triton import LLM, SamplingParams, StructuredOutputsParams
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RequestError, RunError
 from kog_triton.text import Tokenizer
@@ -177,7 +177,7 @@ def test_what_cannot_be_compiled_is_named_in_one_line(bytewise, name, value, say
 def test_without_the_package_the_error_says_what_to_install(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install 'kog-triton\[grammar\]'"):
-        answers(demo, StructuredOutputs(regex="a"))
+        answers(demo, StructuredOutputsParams(regex="a"))
 
 
 def test_a_model_that_cannot_end_is_refused(tokenizer):
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_end_is_refused(tokenizer):
 
 
 def test_a_mask_and_a_grammar_are_one_too_many(demo):
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(RequestError, match="leave out one"):
         demo.engine.prepare([1], params, mask=lambda ids: None)
 
@@ -207,13 +207,13 @@ SCHEMA = {
 
 @pytest.mark.parametrize("written", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
 def test_json_fits_its_schema(demo, written):
-    for out in answers(demo, StructuredOutputs(json=written), top_p=0.9):
+    for out in answers(demo, StructuredOutputsParams(json=written), top_p=0.9):
         assert out.finish_reason == "stop" and out.stop_reason is None
         jsonschema.validate(json.loads(out.text), SCHEMA)
 
 
 def test_any_json_object(demo):
-    constraint = StructuredOutputs(json_object=True)
+    constraint = StructuredOutputsParams(json_object=True)
     for out in answers(demo, constraint, range(2), temperature=0.5, max_tokens=60):
         if out.finish_reason == "stop":  # nothing bounds how long an object gets
             assert isinstance(json.loads(out.text), dict)
@@ -222,7 +222,7 @@ def test_any_json_object(demo):
 
 def test_every_sample_matches_the_regex_whole(demo):
     regex = r"[a-z_]{2,12}\((self|[a-z]), \d{1,3}\)"
-    outs = answers(demo, StructuredOutputs(regex=regex), range(2), n=3)
+    outs = answers(demo, StructuredOutputsParams(regex=regex), range(2), n=3)
     assert [out.index for out in outs] == [0, 1, 2] * 2
     assert all(re.fullmatch(regex, out.text) for out in outs)
     assert all(out.finish_reason == "stop" for out in outs)
@@ -230,14 +230,16 @@ def test_every_sample_matches_the_regex_whole(demo):
 
 
 def test_a_choice(demo):
-    outs = answers(demo, StructuredOutputs(choice=["yes", "no", "it depends"]), range(12))
+    outs = answers(demo, StructuredOutputsParams(choice=["yes", "no", "it depends"]), range(12))
     assert {out.text for out in outs} <= {"yes", "no", "it depends"}
     assert len({out.text for out in outs}) > 1
 
 
 def test_a_grammar(demo):
     grammar = 'start: term ("+" term)~1..3\nterm: /[1-9][0-9]?/ | "(" start ")"'
-    for out in answers(demo, StructuredOutputs(grammar=grammar), prompt="x = ", temperature=0.7):
+    for out in answers(
+        demo, StructuredOutputsParams(grammar=grammar), prompt="x = ", temperature=0.7
+    ):
         if out.finish_reason == "stop":
             tree = ast.parse(out.text, mode="eval")
             names = {type(node).__name__ for node in ast.walk(tree)}
@@ -245,7 +247,7 @@ def test_a_grammar(demo):
 
 
 def test_greedy_within_a_grammar_is_repeatable_and_free_text_is_not_held_to_it(demo):
-    constraint = StructuredOutputs(regex="[0-9]{4}")
+    constraint = StructuredOutputsParams(regex="[0-9]{4}")
     one, two = answers(demo, constraint, range(2), temperature=0)
     assert one.token_ids == two.token_ids and re.fullmatch("[0-9]{4}", one.text)
     free = demo.generate("data = ", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
@@ -254,6 +256,8 @@ def test_greedy_within_a_grammar_is_repeatable_and_free_text_is_not_held_to_it(d
 
 def test_a_stream_keeps_to_its_grammar(tmp_path):
     with LLM(make_checkpoint(tmp_path), backend=FakeBackend) as llm:
-        params = SamplingParams(seed=1, structured_outputs=StructuredOutputs(choice=["héé", "oh"]))
+        params = SamplingParams(
+            seed=1, structured_outputs=StructuredOutputsParams(choice=["héé", "oh"])
+        )
         deltas = list(llm.stream("slow a", params))
     assert "".join(d.text for d in deltas) == deltas[-1].output.outputs[0].text in ("héé", "oh")

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "kog_triton"
 MAX_LINES = 600
 
 # room -> the rooms it may import from; the others (engine, LLM, entry points) may import any of these
-BASE = {"errors", "json_file"}
+BASE = {"errors", "json_file", "vllm_names"}
 ARROWS = {
     "errors": set(),
     "json_file": {"errors"},
@@ -43,7 +43,17 @@ NO_TORCH = (
     "cli.command",
     "server",
 )
-ENTRY_POINTS = {"__main__", "generate", "quantize", "doctor", "plan", "serve", "bench", "profile"}
+ENTRY_POINTS = {
+    "__main__",
+    "cache",
+    "generate",
+    "quantize",
+    "doctor",
+    "plan",
+    "serve",
+    "bench",
+    "profile",
+}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from kog_triton.backends.prefill import forward as walk
-from kog_triton.backends.prefill import weights as fused
-from kog_triton.backends.prefill.library import (
-    BUCKETS,
-    BY_TOKEN,
-    LibraryPrefill,
-    choose_prefill,
-)
+from kog_triton.backends.prefill.library import BUCKETS, BY_TOKEN, choose_prefill
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from tests.lib.prefill_cases import (
@@ -28,6 +22,7 @@ from tests.lib.prefill_cases import (
     OWN,
     SPECS,
     TOLERANCE,
+    PlainMatrices,
     assert_filled,
     empty_cache,
     errors,
@@ -122,7 +117,7 @@ class Poisoned(RandomWeights):
 
 
 def test_padding_holds_nothing_of_another_request():
-    ours = LibraryPrefill(Poisoned(SPECS["llama"]), SPECS["llama"], 64, CPU, F32, buckets=(16,))
+    ours = prefill_of("llama", weights=Poisoned(SPECS["llama"]), buckets=(16,))
     held = empty_cache("llama")
     ours.run([7] * 16, 0, held)
     ours.run([3, 4], 0, held)
@@ -135,28 +130,25 @@ def test_the_callers_embedding_is_used_and_left_alone():
     before = wide.clone()
     embed = wide[:, : spec.hidden_size]
     held = empty_cache("llama", BF16)
-    ours = LibraryPrefill(weights, spec, 64, CPU, BF16, embed=embed, buckets=(4, 16))
+    ours = prefill_of("llama", BF16, embed=embed)
     ours.run(tokens_of(30), 0, held)
     assert_filled(held, "llama", BF16, 30)
     assert torch.equal(wide, before)
 
 
 def test_memory_is_counted():
-    """Without the embedding: every weight but it and the final norm, once more."""
+    """No matrix and no embedding: those are the caller's."""
     spec = SPECS["biases"]
-    embed = weights_of("biases", BF16).load("embed")
-    ours = LibraryPrefill(weights_of("biases", BF16), spec, 64, CPU, BF16, embed, (4, 16))
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    biases = spec.num_layers * (qkv + 2 * spec.hidden_size + 2 * spec.intermediate_size)
     norms = 2 * spec.num_layers * spec.hidden_size
-    outside = 2 * spec.vocab_size * spec.hidden_size + spec.hidden_size  # embed, lm_head, norm
-    matrices = spec.num_parameters - outside - norms
-    assert ours.memory_bytes()["weights"] == 2 * matrices + 4 * norms
-    assert ours.memory_bytes()["other"] == (
-        16 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2  # the buckets' cache
+    assert prefill_of("biases", BF16).memory_bytes() == (
+        2 * biases
+        + 4 * norms
+        + 16 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2  # the buckets' cache
         + 64 * spec.head_dim // 2 * 8  # rope
         + 16 * 8  # token ids
     )
-    owner = LibraryPrefill(weights_of("biases", BF16), spec, 64, CPU, BF16)
-    assert owner.memory_bytes()["weights"] == ours.memory_bytes()["weights"] + embed.nbytes
 
 
 def test_what_does_not_fit_is_refused():
@@ -210,7 +202,7 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
     ours._capture_all()
     count = len(ours._graphs)
     assert told == [None, *["pool"] * (count - 1)] and count > 1
-    assert ours.memory_bytes()["other"] - before["other"] == count * 7 << 20
+    assert ours.memory_bytes() - before == count * 7 << 20
     monkeypatch.undo()
     ours._graphs.clear()
 
@@ -224,9 +216,12 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
 def test_a_gpu_fills_the_same_cache_without_waiting(name, dtype):
     """Graphs, fused attention and masks; equal runs give equal bits; nothing synchronizes."""
     spec, tokens = SPECS[name], tokens_of(60)
-    weights = weights_of(name, dtype)
     device = torch.device("cuda")
-    ours = LibraryPrefill(weights, spec, 64, device, dtype, buckets=(4, 16), chunk=7)
+    kept = PlainMatrices(weights_of(name, dtype), dtype, device)
+    names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    held_matrices = {(i, n): kept.unpack(i, n) for i in range(spec.num_layers) for n in names}
+    kept.unpack = lambda layer, stage: held_matrices[layer, stage]
+    ours = prefill_of(name, dtype, device, matrices=kept)
     runs = []
     for _ in range(2):
         held = empty_cache(name, dtype).to(device)
@@ -256,12 +251,14 @@ def shifted_band(first, end, start, window, dtype, device):
     return BAND(first, end, start, window + 1, dtype, device)
 
 
-def rows_as_they_are(t, dim, head_dim):
-    return t
+def stacked(self, layer, stage):
+    """Not what stages call the dealt-out order: all gates, then all of up."""
+    w = UNPACK(self, layer, stage)
+    return w.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if stage == "gate_up_proj" else w
 
 
-def without_bias(x, w, bias):
-    return PRODUCT(x, w, None)
+def without_bias(self, layer, stage, x, bias):
+    return PRODUCT(self, layer, stage, x, None)
 
 
 def early(self, x, o, how, delayed):
@@ -279,12 +276,13 @@ def gate_alone(x, inplace=False):
     return torch.relu(x)
 
 
-BAND, PRODUCT, JOIN = walk.band, walk.product, walk.PrefillPass._join
+BAND, PRODUCT, JOIN = walk.band, PlainMatrices.product, walk.PrefillPass._join
+UNPACK = PlainMatrices.unpack
 FAULTS = {
     "windows are one key too wide": (walk, "band", shifted_band, "mistral"),
-    "rows are not paired": (fused, "paired", rows_as_they_are, "llama"),
+    "gate above up": (PlainMatrices, "unpack", stacked, "llama"),
     "keys are seen from the first": (walk, "band", aligned_at_starts, "llama"),
-    "biases are left out": (walk, "product", without_bias, "biases"),
+    "biases are left out": (PlainMatrices, "product", without_bias, "biases"),
     "late outputs come early": (walk.PrefillPass, "_join", early, "lanes, far apart"),
     "a lane's own output is summed": (walk.PrefillPass, "_join", plain_sum, "lanes of all kinds"),
     "another gate": (walk, "silu", gate_alone, "qwen3"),

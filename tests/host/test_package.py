@@ -64,6 +64,7 @@ def tree(tmp_path_factory):
     shutil.copytree(
         ROOT,
         tree,
+        symlinks=True,
         ignore=lambda at, names: skip(at, names) | (others if Path(at) == ROOT else set()),
     )
     return tree
@@ -83,20 +84,24 @@ def wheel(built):
     return built[2]
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """The interpreter of a new environment that holds the wheel; the dependencies are ours."""
-    home = tmp_path_factory.mktemp("home") / "venv"
+def environment(home, *what):
+    """The interpreter of a new environment with `what` installed; the dependencies are ours."""
     run(sys.executable, "-m", "venv", "--without-pip", home, cwd=home.parent)
     new = home / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", new)
-    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home.parent)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(new, "-c", code, cwd=home.parent).stdout.strip())
     # Named in a .pth file, the packages beside numpy are found while the .pth files among them are not read:
     # so the editable install of the checkout does not take part.
     (site / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    pip = (sys.executable, "-m", "pip", "--python", new, "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--no-build-isolation", *what, cwd=home.parent)
     return new
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of an environment that holds the wheel."""
+    return environment(tmp_path_factory.mktemp("home") / "venv", wheel)
 
 
 def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
@@ -118,6 +123,8 @@ def test_the_sdist_holds_the_whole_tree(built):
     with tarfile.open(sdist) as archive:
         names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
     added = {name for name in names if "egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    # what a link leads to is there in its place
+    added |= {n for n in names if n.removeprefix("kog_triton/") in files} - files
     assert names - added == files
     assert {"constraints/ci.txt", "examples/stream.py", "tests/faults.py", ".ci/run"} <= names
 
@@ -168,3 +175,24 @@ def test_type_checkers_see_the_wheel_s_types(python, tmp_path):
     assert lines[0].endswith('Revealed type is "str"')
     assert lines[1].endswith('Revealed type is "list[int]"')
     assert 'Unexpected keyword argument "max_tokenz"' in lines[2] and len(lines) == 4
+
+
+TASKS = sorted((ROOT / "tests" / "tasks").glob("*.py"))
+
+
+def test_there_are_ten_tasks():
+    assert len(TASKS) == 10
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda file: file.stem)
+def test_a_task_is_done_with_the_wheel_in_an_empty_folder(task, python, tmp_path):
+    run(python, "-W", "always", task, cwd=tmp_path)
+
+
+def test_type_checkers_see_an_editable_install(tree, tmp_path):
+    """They read folders on the path, and follow no import hook."""
+    new = environment(tmp_path / "venv", "-e", tree)
+    (tmp_path / "user.py").write_text("import kog_triton.llm, kog_triton.backends.cuda.jit\n")
+    mypy = ("-m", "mypy", "--config-file=", "--python-executable", new, "--follow-imports=skip")
+    run(sys.executable, *mypy, "user.py", cwd=tmp_path)
+    run(new, "-c", "import kog_triton.backends.cuda.jit", cwd=tmp_path)

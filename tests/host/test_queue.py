@@ -383,6 +383,62 @@ def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def test_in_a_forked_process_each_use_says_so_and_none_waits(llm):
+    """Whoever held the lock, and whatever the threads did that the fork left behind."""
+    stream = llm.stream("slow x", ENDLESS)
+    stream.poll(None)
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with llm.engine._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        uses = (
+            lambda: llm.generate("x", GREEDY),
+            lambda: llm.stream("x", GREEDY),
+            lambda: llm.forward_logits([1]),
+            lambda: stream.poll(None),
+            stream.close,
+        )
+        said = []
+        for use in uses:
+            try:
+                use()
+            except RunError as error:
+                said.append(str(error))
+        llm.close()
+        os._exit(
+            said
+            != ["the LLM was opened before this process was forked: open one in this process"] * 5
+        )
+    over.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    stream.close()
+    assert llm.generate("say:x", GREEDY)[0].outputs[0].text == "x"
+
+
+def test_after_close_each_use_says_so(llm):
+    stream = llm.stream("slow x", ENDLESS)
+    llm.close()
+    for use in (
+        lambda: llm.generate("x", GREEDY),
+        lambda: llm.chat([{"role": "user", "content": "x"}], GREEDY),
+        lambda: llm.stream("x", GREEDY),
+        lambda: llm.forward_logits([1]),
+        lambda: list(stream),
+    ):
+        with pytest.raises(RunError, match=r"the engine (is|was) closed"):
+            use()
+
+
 class Broken(FakeBackend):
     def generate(self, mailbox):
         try:

@@ -12,8 +12,8 @@ from importlib import import_module
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton import generate
 from kog_triton.bench import arguments as bench
+from kog_triton.cli import generate_arguments
 from tests import ROOT, faults
 
 
@@ -83,26 +83,20 @@ def test_every_command_is_understood(name, argv, capsys):
     """By the parser of its own program; plan and doctor, which need no model, by running."""
     assert name in kog.commands()
     if name == "generate":
-        generate.parse([arg.replace("run.json", "/run.json") for arg in argv])
+        generate_arguments.parse([arg.replace("run.json", "/run.json") for arg in argv])
     elif name == "bench":
         bench.parse(argv)
     elif name in ("profile", "quantize", "serve"):
         import_module(f"kog_triton.{name}").build_parser().parse_args(argv)
     else:
-        assert name in ("plan", "doctor") and kog.main([name, *argv]) == 0
+        assert name in ("plan", "doctor", "cache") and kog.main([name, *argv]) == 0
 
 
 def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
     assert {name for name, _ in found} == {
-        "generate",
-        "serve",
-        "doctor",
-        "plan",
-        "profile",
-        "bench",
-        "quantize",
+        *("generate", "serve", "quantize", "doctor", "cache", "plan", "profile", "bench"),
     }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}

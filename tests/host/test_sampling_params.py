@@ -3,7 +3,7 @@
 import pytest
 
 from kog_triton.errors import RequestError
-from kog_triton.sampling import SamplingParams, StructuredOutputs
+from kog_triton.sampling import SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_stop_strings_need_text():
 )
 def test_structured_outputs_have_one_field_of_the_right_type(fields, says):
     with pytest.raises(RequestError) as error:
-        StructuredOutputs(**fields)
+        StructuredOutputsParams(**fields)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_structured_outputs_need_the_end_of_text():
     with pytest.raises(RequestError, match="ignore_eos is True: it must be false with structured"):
-        SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))
+        SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="a"))
 
 
 def test_values_are_normalized():

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from kog_triton.backends.cuda import launcher
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import launcher
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError

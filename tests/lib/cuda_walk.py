@@ -12,14 +12,15 @@ from unittest import mock
 
 import numpy as np
 import torch
+
+from kog_triton.backends import Availability
 from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.chunks import POSITIONS
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import header, layout
 from kog_triton.backends.cuda.layout.columns import COUNTS
-
-from kog_triton.backends import Availability
+from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.pace import Pace
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
@@ -251,6 +252,12 @@ class FiberBackend(CudaBackend):
 
     def _compile(self, source, layout):
         compile_walk(layout, FLAGS[source])
+
+    def _compile_products(self):
+        """Its kernels are Hopper's own: what they read is unpacked instead."""
+
+    def _open_matrices(self, lowering):
+        return ArenaMatrices(lowering, self.memory.weights, self.memory.embed.dtype)
 
     def _load(self, source, entry, layout):
         return FiberKernel(layout, FLAGS[source], self._seed)

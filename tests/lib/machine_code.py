@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kog_triton.backends.cuda import jit
 
+from kog_triton.backends.cuda import jit
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
 from tests.lib import nvrtc
@@ -49,12 +49,15 @@ def tool(name):
 
 def sass_of(layout, entry="decode.cu"):
     """The kernel compiled and disassembled, with its encodings."""
+    return sass_of_text(header.render(layout) + (ROOT / "backends/cuda" / entry).read_text())
+
+
+def sass_of_text(source):
     library = nvrtc.load()
     nvcc = None if library else shutil.which("nvcc")
     if nvcc is None and library is None:
         pytest.skip("neither the wheel nvidia-cuda-nvrtc nor nvcc is there")
     dump, flags = tool("cuobjdump"), (*jit.FLAGS, f"-I{jit.INCLUDE}")
-    source = header.render(layout) + (ROOT / "backends/cuda" / entry).read_text()
     headers = [path.read_bytes() for path in sorted((INCLUDE / "kog").rglob("*.h"))]
 
     def make(draft: Path) -> None:
@@ -76,7 +79,10 @@ def sass_of(layout, entry="decode.cu"):
 
 def machine_code(layout, entry="decode.cu"):
     """(address, instruction) of the kernel."""
-    text = sass_of(layout, entry)
+    return instructions(sass_of(layout, entry))
+
+
+def instructions(text):
     return [
         (int(at, 16), what)
         for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)

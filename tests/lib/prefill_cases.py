@@ -10,6 +10,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.prefill.library import LibraryPrefill
+from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Reduce, Rope, RopeScaling
@@ -77,10 +78,31 @@ def expected(name, dtype, count):
     return torch.stack(layers)
 
 
-def prefill_of(name, dtype=F32, **changes):
-    spec = SPECS[name]
-    options = {"max_context": 64, "device": CPU, "dtype": dtype, "buckets": (4, 16), "chunk": 7}
-    return LibraryPrefill(weights_of(name, dtype), spec, **(options | changes))
+class PlainMatrices(Unpacked):
+    """A layer's matrices by their definition (prefill/weights.py), from the canonical weights."""
+
+    def __init__(self, weights, dtype, device=CPU):
+        self._weights, self._dtype, self._device = weights, dtype, device
+
+    def unpack(self, layer, stage):
+        parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}.get(stage, (stage[:-5],))
+        loaded = [self._weights.load(f"layers.{layer}.{part}_proj") for part in parts]
+        loaded = [w.to(self._device, self._dtype) for w in loaded]
+        if stage == "gate_up_proj":
+            return torch.stack(loaded, 2).flatten(1, 2)
+        return torch.cat(loaded, 1)
+
+
+def prefill_of(name, dtype=F32, device=CPU, weights=None, **changes):
+    weights = weights or weights_of(name, dtype)
+    options = {
+        "max_context": 64,
+        "embed": weights.load("embed").to(device, dtype),
+        "matrices": PlainMatrices(weights, dtype, device),
+        "buckets": (4, 16),
+        "chunk": 7,
+    }
+    return LibraryPrefill(weights, SPECS[name], **(options | changes))
 
 
 def empty_cache(name, dtype=F32, positions=64):

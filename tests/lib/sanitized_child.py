@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.cuda import jit
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.layout import Layout
-
-from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, ModelSpec

@@ -87,9 +87,11 @@ class Served:
 
 
 def read_events(response: httpx2.Response) -> Iterator[Any]:
-    """The data of server-sent events, comments left out; "[DONE]" as it is."""
+    """The data of server-sent events, comments left out; "[DONE]" as it is. No stream may last for ever."""
     assert response.status_code == 200, response.read()
+    end = time.monotonic() + WAIT_S
     for line in response.iter_lines():
+        assert time.monotonic() < end, "the stream does not end"
         if line.startswith("data: "):
             data = line[6:]
             yield data if data == "[DONE]" else json.loads(data)

@@ -66,6 +66,7 @@ def test_samples_of_one_prompt(server):
     assert [c["index"] for c in answer["choices"]] == list(range(6))
     assert {c["message"]["content"] for c in answer["choices"]} == {"abc"}
     assert answer["usage"]["completion_tokens"] == 24
+    assert answer["usage"]["prompt_tokens"] == server.chat(prompt)["usage"]["prompt_tokens"]
     events = server.stream_chat(prompt, n=6, temperature=1)
     assert [content(events, index=i) for i in range(6)] == ["abc"] * 6
 

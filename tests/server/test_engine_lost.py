@@ -66,6 +66,22 @@ def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, 
     )
 
 
+@pytest.mark.slow
+def test_twenty_engines_are_lost_one_after_the_other(fragile, figure):
+    worst = 0.0
+    for _ in range(20):
+        prompt = fragile.play("exit", "abcdefgh", tokens_per_s=50, faults={"4": "exit"})
+        events, seconds = broken_stream(fragile, prompt)
+        assert events[-1]["error"]["code"] == "engine_lost"
+        worst = max(worst, seconds)
+        wait_for(lambda: ready(fragile))
+        assert fragile.chat("x")["choices"][0]["message"]["content"] == "ok"
+    figure(
+        "R2",
+        f"20 of 20 engines killed in a stream, the error event at most {worst:.2f} s after the first token",
+    )
+
+
 def test_while_an_engine_starts_again_requests_are_refused_at_once(fragile, figure):
     os.kill(fragile.engine_pid(), signal.SIGKILL)
     took = wait_for(lambda: not ready(fragile))
@@ -216,3 +232,18 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path, checkpoint, figure):
             seconds = time.monotonic() - begun
     assert seconds < 2.0 + SLACK_S
     figure("R7", f"ended {seconds:.1f} s after a second SIGTERM")
+
+
+def test_the_servers_process_needs_no_torch_and_says_what_it_does_need():
+    """Also not through what its modules import in turn."""
+    code = "import sys; sys.modules['torch'] = None; import kog_triton.server.run, kog_triton.server.child"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    code = "import sys; sys.modules['uvicorn'] = None; from kog_triton import serve; sys.exit(serve.main([]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: kog serve needs uvicorn: pip install 'kog-triton[serve]'\n"

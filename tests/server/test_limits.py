@@ -143,13 +143,14 @@ def memory_and_files(server):
     return rss, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def test_clients_that_come_and_go_leave_nothing(server, figure):
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_clients_that_come_and_go_leave_nothing(server, figure, count):
     prompt = server.play("long", "x" * 300, tokens_per_s=2000)
     for i in range(20):
         leave(server, prompt, i % 7)
     wait_for(lambda: running(server) == 0)
     before = memory_and_files(server)
-    for i in range(100):
+    for i in range(count):
         leave(server, prompt, i % 7)
     wait_for(lambda: running(server) == 0)
     wait_for(lambda: memory_and_files(server)[1] <= before[1])
@@ -158,7 +159,7 @@ def test_clients_that_come_and_go_leave_nothing(server, figure):
     assert server.chat("x")["choices"][0]["message"]["content"] == "ok"
     figure(
         "R6",
-        f"100 clients that left: {after[0] - before[0]} KiB of memory, {after[1] - before[1]} files",
+        f"{count} clients that left: {after[0] - before[0]} KiB of memory, {after[1] - before[1]} files",
     )
 
 

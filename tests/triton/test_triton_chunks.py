@@ -239,18 +239,19 @@ def test_a_block_that_never_comes_is_named(stalled, cancelled):
 
 
 def test_auto_takes_the_library_from_its_own_crossover_on():
-    """Another one behind a cached prefix; what the library did is not run again."""
+    """Another one behind a cached prefix."""
     backend, taken = chunked(CASES["qwen3"]), []
 
     class Library:
-        def run(self, token_ids, first, cache):
+        def begin(self, token_ids, first, cache):
             taken.append((len(token_ids), first))
+            return "run"
 
     backend.library, backend.options = Library(), replace(backend.options, prefill="auto")
     for cached, least in ((0, IN_CHUNKS.fresh), (5, IN_CHUNKS.behind)):
         for count in (least - 1, least):
             request = Request(0, (3,) * (cached + count + 1), GREEDY, 0, 1, cached=cached)
-            assert backend._prefill(request) == (cached + count if count == least else cached)
+            assert backend._prompt(request) == ("run" if count == least else None)
     assert taken == [(IN_CHUNKS.fresh, 0), (IN_CHUNKS.behind, 5)]
 
 

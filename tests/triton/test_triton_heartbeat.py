@@ -72,7 +72,7 @@ class Mute:
     def __getattr__(self, name):
         return getattr(self._launcher, name)
 
-    def launch(self, running):
+    def launch(self, running, most=None):
         self._backend.memory.pointers.states[0, 0, OUTCOME.value] = 1
         return Launch(list(running), self._done, lambda: self._settle(list(running)))
 
@@ -145,9 +145,9 @@ class Torn(Mute):
     def __init__(self, backend):
         super().__init__(backend, lambda asked: asked)
 
-    def launch(self, running):
+    def launch(self, running, most=None):
         self.mailbox.post(Request(1, (7,), GREEDY, 0, 1))
-        return super().launch(running)
+        return super().launch(running, most)
 
     def _done(self):
         if self.asked == 2:

@@ -3,7 +3,6 @@
 from itertools import accumulate
 
 from kog_triton.backends.cuda.layout.batches import up
-
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import WARPS
 

@@ -11,7 +11,6 @@ from kog_triton.backends.cuda.layout.attention import attention_bytes
 from kog_triton.backends.cuda.layout.batches import COLUMN_SMALL_BYTES, finished_pieces, up
 from kog_triton.backends.cuda.layout.exchanges import column_kernel
 from kog_triton.backends.cuda.layout.layout import PARTIAL_BYTES, Layout, check_model
-
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import WINDOW_BYTES, CudaLowering
 from kog_triton.schedule.exchanges import check_kernel

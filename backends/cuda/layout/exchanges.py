@@ -8,7 +8,6 @@ gate_up_proj, and of attention; check_partition sees to it that EACH owns rows o
 from dataclasses import replace
 
 from kog_triton.backends.cuda.layout.attention import BUNDLE, QUERY_TOPS
-
 from kog_triton.backends.request_words import MOST_LOGPROBS
 from kog_triton.model.spec import Head, ModelSpec, Reduce
 from kog_triton.schedule import exchanges as ex

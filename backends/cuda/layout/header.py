@@ -7,14 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from kog_triton.backends import request_words
 from kog_triton.backends.cuda.layout import attention, batches, protocol
 from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
 from kog_triton.backends.cuda.layout.batches import READ_SLOTS
 from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
-
-from kog_triton.backends import request_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed

@@ -32,7 +32,6 @@ from kog_triton.backends.cuda.layout.batches import (
     up,
 )
 from kog_triton.backends.cuda.layout.exchanges import decode_kernel
-
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import PARTIAL_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.exchanges import Kernel, Region, check_kernel, lay_out_regions

@@ -5,6 +5,7 @@ Declared here once: the host uses these classes, `declarations` gives the genera
 
 import ctypes
 from enum import IntEnum
+from typing import Any
 
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 
@@ -122,7 +123,8 @@ def _structure(kind: type[ctypes.Structure]) -> list[str]:
     pointers = TENSORS | {"x": "const float*", "out": "float*"}
     numbers = {ctypes.c_int64: "i64", ctypes.c_int32: "int", Pointers: "Pointers"}
     name, members, checks = kind.__name__, "", {f"sizeof({kind.__name__})": ctypes.sizeof(kind)}
-    for member, held, *_ in kind._fields_:
+    for member, kept, *_ in kind._fields_:
+        held: Any = kept
         length = getattr(held, "_length_", 0)
         text = pointers.get(member) or numbers[held._type_ if length else held]
         members += f"{text} {member}{f'[{length}]' if length else ''}; "

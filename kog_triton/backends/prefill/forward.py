@@ -6,14 +6,14 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from kog_triton.backends.prefill.weights import LayerWeights
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import ModelSpec, Reduce
 
 Tensor = torch.Tensor
@@ -22,7 +22,7 @@ MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attent
 
 
 class PrefillPass:
-    """The layers of one model. `rope` is complex64 [positions, d / 2]: cos + i sin, by position.
+    """The layers of one model. `rope` is float32 [positions, 2, d / 2]: cosines and sines, by position.
 
     fused  what lies between matrix products runs in Triton's kernels (fused.py)
     """
@@ -32,16 +32,22 @@ class PrefillPass:
         spec: ModelSpec,
         embed: Tensor,
         layers: Sequence[LayerWeights],
+        matrices: Matrices,
         rope: Tensor,
         fused: bool = False,
     ) -> None:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
-        self.dtype = layers[0].qkv.dtype
+        self.matrices, self.dtype = matrices, embed.dtype
         self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
-        """Run tokens ids [T] at positions first.. and put their keys and values in `cache`.
+        """All of `layers_of`."""
+        for _ in self.layers_of(ids, first, cache):
+            pass
+
+    def layers_of(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[None]:
+        """Run tokens ids [T] at positions first.. layer by layer and put their keys and values in `cache`.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         The last layer stops at its keys and values: nobody reads what it would add to the streams.
@@ -53,19 +59,20 @@ class PrefillPass:
         delayed: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
         y = self._norm(x, self.layers[0].attention_norm)
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            q = self._queries(w, y, first, cache[index])
+            q = self._queries(index, w, y, first, cache[index])
             if index == spec.num_layers - 1:
-                return
+                break
             start, mask = bounds[window]
             a = attend(q, cache[index, :, :, :, start:end], mask)
-            o = product(a, w.o, w.o_bias)
+            o = self.matrices.product(index, "o_proj", a, w.o_bias)
             how = spec.reduce_attention[index]
-            h = product(
-                self._joined(x, o, how, delayed["attention"], w.mlp_norm), w.gate_up, w.gate_up_bias
-            )
-            o = product(self._gated(h), w.down, w.down_bias)
+            y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
+            h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
+            o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
             gain = self.layers[index + 1].attention_norm
             y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
+            yield
+        yield
 
     def _joined(
         self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor
@@ -87,28 +94,28 @@ class PrefillPass:
     def _gated(self, h: Tensor) -> Tensor:
         if self._fused is not None:
             return self._fused.gated(h)
-        gate, up = h.chunk(2, -1)
+        gate, up = h.unflatten(-1, (-1, 2)).unbind(-1)
         return silu(gate).mul_(up)
 
-    def _queries(self, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
+    def _queries(self, layer: int, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
         rotating = heads + spec.lane_kv_heads
-        qkv = product(y, w.qkv, w.qkv_bias)
+        qkv = self.matrices.product(layer, "qkv_proj", y, w.qkv_bias)
         if self._fused is not None:
             return self._fused.rotated(qkv, w.qk_norm, self.rope, spec, first, cache)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
-        rotated = qkv[:, :, :rotating].float()
+        rotating_heads = qkv[:, :, :rotating].float()
         if w.qk_norm is not None:
-            rotated = rms_norm(rotated, rotated.shape[-1:], None, spec.norm_eps).mul_(w.qk_norm)
-        pairs = rotated.unflatten(-1, (-1, 2))  # [S, T, H + K, d / 2, 2]
-        torch.view_as_complex(pairs).mul_(self.rope[first:end, None])
-        halves = pairs.mT  # [S, T, H + K, 2, d / 2]: the order of the cache
+            normed = rms_norm(rotating_heads, rotating_heads.shape[-1:], None, spec.norm_eps)
+            rotating_heads = normed.mul_(w.qk_norm)
+        low, high = rotating_heads.chunk(2, -1)  # [S, T, H + K, d / 2]
+        cos, sin = self.rope[first:end, None].unbind(-2)
+        rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
         home = cache[:, :, :, first:end]
-        home[:, :, 0].unflatten(-1, (2, -1)).copy_(halves[:, :, heads:].transpose(1, 2))
+        home[:, :, 0].copy_(rotated[:, :, heads:].transpose(1, 2))
         home[:, :, 1].copy_(qkv[:, :, rotating:].transpose(1, 2))
-        q = halves[:, :, :heads].to(self.dtype, memory_format=torch.contiguous_format)
-        return q.flatten(-2).transpose(1, 2)
+        return rotated[:, :, :heads].to(self.dtype).transpose(1, 2)
 
     def _join(self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor]) -> None:
         """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what will arrive late."""
@@ -131,13 +138,6 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
-
-
-def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """x [S, T, cols] times w [S, rows, cols], plus bias [S, rows]: [S, T, rows]."""
-    if len(w) == 1:
-        return linear(x[0], w[0], None if bias is None else bias[0])[None]
-    return torch.bmm(x, w.mT) if bias is None else torch.baddbmm(bias[:, None], x, w.mT)
 
 
 def band(

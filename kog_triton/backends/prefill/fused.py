@@ -43,8 +43,9 @@ def gate_kernel(gate_up, h, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    pair = gate_up + (row * width + at) * 2
+    gate = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
     tl.store(
         h + row * width + at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=inside
     )
@@ -57,7 +58,7 @@ def rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (a, b) of neighbors rotate to (a cos - b sin, a sin + b cos), which part to the halves."""
+    """A head's halves a and b rotate to a cos - b sin and a sin + b cos."""
     row = tl.program_id(0).to(tl.int64)
     position = first + row % tokens
     own = qkv + row * (HEADS + 2 * KV_HEADS) * 2 * HALF
@@ -65,19 +66,19 @@ def rotate_kernel(
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     j = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (head < HEADS + KV_HEADS) & (j < HALF)
-    pair = head * 2 * HALF + 2 * j
-    a = tl.load(own + pair, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(own + pair + 1, mask=inside, other=0.0).to(tl.float32)
+    at = head * 2 * HALF + j
+    a = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(own + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        a *= scale * tl.load(norms + pair, mask=inside, other=0.0)
-        b *= scale * tl.load(norms + pair + 1, mask=inside, other=0.0)
-    angles = rope + position * 2 * HALF + 2 * j
+        a *= scale * tl.load(norms + at, mask=inside, other=0.0)
+        b *= scale * tl.load(norms + at + HALF, mask=inside, other=0.0)
+    angles = rope + position * 2 * HALF + j
     cos = tl.load(angles, mask=j < HALF, other=0.0)
-    sin = tl.load(angles + 1, mask=j < HALF, other=0.0)
+    sin = tl.load(angles + HALF, mask=j < HALF, other=0.0)
     low, high = a * cos - b * sin, a * sin + b * cos
     asked = inside & (head < HEADS)
-    to = q + row * HEADS * 2 * HALF + head * 2 * HALF + j
+    to = q + row * HEADS * 2 * HALF + at
     tl.store(to, low.to(q.dtype.element_ty), mask=asked)
     tl.store(to + HALF, high.to(q.dtype.element_ty), mask=asked)
     key = inside & (head >= HEADS)
@@ -104,7 +105,7 @@ def normed(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | 
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """[S, T, 2 F] to [S, T, F]."""
+    """[S, T, 2 F], gate and up side by side, to [S, T, F]."""
     lanes, tokens, width = gate_up.shape
     h = gate_up.new_empty(lanes, tokens, width // 2)
     grid = (lanes * tokens, triton.cdiv(width // 2, GATED))
@@ -121,7 +122,7 @@ def rotated(
     q = qkv.new_empty(lanes, tokens, heads, d)
     lane_step, head_step, kind_step, position_step, _ = cache.stride()
     rotate_kernel[(lanes * tokens,)](
-        qkv, qkv if norms is None else norms, torch.view_as_real(rope), q, cache, first, tokens,
+        qkv, qkv if norms is None else norms, rope, q, cache, first, tokens,
         spec.norm_eps, lane_step, head_step, kind_step, position_step,
         HEADS=heads, KV_HEADS=kv, HALF=d // 2, NORMED=norms is not None,
         BLOCK_HEADS=triton.next_power_of_2(heads + kv), BLOCK_KV=triton.next_power_of_2(kv),

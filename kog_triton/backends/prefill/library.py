@@ -5,17 +5,18 @@ Two ways, one pass of the layers (forward.py):
     bucket   a fresh prompt of up to 512 tokens, padded at its end to the next size; on a GPU the
              pass was captured in a CUDA graph when the model was loaded. It fills a cache of its
              own, whose unpadded positions are copied out: padding never reaches the caller's.
-    chunks   longer prompts and those behind a cached prefix, eagerly, `chunk` tokens at a time
+    chunks   longer prompts and those behind a cached prefix, eagerly, up to the next multiple of `chunk` positions
 
-It holds a second copy of the layers' weights (`memory_bytes` says how much), so a backend makes one
-only if its prefill may be "library". Nothing waits for the device: what is launched next on the
-same stream finds the cache filled. One thread at a time may use it.
+The matrices are the backend's own, taken out of its kernel's order one at a time (weights.py). Nothing
+waits for the device: what is launched next on the same stream finds the cache filled. One thread at a
+time may use it, for one prompt at a time. A prompt can be run in slices (slices.py).
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -24,8 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.upload import upload
-from kog_triton.backends.prefill.weights import load_layer
+from kog_triton.backends.prefill.weights import Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
@@ -67,36 +69,26 @@ def open_library(
     spec: ModelSpec,
     max_context: int,
     embed: Tensor,
-    weight_bytes: int,
+    matrices: Callable[[], Matrices],
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
-    embed         rows [vocab, hidden] that the backend holds, in the type and place of its cache
-    weight_bytes  of the backend's own copy: "auto" takes no second one where memory is short, and
-                  warns
+    embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
+    matrices  makes the backend's own ready; norms and biases are read again, from `weights`
     """
     if not wants_library(options, embed.device):
         return None
-    if options.prefill == "auto":
-        free, _ = torch.cuda.mem_get_info(embed.device)
-        if weight_bytes > free // 2:
-            warnings.warn(
-                "prompts run in the kernel: a second copy of the weights for "
-                "library prefill would take more than half of the free memory",
-                stacklevel=3,
-            )
-            return None
-    return LibraryPrefill(weights, spec, max_context, embed.device, embed.dtype, embed)
+    return LibraryPrefill(weights, spec, max_context, embed, matrices())
 
 
-def run_prompt(
+def begin_prompt(
     library: "LibraryPrefill | None",
     wanted: str,
     request: Request,
     cache: Tensor,
     crossover: Crossover = BY_TOKEN,
-) -> int:
-    """Fill the slot's cache where that pays; the position from which the kernel is to compute.
+) -> PromptRun | None:
+    """The run of a request's prompt, but its last token, into the slot's cache; None where the kernel is to do it.
 
     wanted     a `BackendOptions.prefill`; without a library it is the kernel's
     crossover  of this kernel, for "auto"
@@ -104,17 +96,17 @@ def run_prompt(
     new, first = request.prompt[request.cached : -1], request.cached
     if wanted == "auto":
         wanted = choose_prefill(len(new), first, crossover)
-    if library is None or wanted == "kernel":
-        return first
-    library.run(new, first, cache)
-    return len(request.prompt) - 1
+    if library is None or wanted == "kernel" or not new:
+        return None
+    return library.begin(new, first, cache)
 
 
 class LibraryPrefill:
     """Runs prompts of one model on one device.
 
-    embed  rows [vocab, hidden] that the caller holds already; loaded if None
-    fused  Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
+    embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
+    matrices  the caller's, of the same device and dtype
+    fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     """
 
     def __init__(
@@ -122,26 +114,22 @@ class LibraryPrefill:
         weights: WeightSource,
         spec: ModelSpec,
         max_context: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        embed: Tensor | None = None,
+        embed: Tensor,
+        matrices: Matrices,
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
         fused: bool | None = None,
     ) -> None:
+        device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
-        self._owns_embed = embed is None
-        if embed is None:
-            embed = weights.load("embed").to(device, dtype)
         layers = [load_layer(weights, spec, i, device, dtype) for i in range(spec.num_layers)]
         shorter = sum(size < max_context for size in buckets)
         self._sizes = sorted(buckets)[: shorter + 1]
         longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
-        table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
-        rope = torch.complex(table[:, 0], table[:, 1])
+        rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
         if fused is None:
             fused = device.type == "cuda" and find_spec("triton") is not None
-        self._pass = PrefillPass(spec, embed, layers, rope, fused)
+        self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
@@ -160,45 +148,54 @@ class LibraryPrefill:
         Launches on the current stream. RequestError if the tokens do not fit or are none of the
         model's, ModelError if the cache is another model's.
         """
-        if not token_ids:
-            return
+        if token_ids:
+            self.begin(token_ids, first, cache).advance(math.inf, at_once=True)
+
+    def begin(self, token_ids: Sequence[int], first: int, cache: Tensor) -> PromptRun:
+        """As `run`, but nothing is queued yet; `cache` is written to until the run has ended or is let go."""
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
+        pieces = partial(self._pieces, ids, first, cache)
+        return PromptRun(first, pieces, self._settings, self.device)
+
+    def _pieces(self, ids: Tensor, first: int, cache: Tensor, at_once: bool) -> Iterator[int]:
+        """Queue a layer after the other, or a graph of all; gives the positions that are filled."""
         size = next((s for s in self._sizes if s >= len(ids)), 0)
         if size and first == 0:
-            self._run_bucket(ids, size, cache)
+            yield from self._bucket(ids, size, cache, at_once)
             return
-        with self._settings():
-            there = torch.empty_like(ids, device=self.device)
-            upload(ids, there)
-            for part in there.split(self.chunk):
-                self._pass.run(part, first, cache)
-                first += len(part)
+        there = torch.empty_like(ids, device=self.device)
+        upload(ids, there)
+        while len(there):
+            count = min(self.chunk - first % self.chunk, len(there))
+            for _ in self._pass.layers_of(there[:count], first, cache):
+                yield first
+            first, there = first + count, there[count:]
+            yield first
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes held: "weights", the layers' once more; "other", the buckets' cache, tables and graphs."""
+    def memory_bytes(self) -> int:
+        """Bytes held beside what the kernel reads: the buckets' cache, graphs, tables, norms and
+        biases."""
         walk = self._pass
-        weights = sum(layer.nbytes for layer in walk.layers)
-        if self._owns_embed:
-            weights += walk.embed.nbytes
-        other = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes + self._captured_bytes
-        return {"weights": weights, "other": other}
+        small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
+        tables = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
+        return small + tables + self._captured_bytes + walk.matrices.nbytes
 
     # ---- buckets ----
 
-    def _run_bucket(self, ids: Tensor, size: int, cache: Tensor) -> None:
+    def _bucket(self, ids: Tensor, size: int, cache: Tensor, at_once: bool) -> Iterator[int]:
         count = len(ids)
         # Padded with a token of its own: another request's might hold NaN, which a weight of zero
         # does not undo.
-        padded = torch.cat([ids, ids[-1:].expand(size - count)])
-        with torch.inference_mode(), self._on_device():
-            upload(padded, self._ids[:size])
-            if size in self._graphs:
-                self._graphs[size].replay()  # with the settings that it was captured with
-            else:
-                with self._settings():
-                    self._pad(size)
-            cache[..., :count, :].copy_(self._scratch[..., :count, :])
+        upload(torch.cat([ids, ids[-1:].expand(size - count)]), self._ids[:size])
+        if at_once and size in self._graphs:
+            self._graphs[size].replay()
+        else:
+            scratch = self._scratch[..., :size, :]
+            for _ in self._pass.layers_of(self._ids[:size], 0, scratch):
+                yield 0
+        cache[..., :count, :].copy_(self._scratch[..., :count, :])
+        yield count
 
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kog_triton.errors import wrong
-from kog_triton.sampling.structured import StructuredOutputs
+from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.server.pacing import MAX_INTERVAL_S, MAX_TOKENS, Interval
 from kog_triton.server.problems import Problem
 
@@ -74,8 +74,8 @@ class StructuredOutputsBody(BaseModel):
     grammar: str | None = None
     json_object: bool | None = None
 
-    def constraint(self) -> StructuredOutputs:
-        return StructuredOutputs(
+    def constraint(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(
             as_text(self.json_), self.regex, self.choice, self.grammar, self.json_object or None
         )
 
@@ -143,13 +143,13 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def constraint(self) -> StructuredOutputs | None:
+    def constraint(self) -> StructuredOutputsParams | None:
         if self.type == "json_object":
-            return StructuredOutputs(json_object=True)
+            return StructuredOutputsParams(json_object=True)
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise Problem(
                     400, "response_format.json_schema is missing", param="response_format"
                 )
-            return StructuredOutputs(json=as_text(self.json_schema.schema_))
+            return StructuredOutputsParams(json=as_text(self.json_schema.schema_))
         return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
-from kog_triton.backends.prefill.library import Crossover, open_library, run_prompt
-from kog_triton.backends.prefill.read_once import read_once
+from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_library
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.watchdog import free_what_was_kept
@@ -56,6 +57,7 @@ class TritonBackend:
         device: torch.device | None = None,
     ) -> None:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
+        from kog_triton.backends.triton.host.matrices import TileMatrices
         from kog_triton.backends.triton.host.memory import allocate
 
         refuse_narrow(type(self), weights.spec)
@@ -82,14 +84,16 @@ class TritonBackend:
             vendor = "amd" if torch.version.hip else "nvidia"
             num_blocks = num_blocks or _blocks(self.gpu, device)
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        with self._entry.on_stream(), read_once(weights, self.spec, options, device) as once:
-            self.memory = allocate(self.schedule, self.tiles, once, options.num_slots, device)
+        with self._entry.on_stream():
+            self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
+            arena = self.memory.pointers.weights
+            matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             self.library = open_library(
-                options, once, self.spec, self.max_context, embed, self.memory.weight_bytes
+                options, weights, self.spec, self.max_context, embed, matrices
             )
         self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prefill, self._logits, self._run
+            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
@@ -180,11 +184,9 @@ class TritonBackend:
         ]
         held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
-        weights = m.weight_bytes
         if self.library is not None:
-            more = self.library.memory_bytes()
-            weights, other = weights + more["weights"], other + more["other"]
-        return {"weights": weights, "kv_cache": p.kv.nbytes, "other": other}
+            other += self.library.memory_bytes()
+        return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
 
     def close(self) -> None:
         self._entry.close(self._free)
@@ -195,10 +197,9 @@ class TritonBackend:
 
     # ---- launches ----
 
-    def _prefill(self, request: Request) -> int:
-        """The position from which the kernel computes; the slot holds keys and values of those before."""
+    def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.pointers.kv[request.slot]
-        return run_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+        return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
     def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
         """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.

@@ -11,6 +11,7 @@ import torch
 
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.mailbox import Request
+from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.request_words import Flag, flags_of
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
 from kog_triton.backends.token_words import Outcome
@@ -31,7 +32,7 @@ RULES = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # what only the kernel that know
 class TritonLauncher:
     """serving.Launcher.
 
-    prefill  the position from which the kernel computes a request; the slot holds those before
+    prompt   how the library runs a request's prompt, if it is to
     logits   of positions [first, last) of a prompt, run in a cache [1, ...]
     run      launches the kernel: whether with all sampling rules, and with prompts in chunks; asks whether it has left
     """
@@ -39,7 +40,7 @@ class TritonLauncher:
     spec: ModelSpec
     memory: Memory
     tiles: Tiles
-    prefill: Callable[[Request], int]
+    prompt: Callable[[Request], PromptRun | None]
     logits: Callable[[torch.Tensor, Sequence[int], int, int], np.ndarray]
     run: Callable[[bool, bool], Callable[[], bool]]
     outcomes: list[int] = field(default_factory=list)  # slot by slot, of the last launch
@@ -49,11 +50,8 @@ class TritonLauncher:
         self.stamps = stamps_tokens(self.tiles)
         self._mail: np.ndarray = self.memory.pointers.mailbox.numpy()
 
-    def admit(self, request: Request) -> int:
-        scored = request.prompt_logprobs is not None
-        position = len(request.prompt) - 1 if scored else self.prefill(request)
+    def admit(self, request: Request, position: int) -> None:
         admit(self.memory.pointers, self.tiles, request, position)
-        return position
 
     def words(self, slot: int) -> SlotWords:
         mail, at = self._mail[slot], mailbox_offsets(self.tiles)
@@ -68,7 +66,8 @@ class TritonLauncher:
         kv = self.memory.pointers.kv[request.slot : request.slot + 1]
         return self.logits(kv, request.prompt, first, last)
 
-    def launch(self, running: Mapping[int, InSlot]) -> Launch:
+    def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
+        """It ends when the host says so, whatever `most` is."""
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
         slots = list(running)
         order = torch.tensor([len(slots), *slots], dtype=torch.int32)

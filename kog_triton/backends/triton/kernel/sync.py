@@ -30,7 +30,7 @@ def load_host(ptr, S: tl.constexpr):
 
 
 @triton.jit
-def load_past_caches(ptr, S: tl.constexpr):
+def load_uncached(ptr, S: tl.constexpr):
     """One word that another block may have written; polls take `load_shared`."""
     if S.vendor == "nvidia":
         return tl.load(ptr, cache_modifier=".cg")

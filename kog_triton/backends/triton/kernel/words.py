@@ -15,8 +15,8 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     expired,
-    load_past_caches,
     load_shared,
+    load_uncached,
     meet,
     settled,
     store_shared,
@@ -368,7 +368,7 @@ def diagnose_timeout(p, S: tl.constexpr):
 def find_missing(own, first, count, wanted, p, S: tl.constexpr):
     """Into the record: a word of [first, first + count) that lacks the phase, its index plus one, and its bits."""
     for i in range(first, first + count):
-        w = load_past_caches(p.words + i, S)
+        w = load_uncached(p.words + i, S)
         if (w ^ wanted) & 1:
             tl.store(own + 3, i + 1)
             tl.store(own + 4, w)

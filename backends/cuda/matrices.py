@@ -1,0 +1,38 @@
+"""The layers' matrices out of the weight arena, for torch's matrix products (kog_triton/backends/prefill)."""
+
+import torch
+
+from kog_triton.backends.prefill.weights import Unpacked
+from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.packing import (
+    first_ring_slots,
+    fragment_places,
+    unit_places,
+    unpack_stage,
+)
+
+Tensor = torch.Tensor
+
+
+class ArenaMatrices(Unpacked):
+    """prefill.weights.Matrices of rank 0's arena, which holds values of `dtype`."""
+
+    def __init__(self, lowering: CudaLowering, arena: Tensor, dtype: torch.dtype) -> None:
+        self._lowering, self._arena, self._first = (
+            lowering,
+            arena.view(dtype),
+            first_ring_slots(lowering),
+        )
+        self._places: dict[tuple[str, int], Tensor] = {}
+
+    def unpack(self, layer: int, stage: str) -> Tensor:
+        found = self._lowering.schedule.stage(stage)
+        if (stage, layer) not in self._places:
+            units = unit_places(self._lowering, found, layer, self._first[stage, layer])
+            places = fragment_places(self._lowering, found, units)
+            self._places[stage, layer] = torch.from_numpy(places).to(self._arena.device)
+        return unpack_stage(self._lowering, found, self._arena, self._places[stage, layer])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(places.nbytes for places in self._places.values())

@@ -1,0 +1,51 @@
+"""Whether a model fits a GPU, before its weights are loaded."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kog_triton.errors import DeviceError
+
+GIB = 1 << 30
+# Beside weights and cache: parts of products and tokens on their way into them (100 MB for 2,048 tokens of an 8B
+# model), the library's graphs, logits, and what torch's allocator keeps. An allowance, not a measurement; what packing
+# the largest matrix takes for a moment is not in it.
+WORKSPACE = 1 << 29
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that opening a model takes: of its weights, and of every position of a slot."""
+
+    weights: int
+    position: int
+    num_slots: int
+    max_context: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.num_slots * self.max_context * self.position + WORKSPACE
+
+    def longest_context(self, free: int) -> int:
+        """Positions a slot that `free` bytes leave room for; 0 or fewer: none."""
+        return (free - self.weights - WORKSPACE) // (self.num_slots * self.position)
+
+    def check(self, free: int) -> None:
+        """DeviceError with what fits, if this does not."""
+        if self.total <= free:
+            return
+        asked = f"{self.weights / GIB:.1f} GiB of weights and {self.max_context:,} positions a slot"
+        here = f"need {self.total / GIB:.1f} GiB, and {free / GIB:.1f} are free"
+        longest = self.longest_context(free)
+        if longest < 1:
+            raise DeviceError(f"{asked} {here}: not even the weights fit, choose a smaller model")
+        raise DeviceError(f"{asked} {here}: choose max_model_len {longest} or less, or fewer slots")
+
+
+def check_memory(plan: MemoryPlan, device: torch.device) -> None:
+    """As `MemoryPlan.check`, of what is free on a GPU now and what torch keeps for this process."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    plan.check(free + kept)

@@ -1,0 +1,88 @@
+"""Requests get tokens while a library runs a long prompt beside them, and a cancelled one keeps what it had filled."""
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.mailbox import Mailbox, Request, Step
+from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.spec import DType
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_walk import FiberBackend
+from tests.lib.prefill_cases import tokens_of
+from tests.lib.ring_walker import spec_of
+
+GREEDY = SamplingParams(temperature=0)
+SPEC = spec_of(num_layers=3, dtype=DType.F16)
+SHORT, LONG = (5, 6), tuple(tokens_of(41))
+
+
+def opened():
+    backend = FiberBackend(RandomWeights(SPEC), BackendOptions(num_slots=2, prefill="library"))
+    backend.library.chunk, backend.library._sizes = 7, [4]
+    return backend
+
+
+def request(slot, prompt, count, cached=0):
+    return Request(slot, prompt, GREEDY, 0, count, frozenset(), cached=cached)
+
+
+def said(mailbox, slot):
+    return [s.token for s in mailbox.read(slot, 0) if isinstance(s, Step) and s.token >= 0]
+
+
+def alone(prompt, count):
+    backend, mailbox = opened(), Mailbox()
+    mailbox.post(request(0, prompt, count))
+    backend.generate(mailbox)
+    return said(mailbox, 0)
+
+
+def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
+    backend, mailbox, slices = opened(), Mailbox(), []
+    right = PromptRun.advance
+
+    def advance(self, seconds, at_once=False):
+        slices.append(at_once)
+        return right(self, 0.0, at_once)
+
+    outputs = []
+
+    def push(slot, step):
+        outputs.append((slot, len(slices)))
+        Mailbox.push(mailbox, slot, step)
+
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    monkeypatch.setattr(mailbox, "push", push)
+    mailbox.post(request(0, SHORT, 40))
+    mailbox.post(request(1, LONG, 3))
+    backend.generate(mailbox)
+    assert said(mailbox, 0) == alone(SHORT, 40)
+    assert said(mailbox, 1) == alone(LONG, 3)
+    long_slices = [n for n, at_once in enumerate(slices, 1) if not at_once]
+    assert len(long_slices) > 6 * (SPEC.num_layers + 1)
+    # behind every slice of the long prompt the short request gets tokens, as long as it runs
+    between = {n for slot, n in outputs if slot == 0}
+    first_of_long = min(n for slot, n in outputs if slot == 1)
+    assert {n for n in long_slices if n < first_of_long} <= between | {first_of_long}
+
+
+def test_a_cancelled_prompt_keeps_what_it_had_filled(monkeypatch):
+    backend, mailbox = opened(), Mailbox()
+    right = PromptRun.advance
+
+    def advance(self, seconds, at_once=False):
+        ended = right(self, 0.0, at_once)
+        if self.filled == 21:
+            mailbox.cancel(1)
+        return ended
+
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    mailbox.post(request(0, SHORT, 60))
+    mailbox.post(request(1, LONG, 3))
+    backend.generate(mailbox)
+    (last,) = mailbox.read(1, 0)
+    assert (last.finish, last.held) == ("cancel", 21)
+    monkeypatch.undo()
+    mailbox = Mailbox()
+    mailbox.post(request(1, LONG, 3, cached=21))
+    backend.generate(mailbox)
+    assert said(mailbox, 1) == alone(LONG, 3)

@@ -1,0 +1,363 @@
+"""`kog generate` asked as people ask: refused before the weights load, shown as it goes, talked to for long."""
+
+import importlib
+import io
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+
+import jsonschema
+import pytest
+
+from kog_triton import LLM, generate
+from kog_triton.cli import activity, generate_arguments, interactive
+from kog_triton.cli.activity import activity as shown_activity
+from kog_triton.cli.history import history_file, kept_lines
+from kog_triton.cli.stderr_log import STDERR_LOG
+from tests import ROOT
+from tests.lib.fake_checkpoint import make_checkpoint
+
+SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
+
+
+@pytest.fixture
+def cli(folder, plugins, monkeypatch, capsys):
+    """`kog generate` on the fake backend: (exit code, stdout, stderr)."""
+    monkeypatch.syspath_prepend(str(plugins))
+    importlib.invalidate_caches()
+
+    def call(*argv, model=folder):
+        try:
+            code = generate.main(["--model", str(model), "--backend", "fake", *argv])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# ---- before the weights load ----
+
+
+@pytest.fixture
+def unopened(cli, monkeypatch):
+    """The command where no model may be opened."""
+
+    def opened(self, *args, **options):
+        raise AssertionError("the model was opened")
+
+    monkeypatch.setattr(LLM, "__init__", opened)
+    return cli
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["-p", "x", "--regex", "("], "structured_outputs.regex '(' is invalid"),
+        (["-p", "x", "--json-schema", "{bad"], "is invalid: not JSON"),
+        (["-p", "x", "--json-schema", '{"type": 5}'], "structured_outputs.json"),
+        (["-p", "\udcff\udcfe"], "--prompt: not UTF-8 at byte 0"),
+        (["-p", "x" * 512], "the prompt has 512 tokens and the context holds 512"),
+        (["-p", "x" * 9, "--max-model-len", "9"], "the prompt has 9 tokens and the context holds 9"),
+        (["-p", "x" * 500, "--chat"], "the prompt has 518 tokens and the context holds 512"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "x", "--json", "/proc/x.json"], "--json /proc/x.json: "),
+        (["-p", "x", "--json", "/no/such/folder/x"], "no folder /no/such/folder"),
+        (["-p", "x", "--chat", "--tools", "[{]"], "--tools: not JSON"),
+        (["-p", "x", "--chat", "--tools", "gone.json"], "--tools gone.json: No such file"),
+        (["-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs [1]: No such"),
+        (["-p", "x", "--tools", "[]"], "--tools needs a conversation: --chat or --interactive"),
+        (["-p", "x", "--logprobs", "2"], "--logprobs goes with --json"),
+        (["-p", "x", "-p", "y"], "--prompt was given twice"),
+        (["-p", "--hello"], "expected one argument: one that begins with - is given as FLAG=VALUE"),
+        (["hello"], "unrecognized arguments: hello: a prompt is given with -p"),
+        (["-p", "x", "--logit-bias", "5"], "'5' is not ID=BIAS, as in 15=-2.5"),
+        (["-p", "x", "--logit-bias", "5=inf"], "'5=inf' is not ID=BIAS"),
+        (["-p", "x", "--n", "0"], "0 is below 1"),
+        (["-p", "x", "--n", "2", "--temp", "0"], "n is 2: it must be 1 when temperature is 0"),
+        (["-p", "x", "--interactive"], "leave out --prompt"),
+        (["-p", "x", "--quiet", "-v"], "contradict each other"),
+        (["-p", "x", "--foo", "a\nb\x1b[2Jc"], "unrecognized arguments: --foo a b\\x1b[2Jc"),
+    ],
+)  # fmt: skip
+def test_what_can_be_known_is_refused_before_the_weights_load(unopened, flags, says):
+    code, out, err = unopened(*flags)
+    assert (code, out) == (2, "") and says in err
+    assert len(err.splitlines()) == 1 and err.strip("\n").isprintable()
+
+
+def test_a_model_without_a_template_is_known_before_its_weights(unopened, tmp_path, monkeypatch):
+    plain = make_checkpoint(tmp_path / "plain")
+    (plain / "tokenizer_config.json").unlink()
+    code, _, err = unopened("-p", "x", "--chat", model=plain)
+    assert code == 2 and "the model has no chat template" in err
+    for flags in (["--system", "s"], ["--tools", "[]"]):
+        code, _, err = unopened("--interactive", *flags, model=plain)
+        assert code == 2 and f"{flags[0]} needs a chat template" in err
+
+
+def test_a_missing_library_is_known_before_the_weights(unopened, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "kog_triton.text.grammar.find_spec",
+        lambda name: None if name == "llguidance" else real(name),
+    )
+    code, _, err = unopened("-p", "x", "--choice", "a", "--choice", "b")
+    assert code == 2 and "structured_outputs needs llguidance: pip install" in err
+
+
+def test_stdin_is_read_as_bytes_and_up_to_a_bound(unopened, monkeypatch):
+    """In the C locale and in containers Python's own reading hides which bytes are no text."""
+    for data, says in (
+        (b"ab\xffcd", "--prompt -: not UTF-8 at byte 2"),
+        (b"a" * 101, "--prompt -: longer than 0 MiB"),
+    ):
+        stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="surrogateescape")
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr("kog_triton.cli.request.MAX_PROMPT_BYTES", 100)
+        code, _, err = unopened("-p", "-")
+        assert code == 2 and says in err
+    code, _, err = unopened("-p", "@/dev/zero")
+    assert code == 2 and "--prompt @/dev/zero: longer than 0 MiB" in err
+
+
+def test_the_tokenizer_that_checked_the_prompt_is_the_model_s(cli, monkeypatch):
+    loaded = []
+    real = LLM.__init__
+
+    def noted(self, *args, **options):
+        loaded.append(options["tokenizer"])
+        real(self, *args, **options)
+        assert self.tokenizer is loaded[-1]
+
+    monkeypatch.setattr(LLM, "__init__", noted)
+    assert cli("-p", "say:x", "--quiet") == (0, "x", "") and loaded[0] is not None
+
+
+# ---- flags ----
+
+
+def test_every_flag_has_help():
+    parser = generate_arguments.build_parser()
+    assert [a.option_strings for a in parser._actions if not a.help] == []
+    text = parser.format_help()
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "KOG_DEBUG", "kog cache"):
+        assert name in text
+
+
+def test_a_revision_is_asked_of_the_hub(cli, folder, monkeypatch):
+    asked = []
+
+    def download(hub_id, **how):
+        asked.append((hub_id, how["revision"]))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert cli("-p", "say:x", "--quiet", "--revision", "v1", model="org/name")[:2] == (0, "x")
+    assert set(asked) == {("org/name", "v1")}
+    code, _, err = cli("-p", "say:x", "--revision", "v1")
+    assert code == 3 and "is a local folder: it has no revision" in err
+
+
+def test_tools_and_arguments_reach_the_template(cli, tmp_path):
+    own = make_checkpoint(tmp_path / "own")
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ tools[0].name }}{{ enable_thinking }} {{ messages[-1].content }}"
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    tools, run = tmp_path / "tools.json", tmp_path / "run.json"
+    tools.write_text('[{"name": "look_up"}]')
+    flags = ["--tools", str(tools), "--chat-template-kwargs", '{"enable_thinking": false}']
+    code, out, _ = cli("-p", "say:x", "--chat", *flags, "--json", str(run), model=own)
+    assert (code, out) == (0, "x")
+    assert json.loads(run.read_text())["output"]["prompt"] == "look_upFalse say:x"
+
+
+def test_several_samples_come_one_after_the_other(cli, tmp_path):
+    file = tmp_path / "run.json"
+    flags = ["--n", "3", "--temp", "1", "--seed", "5", "-m", "6", "--json", str(file)]
+    code, out, err = cli("-p", "abc", *flags)
+    record = json.loads(file.read_text())
+    jsonschema.validate(record, SCHEMA)
+    texts = [done["text"] for done in record["output"]["outputs"]]
+    assert code == 0 and out == "".join(f"{text}\n" for text in texts) and len(set(texts)) == 3
+    assert [f"sample {i} of 3: length" in err for i in (1, 2, 3)] == [True] * 3
+
+
+def test_a_record_on_stdout_takes_the_place_of_the_text(cli):
+    code, out, err = cli("-p", "say:hello", "--json", "-")
+    record = json.loads(out)
+    jsonschema.validate(record, SCHEMA)
+    assert code == 0 and record["output"]["outputs"][0]["text"] == "hello" and "5 tokens" not in out
+    assert "6 tokens" in err  # with the one that ended it
+
+
+# ---- what stderr says ----
+
+
+def test_two_lines_after_a_text_say_how_fast_and_by_which_parameters(cli):
+    flags = ["-m", "9", "--top-k", "7", "--seed", "3", "--stop", "zz", "--presence-penalty", "0.5"]
+    err = cli("-p", "abc", *flags, "--temp", "0.5")[2].splitlines()
+    assert re.fullmatch(
+        r"9 tokens at [\d.,]+ tokens/s, first after \d+ ms; prompt 3; length", err[-2]
+    )
+    assert err[-1] == (
+        "temperature 0.5, seed 3, top_k 7, stop ('zz',), presence_penalty 0.5, max_tokens 9; backend fake"
+    )
+    greedy = cli("-p", "say:x", "--temp", "0", "--top-k", "7")[2].splitlines()
+    assert greedy[-1] == "temperature 0; backend fake"
+    told = cli("-p", "say:x", "-v")[2]
+    assert "MBU unknown" in told and "KV depth" in told and "between tokens" in told
+
+
+def test_what_takes_long_is_told_and_gone_again(monkeypatch, capsys):
+    monkeypatch.setattr(activity, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(activity, "REFRESH_S", 0.01)
+    with shown_activity("loading the model"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "loading the model ...\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with shown_activity("loading the model"):
+        time.sleep(0.1)
+        STDERR_LOG.tell("a line")
+        time.sleep(0.1)
+    said = capsys.readouterr().err
+    assert re.search(r"\r\x1b\[Kloading the model, 0\.\d s\r\x1b\[K", said)
+    assert "\r\x1b[Ka line\n" in said  # over the status, which comes again below
+    after = said.partition("a line\n")[2]
+    assert after.startswith("\r\x1b[Kloading the model, ") and after.endswith("\r\x1b[K")
+    with shown_activity("loading the model", quiet=True):
+        time.sleep(0.1)
+    monkeypatch.setattr(activity, "PATIENCE_S", 5)
+    with shown_activity("loading the model"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_is_shown_control_characters_not_sent_them(cli, monkeypatch):
+    said = "a\x1b]0;x\x07b\x9b1mc\n\td\r"
+    assert cli("-p", f"say:{said}", "--quiet")[1] == said  # a pipe gets the text to the letter
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    cli("-p", f"say:{said}", "--quiet")
+    assert terminal.getvalue() == "a\\x1b]0;x\\x07b\\x9b1mc\n\td\\r\n"
+
+
+def test_a_model_s_name_drives_no_terminal(cli, tmp_path):
+    evil = make_checkpoint(tmp_path / "ev\x1b]0;pwned\x07il\x1b[31m")
+    code, out, err = cli("-p", "say:x", model=evil)
+    assert (code, out) == (0, "x") and "ev\\x1b]0;pwned\\x07il" in err
+    assert all(line.isprintable() for line in err.splitlines())
+
+
+# ---- a talk ----
+
+
+def talk(cli, monkeypatch, lines, *flags):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return cli("--interactive", *flags)
+
+
+def test_a_talk_greets_and_has_commands(cli, monkeypatch):
+    lines = "/help\n/fly\nsay:one\n/set max_tokens 2\nsay:two\n/set top_p 7\n/set nothing 1\n/set top_p\n/reset\n"
+    code, out, err = talk(cli, monkeypatch, lines + "/exit\nsay:never\n")
+    assert code == 0 and out == "one\n[assistant]\ntw\n"
+    for words in (
+        "each text is answered: /help lists commands",
+        "/set NAME VALUE",
+        "error: no command /fly: /help lists them",
+        "max_tokens is 2",
+        "error: top_p is 7: it must be from 0 to 1",
+        "error: /set takes a sampling parameter",
+        "the talk begins anew",
+    ):
+        assert words in err
+    assert err.count("error: ") == 4
+
+
+def test_a_text_of_several_lines(cli, monkeypatch):
+    lines = '"""\nfirst\n\nsay:last\n"""\nsay:one\n"""\nsay:unfinished'
+    code, out, _ = talk(cli, monkeypatch, lines, "--raw", "--quiet")
+    assert (code, out) == (0, "last\none\nunfinished\n")
+
+
+def test_an_answer_is_part_of_the_talk(cli, monkeypatch):
+    prompts = []
+    real = LLM.stream
+
+    def noted(self, prompt, params):
+        prompts.append(prompt["prompt"])
+        return real(self, prompt, params)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    talk(cli, monkeypatch, "say:one\nsay:two\n", "--quiet", "-m", "3")
+    assert prompts == [
+        "[user]say:one\n[assistant]",
+        "[user]say:one\n[assistant]one\n[user]say:two\n[assistant]",
+    ]
+
+
+def test_a_full_context_forgets_what_is_oldest(cli, monkeypatch):
+    prompts = []
+    real = LLM.stream
+
+    def noted(self, prompt, params):
+        prompts.append(prompt)
+        return real(self, prompt, params)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    lines = "".join(f"{i} {'x' * 60} say:{i}\n" for i in range(8))
+    code, _, err = talk(cli, monkeypatch, lines, "--system", "be brief", "-m", "40")
+    assert code == 0 and "error" not in err
+    assert "the context is full: the oldest 2 messages are forgotten" in err
+    assert len(prompts) == 8
+    for i, prompt in enumerate(prompts):
+        assert len(prompt["prompt_token_ids"]) + 40 <= 512
+        assert prompt["prompt"].startswith("[system]be brief\n[user]")
+        assert prompt["prompt"].endswith(f"say:{i}\n[assistant]")
+    assert "[user]0 x" in prompts[3]["prompt"] and "[user]0 x" not in prompts[7]["prompt"]
+    assert "[user]6 x" in prompts[7]["prompt"]
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line_and_keeps_the_talk(monkeypatch, capsys):
+    typed = iter([KeyboardInterrupt, '"""', "half", KeyboardInterrupt, "whole"])
+
+    def line(question):
+        said = next(typed)
+        if said is KeyboardInterrupt:
+            raise said
+        return said
+
+    monkeypatch.setattr("builtins.input", line)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert interactive._ask() == "whole" and capsys.readouterr().out == "\n\n"
+
+
+def test_what_was_typed_is_kept_for_the_user_alone(monkeypatch, tmp_path):
+    readline = pytest.importorskip("readline")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    readline.clear_history()
+    with suppress(KeyboardInterrupt), kept_lines():
+        readline.add_history("say:one")
+        raise KeyboardInterrupt
+    assert history_file().read_text().strip() == "say:one"
+    assert history_file().stat().st_mode & 0o77 == 0
+    readline.clear_history()
+    with kept_lines():
+        assert readline.get_history_item(1) == "say:one"
+    readline.clear_history()
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError))
+    assert history_file() is None and os.path.exists(tmp_path)
+    with kept_lines():
+        pass

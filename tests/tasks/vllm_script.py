@@ -1,0 +1,48 @@
+"""Run a script written for vLLM: only the name of the package is another."""
+
+import warnings
+
+from kog_triton import LLM, SamplingParams  # "from vllm" it said
+from kog_triton.demo import checkpoint_path
+
+ignored = warnings.catch_warnings(record=True)
+said = ignored.__enter__()
+
+# ---- the script ----
+
+MODEL = str(checkpoint_path())
+prompts = ["def add(a, b):", "class Stack:", "import os"]
+sampling_params = SamplingParams(n=2, temperature=0.8, top_p=0.95, max_tokens=8, seed=1)
+llm = LLM(
+    model=MODEL, tensor_parallel_size=1, max_num_seqs=4, max_model_len=256, dtype="auto", seed=0,
+    trust_remote_code=True, enforce_eager=True, gpu_memory_utilization=0.9, disable_log_stats=True,
+    quantization=None,
+)  # fmt: skip
+outputs = llm.generate(prompts, sampling_params=sampling_params, use_tqdm=False)
+for output in outputs:
+    assert output.finished and output.request_id and output.prompt in prompts
+    for completion in output.outputs:
+        print(f"Prompt: {output.prompt!r}, Generated text: {completion.text!r}")
+        assert completion.finish_reason in ("stop", "length") and completion.finished()
+defaults = llm.get_default_sampling_params()
+defaults.max_tokens = 4
+llm.chat(
+    [{"role": "user", "content": "hi"}],
+    defaults,
+    use_tqdm=False,
+    chat_template="{{ messages[0]['content'] }}",
+    chat_template_kwargs={"enable_thinking": False},
+)
+ids = llm.get_tokenizer().encode("x = 1")
+assert llm.generate({"prompt_token_ids": ids}, defaults)[0].prompt_token_ids == ids
+
+# ---- what it was told ----
+
+told = {str(warning.message).split()[1] for warning in said if warning.category is UserWarning}
+assert told == {"trust_remote_code", "enforce_eager", "gpu_memory_utilization"}, told
+try:
+    LLM(MODEL, quantization="awq")
+except ValueError as error:
+    assert "quantization is 'awq'" in str(error), error
+else:
+    raise AssertionError("what is not supported was dropped")
