@@ -31,7 +31,7 @@ ASKED = {
         SamplingParams(temperature=0.0), tuple((7 * i + 3) % 50 for i in range(37)), "chunks"
     ),
     "rules": Asked(
-        SamplingParams(temperature=0.9, top_p=0.8, top_k=20, frequency_penalty=0.5, seed=5),
+        SamplingParams(temperature=0.9, top_p=0.8, top_k=20, frequency_penalty=0.5, seed=6),
         variant="rules",
     ),
 }
