@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.cuda.layout.layout import Layout
-
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering
 

@@ -2,11 +2,10 @@
 
 import ctypes
 
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.jit import begin_cubin
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import lay_out
-
-from kog_triton.backends import BackendOptions
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
 from kog_triton.schedule.cuda import lower

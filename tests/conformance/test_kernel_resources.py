@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 import torch
-from kog_triton.backends.cuda import driver
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import driver
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.resources import ResourceReporter, Resources
 from kog_triton.backends.triton import TritonBackend

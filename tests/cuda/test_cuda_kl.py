@@ -6,10 +6,10 @@ The gate has been seen red: a gain that is off by 3 % is enough.
 
 import pytest
 import torch
-from kog_triton.backends.cuda.backend import CudaBackend
 from tokenizers import Tokenizer
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.folder import Checkpoint
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.demo_cases import LLAMA

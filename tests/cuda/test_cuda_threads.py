@@ -8,8 +8,8 @@ does between its generic and its asynchronous accesses.
 
 import numpy as np
 import pytest
-from kog_triton.backends.cuda.layout.header import STEPS
 
+from kog_triton.backends.cuda.layout.header import STEPS
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import SamplingParams

@@ -1,8 +1,8 @@
 """No kernel of ours reads a register before its zero is there; code that does is found."""
 
 import pytest
-from kog_triton.backends.cuda.layout.columns import lay_out_columns
 
+from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import SHAPES, one_always, sass_of, spec_named
 from tests.lib.sass_hazards import Instruction, instructions, read_too_early

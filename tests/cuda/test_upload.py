@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import OFFSETS, encode

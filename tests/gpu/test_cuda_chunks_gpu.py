@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head

@@ -5,9 +5,9 @@ of memory are real ones.
 """
 
 import pytest
-from kog_triton.backends.cuda.backend import CudaBackend
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
 from tests.lib.cuda_sampling import (

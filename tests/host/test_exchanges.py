@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+
 from kog_triton.backends.cuda.layout.exchanges import column_kernel, decode_kernel
 from kog_triton.backends.cuda.layout.layout import lay_out
-
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import Head, Reduce

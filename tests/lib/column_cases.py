@@ -1,8 +1,8 @@
 """Models and settings that tests of token columns and of chunks share, and the layout of columns."""
 
 import numpy as np
-from kog_triton.backends.cuda.layout.columns import lay_out_columns
 
+from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS

@@ -3,7 +3,6 @@
 import os
 
 from kog_triton.backends.cuda.backend import CudaBackend
-
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.model.spec import DType, Reduce
 from tests.lib.cuda_walk import FiberBackend

@@ -12,10 +12,10 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
+
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.cuda.layout.protocol import TENSORS
-
 from kog_triton.backends.request_words import encode
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS

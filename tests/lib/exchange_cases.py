@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from kog_triton.backends.cuda.layout.exchanges import column_kernel, decode_kernel
-
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule import triton
