@@ -164,7 +164,7 @@ def test_table_reads_and_writes_where_it_is_told(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "No results are kept yet.\n"
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results -->\nold\n<!-- /results -->\n")
-    assert bench.main(["table", "--readme", str(readme)]) == 0
+    assert bench.main(["table", "--into", str(readme)]) == 0
     assert "No results are kept yet." in readme.read_text()
     assert read == [tmp_path, Path("benchmarks/results")]
 
