@@ -13,7 +13,7 @@ PROMPTS = ("def add(a, b):", "class Stack:", "import os\n\n")
 def main() -> None:
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=24) for i, _ in enumerate(PROMPTS)]
     with LLM(sys.argv[1] if len(sys.argv) > 1 else None, num_slots=2) as llm:
-        for output in llm.generate(PROMPTS, params, use_progress_bar=False):
+        for output in llm.generate(PROMPTS, params, use_tqdm=False):
             print(f"--- {output.prompt!r}\n{output.outputs[0].text}")
 
 

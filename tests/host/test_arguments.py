@@ -12,9 +12,12 @@ from kog_triton.errors import RequestError
 
 @pytest.mark.parametrize("name", commands())
 def test_a_wrong_usage_is_one_line_that_says_where_help_is(name, capsys):
-    kind = ["decode"] if name == "bench" else []
+    needed = {
+        "bench": ["decode"],
+        "quantize": ["--model", "m", "--out", "o", "--format", "fp8-block"],
+    }
     with pytest.raises(SystemExit) as end:
-        import_module(f"kog_triton.{name}").main([*kind, "--no-such-option"])
+        import_module(f"kog_triton.{name}").main([*needed.get(name, []), "--no-such-option"])
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and err.count("\n") == 1
     assert err.startswith("error: ") and "--no-such-option" in err
