@@ -7,7 +7,7 @@ from kog_triton.progress import Progress
 def test_it_counts_samples_and_tokens_a_second(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    with Progress(3, show=True) as bar:
+    with Progress(3, use_tqdm=True) as bar:
         (task,) = bar._bar.tasks
         now[0] = 102.0
         bar.add_tokens(10)
@@ -18,7 +18,7 @@ def test_it_counts_samples_and_tokens_a_second(monkeypatch, capsys):
 
 
 def test_it_draws_nothing_unless_it_is_to_show(capsys):
-    with Progress(3, show=False) as bar:
+    with Progress(3, use_tqdm=False) as bar:
         bar.add_tokens(10)
         bar.add_sample()
     assert capsys.readouterr() == ("", "")
