@@ -6,24 +6,22 @@ from typing import Any
 from kog_triton.outputs import RequestOutput
 from kog_triton.server.answering import sse
 from kog_triton.server.asked import Asked
+from kog_triton.server.block_stream import BlockStream
 from kog_triton.server.figures import timings
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
-from kog_triton.server.samples import News
 from kog_triton.server.told import Told, call_id
 from kog_triton.text.tool_calls import ToolCall
 
-TEXT_FIELDS = {"thinking": "thinking", "text": "text"}
 
+class MessagesAnswer(BlockStream):
+    REASONING, TEXT = "thinking", "text"
 
-class MessagesAnswer:
     def __init__(self, answer_id: str, model: ServedModel, asked: Asked) -> None:
         self._id, self._model, self._asked = answer_id, model, asked
-        self._told = Told(asked.parser())
+        super().__init__(Told(asked.parser()))
         self._blocks: list[dict[str, Any]] = []  # the last one may be open
-        self._open = False
         self._calls = 0
-        self._events: list[bytes] = []
 
     # ---- a stream ----
 
@@ -35,10 +33,6 @@ class MessagesAnswer:
             "usage": {"input_tokens": len(self._asked.job.token_ids), "output_tokens": 0},
         }
         self._say("message_start", message=message)
-        return self._take_events()
-
-    def event(self, news: list[News], elapsed_s: float) -> bytes:
-        self.take(news)
         return self._take_events()
 
     def last(self) -> bytes:
@@ -58,35 +52,17 @@ class MessagesAnswer:
     def _say(self, kind: str, **fields: Any) -> None:
         self._events.append(sse({"type": kind, **fields}, kind))
 
-    def _take_events(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
-
     # ---- blocks ----
 
-    def take(self, news: list[News]) -> None:
-        for one in news:
-            delta = self._told.take(one)
-            if delta.reasoning:
-                self._add_text("thinking", delta.reasoning)
-            if delta.content:
-                self._add_text("text", delta.content)
-            for call in delta.calls:
-                self._close()
-                self._add_call(call)
-            if self._told.output is not None:
-                self._close()
-
     def _add_text(self, kind: str, text: str) -> None:
-        field = TEXT_FIELDS[kind]
         if not self._open or self._blocks[-1]["type"] != kind:
             self._close()
-            empty = {"type": kind, field: ""} | ({"signature": ""} if kind == "thinking" else {})
+            empty = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
             self._blocks.append(dict(empty))
             self._open = True
             self._say("content_block_start", index=len(self._blocks) - 1, content_block=empty)
-        self._blocks[-1][field] += text
-        delta = {"type": f"{kind}_delta", field: text}
+        self._blocks[-1][kind] += text
+        delta = {"type": f"{kind}_delta", kind: text}
         self._say("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> None:

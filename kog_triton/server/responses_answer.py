@@ -7,27 +7,27 @@ from typing import Any
 from kog_triton.outputs import RequestOutput
 from kog_triton.server.answering import sse
 from kog_triton.server.asked import Asked
+from kog_triton.server.block_stream import BlockStream
 from kog_triton.server.figures import timings, usage
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
-from kog_triton.server.samples import News
 from kog_triton.server.schemas.responses import ResponsesBody
 from kog_triton.server.told import Told, call_id
 from kog_triton.text.tool_calls import ToolCall
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(BlockStream):
+    REASONING, TEXT = "reasoning", "message"
+
     def __init__(
         self, answer_id: str, model: ServedModel, asked: Asked, body: ResponsesBody
     ) -> None:
         self._id, self._model, self._asked, self._body = answer_id, model, asked, body
         self._created = int(time.time())
-        self._told = Told(asked.parser())
+        super().__init__(Told(asked.parser()))
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._pieces: list[str] = []  # of the open item's text
-        self._open = False
         self._number = 0
-        self._events: list[bytes] = []
 
     # ---- a stream ----
 
@@ -35,10 +35,6 @@ class ResponsesAnswer:
         response = self._response("in_progress")
         self._say("response.created", response=response)
         self._say("response.in_progress", response=response)
-        return self._take_events()
-
-    def event(self, news: list[News], elapsed_s: float) -> bytes:
-        self.take(news)
         return self._take_events()
 
     def last(self) -> bytes:
@@ -58,24 +54,7 @@ class ResponsesAnswer:
         self._events.append(sse({"type": kind, "sequence_number": self._number, **fields}, kind))
         self._number += 1
 
-    def _take_events(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
-
     # ---- items ----
-
-    def take(self, news: list[News]) -> None:
-        for one in news:
-            delta = self._told.take(one)
-            if delta.reasoning:
-                self._add_text("reasoning", delta.reasoning)
-            if delta.content:
-                self._add_text("message", delta.content)
-            for call in delta.calls:
-                self._close()
-                self._add_call(call)
-            if self._told.output is not None:
-                self._close()
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
