@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -362,31 +363,10 @@ def test_an_error_that_stays_reaches_everybody_who_waits(folder):
         assert (llm.engine.num_waiting, llm.engine.num_free_slots) == (0, 1)
 
 
-def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
-    held, over = threading.Event(), threading.Event()
-
-    def hold():
-        with narrow.engine._lock:
-            held.set()
-            over.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(5)
-        engine._close_open_engines()  # as at its exit
-        os._exit(0)
-    over.set()
-    thread.join()
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_in_a_forked_process_each_use_says_so_and_none_waits(llm):
-    """Whoever held the lock, and whatever the threads did that the fork left behind."""
-    stream = llm.stream("slow x", ENDLESS)
-    stream.poll(None)
+@contextmanager
+def forked_while_locked(llm):
+    """Another thread holds the engine's lock as this process forks: the child's number, 0 in the child, which leaves
+    by os._exit. It must leave with 0."""
     held, over = threading.Event(), threading.Event()
 
     def hold():
@@ -398,29 +378,46 @@ def test_in_a_forked_process_each_use_says_so_and_none_waits(llm):
     thread.start()
     held.wait()
     pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        uses = (
-            lambda: llm.generate("x", GREEDY),
-            lambda: llm.stream("x", GREEDY),
-            lambda: llm.forward_logits([1]),
-            lambda: stream.poll(None),
-            stream.close,
-        )
-        said = []
-        for use in uses:
-            try:
-                use()
-            except RunError as error:
-                said.append(str(error))
-        llm.close()
-        os._exit(
-            said
-            != ["the LLM was opened before this process was forked: open one in this process"] * 5
-        )
+    yield pid
     over.set()
     thread.join()
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
+    with forked_while_locked(narrow) as pid:
+        if pid == 0:
+            signal.alarm(5)
+            engine._close_open_engines()  # as at its exit
+            os._exit(0)
+
+
+def test_in_a_forked_process_each_use_says_so_and_none_waits(llm):
+    """Whoever held the lock, and whatever the threads did that the fork left behind."""
+    stream = llm.stream("slow x", ENDLESS)
+    stream.poll(None)
+    with forked_while_locked(llm) as pid:
+        if pid == 0:
+            signal.alarm(20)
+            uses = (
+                lambda: llm.generate("x", GREEDY),
+                lambda: llm.stream("x", GREEDY),
+                lambda: llm.forward_logits([1]),
+                lambda: stream.poll(None),
+                stream.close,
+            )
+            said = []
+            for use in uses:
+                try:
+                    use()
+                except RunError as error:
+                    said.append(str(error))
+            llm.close()
+            os._exit(
+                said
+                != ["the LLM was opened before this process was forked: open one in this process"]
+                * 5
+            )
     stream.close()
     assert llm.generate("say:x", GREEDY)[0].outputs[0].text == "x"
 

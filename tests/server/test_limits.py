@@ -353,7 +353,7 @@ def test_a_hostile_grammar_is_refused_or_harmless(server, figure, name):
 
 
 def test_a_hostile_template_ends_and_the_server_answers_meanwhile(tmp_path, checkpoint, figure):
-    template = "{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}"
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with served(tmp_path, checkpoint, "--chat-template", template) as server:
         body = {"messages": [{"role": "user", "content": "x"}]}
         with ThreadPoolExecutor(1) as pool:

@@ -13,7 +13,7 @@ import torch
 
 from kog_triton.checkpoint.formats.module import Found, Module
 from kog_triton.checkpoint.formats.packed import unpack_words
-from kog_triton.checkpoint.formats.patterns import Excluded
+from kog_triton.checkpoint.formats.patterns import Excluded, group_and_excluded
 from kog_triton.checkpoint.narrow import NarrowTensor
 from kog_triton.model.config import Config
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
@@ -34,11 +34,7 @@ class Awq:
         config.only("bits", 4)
         config.only("zero_point", True)
         config.choice("version", of=("gemm", "GEMM"), default="gemm")
-        group = config.integer("group_size", low=-1, high=1 << 16, default=128)
-        if group == 0:
-            raise config.error(["group_size"], "-1 or a positive integer")
-        field = "modules_to_not_convert"
-        return cls(max(group, 0), Excluded(config.get(field), config.label(field)))
+        return cls(*group_and_excluded(config))
 
     def find(self, module: Module) -> Found | None:
         if not module.has("qweight"):

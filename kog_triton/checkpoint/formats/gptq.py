@@ -15,7 +15,7 @@ import torch
 
 from kog_triton.checkpoint.formats.module import Found, Module
 from kog_triton.checkpoint.formats.packed import unpack_words
-from kog_triton.checkpoint.formats.patterns import Excluded
+from kog_triton.checkpoint.formats.patterns import Excluded, group_and_excluded
 from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
 from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
@@ -39,15 +39,12 @@ class Gptq:
         config.only("is_marlin_format", False)
         config.only("use_marlin", False)
         version = config.choice("checkpoint_format", of=("gptq", "gptq_v2"), default="gptq")
-        group = config.integer("group_size", low=-1, high=1 << 16, default=128)
-        if group == 0:
-            raise config.error(["group_size"], "-1 or a positive integer")
-        field = "modules_to_not_convert"
+        group, excluded = group_and_excluded(config)
         return cls(
-            group=max(group, 0),
+            group=group,
             symmetric=config.boolean("sym", default=False),
             stored_less=1 if version == "gptq" else 0,
-            excluded=Excluded(config.get(field), config.label(field)),
+            excluded=excluded,
         )
 
     def find(self, module: Module) -> Found | None:

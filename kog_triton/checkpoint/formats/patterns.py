@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from kog_triton.errors import ModelError, shown
+from kog_triton.model.config import Config
 
 MAX_PATTERN = 200  # characters
 MAX_REPEATS = 3
@@ -66,3 +67,12 @@ class Excluded:
             for n in self.names
             if n
         )
+
+
+def group_and_excluded(config: Config) -> tuple[int, Excluded]:
+    """What AWQ and GPTQ say alike: columns of a group, 0 for all, and the modules left wide."""
+    group = config.integer("group_size", low=-1, high=1 << 16, default=128)
+    if group == 0:
+        raise config.error(["group_size"], "-1 or a positive integer")
+    field = "modules_to_not_convert"
+    return max(group, 0), Excluded(config.get(field), config.label(field))
