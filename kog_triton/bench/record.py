@@ -14,7 +14,7 @@ from kog_triton.errors import KogError, RequestError
 
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
-LONG = 64 << 10  # bytes of text from which on a kept record is compressed, to a fifth
+LONG = 16 << 10  # bytes of text from which on a kept record is compressed, to a fifth
 
 
 MOST_NOTE = 300  # characters
