@@ -42,8 +42,8 @@ def _llama(*sizes: int, tied: bool, theta: float, factor: float = 0, **more: Any
     return _dense("llama", *sizes, tied=tied, rms_norm_eps=1e-5, rope_theta=theta, **more)
 
 
-def _mistral(*sizes: int) -> Config:
-    more = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+def _mistral(*sizes: int, **own: Any) -> Config:
+    more = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, **own}
     return _dense("mistral", *sizes, tied=False, **more)
 
 
@@ -67,10 +67,19 @@ SHAPES: dict[str, Config] = {
     "llama-3.1-8b": _llama(
         32, 4096, 14336, 32, 8, 128256, 131072, tied=False, theta=5e5, factor=8.0
     ),
+    "llama-3.3-70b": _llama(
+        80, 8192, 28672, 64, 8, 128256, 131072, tied=False, theta=5e5, factor=8.0
+    ),
+    # Its weights are float16, as its config.json says.
+    "llama-2-7b": _llama(
+        32, 4096, 11008, 32, 32, 32000, 4096, tied=False, theta=1e4
+    ) | {"dtype": "float16"},
     "tinyllama-1.1b": _llama(22, 2048, 5632, 32, 4, 32000, 2048, tied=False, theta=1e4),
+    "smollm2-135m": _llama(30, 576, 1536, 9, 3, 49152, 8192, tied=True, theta=1e5),
     "smollm2-360m": _llama(32, 960, 2560, 15, 5, 49152, 8192, tied=True, theta=1e5),
     "smollm2-1.7b": _llama(24, 2048, 8192, 32, 32, 49152, 8192, tied=True, theta=1.3e5),
     "mistral-7b": _mistral(32, 4096, 14336, 32, 8, 32768, 32768),
+    "mistral-large-123b": _mistral(88, 12288, 28672, 96, 8, 32768, 131072, head_dim=128),
     "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, 151936, 32768, tied=True),
     "qwen2.5-coder-1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936, 32768, tied=True),
     "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, 151936, 32768, tied=True),
@@ -79,6 +88,8 @@ SHAPES: dict[str, Config] = {
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, 151936, 40960, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, 151936, 40960, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, 151936, 40960, tied=False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, 151936, 40960, tied=False),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, 151936, 40960, tied=False),
     # Public descriptions leave three fields open: no early communication and the "replicate" head
     # are assumed, theta is the training code's default. None of them changes the bytes that a token
     # costs.

@@ -226,10 +226,38 @@ def test_all_early_communication_is_a_plain_llama(tmp_path):
         ("tinyllama-1.1b", 1_100_048_384),
         ("smollm2-360m", 361_821_120),
         ("smollm2-1.7b", 1_711_376_384),
+        ("smollm2-135m", 134_515_008),
+        ("llama-2-7b", 6_738_415_616),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("llama-3.3-70b", 70_553_706_496),
+        ("mistral-large-123b", 122_610_069_504),
     ],
 )
 def test_named_shapes_have_the_published_size(name, parameters):
     assert named_shape(name).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["smollm2-135m", "llama-2-7b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b", "mistral-large-123b"],
+)
+def test_a_named_shape_has_its_published_arithmetic(name):
+    """What no count of parameters shows: heads, norms, RoPE, context and the weights' type."""
+    spec = named_shape(name)
+    want = {
+        "smollm2-135m": (9, 3, 64, 1e-5, 1e5, 8192, "bf16"),
+        "llama-2-7b": (32, 32, 128, 1e-5, 1e4, 4096, "f16"),
+        "qwen3-14b": (40, 8, 128, 1e-6, 1e6, 40960, "bf16"),
+        "qwen3-32b": (64, 8, 128, 1e-6, 1e6, 40960, "bf16"),
+        "llama-3.3-70b": (64, 8, 128, 1e-5, 5e5, 131072, "bf16"),
+        "mistral-large-123b": (96, 8, 128, 1e-5, 1e6, 131072, "bf16"),
+    }
+    found = (
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, spec.rope.theta,
+        spec.max_context, spec.dtype.name.lower(),
+    )  # fmt: skip
+    assert found == want[name]
 
 
 def test_published_laneformer_layers():

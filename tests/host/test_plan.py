@@ -95,7 +95,8 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     bandwidth, rate = re.search(
         r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
     ).groups()
-    assert int(rate.replace(",", "")) == pytest.approx(float(bandwidth) * 1e3 / gigabytes, rel=5e-3)
+    tokens = float(bandwidth) * 1e3 / gigabytes
+    assert int(rate.replace(",", "")) == pytest.approx(tokens, rel=5e-3, abs=0.5)
     # of one GPU, as the gigabytes are
     microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)
     whole = gigabytes * 1e3 / float(bandwidth)
