@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from kog_triton.backends import DTYPE_NAMES, BackendOptions
-from kog_triton.backends.choose import AUTO_ORDER, serves
 from kog_triton.checkpoint.hub import INDEX, SINGLE, local_file
 from kog_triton.demo import checkpoint_path
 from kog_triton.json_file import read_json
@@ -20,7 +19,8 @@ from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import ModelSpec
 
-GROUP = "kog_triton.precompilers"  # name of a backend -> (ModelSpec, BackendOptions) -> None
+# Name of a backend -> (ModelSpec, BackendOptions) -> None: begins what the backend will ask for, where "auto" means it.
+GROUP = "kog_triton.precompilers"
 log = logging.getLogger(__name__)
 
 
@@ -34,12 +34,11 @@ def precompile(
     dtype: str = "auto",
     max_model_len: int | None = None,
 ) -> None:
-    """Let the backend of this name begin to compile, or "auto" the first one. Never raises.
+    """Let the backend of this name begin to compile, or "auto" that which it will take. Never raises.
 
     The model is a folder, a hub id whose files are here, a published shape, or by default the demo; the others are
     what LLM takes.
     """
-    names = AUTO_ORDER[:1] if backend == "auto" else (backend,)
     try:
         spec = named_shape(shape) if shape else _read_spec(model)
         if spec is None:
@@ -51,7 +50,7 @@ def precompile(
             max_context=room, num_gpus=num_gpus, device=device, dtype=DTYPE_NAMES[dtype]
         )
         for entry in entry_points(group=GROUP):
-            if entry.name in names and serves(entry.name, device):
+            if backend in ("auto", entry.name):
                 entry.load()(spec, options)
     except Exception as error:
         log.debug("nothing is compiled beforehand: %s: %s", type(error).__name__, error)

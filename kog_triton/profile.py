@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kog_triton.backends import BackendOptions, WeightSource
-from kog_triton.backends.choose import choose, known_names
+from kog_triton.backends import BackendOptions, WeightSource, backend_names
+from kog_triton.backends.choose import choose
 from kog_triton.backends.recording import Profiler
 from kog_triton.backends.resources import ResourceReporter
 from kog_triton.cli.arguments import Parser, check_output, positive
@@ -31,7 +31,9 @@ def build_parser() -> Parser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
     what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help=", ".join(known_names()))
+    parser.add_argument(
+        "--backend", default="auto", metavar="NAME", help=", ".join(backend_names())
+    )
     parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
     parser.add_argument(
         "--depth",

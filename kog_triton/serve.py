@@ -23,8 +23,7 @@ NUM_SLOTS = 4  # each holds max_model_len positions: an agent, its helpers, and 
 
 
 def build_parser() -> Parser:
-    from kog_triton.backends import PREFILLS
-    from kog_triton.backends.choose import known_names
+    from kog_triton.backends import PREFILLS, backend_names
 
     parser = Parser(
         prog="kog serve",
@@ -41,7 +40,7 @@ def build_parser() -> Parser:
         help=f"slots: requests that run at once, conversations that are kept (default: {NUM_SLOTS})",
     )  # fmt: skip
     what.add_argument("--dtype", default="auto", help="weights: auto, fp32, bf16 or fp16")
-    what.add_argument("--backend", default="auto", help=f"auto, {', '.join(known_names())}")
+    what.add_argument("--backend", default="auto", help=f"auto, {', '.join(backend_names())}")
     what.add_argument("--device", help="cpu, nvidia, amd or a GPU such as h200")
     what.add_argument(
         "--tensor-parallel-size", "-tp", "--gpus", type=positive, default=1, metavar="N"

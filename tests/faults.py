@@ -682,6 +682,20 @@ FAULTS = (
         "doctor advises what runs already",
     ),
     Fault(
+        "backends/choose.py",
+        'if lacking and "cpu" in backend.vendors:',
+        "if False:",
+        "host/test_choose.py",
+        "a GPU that lacks software is passed over for the CPU in silence",
+    ),
+    Fault(
+        "backends/choose.py",
+        "in sorted(found)]",
+        "in sorted(found, reverse=True)]",
+        "host/test_choose.py",
+        "auto takes the slowest",
+    ),
+    Fault(
         "profile.py",
         "weights.spec.vocab_size, args.depth)",
         "weights.spec.vocab_size, DEPTH)",

@@ -58,6 +58,8 @@ WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than
 
 class CudaBackend:
     name = "cuda"
+    vendors = ("nvidia",)
+    rank = 1
     num_devices = 1
     column_counts = COUNTS  # of the kernels that serve several requests together
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
@@ -75,7 +77,9 @@ class CudaBackend:
         try:
             compiler_name()
         except DeviceError as error:
-            return Availability(False, str(error), "pip install cupy-cuda13x")
+            return Availability(
+                False, str(error), 'pip install "kog-triton[cuda]"', lacks_software=True
+            )
         return Availability(True)
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:

@@ -63,11 +63,17 @@ STAGE_WRITES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend can run here; if not, `reason` says why and `advice` what to do about it."""
+    """Whether a backend can run here; if not, `reason` says why and `advice` what to do about it.
+
+    by_name_only    why "auto" does not take it on this machine, though it can run; "" if it may
+    lacks_software  what is missing can be installed: the device is one that it runs on
+    """
 
     ok: bool
     reason: str = ""
     advice: str = ""
+    by_name_only: str = ""
+    lacks_software: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,15 @@ class WeightSource(Protocol):
 class Backend(Protocol):
     """`spec` is the model as it runs: its dtypes are what a step reads, whatever the checkpoint stores.
 
+    vendors  whose GPUs it serves, of schedule.topology.VENDORS, and "cpu"
+    rank     its place in what "auto" tries, the fastest first; a class without the attribute is taken by name only
+
     A class whose `runs_narrow` is true runs checkpoints with narrow weights (`ModelSpec.narrow`); where the attribute
     is missing or false, they are refused. `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
     """
 
     name: str
+    vendors: tuple[str, ...]
     spec: ModelSpec
     options: BackendOptions
     num_devices: int  # GPUs in use, 1 for a CPU

@@ -1,12 +1,13 @@
 """Which backends can run on this machine, and which one "auto" means.
 
-A backend is what an installed package offers under the entry point group `kog_triton.backends`; the
-four known ones are listed even if they are not installed, with how to install them.
+A backend is what an installed package offers under the entry point group `kog_triton.backends`. Its class says which
+devices it serves, how fast it is beside the others, and what is missing where it cannot run (backends.Backend).
 """
 
 from dataclasses import dataclass
 
 from kog_triton.backends import (
+    Availability,
     Backend,
     backend_names,
     find_backend,
@@ -17,32 +18,17 @@ from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import GPUS, find_gpu
 
-KNOWN = ("cuda", "triton", "hip", "reference")
-# What "auto" tries, best first. Triton has to be asked for by name: it does not yet sample with all that a
-# request may ask, and a default that refuses default settings would be none.
-AUTO_ORDER = ("cuda", "hip", "reference")
-OTHER_DEVICES = {  # what a backend does not serve
-    "cuda": ("cpu", "amd"),
-    "triton": ("cpu",),
-    "hip": ("cpu", "nvidia"),
-}
-INSTALL = {
-    "cuda": 'pip install "kog-triton[cuda]"',
-    "triton": 'pip install "kog-triton[cuda]" (NVIDIA) or "kog-triton[rocm]" (AMD)',
-    "hip": "it is not part of this version",
-    "reference": "pip install kog-triton again: its entry points are missing",
-}
-
 
 @dataclass(frozen=True)
 class Candidate:
     """One backend as seen from here."""
 
     name: str
-    installed: bool
     available: bool
     reason: str  # why it cannot run; empty if it can
     advice: str  # what to do about it
+    by_name_only: str = ""  # why "auto" does not take it here; empty if it may
+    lacks_software: bool = False  # its device is here
 
 
 @dataclass(frozen=True)
@@ -54,37 +40,33 @@ class Choice:
     reason: str
 
 
-def known_names() -> list[str]:
-    """Every name a user may ask for: the known backends, then the others."""
-    return [*KNOWN, *(name for name in backend_names() if name not in KNOWN)]
-
-
 def look_at(name: str) -> Candidate:
     """Whether one backend can run here. A broken package is a reason, not an exception."""
-    if name not in backend_names():
-        return Candidate(name, False, False, "not installed", INSTALL.get(name, ""))
     try:
         seen = find_backend(name).availability()
     except Exception as error:
         reason = f"cannot be imported: {type(error).__name__}: {error}"
-        return Candidate(name, True, False, reason, f"reinstall the package that offers {name}")
-    return Candidate(name, True, seen.ok, seen.reason, seen.advice)
+        seen = Availability(False, reason, f"reinstall the package that offers {name}")
+    return Candidate(
+        name, seen.ok, seen.reason, seen.advice, seen.by_name_only, seen.lacks_software
+    )
 
 
 def survey() -> list[Candidate]:
-    return [look_at(name) for name in known_names()]
+    return [look_at(name) for name in backend_names()]
 
 
 def choose(name: str, device: str = "", spec: ModelSpec | None = None) -> Choice:
     """The backend behind a name or "auto"; for `spec`, if the model is known by now.
 
-    "auto" takes the first of AUTO_ORDER that serves the kind of device, can run here and runs the model's weights. A
-    name that is not known raises RequestError; one that cannot run here, DeviceError with its reason and what to do.
+    "auto" takes the one of the lowest rank that serves the kind of device, can run here and runs the model's weights;
+    but none for a CPU where a GPU is here that only lacks software. A name that is not known raises RequestError; one
+    that cannot run here, DeviceError with its reason and what to do.
     """
     if name == "auto":
-        return _first_available(device, spec)
-    if name not in known_names():
-        raise RequestError(f"no backend named {name!r}: have auto, {', '.join(known_names())}")
+        return _fastest(device, spec)
+    if name not in backend_names():
+        raise RequestError(f"no backend named {name!r}: have auto, {', '.join(backend_names())}")
     seen = look_at(name)
     if not seen.available:
         advice = f"; {seen.advice}" if seen.advice else ""
@@ -95,27 +77,47 @@ def choose(name: str, device: str = "", spec: ModelSpec | None = None) -> Choice
     return Choice(backend, name, "asked for")
 
 
-def serves(name: str, device: str) -> bool:
+def ranked() -> list[str]:
+    """The backends that "auto" may take, fastest first: those whose classes have a rank."""
+    found = []
+    for name in backend_names():
+        try:
+            rank = getattr(find_backend(name), "rank", None)
+        except Exception:  # a broken package, which `look_at` reports to who asks for it
+            continue
+        if rank is not None:
+            found.append((rank, name))
+    return [name for _, name in sorted(found)]
+
+
+def serves(backend: type[Backend], device: str) -> bool:
     """Whether a backend may be for such a device at all; "" is any."""
     vendor = find_gpu(device).vendor if device in GPUS else device
-    return vendor not in OTHER_DEVICES.get(name, ())
+    return vendor == "" or vendor in backend.vendors
 
 
-def _first_available(device: str, spec: ModelSpec | None) -> Choice:
+def _fastest(device: str, spec: ModelSpec | None) -> Choice:
     passed_over: list[str] = []
-    for name in AUTO_ORDER:
-        if not serves(name, device):
+    lacking = ""
+    for name in ranked():
+        backend = find_backend(name)
+        if not serves(backend, device):
             passed_over.append(f"{name}: not for device {device}")
             continue
         seen = look_at(name)
-        if seen.available:
-            backend = find_backend(name)
-            narrow = why_not_narrow(backend, spec) if spec is not None else ""
-            if not narrow:
-                return Choice(backend, name, "; ".join(passed_over) or "the fastest")
-            passed_over.append(f"{name}: {narrow}")
+        reason = seen.by_name_only if seen.available else seen.reason
+        if seen.lacks_software:
+            lacking = lacking or f"{seen.reason}: {seen.advice}"
+        if not reason and spec is not None:
+            reason = why_not_narrow(backend, spec)
+        if reason:
+            passed_over.append(f"{name}: {reason}")
             continue
-        passed_over.append(f"{name}: {seen.reason}")
+        if lacking and "cpu" in backend.vendors:
+            raise DeviceError(
+                f"the GPU of this machine is not used: {lacking}; or choose --backend {name}, which is slow"
+            )
+        return Choice(backend, name, "; ".join(passed_over) or "the fastest")
     raise DeviceError(
         f"no backend can run here ({'; '.join(passed_over)}): see `kog doctor` for what to install"
     )

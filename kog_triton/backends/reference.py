@@ -44,6 +44,8 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new
 
 class ReferenceBackend:
     name = "reference"
+    vendors = (*VENDORS, "cpu")
+    rank = 9  # float32, for correctness: what is left where nothing else runs
     runs_narrow = True  # by their values in float32
     num_devices = 1  # ranks and lanes share one process and one device
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.backends.choose import known_names
+from kog_triton.backends import backend_names
 from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
@@ -144,7 +144,10 @@ def _common() -> Parser:
     what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
     what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
     out.add_argument(
-        "--backend", action="append", metavar="NAME", help=f"{', '.join(known_names())}; repeatable"
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(backend_names())}; repeatable",
     )
     out.add_argument(
         "--dtype",

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kog_triton.backends.choose import Choice, choose, known_names, look_at
+from kog_triton.backends import backend_names
+from kog_triton.backends.choose import Choice, choose, look_at
 from kog_triton.bench.arguments import each_depth, parse
 from kog_triton.bench.peers import PEERS, find_peer
 from kog_triton.bench.record import kept_file, make_record, target_of, write
@@ -37,7 +38,7 @@ def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[t
     """Those to time, and (name, reason) of those that cannot run here; only compare takes all."""
     if args.backend or args.kind != "compare":
         return [choose(name, word) for name in dict.fromkeys(args.backend or ["auto"])], []
-    seen = [look_at(name) for name in known_names()]
+    seen = [look_at(name) for name in backend_names()]
     chosen = [choose(one.name, word) for one in seen if one.available]
     return chosen, [(one.name, one.reason) for one in seen if not one.available]
 

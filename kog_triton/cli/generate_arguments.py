@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kog_triton.backends import PREFILLS
-from kog_triton.backends.choose import known_names
+from kog_triton.backends import PREFILLS, backend_names
 from kog_triton.cli.arguments import Parser, check_output, positive
 
 EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
@@ -106,7 +105,7 @@ def build_parser() -> Parser:
     add("--grammar", metavar="FILE", help="a Lark grammar with a rule start")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--backend", default="auto", help=f"auto, {', '.join(known_names())} (default: auto)")
+    add("--backend", default="auto", help=f"auto, {', '.join(backend_names())} (default: auto)")
     add("--device", help="cpu, nvidia, amd or a GPU such as h200")
     add("--gpus", type=positive, default=1, metavar="N", help="how many of them (default: 1)")
     add("--dtype", default="auto", help="weights: auto, fp32, bf16 or fp16")

@@ -135,8 +135,17 @@ def test_an_older_gpu_is_refused_by_its_name(pretend, name):
     assert "\n" not in str(told.value) and "--backend reference" in str(told.value)
 
 
-def test_an_amd_gpu_is_not_asked_for_sm_80(pretend, monkeypatch):
+@pytest.mark.parametrize(
+    ("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx90a", True), ("gfx1100", False)]
+)
+def test_an_amd_gpu_is_asked_for_its_architecture_and_not_for_sm_80(
+    pretend, monkeypatch, arch, taken
+):
     pretend("AMD Instinct MI300X", (9, 4), 304)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail())
-    assert TritonBackend.availability().ok
+    properties = SimpleNamespace(gcnArchName=arch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    seen = TritonBackend.availability()
+    assert seen.ok == taken
+    assert taken or "is gfx1100, and it takes gfx90a, gfx942, gfx950" in seen.reason

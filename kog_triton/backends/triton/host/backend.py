@@ -1,5 +1,6 @@
 """TritonBackend: one launch of the megakernel serves all slots, prompts included, until all stop or the host yields."""
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,10 +22,12 @@ from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import Gpu
+from kog_triton.schedule.topology import VENDORS, Gpu
 from kog_triton.schedule.triton import lower_tiles
 
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
+# AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
+AMD_ARCHS = ("gfx90a", "gfx942", "gfx950")
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs (benchmarks/triton-log.md#prompts): 16 tokens in chunks 1.06 ms, by the
@@ -38,6 +41,8 @@ class TritonBackend:
     """The device modules are imported by what runs them: Triton is not needed to ask whether there is a GPU."""
 
     name = "triton"
+    vendors = VENDORS
+    rank = 2
     num_devices = 1
 
     @classmethod
@@ -46,8 +51,12 @@ class TritonBackend:
             return Availability(
                 False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
             )
-        reason = _too_old(torch.device("cuda"))
-        return Availability(not reason, reason, "choose --backend reference" if reason else "")
+        if reason := _not_compiled_for(torch.device("cuda")):
+            return Availability(False, reason, "choose --backend reference")
+        if importlib.util.find_spec("triton") is None:
+            advice = 'pip install "kog-triton[{}]"'.format("rocm" if torch.version.hip else "cuda")
+            return Availability(False, "Triton is not installed", advice, lacks_software=True)
+        return Availability(True)
 
     def __init__(
         self,
@@ -67,7 +76,7 @@ class TritonBackend:
             if not torch.cuda.is_available():
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
             device = torch.device("cuda")
-        if reason := _too_old(device):
+        if reason := _not_compiled_for(device):
             raise DeviceError(
                 f"the triton backend cannot run: {reason}; choose --backend reference"
             )
@@ -288,14 +297,17 @@ class TritonBackend:
         return took
 
 
-def _too_old(device: torch.device) -> str:
-    """Why the kernel cannot run on an NVIDIA GPU of before OLDEST; "" on any other device."""
-    if device.type != "cuda" or torch.version.hip:
+def _not_compiled_for(device: torch.device) -> str:
+    """Why the kernel cannot run on this GPU; "" if it can, and on a CPU."""
+    if device.type != "cuda":
         return ""
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return "" if arch in AMD_ARCHS else f"{name} is {arch}, and it takes {', '.join(AMD_ARCHS)}"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) >= OLDEST:
-        return ""
-    return f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and it takes sm_80 or newer"
+    old = (major, minor) < OLDEST
+    return f"{name} is sm_{major}{minor}, and it takes sm_80 or newer" if old else ""
 
 
 def _blocks(gpu: Gpu | None, device: torch.device) -> int:

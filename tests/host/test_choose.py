@@ -1,0 +1,113 @@
+"""Which backend "auto" takes: torch, compiler and Triton are faked; the classes and what they say are the real ones."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kog_triton.backends.choose import choose, look_at
+from kog_triton.backends.cuda import backend as cuda
+from kog_triton.errors import DeviceError
+
+# name, capability or AMD's architecture, what "auto" takes
+GPUS = {
+    "NVIDIA H200": ((9, 0), "cuda"),
+    "NVIDIA H100 80GB HBM3": ((9, 0), "cuda"),
+    "NVIDIA H100 PCIe": ((9, 0), "cuda"),
+    "NVIDIA A100-SXM4-80GB": ((8, 0), "triton"),
+    "NVIDIA L40S": ((8, 9), "triton"),
+    "NVIDIA B200": ((10, 0), "triton"),
+    "NVIDIA GeForce RTX 5090": ((12, 0), "triton"),
+    "NVIDIA GeForce RTX 9999": ((15, 0), "triton"),
+    "AMD Instinct MI300X": ("gfx942:sramecc+:xnack-", "triton"),
+    "AMD Radeon RX 7900 XTX": ("gfx1100", "reference"),
+    "Tesla T4": ((7, 5), "reference"),
+    "Tesla V100-SXM2-16GB": ((7, 0), "reference"),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets torch see one of GPUS, or none; a compiler and Triton are there unless they are named as missing."""
+
+    def be(name="", compiler=True, triton=True):
+        arch = GPUS[name][0] if name else ()
+        amd = isinstance(arch, str)
+        monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(name))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: arch)
+        properties = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+        def compiler_name():
+            if not compiler:
+                raise DeviceError("no CUDA compiler")
+            return "nvrtc 13.0"
+
+        monkeypatch.setattr(cuda, "compiler_name", compiler_name)
+        found = importlib.util.find_spec("json") if triton else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda module: found)
+
+    return be
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_auto_takes_the_fastest_that_a_gpu_runs(machine, name):
+    machine(name)
+    choice = choose("auto")
+    assert choice.name == GPUS[name][1]
+    if choice.name == "reference":  # and says what this GPU lacks
+        assert f"triton: {name} is " in choice.reason
+
+
+def test_without_a_gpu_it_is_the_reference(machine):
+    machine()
+    choice = choose("auto")
+    assert choice.name == "reference"
+    assert choice.reason == "cuda: torch sees no NVIDIA GPU; triton: torch sees no GPU"
+
+
+def test_a_hopper_without_a_cuda_compiler_takes_triton_and_says_why(machine):
+    machine("NVIDIA H200", compiler=False)
+    choice = choose("auto")
+    assert (choice.name, choice.reason) == ("triton", "cuda: no CUDA compiler")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X"])
+def test_a_usable_gpu_that_lacks_software_is_said_and_never_a_slow_cpu_unasked(machine, name):
+    machine(name, compiler=False, triton=False)
+    with pytest.raises(DeviceError) as told:
+        choose("auto")
+    words = str(told.value)
+    assert words.startswith("the GPU of this machine is not used: ") and "\n" not in words
+    assert "kog-triton[{}]".format("rocm" if "AMD" in name else "cuda") in words
+    assert words.endswith("or choose --backend reference, which is slow")
+    assert choose("auto", "cpu").name == choose("reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("", "cuda"),
+        ("cpu", "reference"),
+        ("nvidia", "cuda"),
+        ("h200", "cuda"),
+        ("amd", "triton"),
+        ("mi300x", "triton"),
+    ],
+)
+def test_auto_serves_the_kind_of_device_that_is_asked_for(machine, device, name):
+    machine("NVIDIA H200")
+    assert choose("auto", device).name == name
+
+
+def test_what_a_backend_lacks_is_said_to_who_names_it(machine):
+    machine("NVIDIA A100-SXM4-80GB")
+    with pytest.raises(
+        DeviceError, match=r"backend cuda cannot run here: .*A100.*; choose --backend triton"
+    ):
+        choose("cuda")
+    seen = look_at("cuda")
+    assert not seen.available and not seen.lacks_software
