@@ -175,12 +175,14 @@ class Launch:
 
     settle    what it left, once it has ended
     outdated  whether a kernel that serves those who run faster is ready by now
+    together  whether it ends with the first of its requests that ends, and not with the last
     """
 
     slots: Sequence[int]
     ended: Callable[[], bool]
     settle: Callable[[], Result]
     outdated: Callable[[], bool] = lambda: False
+    together: bool = True
 
 
 class Launcher(Protocol):
@@ -328,7 +330,8 @@ class LaunchServing(Serving[InSlot]):
                     self._leave()
                 if most is not None and tokens >= most:
                     self._leave()
-                ends = self._leaving or any(slot not in self.running for slot in launch.slots)
+                gone = [slot not in self.running for slot in launch.slots]
+                ends = self._leaving or (any(gone) if launch.together else all(gone))
                 pace.wait(told, ends, lambda: launch.ended() or self._has_news())
         except BaseException as error:
             # The kernel must not write into slots that others have got meanwhile.

@@ -78,7 +78,7 @@ class TritonLauncher:
         # whether enough of a prompt is left for a pass of many tokens; the last token is not for it
         ahead = max(len(one.request.prompt) - 1 - one.position for one in running.values())
         ended = self.run(ruled, ahead >= CHUNKS_FROM.value)
-        return Launch(slots, ended, partial(self._settle, slots))
+        return Launch(slots, ended, partial(self._settle, slots), together=False)
 
     def leave(self) -> None:
         self._mail[0, HOST] = Outcome.YIELD

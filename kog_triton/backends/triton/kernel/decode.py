@@ -34,19 +34,21 @@ from kog_triton.backends.triton.kernel.words import diagnose_timeout
 
 
 @triton.jit
-def run_layers(pos, token, slot, it, coords, next_base, fetched, alive, p, S: tl.constexpr):
-    """A token through all layers: x and the gains of the last norm, the tile fetched at `next_base`, alive."""
+def run_layers(pos, token, slot, it, coords, stream, alive, p, S: tl.constexpr):
+    """A token through all layers: x and the gains of the last norm, the tile fetched behind them, alive."""
+    base, behind, block, fetched = stream
     _, lane, _ = coords
     gains = load_gains(0, lane, p, S)
     x = load_embedding(token, p, S)
-    base = p.weights + tl.zeros((), tl.int64)
     for layer in tl.range(S.num_layers, disable_licm=True):
         following = (base + S.layer_words).to(tl.int64)
         last = layer == S.num_layers - 1
-        after = tl.where(last, next_base.to(tl.int64), following).to(base.dtype)
-        x, gains, fetched, alive = run_layer(
-            layer, it + layer, pos, slot, coords, base, after, x, gains, fetched, alive, p, S
+        next_base = tl.where(last, behind.to(tl.int64), following).to(base.dtype)
+        own = (base, next_base, block, fetched)
+        x, gains, own, alive = run_layer(
+            layer, it + layer, pos, slot, coords, own, x, gains, alive, p, S
         )
+        fetched = own[3]
         base = base + S.layer_words
     return x, gains, fetched, alive
 
@@ -79,9 +81,10 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         pos, token = tl.load(own + POSITION), tl.load(own + TOKEN)
         chooses = pos + 1 >= tl.load(request + field("prompt"))
         scores = chooses | ((tl.load(request + field("flags")) & ALL_LOGITS) != 0)
-        after = tl.where(scores, head.to(tl.int64), layers.to(tl.int64)).to(layers.dtype)
+        behind = tl.where(scores, head.to(tl.int64), layers.to(tl.int64)).to(layers.dtype)
+        stream = (layers, behind, block, fetched)
         x, gains, fetched, alive = run_layers(
-            pos, token, slot, passes * S.num_layers, coords, after, fetched, alive, p, S
+            pos, token, slot, passes * S.num_layers, coords, stream, alive, p, S
         )
         passes += 1
         control = ask_host(block, p, S)
@@ -89,7 +92,9 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         if scores:
             heads += 1
             row = logits_row(slot, pos, p, S)
-            fetched, alive = score(x, gains, row, heads, coords, head, layers, fetched, alive, p, S)
+            scoring = (head, layers, block, fetched)
+            scoring, alive = score(x, gains, row, heads, coords, scoring, alive, p, S)
+            fetched = scoring[3]
             if (tl.load(request + field("flags")) & ALL_LOGITS) == 0:
                 best, best_id, alive = choose(pos + 1, passes, slot, coords, alive, p, S, RULES)
         publish_candidate(best, best_id, control, passes, alive, block, p, S)

@@ -122,43 +122,40 @@ def mix_lanes(x, gains, coords, phase, alive, p, S: tl.constexpr):
 
 
 @triton.jit
-def score_lanes(
-    x, logits, first, block, head, next_base, fetched, phase, alive, p, S: tl.constexpr
-):
-    """Logits of the block's rows of a head as wide as all lanes, whose x are in words: the tile fetched, alive."""
+def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
+    """Logits of the block's rows of a head as wide as all lanes, whose x are in words: the weight stream, alive."""
+    head, behind, block, fetched = stream
     for j in range(S.lanes):
         part = p.words + S.region("part") + j * S.hidden_size
         w, alive = wait_planes(part, phase, alive, "lm_head part", 0, p, S)
         xs = rounded(add_planes(zeros_like(x), w, S), S)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
-        after = tl.where(j == S.lanes - 1, next_base.to(tl.int64), following).to(base.dtype)
+        next_base = tl.where(j == S.lanes - 1, behind.to(tl.int64), following).to(base.dtype)
         out = (logits, first, 0, j)
-        fetched = rowwise(base, after, block, fetched, xs, out, S, 4, store_logits)
+        own = (base, next_base, block, fetched)
+        _, _, _, fetched = rowwise(own, xs, out, S, 4, store_logits)
         meet(S)  # the next lane's share is added to what other threads stored
-    return fetched, alive
+    return (head, behind, block, fetched), alive
 
 
 @triton.jit
-def score(x, gains, row, epoch, coords, head, next_base, fetched, alive, p, S: tl.constexpr):
-    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The tile fetched and alive."""
-    block, _, _ = coords
+def score(x, gains, row, epoch, coords, stream, alive, p, S: tl.constexpr):
+    """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The weight stream and alive."""
     phase = epoch & 1
     first, _, vocab_first = head_rows(coords, S)
     logits = p.logits + row.to(tl.int64) * S.vocab_size
     if S.lanes > 1 and S.head_mode == CONCAT:
         send_part(x, gains, coords, phase, p, S)
-        fetched, alive = score_lanes(
-            x, logits, first, block, head, next_base, fetched, phase, alive, p, S
-        )
+        stream, alive = score_lanes(x, logits, first, stream, phase, alive, p, S)
     else:
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
             y, alive = mix_lanes(x, gains, coords, phase, alive, p, S)
         else:
             y = rms_norm(x, gains, S)
         out = (logits, first, vocab_first, 0)
-        fetched = rowwise(head, next_base, block, fetched, rounded(y, S), out, S, 4, store_logits)
-    return fetched, alive
+        stream = rowwise(stream, rounded(y, S), out, S, 4, store_logits)
+    return stream, alive
 
 
 @triton.jit

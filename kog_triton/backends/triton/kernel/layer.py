@@ -64,47 +64,34 @@ def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def qkv_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S: tl.constexpr):
-    """Publish the block's rows of q, k and v; returns the tile fetched."""
-    block, lane, group_index = coords
+def qkv_proj(x, gains, layer, coords, stream, phase, p, S: tl.constexpr):
+    """Publish the block's rows of q, k and v; returns the weight stream (matvec.py)."""
+    _, lane, group_index = coords
     T: tl.constexpr = S.stages[0]
     xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
     out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(base, next_base, block, fetched, xs, out, S, 0, store_qkv)
+    return rowwise(stream, xs, out, S, 0, store_qkv)
 
 
 @triton.jit
-def gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S: tl.constexpr):
-    """Publish the block's rows of silu(gate) * up; returns the tile fetched."""
-    block, lane, group_index = coords
+def gate_up_proj(x, gains, layer, coords, stream, phase, p, S: tl.constexpr):
+    """Publish the block's rows of silu(gate) * up; returns the weight stream."""
+    _, lane, group_index = coords
     T: tl.constexpr = S.stages[2]
     xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
     out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(base, next_base, block, fetched, xs, out, S, 2, silu_mul)
+    return rowwise(stream, xs, out, S, 2, silu_mul)
 
 
 @triton.jit
-def module(
-    x,
-    layer,
-    it,
-    coords,
-    base,
-    next_base,
-    fetched,
-    phase,
-    alive,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-):
+def module(x, layer, it, coords, stream, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """Attention's output through o_proj (STAGE 1), or the gated values through down_proj (3), into x.
 
-    Returns x, the gains of the next norm, the tile fetched and alive.
+    Returns x, the gains of the next norm, the weight stream and alive.
     """
     block, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
@@ -117,7 +104,7 @@ def module(
     xs, alive = wait_pairs(words, COUNT, phase, alive, REASON, layer, p, S, T)
     stamp(p, it, POINT, S)
     delayed = ask_delayed(how, it, group_index, p, S, STAGE)
-    ys, fetched = wired(base, next_base, block, fetched, xs, S, STAGE)
+    ys, stream = wired(stream, xs, S, STAGE)
     stamp(p, it, POINT + 1, S)
     if STAGE == 3:
         if layer == S.num_layers - 1:
@@ -126,29 +113,23 @@ def module(
     alive = publish_module(ys, delayed, how, layer, it, coords, phase, alive, p, S, STAGE)
     gains = load_gains(2 * layer + 1 + STAGE // 2, lane, p, S)
     x, alive = join(x, how, layer, it, lane, phase, alive, p, S, STAGE)
-    return x, gains, fetched, alive
+    return x, gains, stream, alive
 
 
 @triton.jit
-def run_layer(
-    layer, it, pos, slot, coords, base, next_base, x, gains, fetched, alive, p, S: tl.constexpr
-):
-    """One layer: x and the gains of its norm in, those of the next out; the tile fetched is the next layer's first."""
+def run_layer(layer, it, pos, slot, coords, stream, x, gains, alive, p, S: tl.constexpr):
+    """One layer: x and the gains of its norm in, those of the next out, the weight stream and alive."""
     phase = (it + 1) & 1
     stamp(p, it, 0, S)
     constants = ask_constants(layer, pos, p, S)
-    fetched = qkv_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S)
+    stream = qkv_proj(x, gains, layer, coords, stream, phase, p, S)
     stamp(p, it, 1, S)
     alive = attention(constants, layer, it, pos, slot, coords, phase, alive, p, S)
     stamp(p, it, 4, S)
-    x, gains, fetched, alive = module(
-        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S, 1
-    )
+    x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 1)
     stamp(p, it, 7, S)
-    fetched = gate_up_proj(x, gains, layer, coords, base, next_base, fetched, phase, p, S)
+    stream = gate_up_proj(x, gains, layer, coords, stream, phase, p, S)
     stamp(p, it, 8, S)
-    x, gains, fetched, alive = module(
-        x, layer, it, coords, base, next_base, fetched, phase, alive, p, S, 3
-    )
+    x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 3)
     stamp(p, it, 11, S)
-    return x, gains, fetched, alive
+    return x, gains, stream, alive

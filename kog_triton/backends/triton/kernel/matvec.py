@@ -3,8 +3,13 @@
     wired    stages whose input arrives in words (o_proj, down_proj): all row tiles at one place of K, then at the next
     rowwise  stages that read the residual stream (qkv_proj, gate_up_proj, lm_head): row tile by row tile
 
-The order of tiles is static (schedule/triton.py), so a stage's last tile asks for the next stage's first: `fetched`,
-the tile that was asked for last, goes from stage to stage, on its way while the block publishes, waits and gathers.
+The order of tiles is static (schedule/triton.py), so a stage's last tile asks for the next stage's first, which is on
+its way while the block publishes, waits and gathers. `stream` goes from stage to stage:
+
+    base     first word of the layer's matrices, or of the head's
+    behind   likewise, of what comes behind them: the next layer, the head, or the next token's first layer
+    block    whose tiles these are
+    fetched  the tile that was asked for last
 """
 
 import triton
@@ -58,11 +63,12 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def fetch(base, next_base, block, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
-    """The tile after TILE of STAGE; after down_proj or lm_head, qkv_proj's first at `next_base`."""
+def fetch(stream, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
+    """The tile after TILE of STAGE; after down_proj or lm_head, the first one at stream's `behind`."""
+    base, behind, block, _ = stream
     AFTER: tl.constexpr = after(S, STAGE, TILE)
     if AFTER[2]:
-        return load_tile(next_base, AFTER[1], block, S, AFTER[0])
+        return load_tile(behind, AFTER[1], block, S, AFTER[0])
     else:
         return load_tile(base, AFTER[1], block, S, AFTER[0])
 
@@ -90,8 +96,9 @@ def add_k_tile(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def wired(base, next_base, block, fetched, xs, S: tl.constexpr, STAGE: tl.constexpr):
-    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the tile fetched."""
+def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr):
+    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the stream."""
+    base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
@@ -112,26 +119,17 @@ def wired(base, next_base, block, fetched, xs, S: tl.constexpr, STAGE: tl.conste
                     fetched = load_tile(base, tile, block, S, STAGE)
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
             sums = sums[1:] + (sums[0] + multiply(fetched, x, S),)
-            fetched = fetch(base, next_base, block, S, STAGE, k * UNITS + u)
+            fetched = fetch(stream, S, STAGE, k * UNITS + u)
     ys = ()
     for u in tl.static_range(UNITS):
         ys = ys + (unscaled(tl.sum(sums[u], axis=1), S),)
-    return ys, fetched
+    return ys, (base, behind, block, fetched)
 
 
 @triton.jit
-def rowwise(
-    base,
-    next_base,
-    block,
-    fetched,
-    xs,
-    out,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T); the tile fetched."""
+def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.constexpr):
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T); the stream."""
+    base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
@@ -153,6 +151,6 @@ def rowwise(
         EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
     for k in tl.static_range(K_TILES):
         total = add_k_tile(total, fetched, xs, S, HELD, k)
-        fetched = fetch(base, next_base, block, S, STAGE, (UNITS - 1) * K_TILES + k)
+        fetched = fetch(stream, S, STAGE, (UNITS - 1) * K_TILES + k)
     EPILOGUE(tl.sum(total, axis=1), UNITS - 1, out, S, T)
-    return fetched
+    return base, behind, block, fetched

@@ -65,24 +65,26 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         stream = load_embedding(token, p, S)
         store_stream(out, stream, coords, S)
     elif STAGE == "qkv_proj":
-        gains, fetched = load_gains(2 * layer, lane, p, S), load_tile(base, 0, block, S, 0)
-        qkv_proj(stream, gains, layer, coords, base, base, fetched, phase, p, S)
+        gains = load_gains(2 * layer, lane, p, S)
+        weights = (base, base, block, load_tile(base, 0, block, S, 0))
+        qkv_proj(stream, gains, layer, coords, weights, phase, p, S)
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
         alive = attention(constants, layer, layer, position, zero, coords, phase, alive, p, S)
     elif STAGE == "o_proj":
-        fetched = load_tile(base, 0, block, S, 1)
-        stream, gains, fetched, alive = module(
-            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S, 1
+        weights = (base, base, block, load_tile(base, 0, block, S, 1))
+        stream, gains, weights, alive = module(
+            stream, layer, layer, coords, weights, phase, alive, p, S, 1
         )
         store_stream(out, stream, coords, S)
     elif STAGE == "gate_up_proj":
-        gains, fetched = load_gains(2 * layer + 1, lane, p, S), load_tile(base, 0, block, S, 2)
-        gate_up_proj(stream, gains, layer, coords, base, base, fetched, phase, p, S)
+        gains = load_gains(2 * layer + 1, lane, p, S)
+        weights = (base, base, block, load_tile(base, 0, block, S, 2))
+        gate_up_proj(stream, gains, layer, coords, weights, phase, p, S)
     elif STAGE == "down_proj":
-        fetched = load_tile(base, 0, block, S, 3)
-        stream, gains, fetched, alive = module(
-            stream, layer, layer, coords, base, base, fetched, phase, alive, p, S, 3
+        weights = (base, base, block, load_tile(base, 0, block, S, 3))
+        stream, gains, weights, alive = module(
+            stream, layer, layer, coords, weights, phase, alive, p, S, 3
         )
         store_stream(out, stream, coords, S)
     elif STAGE == "mix":
@@ -94,21 +96,17 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             store_stream(out, stream, coords, S)
     else:
         tl.static_assert(STAGE == "lm_head", "no such stage")
-        fetched = load_tile(head, 0, block, S, 0)
+        weights = (head, head, block, load_tile(head, 0, block, S, 0))
         if S.lanes == 1 or S.head_mode == VOCAB_PARALLEL:
             gains = load_gains(2 * S.num_layers, lane, p, S)
-            fetched, alive = score(
-                stream, gains, zero, zero, coords, head, head, fetched, alive, p, S
-            )
+            weights, alive = score(stream, gains, zero, zero, coords, weights, alive, p, S)
         elif S.head_mode == CONCAT:
             first, _, _ = head_rows(coords, S)
-            fetched, alive = score_lanes(
-                stream, p.logits, first, block, head, head, fetched, 1, alive, p, S
-            )
+            weights, alive = score_lanes(stream, p.logits, first, weights, 1, alive, p, S)
         else:
             first, _, vocab_first = head_rows(coords, S)
             given = (p.logits, first, vocab_first, 0)
             xs = rounded(stream, S)
-            fetched = rowwise(head, head, block, fetched, xs, given, S, 4, store_logits)
+            rowwise(weights, xs, given, S, 4, store_logits)
     if alive == 0:
         diagnose_timeout(p, S)

@@ -1,0 +1,87 @@
+"""The loop that serves launches, by a launcher whose kernel makes a token of each request at every wait of the host."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends import serving
+from kog_triton.backends.launch_queue import LaunchQueue
+from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.serving import Launch, LaunchServing, Result, SlotWords
+from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
+from kog_triton.sampling.params import SamplingParams
+
+
+class Kernel:
+    """serving.Launcher. `together`: a launch ends with the first of its requests that ends, else with the last."""
+
+    spec = SimpleNamespace(vocab_size=32)
+    device, stamps = torch.device("cpu"), False
+
+    def __init__(self, together):
+        self._together, self._words, self._made, self._ended, self._beats = together, {}, {}, [], 0
+
+    def prompt(self, request):
+        return None
+
+    def admit(self, request, position):
+        count = request.max_tokens + 1
+        tokens, stamps = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        none = np.zeros((count, 0), np.uint64)
+        self._words[request.slot], self._made[request.slot] = (
+            SlotWords(tokens, stamps, none, none),
+            0,
+        )
+
+    def words(self, slot):
+        return self._words[slot]
+
+    def steps(self):
+        return self._beats
+
+    def leave(self):
+        self._running = {}
+
+    def launch(self, running, most=None):
+        self._running, self._ended = dict(running), []
+        settle = lambda: Result([0] * 2, self._ended)  # noqa: E731
+        return Launch(list(running), lambda: not self._running, settle, together=self._together)
+
+    def step(self):
+        """A token of each request that runs."""
+        self._beats += 1
+        for slot, one in list(self._running.items()):
+            self._made[slot] += 1
+            last = self._made[slot] == one.request.max_tokens
+            outcome = Outcome.LENGTH if last else Outcome.RUNNING
+            number = self._made[slot]
+            self._words[slot].tokens[number - 1] = outcome << OUTCOME_SHIFT + 32 | number << 32 | 7
+            if last:
+                self._ended.append(slot)
+                self._running = {} if self._together else self._running
+                self._running.pop(slot, None)
+
+
+@pytest.mark.parametrize(
+    ("together", "said"),
+    [(True, [False, False]), (False, [False, False, False, False])],
+    ids=["with the first", "with the last"],
+)
+def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
+    """`ends`, for which the host polls often, of every wait in the first launch of requests of two and four tokens."""
+    kernel, heard = Kernel(together), []
+
+    def wait(self, told, ends, glance):
+        heard.append(ends)
+        kernel.step()
+
+    monkeypatch.setattr(serving.Pace, "wait", wait)
+    mailbox = Mailbox()
+    for slot, count in ((0, 2), (1, 4)):
+        params = SamplingParams(temperature=0)
+        mailbox.post(Request(slot, (1, 2), params, 0, count))
+    LaunchServing(kernel, mailbox, LaunchQueue()).run()
+    assert heard[: len(said)] == said
+    assert [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [2, 4]
