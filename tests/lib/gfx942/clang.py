@@ -17,6 +17,7 @@ BOTH = ("-std=c++20", "-ffp-contract=off", "-Wno-everything", f"-I{HIP}")
 DEVICE = (
     *("-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-bundle-output"),
     *("-nogpuinc", "-nogpulib", "-O3"),
+    "-fuse-cuid=none",  # else a symbol is named by the path of the source
 )
 HOST = ("-x", "c++", "-O1", "-march=native", "-fPIC", "-shared")
 
@@ -33,6 +34,15 @@ def _compile(source: str, flags: Sequence[str]) -> Path:
 
     sources = [path.read_bytes() for path in sorted(HIP.iterdir())]
     return made_once([version_of(CLANG), " ".join([source, *flags]).encode(), *sources], make)
+
+
+def link(objects: Path, to: Path) -> None:
+    """An object file of another code generator to a code object, by lld-19."""
+    how = ("--target=amdgcn-amd-amdhsa", "-mcpu=gfx942", "-nogpulib")
+    done = subprocess.run(
+        [CLANG, *how, str(objects), "-o", str(to)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 def code_object(source: str, *flags: str) -> CodeObject:

@@ -27,6 +27,16 @@ class Mutant:
         return f"{self.what} before {following}"
 
 
+def one_less(wait: int, field: int) -> int:
+    """The operand of an s_waitcnt that leaves one operation more in flight."""
+    low = field & -field
+    if wait & field == field:
+        return wait
+    if field == VECTOR and wait & 15 == 15:  # its upper bits stand apart
+        return wait - 15 + (1 << 14)
+    return wait + low
+
+
 def mutants(kernel: Kernel) -> Iterator[Mutant]:
     """One change each, of every instruction that orders or scopes anything; waits in a row change together."""
     names = kernel.mnemonics()
@@ -43,9 +53,14 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
             for field, said in ((VECTOR, "vmcnt"), (SCALAR, "lgkmcnt")):
                 waits = [int(kernel.records["offset"][k]) for k in run]
                 if any(wait & field != field for wait in waits):
-                    changes.append(
-                        (f"no wait for {said}", name, {"offset": [wait | field for wait in waits]})
-                    )
+                    changes += [
+                        (f"no wait for {said}", name, {"offset": [wait | field for wait in waits]}),
+                        (
+                            f"a wait for {said} but one",
+                            name,
+                            {"offset": [one_less(wait, field) for wait in waits]},
+                        ),
+                    ]
         elif name == "S_BARRIER":
             changes.append(("no barrier", "S_NOP", {}))
         elif name in FENCES:

@@ -5,7 +5,7 @@
 //     rank_words     words with a phase bit, from rank to rank
 //     rank_publish   what a whole block wrote, from rank to rank
 //
-// Compiled with NAIVE or NO_..., each lacks what its name says: what is known to be wrong.
+// Compiled with NO_... or WEAK_SCOPE, each lacks what its name says: what is known to be wrong.
 typedef unsigned u32;
 #define KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(256, 256))) void
 #define DEVICE static inline __attribute__((device)) __attribute__((always_inline))
@@ -16,7 +16,15 @@ constexpr u32 THREADS = 256;
 
 // ---- AMD's instructions for what sync.py and ptx.h name ----
 
-template <int SCOPE> DEVICE u32 load_shared(const u32* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, SCOPE); }
+template <int SCOPE> DEVICE u32 load_shared(const u32* p) {
+#ifdef NO_WAIT
+    u32 x;  // compilers wait for no load that they do not know of
+    asm volatile("global_load_dword %0, %1, off sc0 sc1" : "=v"(x) : "v"(p) : "memory");
+    return x;
+#else
+    return __hip_atomic_load(p, __ATOMIC_RELAXED, SCOPE);
+#endif
+}
 template <int SCOPE> DEVICE void store_shared(u32* p, u32 x) { __hip_atomic_store(p, x, __ATOMIC_RELAXED, SCOPE); }
 constexpr int GPU = __HIP_MEMORY_SCOPE_AGENT, SYSTEM = __HIP_MEMORY_SCOPE_SYSTEM;
 
@@ -37,9 +45,7 @@ template <int SCOPE> DEVICE void release() {
 #ifndef NO_RELEASE
     if (SCOPE == GPU) __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
     else __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
-#ifndef NO_WAIT
     asm volatile("s_waitcnt vmcnt(0)" ::: "memory");  // LLVM before 2026 leaves it out where nothing else is in flight
-#endif
 #endif
 }
 template <int SCOPE> DEVICE void acquire() {
