@@ -34,6 +34,7 @@ PACKAGES = (
 # what some features need: package -> the feature
 OPTIONAL = {
     "llguidance": "--json-schema, --regex, --choice, --grammar",
+    "gguf": "K-quants and 5-bit types of GGUF files",
     "transformers": "the peers of kog bench",
     "matplotlib": "pictures of kog profile",
 }

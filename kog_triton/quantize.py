@@ -49,7 +49,7 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     from kog_triton.checkpoint.folder import Checkpoint
-    from kog_triton.checkpoint.formats import FIELD
+    from kog_triton.checkpoint.formats import FIELD, without_scheme
     from kog_triton.checkpoint.formats.compressed_writer import quantization_config
     from kog_triton.checkpoint.shards import ShardWriter
     from kog_triton.model.families import find_family
@@ -87,7 +87,7 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
         writer.close()
     _copy_texts(checkpoint, out)
     wide = [n.removesuffix(".weight") for k, n in names.items() if k in ("embed", "lm_head")]
-    config = {k: v for k, v in checkpoint.config.items() if k != FIELD}
+    config = without_scheme(checkpoint.config)
     classes = find_family(config).architectures
     config = {"architectures": list(classes)} | config if classes else config
     config |= {FIELD: quantization_config(how, wide)}

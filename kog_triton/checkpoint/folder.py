@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from kog_triton.checkpoint.formats import FIELD, Files, Found, Module, Scheme, read_scheme
+from kog_triton.checkpoint.formats import (
+    Files,
+    Found,
+    Module,
+    Scheme,
+    read_scheme,
+    without_scheme,
+)
 from kog_triton.checkpoint.gguf.config import gguf_config, gguf_sources
 from kog_triton.checkpoint.gguf.file import Directory
 from kog_triton.checkpoint.gguf.tensors import GgufTensors
@@ -80,8 +87,7 @@ class Checkpoint:
             raise ModelError(f"{file}: no such file: pass the folder of a Hugging Face checkpoint")
         config = read_json(file)
         scheme = read_scheme(config, str(file))
-        wide = {k: v for k, v in config.items() if k != FIELD} if scheme else config
-        spec = read_spec(wide, str(file))
+        spec = read_spec(without_scheme(config), str(file))
         ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}
         says = read_generation(ends, spec.vocab_size, str(file))
         generation: dict[str, Any] = {}
@@ -206,14 +212,17 @@ def _match(
             continue
         stored_name = next((n for n in stored_names if n in files.stored), None)
         if stored_name is None:
-            raise ModelError(f"{folder}: tensor {stored_names[0]!r} is missing")
+            raise ModelError(
+                f"{folder}: tensor {stored_names[0]!r} is missing{_instead(files, stored_names)}"
+            )
         _check(stored_name, files.stored[stored_name], shape)
         unused.discard(stored_name)
         weights[name] = Weight(stored_name, shape, source.interleaved_rope)
     if spec.tied_embeddings and "lm_head.weight" in unused:
-        _check_tied(files, weights["embed"].stored_name)
+        _check_tied(files, weights["embed"])
         unused.discard("lm_head.weight")
     harmless = (*HARMLESS_SUFFIXES, *(scheme.harmless if scheme else ()))
+    unused -= _zero_biases(files, unused, weights)
     unknown = sorted(n for n in unused if not n.endswith(harmless))
     if unknown:
         raise ModelError(
@@ -226,12 +235,29 @@ def _match(
 def _find_narrow(
     files: Files, scheme: Scheme | None, stored_names: list[str], shape: tuple[int, ...]
 ) -> Found | None:
-    """The weight in a narrow format, under the first of its names; None if it is a vector or stored wide."""
+    """The weight in a narrow format, under the first of its names that is stored; None if that is wide, or a vector."""
     if scheme is None or len(shape) < 2 or not stored_names[0].endswith(".weight"):
         return None
     plain = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
-    modules = (Module(files, name.removesuffix(".weight"), plain) for name in stored_names)
-    return next((found for m in modules if (found := scheme.find(m)) is not None), None)
+    for name in stored_names:
+        found = scheme.find(Module(files, name.removesuffix(".weight"), plain))
+        if found is not None or name in files.stored:
+            return found
+    return None
+
+
+def _instead(files: Files, stored_names: list[str]) -> str:
+    """What an error about a missing weight adds: codes that no scheme has read."""
+    stems = [name.removesuffix("weight") for name in stored_names]
+    codes = (stem + end for stem in stems for end in ("qweight", "weight_packed", "weight_blocks"))
+    found = next((name for name in codes if name in files.stored), None)
+    return f": {found!r} is there, which config.json does not say how to read" if found else ""
+
+
+def _zero_biases(files: Files, unused: set[str], weights: Mapping[str, Weight]) -> set[str]:
+    """Biases of zeros that writers of GPTQ add to narrow modules whose model has none."""
+    names = {f"{w.stored_name}.bias" for w in weights.values() if w.found is not None} & unused
+    return {name for name in names if not bool(files.read(name).any())}
 
 
 def _narrow(weights: Mapping[str, Weight]) -> tuple[tuple[str, WeightFormat], ...]:
@@ -265,12 +291,13 @@ def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_tied(files: Files, embed: str) -> None:
-    """A tied checkpoint may repeat the embedding as lm_head; sampled rows tell if it does."""
-    ours, head = files.stored[embed], files.stored["lm_head.weight"]
-    rows = range(0, ours.shape[0], max(1, ours.shape[0] // _SAMPLED_ROWS))
-    alike = (ours.shape, ours.dtype) == (head.shape, head.dtype)
-    if not alike or not torch.equal(files.rows(embed, rows), files.rows("lm_head.weight", rows)):
+def _check_tied(files: Files, embed: Weight) -> None:
+    """A tied checkpoint may repeat a wide embedding as lm_head; sampled rows tell if it does."""
+    name, head = embed.stored_name, files.stored["lm_head.weight"]
+    ours = None if embed.found else files.stored[name]
+    alike = ours is not None and (ours.shape, ours.dtype) == (head.shape, head.dtype)
+    rows = range(0, head.shape[0], max(1, head.shape[0] // _SAMPLED_ROWS)) if alike else ()
+    if not alike or not torch.equal(files.rows(name, rows), files.rows("lm_head.weight", rows)):
         raise ModelError(
             f"{head.file}: tensor 'lm_head.weight' is not the embedding although the model is tied:"
             " set tie_word_embeddings to false in config.json"

@@ -21,6 +21,7 @@ SCALES = {
     torch.float16: Scale.F16,
     torch.uint8: Scale.E8M0,
 }
+LARGEST = {Code.E4M3: 448.0, Code.INT8: 128.0, Code.UINT4: 8.0, Code.E2M1: 6.0}  # of a code
 SYMMETRIC = 8  # what a UINT4 code is less where there are no zero points
 
 
@@ -49,8 +50,12 @@ class NarrowTensor:
             raise ModelError(f"scales are {self.scales.dtype}, not {self.format.scale.name}")
         if (self.offsets is None) is not (self.format.offset is Offset.NONE):
             raise ModelError("zero points or minimums do not go with the format")
-        if not bool(torch.isfinite(self.scale_values()).all()):
+        scales = self.scale_values()
+        if not bool(torch.isfinite(scales).all()):
             raise ModelError("a scale is not finite")
+        largest = LARGEST[self.format.code] * (2 if self.format.offset is Offset.ZERO_POINT else 1)
+        if not bool(torch.isfinite(scales * largest).all()):
+            raise ModelError("a scale is so large that float32 does not hold its weights")
         if self.format.offset is Offset.MINIMUM and not bool(torch.isfinite(offsets).all()):
             raise ModelError("a minimum is not finite")
         if self.format.code is Code.E4M3 and bool(((self.codes & 0x7F) == 0x7F).any()):

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kog_triton.errors import ModelError, shown
+from kog_triton.errors import ModelError, printable, shown
 from kog_triton.model.spec import DType
 
 _REQUIRED: Any = object()
+MAX_LABEL = 80  # characters of a name, which a file may choose
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 
@@ -32,7 +33,7 @@ class Config:
     def label(self, *names: str) -> str:
         """The field's name for an error message, as the file spells it."""
         found = next((n for n in names if self.values.get(n) is not None), names[0])
-        return self._prefix + found
+        return self._prefix + printable(found)[:MAX_LABEL]
 
     def error(self, names: Iterable[str], wanted: str) -> ModelError:
         names = tuple(names)

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from kog_triton.errors import ModelError, shown
+from kog_triton.errors import ModelError, printable, shown
 from kog_triton.text import chat
 from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer import Tokenizer, library_errors
@@ -24,6 +24,7 @@ MAX_TOKENS = 1 << 22
 MAX_TOKEN = 1 << 10  # characters
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"  # the default one; others have .NAME behind it
 # Regular expressions of the families' tokenizer.json files.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -106,13 +107,16 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             )
         _add_ends(backend, fields, named, begins)
         check_growth(backend, path)
-    template = metadata.get("tokenizer.chat_template")
     templates = {}
-    if template is not None:
+    for field, template in metadata.items():
+        if field != _TEMPLATE and not field.startswith(f"{_TEMPLATE}."):
+            continue
         if not isinstance(template, str):
-            raise ModelError("tokenizer.chat_template is no text")
-        chat.check_template(path, "default", template)
-        templates["default"] = template
+            raise ModelError(f"{printable(field)[:80]} is no text")
+        name = field.removeprefix(_TEMPLATE).removeprefix(".") or "default"
+        chat.check_template(path, name, template)
+        templates[name] = template
+    if templates:
         RENDERER.start()  # ready when the weights are
     return Tokenizer(backend, named, templates)
 

@@ -35,6 +35,18 @@ FORMATS = {
 STRING, ARRAY = 8, 9
 COUNTS = (0, 1, 2, 3, 31, 33, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**61, 2**63, 2**64 - 1)
 VOCABULARY, HIDDEN = 40, 32
+# names that a reader may know, as those of other files
+TENSOR_NAMES = (b"lm_head.weight", b"output.weight", b"rope_freqs.weight", b"blk.0.attn_q.bias")
+FIELD_NAMES = (b"split.count", b"general.type", b"tokenizer.chat_template.tool_use")
+FIELD_NAMES += tuple(
+    b"llama." + name
+    for name in (
+        b"rope.scaling.type",
+        b"rope.scaling.factor",
+        b"rope.scale_linear",
+        b"expert_count",
+    )
+)
 
 
 @dataclass
@@ -226,11 +238,15 @@ class Gguf(Target):
             file.tensors[i] = self._tensor(draw, file, file.tensors[i])
             if draw.random() < 0.1:
                 del file.tensors[i]
+            elif draw.random() < 0.1:
+                more = replace(draw.choice(file.tensors), name=Text(draw.choice(TENSOR_NAMES)))
+                file.tensors.append(more)
 
     def _field(self, draw: Random, name: Text, value: Value) -> tuple[Text, Value]:
         edit = draw.randrange(6)
         if edit == 0:
-            return self._text(draw, name), value
+            known = draw.random() < 0.3
+            return Text(draw.choice(FIELD_NAMES)) if known else self._text(draw, name), value
         if edit == 1:
             return name, replace(value, kind=draw.choice((*range(14), 2**32 - 1)))
         if isinstance(value.value, list):
@@ -265,7 +281,9 @@ class Gguf(Target):
     def _tensor(self, draw: Random, file: File, tensor: Tensor) -> Tensor:
         edit = draw.randrange(6)
         if edit == 0:
-            return replace(tensor, name=self._text(draw, tensor.name))
+            known = draw.random() < 0.3
+            name = Text(draw.choice(TENSOR_NAMES)) if known else self._text(draw, tensor.name)
+            return replace(tensor, name=name)
         if edit == 1:
             return replace(tensor, rank=draw.choice((0, 1, 2, 3, 4, 5, 2**31, 2**32 - 1)))
         if edit == 2:

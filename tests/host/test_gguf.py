@@ -1,6 +1,8 @@
 """GGUF files: the gguf package writes them, transformers' code says what their blocks stand for."""
 
 import re
+import resource
+import struct
 import sys
 
 import gguf
@@ -93,6 +95,41 @@ def test_families(family, changes, tmp_path):
     assert dict(spec.narrow)["embed"].name == "int8 g32" and spec.dtype is DType.F16
 
 
+def fields(values, absent=()):
+    """A function of the writer: these fields as they are, those left out."""
+
+    def write(writer):
+        for name in (*values, *absent):
+            writer.kv_data[0].pop(name, None)
+        for name, value in values.items():
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_rope_factor_without_a_type_is_linear(name, tmp_path):
+    """As in llama.cpp, whose older files have no type and the second name."""
+    path = tmp_path / "model.gguf"
+    text = fields(
+        {f"llama.{name}": 2.5}, absent=("llama.rope.scaling.type", "llama.rope.scaling.factor")
+    )
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}
+    model, values = gguf_cases.write(path, text=text, rope_parameters=rope)
+    spec = assert_same(path, model, values).spec
+    assert spec.rope.scaling is RopeScaling.LINEAR and spec.rope.factor == 2.5
+
+
+def test_betas_of_yarn(tmp_path):
+    path = tmp_path / "model.gguf"
+    text = fields(
+        {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
+    )
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "beta_fast": 8.0, "beta_slow": 2.0}
+    model, values = gguf_cases.write(path, text=text, rope_parameters=rope | SCALINGS["yarn"])
+    assert assert_same(path, model, values).spec.rope.beta_slow == 2
+
+
 def test_the_directory_is_the_packages(tmp_path):
     """Every field, and every tensor's place, as gguf.GGUFReader finds them."""
     path = tmp_path / "model.gguf"
@@ -100,8 +137,8 @@ def test_the_directory_is_the_packages(tmp_path):
         path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1])
     )
     ours, theirs = Directory(path), gguf.GGUFReader(path)
-    fields = {n: f.contents() for n, f in theirs.fields.items() if not n.startswith("GGUF.")}
-    assert ours.metadata == fields and len(fields) > 12
+    known = {n: f.contents() for n, f in theirs.fields.items() if not n.startswith("GGUF.")}
+    assert ours.metadata == known and len(known) > 12
     places = {
         t.name: (t.tensor_type.name, tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes)
         for t in theirs.tensors
@@ -171,7 +208,7 @@ def after(data, text):
         (lambda d: d[:480], "tensors: the file holds|the file ends"),
         (lambda d: d[:-100_000], "do not lie in the file"),
         (lambda d: d.replace(b"llama", b"lLama", 1), "general.architecture is 'lLama'"),
-        (lambda d: d.replace(b"llama.block_count", b"llama.block_COUNT"), "block_count is missing"),
+        (lambda d: d.replace(b"llama.block_count", b"lLama.block_count"), "block_count is missing"),
         (
             lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"),
             "twice|missing|holds|not",
@@ -186,7 +223,8 @@ def after(data, text):
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 1 << 61), "larger than the file"),
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 0), "does not hold"),
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 4, 257), "does not hold"),
-        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 16, 4), "ggml type 16"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 16, 4), r"type 16 \(IQ2_XXS\)"),
+        (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 31, 4), "ggml type 31: it is not"),
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 20, 2, 4), "is not finite"),
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 24, 1 << 63), "do not lie in"),
         (lambda d: word(d, after(d, "blk.0.ffn_up.weight") + 24, 33), "do not lie in"),
@@ -197,24 +235,65 @@ def test_damage_is_refused_by_name(change, message, good, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "value"),
     [
-        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
-        ({"llama.attention.value_length": 32}, "attention.value_length is 32"),
-        ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32"),
-        ({"general.alignment": 12}, "general.alignment is 12"),
+        ("general.alignment", 12),
+        ("general.architecture", "gemma2"),
+        ("general.type", "adapter"),
+        ("split.count", 3),
+        ("llama.expert_count", 8),
+        ("llama.attention.value_length", 32),
+        ("llama.rope.dimension_count", 32),
+        ("llama.attention.head_count_kv", [2, 1]),
+        ("llama.feed_forward_length", [512, 256]),
+        ("llama.rope.scaling.type", "longrope"),
+        ("llama.rope.scaling.attn_factor", 0.5),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1),
+        ("llama.rope.freq_base_swa", 1e4),
+        ("llama.attention.causal", False),
+        ("llama.attention.scale", 0.5),
+        ("llama.final_logit_softcapping", 30.0),
+        ("llama.embedding_scale", 12.0),
+        ("llama.something_new", 1),
     ],
 )
-def test_what_is_not_supported_is_refused(fields, message, tmp_path):
+def test_what_is_not_supported_is_refused(name, value, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_cases.write(path, text=fields({name: value}))
+    with pytest.raises(ModelError, match=re.escape(f"{name} is {value!r}")):
+        Checkpoint.open(path)
+
+
+def test_what_changes_nothing_is_read(tmp_path):
+    path = tmp_path / "model.gguf"
+    nothing = {"vocab_size": 96, "attention.causal": True, "rope.scaling.finetuned": False}
+    nothing |= {"expert_count": 0, "rope.scaling.yarn_ext_factor": -1.0}
+    text = fields({f"llama.{n}": value for n, value in nothing.items()} | {"split.count": 1})
+    assert_same(path, *gguf_cases.write(path, text=text))
+
+
+def test_a_tied_head_beside_a_narrow_embedding_is_refused(tmp_path):
     def more(writer):
-        for name, value in fields.items():
-            writer.kv_data[0].pop(name, None)
-            writer.add_uint32(name, value)
+        writer.add_tensor("lm_head.weight", np.zeros((96, 256), np.float32))
 
     path = tmp_path / "model.gguf"
-    gguf_cases.write(path, text=more)
-    with pytest.raises(ModelError, match=message):
+    gguf_cases.write(path, embed_kind="Q8_0", text=more, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' is not the embedding"):
         Checkpoint.open(path)
+
+
+def test_arrays_of_bytes_are_limited_before_they_are_lists(tmp_path):
+    """A byte of a file is eight or more in memory."""
+    path = tmp_path / "model.gguf"
+    name = b"x.y"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
+    with path.open("wb") as file:
+        file.write(head + struct.pack("<IIQ", 9, 0, 50_000_000))
+        file.truncate(len(head) + 16 + 50_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=r"'x\.y' has 50000000 values: at most 8388608"):
+        Directory(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
 
 @pytest.mark.parametrize(("at", "part"), [(0, "scale"), (2, "minimum")])

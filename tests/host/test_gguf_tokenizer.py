@@ -154,6 +154,20 @@ def test_a_file_answers_like_a_folder(tmp_path):
         assert len(answer.outputs[0].token_ids) <= 5 and answer.outputs[0].finish_reason
 
 
+def test_templates_by_name(tmp_path):
+    def text(writer):
+        gguf_cases.byte_level_text(text_samples.make_tokenizer("byte_level"), "gpt-2")(writer)
+        named = [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "tools"},
+        ]
+        writer.kv_data[0].pop("tokenizer.chat_template")
+        writer.add_chat_template(named)
+
+    ours = written(tmp_path / "model.gguf", text)
+    assert ours.chat_templates == {"default": "plain", "tool_use": "tools"}
+
+
 GOOD = {
     "model": "gpt2",
     "pre": "gpt-2",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.lib import tiny
 
@@ -292,3 +293,17 @@ def checkpoint(name, folder, family="llama", sizes=None, wide=()):
     written |= {"quantization_config": config, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(written))
     return model, values
+
+
+def edit(folder, change):
+    """Change quantization_config in place."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    """Change the tensors of model.safetensors, a dictionary, in place."""
+    tensors = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")

@@ -17,6 +17,7 @@ from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
 
 FIELD = "quantization_config"
+OLD_FIELD = "compression_config"  # of early compressed-tensors; refused where both are given
 _SCHEMES: Mapping[str, Any] = {
     "fp8": Fp8,
     METHOD: CompressedTensors,
@@ -25,7 +26,7 @@ _SCHEMES: Mapping[str, Any] = {
     "mxfp4": Mxfp4,
 }
 
-__all__ = ["FIELD", "Files", "Found", "Module", "Scheme", "read_scheme"]
+__all__ = ["FIELD", "Files", "Found", "Module", "Scheme", "read_scheme", "without_scheme"]
 
 
 def read_scheme(config: Mapping[str, Any], file: str) -> Scheme | None:
@@ -34,7 +35,7 @@ def read_scheme(config: Mapping[str, Any], file: str) -> Scheme | None:
     ModelError, which names `file` and the field, for a method or an option that is not read.
     """
     try:
-        found = Config(config).mapping(FIELD)
+        found = Config(config).mapping(FIELD, OLD_FIELD)
         if found is None:
             return None
         method = found.choice("quant_method", of=_SCHEMES, default="")
@@ -44,3 +45,9 @@ def read_scheme(config: Mapping[str, Any], file: str) -> Scheme | None:
         return scheme
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
+
+
+def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without what `read_scheme` has read, so that whoever reads the rest refuses none of it."""
+    used = next((f for f in (FIELD, OLD_FIELD) if Config(config).get(f) is not None), FIELD)
+    return {k: v for k, v in config.items() if k != used}

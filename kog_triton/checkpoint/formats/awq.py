@@ -33,7 +33,8 @@ class Awq:
     def of(cls, config: Config) -> "Awq":
         config.only("bits", 4)
         config.only("zero_point", True)
-        config.choice("version", of=("gemm", "GEMM"), default="gemm")
+        for name in ("version", "format"):
+            config.choice(name, of=("gemm", "GEMM"), default="gemm")
         return cls(*group_and_excluded(config))
 
     def find(self, module: Module) -> Found | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kog_triton.checkpoint.formats.module import Found, Module
+from kog_triton.checkpoint.formats.module import ONE_VALUE, Found, Module
 from kog_triton.checkpoint.formats.packed import unpack_nibbles, unpack_words
 from kog_triton.checkpoint.formats.patterns import names, regexes
 from kog_triton.checkpoint.narrow import NarrowTensor
@@ -72,9 +72,11 @@ class CompressedTensors:
     @classmethod
     def of(cls, config: Config) -> "CompressedTensors":
         config.only("quantization_status", "compressed", "frozen")
-        for name in ("sparsity_config", "transform_config"):
-            if config.mapping(name) is not None:
-                raise config.error([name], "absent or empty: not supported")
+        if config.mapping("transform_config") is not None:
+            raise config.error(["transform_config"], "absent or empty: not supported")
+        sparsity = config.mapping("sparsity_config")
+        if sparsity is not None and sparsity.get("format") != "dense":
+            raise config.error(["sparsity_config"], "absent, empty or of format 'dense'")
         entries = config.mapping("config_groups")
         if entries is None:
             raise config.error(["config_groups"], "an object with a group of modules or more")
@@ -84,7 +86,7 @@ class CompressedTensors:
             if entry is None:
                 raise entries.error([name], "an object with targets and weights")
             groups.append(_group(entry, config))
-            if entry.mapping("input_activations") is not None:
+            if any(entry.mapping(f"{side}_activations") for side in ("input", "output")):
                 notes.append(
                     "activations stay wide: the checkpoint's narrow activations are not used"
                 )
@@ -171,12 +173,9 @@ def _find_plain(group: Group, module: Module) -> Found:
     how = WeightFormat(group.code, *group.group, Scale.F32, offset)
     module.check_columns(how)
     shape = _scale_shape(how, module.shape)
-    if (
-        not how.group_rows
-        and module.has("weight_scale")
-        and not module.stored_shape("weight_scale")
-    ):
-        shape = ()
+    if not how.group_rows and module.has("weight_scale"):
+        stored_shape = module.stored_shape("weight_scale")
+        shape = stored_shape if stored_shape in ONE_VALUE else shape
     if not how.group_rows and len(module.shape) != 2:
         raise module.error("one scale a tensor goes with one matrix, not with lanes")
     stored = "F8_E4M3" if group.code is Code.E4M3 else "I8"

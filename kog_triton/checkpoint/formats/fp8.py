@@ -9,7 +9,7 @@ Source: DeepSeek-V3's inference code (weight_dequant) and transformers' finegrai
 
 from dataclasses import dataclass
 
-from kog_triton.checkpoint.formats.module import Found, Module
+from kog_triton.checkpoint.formats.module import ONE_VALUE, Found, Module
 from kog_triton.checkpoint.formats.patterns import Excluded
 from kog_triton.checkpoint.narrow import NarrowTensor
 from kog_triton.model.config import Config
@@ -49,7 +49,7 @@ class Fp8:
         high, wide = self.block
         grid = WeightFormat(Code.E4M3, high, wide, Scale.F32).grid(rows, cols)
         shape = grid if high else module.stored_shape(name) if module.has(name) else (1,)
-        if not high and shape not in ((), (1,), (1, 1)):
+        if not high and shape not in ONE_VALUE:
             raise module.error(
                 f"{name} has shape {list(shape)}: without weight_block_size it is one value"
             )

@@ -5,8 +5,9 @@
     NAME.scales    F16 [cols / group, rows]    W = (code - zero) * scale
     NAME.g_idx     I32 [cols]                  the group of a column, if it is stored
 
-`checkpoint_format` "gptq" (v1) stores zero - 1, "gptq_v2" the zero point itself. Source: AutoGPTQ and GPTQModel. Of a
-stored 15 in v1 some readers make 16 and some 0: it is refused. Columns in another order (desc_act) are refused.
+`checkpoint_format`, or `format`, "gptq" (v1) stores zero - 1, "gptq_v2" the zero point itself. Of a stored 15 in v1
+some readers make 16 and some 0: it is refused. Columns in another order (desc_act) are refused. Source: AutoGPTQ and
+GPTQModel.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ class Gptq:
         config.only("dynamic", {})
         config.only("is_marlin_format", False)
         config.only("use_marlin", False)
-        version = config.choice("checkpoint_format", of=("gptq", "gptq_v2"), default="gptq")
+        names, known = ("checkpoint_format", "format"), ("gptq", "gptq_v2")
+        version = config.choice(*names, of=known, default="gptq")
+        config.only("format", version)
         group, excluded = group_and_excluded(config)
         return cls(
             group=group,

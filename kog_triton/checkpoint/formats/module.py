@@ -12,6 +12,7 @@ from kog_triton.checkpoint.tensor_files import StoredTensor
 from kog_triton.errors import ModelError, shown
 from kog_triton.model.weight_format import Scale, WeightFormat
 
+ONE_VALUE = ((), (1,), (1, 1))  # shapes in which one scale a tensor is stored
 SCALES = {"F32": Scale.F32, "BF16": Scale.BF16, "F16": Scale.F16, "F8_E8M0": Scale.E8M0}
 
 

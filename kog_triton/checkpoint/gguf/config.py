@@ -25,6 +25,42 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _LARGEST = 1 << 31
+# Fields behind ARCHITECTURE. that are read below or change nothing; with any other a file is refused
+_READ = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "pooling_type",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+# with these values they change nothing
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.key_length_mla": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "tensor_data_layout": ("Meta AI original pth",),  # the order that every llama file has
+}
 _NAMES = {
     "embed": "token_embd.weight",
     "norm": "output_norm.weight",
@@ -80,8 +116,10 @@ def _config(metadata: Mapping[str, Any], tensors: GgufTensors) -> dict[str, Any]
         {k.partition(".")[2]: v for k, v in metadata.items() if k.startswith(f"{architecture}.")},
         f"{architecture}.",
     )
-    for name in ("expert_count", "expert_used_count", "attention.key_length_mla"):
-        own.only(name, 0)
+    for name in own.values:
+        if name not in _READ:
+            own.only(name, *_NEUTRAL.get(name, ()))
+    Config(metadata).only("general.type", "model")
     heads = own.integer("attention.head_count", high=_LARGEST)
     hidden = own.integer("embedding_length", high=_LARGEST)
     width = own.integer("attention.key_length", high=_LARGEST, default=hidden // heads)
@@ -139,18 +177,21 @@ def _ends(metadata: Config) -> dict[str, Any]:
 def _rope_scaling(
     own: Config, tensors: GgufTensors, config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    kind = own.choice("rope.scaling.type", of=("none", "linear", "yarn"), default="none")
+    """As config.json's rope_scaling, None without; a factor without a type is linear, as llama.cpp has it."""
+    factor = own.number("rope.scaling.factor", "rope.scale_linear", low=0, high=1e6, default=0.0)
+    default = "linear" if factor else "none"
+    kind = own.choice("rope.scaling.type", of=("none", "linear", "yarn"), default=default)
     divisors = ROPE_DIVISORS in tensors.stored
     if kind == "none":
         return _llama3(tensors, config) if divisors else None
     if divisors:
         raise ModelError(f"{own.label('rope.scaling.type')} and {ROPE_DIVISORS} are both given")
-    own.only("rope.scaling.attn_factor", 1.0)
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": own.number("rope.scaling.factor", low=1e-3, high=1e6),
-    }
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor or 1.0}
     if kind == "yarn":
+        for name in ("beta_fast", "beta_slow"):
+            beta = own.number(f"rope.scaling.yarn_{name}", low=0, high=1e6, default=None)
+            if beta is not None:
+                scaling[name] = beta
         scaling["original_max_position_embeddings"] = own.integer(
             "rope.scaling.original_context_length", high=MAX_CONTEXT
         )

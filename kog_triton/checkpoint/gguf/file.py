@@ -21,6 +21,7 @@ from kog_triton.errors import ModelError, shown
 
 MAX_FIELDS = 1 << 16
 MAX_NAME = 1 << 10  # bytes
+MAX_VALUES = 1 << 23  # of all arrays of the metadata: a vocabulary has three of some 2^18
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
 _SCALARS = {
@@ -53,6 +54,24 @@ TYPES = {
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
 }
+# types that are not read, for the error
+_UNREAD = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +96,7 @@ class Directory:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is empty"
             raise ModelError(f"{path}: cannot be read as GGUF: {reason}") from error
-        self._at = 0
+        self._at = self._values = 0
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         self._read()
@@ -105,6 +124,11 @@ class Directory:
                 raise self.error(f"metadata field {shown(name)} is there twice")
             self.metadata[name] = self._value(self._scalar("I"), name)
         found = [self._entry() for _ in range(tensors)]
+        if self.metadata.get("split.count", 1) != 1:
+            raise self.error(
+                f"split.count is {shown(self.metadata['split.count'])}: one model in several files:"
+                " join them with llama-gguf-split --merge"
+            )
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment % 8:
             raise self.error(f"general.alignment is {shown(alignment)}: it must be a multiple of 8")
@@ -134,7 +158,10 @@ class Directory:
         shape = tuple(self._scalar("Q") for _ in range(count))[::-1]
         kind, offset = self._scalar("I"), self._scalar("Q")
         if kind not in TYPES:
-            raise self.error(f"tensor {shown(name)} has ggml type {kind}: it is not supported")
+            called = f" ({_UNREAD[kind]})" if kind in _UNREAD else ""
+            raise self.error(
+                f"tensor {shown(name)} has ggml type {kind}{called}: it is not supported"
+            )
         word, block, block_bytes = TYPES[kind]
         if min(shape) < 1 or shape[-1] % block:
             raise self.error(
@@ -155,7 +182,7 @@ class Directory:
         inner, count = self._scalar("I"), self._scalar("Q")
         if inner in _SCALARS:
             width = struct.calcsize("<" + _SCALARS[inner])
-            self._check_count(count, width, None, f"values of {shown(name)}")
+            self._check_values(count, width, name)
             found = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self.data, self._at)
             self._at += count * width
             return list(found)
@@ -163,8 +190,17 @@ class Directory:
             raise self.error(
                 f"metadata field {shown(name)} is an array of type {inner}: it is not known"
             )
-        self._check_count(count, 8, None, f"values of {shown(name)}")
+        self._check_values(count, 8, name)
         return [self._string() for _ in range(count)]
+
+    def _check_values(self, count: int, least: int, name: str) -> None:
+        """Count what an array brings against MAX_VALUES: a byte of the file is many in memory."""
+        self._check_count(count, least, None, f"values of {shown(name)}")
+        self._values += count
+        if self._values > MAX_VALUES:
+            raise self.error(
+                f"metadata field {shown(name)} has {count} values: at most {MAX_VALUES} are read"
+            )
 
     def _check_count(self, count: int, least: int, most: int | None, what: str) -> None:
         """Refuse more items than the rest of the file can hold, at `least` bytes each."""
