@@ -190,7 +190,9 @@ class LLM:
         )
         running = _start(self.choice.backend, self.checkpoint, options)
         own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
-        gpu = running.gpu  # a GPU backend says which row of topology it runs on
+        gpu = running.gpu
+        if gpu and gpu.share:
+            log.warning("%s: %s", gpu.name, gpu.share)
         self.engine = Engine(
             running,
             self.tokenizer,
@@ -414,7 +416,7 @@ class LLM:
         running = self.engine.backend
         if running.gpu is None:
             warnings.warn(
-                "LLM: gpu_memory_utilization is ignored: the device has no row in schedule/topology.py",
+                "LLM: gpu_memory_utilization is ignored: the backend runs on a CPU",
                 stacklevel=3,
             )
             return

@@ -17,7 +17,7 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource, refu
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.jit import compile_cubin, compiler_name
+from kog_triton.backends.cuda.jit import ARCHS, UNASKED, compile_cubin, compiler_name
 from kog_triton.backends.cuda.launcher import (
     UNLIMITED,
     CudaLauncher,
@@ -34,9 +34,11 @@ from kog_triton.backends.cuda.memory import HALF, Memory, allocate, plan_of, sta
 from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
+from kog_triton.backends.device import gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
+from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
@@ -50,7 +52,7 @@ from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import Gpu
 
 PRODUCTS = "prompt.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
@@ -71,16 +73,19 @@ class CudaBackend:
             return Availability(
                 False, "torch sees no NVIDIA GPU", "run on a machine with a Hopper GPU"
             )
-        if torch.cuda.get_device_capability() != (9, 0):
-            name = torch.cuda.get_device_name()
-            return Availability(False, f"{name} is no Hopper GPU", "choose --backend triton")
+        name, arch = torch.cuda.get_device_name(), arch_of(*torch.cuda.get_device_capability())
+        if arch not in ARCHS:
+            reason = f"{name} is {arch}, and it takes {', '.join(ARCHS)}"
+            return Availability(False, reason, "choose --backend triton")
         try:
             compiler_name()
         except DeviceError as error:
             return Availability(
                 False, str(error), 'pip install "kog-triton[cuda]"', lacks_software=True
             )
-        return Availability(True)
+        return Availability(
+            True, by_name_only="" if arch == UNASKED else f"it has not run on {arch} yet"
+        )
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
         refuse_narrow(type(self), weights.spec)
@@ -155,7 +160,9 @@ class CudaBackend:
     def _open_device(self) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=device)  # makes torch's context, which the driver calls need
-        return device, find_gpu(torch.cuda.get_device_name(device))
+        gpu = gpu_of(device)
+        assert gpu is not None
+        return device, gpu
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> Kernel:
         self._kernels.append(self._load(source, entry, layout))
@@ -163,11 +170,11 @@ class CudaBackend:
 
     def _compile_products(self) -> None:
         for kernel in KERNELS:
-            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
 
     def _open_matrices(self, lowering: CudaLowering) -> Matrices:
         def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
-            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS)
+            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
             self._kernels.append(Kernel(cubin, entry, shared, self.device))
             return self._kernels[-1]
 
@@ -175,7 +182,7 @@ class CudaBackend:
         return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
-        return compile_cubin(render(layout), source)
+        return compile_cubin(render(layout), source, layout.lowering.gpu.arch)
 
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
         return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)

@@ -20,7 +20,10 @@ from kog_triton.errors import DeviceError
 log = logging.getLogger("kog_triton.compilers")
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
-FLAGS = ("-std=c++20", "--gpu-architecture=sm_90a", "-lineinfo")
+FLAGS = ("-std=c++20", "-lineinfo")
+# What kernels are compiled for; the first is where "auto" takes them: they have run nowhere else.
+ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+UNASKED = ARCHS[0]
 _begun: dict[
     str, Future[bytes]
 ] = {}  # by key, until somebody asks for what they will have compiled
@@ -41,23 +44,25 @@ def compiler_name() -> str:
     )
 
 
-def begin_cubin(header: str, source: str = "decode.cu") -> None:
+def begin_cubin(header: str, source: str = "decode.cu", arch: str = UNASKED) -> None:
     """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
     no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
-    text, compiler, key = _named(header, source)
+    text, compiler, key = _named(header, source, arch)
     begun = _begun.get(key)
     # In this order: one that ends in between has left its cubin.
     if (begun is not None and not begun.done()) or kernel_cache.load(key) is not None:
         return
     thread = ThreadPoolExecutor(1, "kog-compiler")
-    _begun[key] = thread.submit(_compile, text, source, compiler, key)
+    _begun[key] = thread.submit(_compile, text, source, arch, compiler, key)
     thread.shutdown(wait=False)  # it still does this, and Python waits for it as it ends
 
 
-def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") -> bytes:
+def compile_cubin(
+    header: str, source: str = "decode.cu", arch: str = UNASKED, compiler: str = ""
+) -> bytes:
     """A source of this folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""
-    text, compiler, key = _named(header, source, compiler)
+    text, compiler, key = _named(header, source, arch, compiler)
     begun = _begun.get(key)
     if begun is not None:
         try:
@@ -66,27 +71,31 @@ def compile_cubin(header: str, source: str = "decode.cu", compiler: str = "") ->
             if begun.done():  # it is not where Ctrl-C ended the wait
                 _begun.pop(key, None)
     kept = kernel_cache.load(key)
-    return _compile(text, source, compiler, key) if kept is None else kept
+    return _compile(text, source, arch, compiler, key) if kept is None else kept
 
 
-def _named(header: str, source: str, compiler: str = "") -> tuple[str, str, str]:
+def _named(header: str, source: str, arch: str, compiler: str = "") -> tuple[str, str, str]:
     """The text, its compiler, and the key under which what that makes of it is kept."""
     compiler = compiler or compiler_name()
     text = header + (FOLDER / source).read_text()
-    return text, compiler, _key(text, compiler)
+    return text, compiler, _key(text, arch, compiler)
 
 
-def _compile(text: str, source: str, compiler: str, key: str) -> bytes:
+def _compile(text: str, source: str, arch: str, compiler: str, key: str) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
-    cubin = (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source)
+    cubin = (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source, arch)
     log.info("compiled %s in %.1f s", source, time.perf_counter() - begun)
     kernel_cache.keep(key, cubin)
     return cubin
 
 
-def _key(text: str, compiler: str) -> str:
-    digest = hashlib.sha256("\0".join([text, compiler, *FLAGS]).encode())
+def flags_for(arch: str) -> tuple[str, ...]:
+    return (*FLAGS, f"--gpu-architecture={arch}", f"-I{INCLUDE}")
+
+
+def _key(text: str, arch: str, compiler: str) -> str:
+    digest = hashlib.sha256("\0".join([text, compiler, arch, *FLAGS]).encode())
     for path in sorted(INCLUDE.rglob("*.h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
@@ -101,11 +110,11 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _by_nvrtc(text: str, source: str) -> bytes:
+def _by_nvrtc(text: str, source: str, arch: str) -> bytes:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(text, source, (), ())
     try:
-        nvrtc.compileProgram(program, (*FLAGS, f"-I{INCLUDE}"))
+        nvrtc.compileProgram(program, flags_for(arch))
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
@@ -114,11 +123,11 @@ def _by_nvrtc(text: str, source: str) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-def _by_nvcc(text: str, source: str) -> bytes:
+def _by_nvcc(text: str, source: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path, cubin = Path(folder, source), Path(folder, "cubin")
         path.write_text(text)
-        command = ["nvcc", "-cubin", *FLAGS, f"-I{INCLUDE}", str(path), "-o", str(cubin)]
+        command = ["nvcc", "-cubin", *flags_for(arch), str(path), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise DeviceError(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")

@@ -5,21 +5,36 @@ from collections.abc import Callable
 
 import torch
 
-from kog_triton.errors import DeviceError
+from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DType
-from kog_triton.schedule.topology import Gpu, find_gpu
+from kog_triton.schedule.topology import Gpu, Seen, describe
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Its row in the table of known GPUs; None for a CPU and for a GPU without a row."""
+    """The GPU as its driver describes it; None for a CPU."""
     if device.type != "cuda":
         return None
-    try:
-        return find_gpu(torch.cuda.get_device_name(device))
-    except DeviceError:
-        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return describe(_read_amd(index) if torch.version.hip else read_gpu(index))
+
+
+def _read_amd(index: int) -> Seen:
+    """By torch, which asks HIP."""
+    of = torch.cuda.get_device_properties(index)
+    return Seen(
+        of.name,
+        "amd",
+        of.gcnArchName.split(":")[0],
+        of.multi_processor_count,
+        of.shared_memory_per_block,
+        of.total_memory,
+        of.L2_cache_size,
+        getattr(of, "memory_clock_rate", 0) * 1e3,  # kHz; torch tells both since 2.9
+        getattr(of, "memory_bus_width", 0),
+        of.warp_size,
+    )
 
 
 def clock(device: torch.device) -> Callable[[], float]:

@@ -326,9 +326,9 @@ def _device(name: str) -> torch.device:
         raise DeviceError(
             f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"
         )
-    here = torch.cuda.get_device_name()
-    vendor = "amd" if torch.version.hip else "nvidia"
     device = torch.device("cuda")
-    if (name in VENDORS and name != vendor) or (name in GPUS and GPUS[name] is not gpu_of(device)):
+    gpu = gpu_of(device)
+    if gpu is None or name not in (gpu.vendor, gpu.name):
+        here = torch.cuda.get_device_name()
         raise DeviceError(f"device {name!r} was asked for, and this machine has {here}")
     return device

@@ -76,7 +76,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu_row() -> Gpu | None:
-    """The row of topology for the GPU that torch sees; None without a GPU or a row."""
+    """The GPU that torch sees; None without one."""
     return gpu_of(torch.device("cuda")) if torch.cuda.is_available() else None
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.backends.device import TORCH_DTYPES
-from kog_triton.bench.machine import gpu_row
+from kog_triton.backends.device import TORCH_DTYPES, gpu_of
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.demo import checkpoint_path
@@ -90,13 +89,15 @@ def find_device(name: str) -> tuple[torch.device, str]:
 
     `name` is what was asked for, as --device says; DeviceError if there is no such device, or not here.
     """
-    row = find_gpu(name) if name not in ("", "cpu", *VENDORS) else None
+    if name not in ("", "cpu", *VENDORS):
+        find_gpu(name)
     if name == "cpu" or (not name and not torch.cuda.is_available()):
         return torch.device("cpu"), name
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r}: torch sees no GPU here; leave --device out")
-    vendor = "amd" if torch.version.hip else "nvidia"
-    if name not in ("", vendor) and (row is None or row != gpu_row()):
+    device = torch.device("cuda")
+    gpu = gpu_of(device)
+    if gpu is None or name not in ("", gpu.vendor, gpu.name):
         seen = torch.cuda.get_device_name()
         raise DeviceError(f"device {name!r}: torch sees {seen}; leave --device out")
-    return torch.device("cuda"), name or vendor
+    return device, name or gpu.vendor

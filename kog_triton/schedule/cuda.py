@@ -24,7 +24,7 @@ from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
-from kog_triton.schedule.topology import KB, Gpu
+from kog_triton.schedule.topology import GPUS, KB, Gpu
 
 WARPS = 16  # consumer warps; one more warp fills the ring
 FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
@@ -35,8 +35,10 @@ MMA_ROWS = FRAGMENT_ROWS[0]
 CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (H200: benchmarks/cuda-log.md#window). Then the same while
 # the block has ring slots to go on with, both where the stream sets the pace (benchmarks/cuda-log.md#stream-window).
+# Where a block reads faster or slower than an H200's, as many as take it as long: an estimate, not a measurement.
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
 STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB
+MEASURED_RATE = GPUS["h200"].block_rate
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a ring slot are multiplied by unrolled code: fragments up to where they do.
 UNROLLED = 18
@@ -85,15 +87,31 @@ class CudaLowering(Partition):
 
     @property
     def window_slots(self) -> int:
-        return self.ring_slots_of(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
+        wanted = self.slots_in_flight(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
+        return min(wanted, max(self.least_window, self.ring_slots // 2))
 
     @property
     def calm_slots(self) -> int:
-        return self.ring_slots_of(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
+        return self.slots_in_flight(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
+
+    @property
+    def least_window(self) -> int:
+        """Ring slots in flight of which a ring must hold two times as many: those of an H200 at most."""
+        size = STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES
+        return min(self.slots_in_flight(size), self.ring_slots_of(size))
+
+    @property
+    def pace(self) -> float:
+        """Bytes / s of a block over those of an H200's."""
+        return self.gpu.block_rate / MEASURED_RATE
 
     def ring_slots_of(self, size: int) -> int:
         """As many as reach `size` bytes."""
         return -(-size // self.ring_slot_bytes)
+
+    def slots_in_flight(self, size: int) -> int:
+        """As many as reach what `size` bytes are on an H200."""
+        return max(1, math.ceil(size * self.pace / self.ring_slot_bytes))
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -191,8 +209,10 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
+    deep = [c for c in candidates if c.ring_slots >= 2 * c.least_window]
     best = min(
-        candidates, key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c))
+        deep or candidates,
+        key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)),
     )
     return replace(best, tilings=_shifted(best))
 

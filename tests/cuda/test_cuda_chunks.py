@@ -78,7 +78,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
     columns = lay_out_columns(chunk.lowering, 1024, 8)
     assert chunk.regions == columns.regions
     assert chunk.shared_bytes <= GPUS["h200"].shared_bytes
-    assert chunk.ring_slots >= chunk.lowering.ring_slots_of(WINDOW_BYTES)
+    assert chunk.ring_slots >= chunk.lowering.slots_in_flight(WINDOW_BYTES)
     keys = attention_bytes(spec, chunk.splits, 8) - attention_bytes(spec, chunk.splits)
     assert keys == 7 * 2 * 2 * spec.head_dim  # and values, 16 bits each
     assert "bool kChunk = true" in header.render(chunk)

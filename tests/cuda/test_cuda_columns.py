@@ -42,7 +42,7 @@ def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
         assert left.end <= right.offset
     assert all(r.offset % 32 == 0 and r.stride % 4 == 0 for r in regions)
     assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert layout.ring_slots >= layout.lowering.ring_slots_of(WINDOW_BYTES)
+    assert layout.ring_slots >= layout.lowering.slots_in_flight(WINDOW_BYTES)
     # The weights are packed once: both kernels read the same stream.
     one = lay_out(layout.lowering, 1024)
     numbers = [dict(re.findall(r"int (k\w+) = (\d+);", header.render(x))) for x in (one, layout)]
@@ -69,7 +69,7 @@ def test_eight_requests_or_positions_share_a_step(name):
                 continue
             layout = lay_out_columns(lowering, 4096, columns, chunk)
             assert layout.shared_bytes <= GPUS["h200"].shared_bytes
-            assert layout.ring_slots >= lowering.ring_slots_of(WINDOW_BYTES)
+            assert layout.ring_slots >= lowering.slots_in_flight(WINDOW_BYTES)
 
 
 def test_what_is_held_staged_and_read_of_a_long_k_is_all_of_it():

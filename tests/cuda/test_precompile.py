@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -14,21 +15,24 @@ from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import precompile as cuda
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, ModelError
+from kog_triton.schedule.topology import find_gpu
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.fake_checkpoint import make_checkpoint
+from tests.lib.gpus import H200_SEEN
 
 
 @pytest.fixture
 def begun(monkeypatch):
     """What the CUDA backend began to compile, on a machine with an H200."""
     headers: list[str] = []
-    monkeypatch.setattr(cuda, "first_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr(cuda, "begin_cubin", headers.append)
+    monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
+    monkeypatch.setattr(cuda, "begin_cubin", lambda header, arch: headers.append(header))
     return headers
 
 
@@ -66,7 +70,7 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=64)
     spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
-    lowering = cuda.lower(cuda.build(spec), cuda.find_gpu("h200"))
+    lowering = cuda.lower(cuda.build(spec), find_gpu("h200"))
     assert begun == [render(cuda.lay_out(lowering, 64))]
 
 
@@ -93,9 +97,9 @@ def test_nothing_is_begun_for_another_backend_or_what_will_be_refused(begun, nam
     assert begun == []
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA Unheard Of"])
-def test_nothing_is_begun_for_another_gpu(begun, monkeypatch, gpu):
-    monkeypatch.setattr(cuda, "first_gpu", lambda: gpu)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+def test_nothing_is_begun_for_another_gpu(begun, monkeypatch, arch):
+    monkeypatch.setattr(cuda, "read_gpu", lambda: replace(H200_SEEN, name="NVIDIA X", arch=arch))
     precompile.precompile("cuda")
     assert begun == []
 
@@ -113,7 +117,7 @@ def test_what_is_wrong_is_left_to_the_opening(begun, tmp_path, monkeypatch, capl
     def no_gpu():
         raise DeviceError("the CUDA driver gives no GPU")
 
-    monkeypatch.setattr(cuda, "first_gpu", no_gpu)
+    monkeypatch.setattr(cuda, "read_gpu", no_gpu)
     precompile.precompile("cuda")
     broken = EntryPoint("cuda", "no_such_module:precompile", precompile.GROUP)
     monkeypatch.setattr(precompile, "entry_points", lambda group: [broken])
@@ -217,8 +221,10 @@ def test_the_backends_own_part_imports_no_torch():
         "import sys\n"
         "import kog_triton.backends.cuda.precompile as cuda\n"
         "from kog_triton import precompile\n"
-        "cuda.first_gpu, headers = lambda: 'NVIDIA H200', []\n"
-        "cuda.begin_cubin = headers.append\n"
+        "from tests.lib.gpus import H200_SEEN\n"
+        "headers = []\n"
+        "cuda.read_gpu = lambda: H200_SEEN\n"
+        "cuda.begin_cubin = lambda header, arch: headers.append(header)\n"
         "precompile.precompile('auto')\n"
         "print(len(headers), 'torch' in sys.modules)\n"
     )
@@ -232,12 +238,15 @@ def test_without_a_driver_the_reason_is_told(monkeypatch):
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
     with pytest.raises(DeviceError, match="no CUDA driver"):
-        cuda.first_gpu()
+        read_gpu()
 
 
 @pytest.mark.gpu
 def test_the_first_gpu_is_the_one_that_torch_takes():
-    assert cuda.first_gpu() == torch.cuda.get_device_name()
+    seen, torchs = read_gpu(), torch.cuda.get_device_properties(0)
+    assert (seen.name, seen.num_sms) == (torchs.name, torchs.multi_processor_count)
+    assert (seen.memory_bytes, seen.l2_bytes) == (torchs.total_memory, torchs.L2_cache_size)
+    assert seen.shared_bytes == torchs.shared_memory_per_block_optin
 
 
 FIRST = """

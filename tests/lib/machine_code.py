@@ -48,16 +48,17 @@ def tool(name):
 
 
 def sass_of(layout, entry="decode.cu"):
-    """The kernel compiled and disassembled, with its encodings."""
-    return sass_of_text(header.render(layout) + (ROOT / "backends/cuda" / entry).read_text())
+    """The kernel compiled for the layout's GPU and disassembled, with its encodings."""
+    source = header.render(layout) + (ROOT / "backends/cuda" / entry).read_text()
+    return sass_of_text(source, layout.lowering.gpu.arch)
 
 
-def sass_of_text(source):
+def sass_of_text(source, arch=jit.UNASKED):
     library = nvrtc.load()
     nvcc = None if library else shutil.which("nvcc")
     if nvcc is None and library is None:
         pytest.skip("neither the wheel nvidia-cuda-nvrtc nor nvcc is there")
-    dump, flags = tool("cuobjdump"), (*jit.FLAGS, f"-I{jit.INCLUDE}")
+    dump, flags = tool("cuobjdump"), jit.flags_for(arch)
     headers = [path.read_bytes() for path in sorted((INCLUDE / "kog").rglob("*.h"))]
 
     def make(draft: Path) -> None:
@@ -73,7 +74,13 @@ def sass_of_text(source):
             draft.write_bytes(sass.stdout)
 
     compiler = version_of(nvcc) if nvcc else nvrtc.version(library)
-    parts = [compiler, version_of(dump), " ".join(jit.FLAGS).encode(), source.encode(), *headers]
+    parts = [
+        compiler,
+        version_of(dump),
+        " ".join((*jit.FLAGS, arch)).encode(),
+        source.encode(),
+        *headers,
+    ]
     return made_once(parts, make).read_text()
 
 

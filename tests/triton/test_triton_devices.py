@@ -7,18 +7,18 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.device import gpu_of
+from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.triton import TritonBackend
-from kog_triton.backends.triton.host.backend import _blocks
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
+from kog_triton.schedule.topology import Seen
 from kog_triton.schedule.triton import lower_tiles
 from tests.lib.ring_walker import spec_of
 
-DEVICE = torch.device("cuda")
-# name, capability, multiprocessors; none has a row
+DEVICE = torch.device("cuda", 0)
+# name, capability, multiprocessors; of a row where there is one
 NEWER = {
     "NVIDIA A100-PCIE-40GB": ((8, 0), 108),
     "NVIDIA GeForce RTX 3060": ((8, 6), 28),
@@ -41,16 +41,19 @@ def pretend(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         properties = SimpleNamespace(multi_processor_count=multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        seen = Seen(name, "nvidia", arch_of(*capability), multiprocessors, 99 * 1024, 24 * 10**9)
+        monkeypatch.setattr("kog_triton.backends.device.read_gpu", lambda index: seen)
 
     return see
 
 
 @pytest.mark.parametrize("name", NEWER)
-def test_a_gpu_without_a_row_has_a_block_on_nearly_each_multiprocessor(pretend, name):
+def test_a_newer_gpu_has_a_block_on_nearly_each_multiprocessor(pretend, name):
     capability, multiprocessors = NEWER[name]
     pretend(name, capability, multiprocessors)
     assert TritonBackend.availability().ok
-    assert gpu_of(DEVICE) is None and _blocks(None, DEVICE) == multiprocessors
+    gpu = gpu_of(DEVICE)
+    assert (gpu.num_blocks, gpu.proven) == (multiprocessors, False)
     for shape in ("llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b"):
         tiles = lower_tiles(build(named_shape(shape)), multiprocessors, 4096, "nvidia")
         assert 0.75 * multiprocessors <= tiles.num_blocks <= multiprocessors
@@ -120,7 +123,7 @@ def test_too_few_blocks_are_refused_with_what_to_do(shape, blocks, said):
 def test_a_gpu_with_a_row_has_the_blocks_that_it_says(pretend):
     pretend("NVIDIA H200", (9, 0), 132)
     gpu = gpu_of(DEVICE)
-    assert gpu is GPUS["h200"] and _blocks(gpu, DEVICE) == 128
+    assert (gpu.name, gpu.num_sms, gpu.num_blocks) == ("h200", 132, 128)
 
 
 @pytest.mark.parametrize("name", OLDER)

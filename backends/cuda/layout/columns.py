@@ -62,7 +62,8 @@ def lay_out_columns(
     scratch = up(max(rooms), 128)
     free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
     ring = free // (lowering.ring_slot_bytes + 16)
-    window = lowering.ring_slots_of(WINDOW_BYTES)
+    # As many as are in flight on an H200 at most: where blocks read faster, a ring of more is better and not needed.
+    window = min(lowering.slots_in_flight(WINDOW_BYTES), lowering.ring_slots_of(WINDOW_BYTES))
     if ring < window:
         raise ModelError(
             f"{scratch} bytes of activations of {columns} requests leave {ring} ring slots of shared memory: "

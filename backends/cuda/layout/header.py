@@ -19,9 +19,7 @@ from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import (
-    CALM_BYTES,
     WARPS,
-    WINDOW_BYTES,
     CudaLowering,
     is_wide,
     slice_values,
@@ -33,7 +31,8 @@ from kog_triton.schedule.topology import KB
 
 # Of a block's stream, that wait in the L2 while its ring is full; all blocks' take a third of it at most.
 AHEAD_BYTES = 128 * 1024
-# Between two times 16 KB on their way there; the same in kernels of columns.
+# Between two times 16 KB on their way there; the same in kernels of columns. Of an H200, as windows are
+# (schedule/cuda.py).
 AHEAD_TICKS, COLUMN_AHEAD_TICKS = 800, 1600
 TAKEN_WORDS = 16  # registers for weights that wait for operands (columns/layer.h)
 KNOWN = "[[maybe_unused]] constexpr"  # not every model needs every number
@@ -92,13 +91,13 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "slice": slice_values(schedule, lo.frag_k),
         "ring_slot_bytes": lo.ring_slot_bytes,
         "ring_slots": layout.ring_slots,
-        "window_slots": lo.window_slots if one else lo.ring_slots_of(WINDOW_BYTES),
-        "calm_slots": lo.calm_slots if one else lo.ring_slots_of(CALM_BYTES),
+        "window_slots": layout.windows[0],
+        "calm_slots": layout.windows[1],
         "ahead_slots": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks)
         // lo.ring_slot_bytes,
-        "ahead_ticks": (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS)
-        * lo.ring_slot_bytes
-        // (16 * KB),
+        "ahead_ticks": int(
+            (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.ring_slot_bytes / (16 * KB) / lo.pace
+        ),
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
         "sampling_bytes": layout.partial_bytes or layout.scratch_bytes,

@@ -33,7 +33,13 @@ from kog_triton.backends.cuda.layout.batches import (
 )
 from kog_triton.backends.cuda.layout.exchanges import decode_kernel
 from kog_triton.errors import ModelError
-from kog_triton.schedule.cuda import PARTIAL_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.cuda import (
+    CALM_BYTES,
+    PARTIAL_ROWS,
+    WARPS,
+    WINDOW_BYTES,
+    CudaLowering,
+)
 from kog_triton.schedule.exchanges import Kernel, Region, check_kernel, lay_out_regions
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
@@ -152,6 +158,17 @@ class Layout:
         return room + attention_bytes(schedule.spec, self.splits) > self.scratch_bytes
 
     @property
+    def windows(self) -> tuple[int, int]:
+        """Ring slots in flight: at most, and while the block has some to go on with."""
+        lo = self.lowering
+        if self.columns > 1:
+            window, calm = lo.slots_in_flight(WINDOW_BYTES), lo.slots_in_flight(CALM_BYTES)
+            window = min(window, self.ring_slots)
+        else:
+            window, calm = min(lo.window_slots, self.ring_slots // 2), lo.calm_slots
+        return window, min(calm, window)
+
+    @property
     def shared_bytes(self) -> int:
         ring = self.ring_slots * (self.lowering.ring_slot_bytes + 16)
         return ring + self.partial_bytes + self.scratch_bytes + self.small_bytes
@@ -172,10 +189,10 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     over_sums = up(max(*rooms.values(), least), 128)
     if _ring_beside(lowering, over_sums) > ring:
         scratch, ring = over_sums, _ring_beside(lowering, over_sums)
-    if ring < 2 * lowering.window_slots:
+    if ring < 2 * lowering.least_window:
         raise ModelError(
             f"{scratch} bytes of activations leave {ring} ring slots of shared memory: "
-            f"the cuda backend needs {2 * lowering.window_slots}"
+            f"the cuda backend needs {2 * lowering.least_window}"
         )
     return Layout(lowering, max_context, kernel, splits, scratch, ring)
 

@@ -22,7 +22,7 @@ from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import VENDORS, Gpu
+from kog_triton.schedule.topology import VENDORS
 from kog_triton.schedule.triton import lower_tiles
 
 OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
@@ -88,10 +88,9 @@ class TritonBackend:
         self.schedule = build(self.spec)
         self.gpu = gpu_of(device)
         self.max_context = options.max_context or self.spec.max_context
-        vendor = "cpu"
-        if device.type == "cuda":
-            vendor = "amd" if torch.version.hip else "nvidia"
-            num_blocks = num_blocks or _blocks(self.gpu, device)
+        vendor = self.gpu.vendor if self.gpu else "cpu"
+        if self.gpu is not None:
+            num_blocks = num_blocks or self.gpu.num_blocks
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
         with self._entry.on_stream():
             self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
@@ -308,8 +307,3 @@ def _not_compiled_for(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     old = (major, minor) < OLDEST
     return f"{name} is sm_{major}{minor}, and it takes sm_80 or newer" if old else ""
-
-
-def _blocks(gpu: Gpu | None, device: torch.device) -> int:
-    """One block a multiprocessor; the table of known GPUs may say fewer."""
-    return gpu.num_blocks if gpu else torch.cuda.get_device_properties(device).multi_processor_count
