@@ -351,8 +351,8 @@ FAULTS = (
         "a stop string ends within min_tokens",
     ),
     Fault(
-        "text/render_template.py",
-        "    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))",
+        "text/limited_process.py",
+        "    limit(resource.RLIMIT_AS, memory)",
         "",
         "host/test_text_sandbox.py",
         "a template may take any amount of memory",

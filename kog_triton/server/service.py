@@ -11,6 +11,7 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, Samples
 from kog_triton.server.supervisor import Supervisor
+from kog_triton.text.grammar import try_constraint
 
 CHARACTERS_A_TOKEN = 64  # at most, over a whole text: longer tokens are of spaces alone
 
@@ -53,6 +54,12 @@ class Service:
             raise RequestError(
                 f"the prompt has {characters} characters and the context holds {most} tokens: shorten the prompt"
             )
+
+    async def check_shapes(self, jobs: list[Job]) -> None:
+        """RequestError for a constraint that is invalid, or too much for a process that is bounded."""
+        for shape in {job.params.structured_outputs for job in jobs} - {None}:
+            assert shape is not None
+            await asyncio.to_thread(try_constraint, *shape.constraint)
 
     def samples(self, jobs: list[Job], interval: Interval) -> Samples:
         return Samples(self.supervisor, self.model, self.metrics, jobs, interval)

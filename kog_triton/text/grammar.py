@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kog_triton.errors import RequestError, RunError, shown
+from kog_triton.text.sandbox import CHECKER
 from kog_triton.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,12 +54,10 @@ class Grammars:
         matcher = LLMatcher(self._vocabulary, source, log_level=SILENT)
         if matcher.is_error():
             raise _invalid(name, value, matcher.get_error())
-        grammar = Grammar(matcher, self._vocab_size)
-        try:
-            grammar.mask()([])
-        except RunError as error:
-            raise _invalid(name, value, f"it admits no answer: {error}") from error
-        return grammar
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _invalid(name, value, f"it admits no answer: {matcher.get_error()}")
+        return Grammar(matcher, self._vocab_size)
 
     @cached_property
     def _vocabulary(self) -> "llguidance.LLTokenizer":
@@ -74,6 +73,13 @@ def check_constraint(name: str, value: Any) -> None:
     from llguidance import LLMatcher
 
     if wrong := LLMatcher.validate_grammar(source):
+        raise _invalid(name, value, wrong)
+
+
+def try_constraint(name: str, value: Any) -> None:
+    """As `check_constraint` for what a stranger sent: in a limited process, so that time, memory and a stack that
+    llguidance would overrun are that process's. The RequestError says which."""
+    if wrong := CHECKER.check(_checked_source(name, value)):
         raise _invalid(name, value, wrong)
 
 
@@ -110,21 +116,25 @@ class Mask:
     def __call__(self, output_ids: Sequence[int]) -> np.ndarray:
         """Allowed ids after `output_ids`: uint32 [ceil(vocab / 32)].
 
-        RunError if an id was not allowed where it stands, or the grammar grew beyond
+        RunError if an id was not allowed where it stands; RequestError if the grammar grew beyond
         llguidance's limits.
         """
         for token in output_ids[self._num_fed :]:
-            if not self._matcher.consume_token(token):
-                raise RunError(f"the grammar refused token {token}: {self._error()}")
-        self._num_fed = len(output_ids)
+            if not self._matcher.try_consume_tokens([token]):
+                self._check_limits()
+                raise RunError(f"the grammar refused token {token}")
+            self._num_fed += 1
         words = np.zeros(self._num_words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            raise RunError(f"the grammar failed after {self._num_fed} tokens: {self._error()}")
+        self._check_limits()
         return words
 
-    def _error(self) -> str:
-        return _first_line(self._matcher.get_error())
+    def _check_limits(self) -> None:
+        if self._matcher.is_error():
+            why = _first_line(self._matcher.get_error())
+            raise RequestError(
+                f"structured_outputs is too complex after {self._num_fed} tokens, simplify it: {why}"
+            )
 
 
 class _TokenTable:

@@ -1,26 +1,13 @@
-"""The program that renders chat templates, in a process of its own: `python render_template.py ...`.
+"""What renders chat templates in a limited process (limited_process.py): {"source": ..., "values": {...}} to
+{"text": ...} or {"error": ..., "invalid": whether the template is no template}.
 
-    arguments    seconds a rendering may take, bytes of address space, characters a rendering may
-                 have, then the folders that jinja2 is looked for in
-    standard input, one line of JSON a rendering     {"source": ..., "values": {...}}
-    standard output, one line of JSON for each       {"text": ...} or {"error": ..., "invalid": ...}
-
-It ends with its input; beyond a limit of time by SIGALRM, of memory with the status ENOMEM. It runs
-by its path and imports nothing of the package, so that it starts soon and holds nothing of value.
+It imports nothing of the package, so that the process starts soon and holds nothing of value.
 """
 
-import errno
 import json
-import os
-import resource
-import signal
-import sys
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path += sys.argv[4:]
 
 import jinja2
 import jinja2.ext
@@ -72,10 +59,10 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def answer(source: str, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
+def answer(request: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """The reply to one request; MemoryError passes."""
     try:
-        text = compiled(source).render(values)
+        text = compiled(request["source"]).render(request["values"])
     except MemoryError:
         raise
     except (jinja2.TemplateSyntaxError, SyntaxError) as error:
@@ -94,28 +81,3 @@ def answer(source: str, values: dict[str, Any], max_chars: int) -> dict[str, Any
 
 def said(error: Exception) -> str:
     return str(error).strip()[:1000] or type(error).__name__
-
-
-def main() -> None:
-    seconds, memory, max_chars = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # whatever the parent did with the signal: the kernel ends this process when time is up
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        request = json.loads(line)
-        reply = json.dumps(answer(request["source"], request["values"], max_chars))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(reply + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except MemoryError:
-        os._exit(errno.ENOMEM)

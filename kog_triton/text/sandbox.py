@@ -1,7 +1,8 @@
-"""Chat templates render in a process of their own, under the operating system's limits.
+"""What a stranger wrote runs in a process of its own, under the operating system's limits: templates, grammars.
 
-jinja2's immutable sandbox keeps a template from Python's internals and from changing its data; what
-it cannot keep is time and memory. The kernel can, whatever a template does: see render_template.py.
+jinja2's immutable sandbox keeps a template from Python's internals and from changing its data, and llguidance bounds
+most of what a grammar costs. What they cannot keep is time, memory and the stack. The kernel can, whatever is asked for:
+see limited_process.py.
 """
 
 import atexit
@@ -18,49 +19,50 @@ from pathlib import Path
 from signal import SIGALRM
 from typing import Any
 
-PROGRAM = Path(__file__).with_name("render_template.py")
+HERE = Path(__file__).parent
 ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH")  # the clock's zone; where a Python may have its library
 
 
-class Renderer:
-    """Renders templates in one process, one after the other; safe to share between threads.
+class LimitedProcess:
+    """Has requests answered by `answer` of a file in one process, one after the other; safe to share between threads.
 
-    seconds    that one rendering may take
-    memory     bytes of address space of the process; 25 MiB are Python's and jinja2's
-    max_chars  of a rendered text
+    seconds    that one request may take
+    memory     bytes of address space of the process; `stack`: of its stack
+    max_chars  of a reply
 
-    A rendering beyond a limit ends the process, and the next rendering starts another.
+    A request beyond a limit ends the process, and the next request starts another.
     """
 
     def __init__(
-        self, seconds: float = 5.0, memory: int = 512 << 20, max_chars: int = 16 << 20
+        self, file: str, seconds: float, memory: int, max_chars: int, stack: int = 8 << 20
     ) -> None:
-        self._limits = seconds, memory, max_chars
+        self._file = HERE / file
+        self._limits = seconds, memory, stack, max_chars
         self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def start(self) -> None:
         """Start the process unless it runs; it takes 80 ms, in which the caller goes on."""
-        with self._lock, contextlib.suppress(OSError):  # which the first rendering tells
+        with self._lock, contextlib.suppress(OSError):  # which the first request tells
             self._channel()
 
-    def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """{"text": ...}, or {"error": ..., "invalid": whether the template is no template}.
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply, or {"error": ..., "invalid": False} where there is none, with why.
 
-        `values` are of JSON types; ValueError for an integer of thousands of digits, OSError where
+        The request is of JSON types; ValueError for an integer of thousands of digits, OSError where
         no process can be started.
         """
-        line = json.dumps({"source": source, "values": values}).encode() + b"\n"
+        line = json.dumps(request).encode() + b"\n"
         with self._lock:
             try:
-                reply = _exchange(self._channel(), line, self._limits[2])
-            except BaseException:  # the reply to come would be taken for the next rendering's
+                reply = _exchange(self._channel(), line, self._limits[-1])
+            except BaseException:  # the reply to come would be taken for the next request's
                 self.close()
                 raise
             return json.loads(reply) if reply.endswith(b"\n") else self._ended()
 
     def close(self) -> None:
-        """End the process; a rendering that waits for it fails, the next one starts another."""
+        """End the process; a request that waits for it fails, the next one starts another."""
         running, self._running = self._running, None
         if running:
             running[0].kill()
@@ -82,7 +84,10 @@ class Renderer:
         channel, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-IS", str(PROGRAM), *map(str, self._limits), *sys.path],
+                [
+                    *(sys.executable, "-IS", str(HERE / "limited_process.py")),
+                    *map(str, (*self._limits, self._file, *sys.path)),
+                ],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
@@ -94,7 +99,7 @@ class Renderer:
 
     def _ended(self) -> dict[str, Any]:
         """The reply where the process ended, with what it ended of."""
-        running, (seconds, memory, _) = self._running, self._limits
+        running, (seconds, memory, *_) = self._running, self._limits
         self.close()
         status = running[0].returncode if running else None
         reasons: dict[int | None, str] = {
@@ -103,6 +108,30 @@ class Renderer:
         }
         error = reasons.get(status, f" ended its process with status {status}")
         return {"error": error, "invalid": False}
+
+
+class Renderer(LimitedProcess):
+    """Renders chat templates. Of its address space 25 MiB are Python's and jinja2's."""
+
+    def __init__(
+        self, seconds: float = 5.0, memory: int = 512 << 20, max_chars: int = 16 << 20
+    ) -> None:
+        super().__init__("render_template.py", seconds, memory, max_chars)
+
+    def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """{"text": ...}, or {"error": ..., "invalid": whether the template is no template}."""
+        return self.ask({"source": source, "values": values})
+
+
+class GrammarChecker(LimitedProcess):
+    """Tries grammars before an engine compiles them. Its stack is half of what an engine's thread has."""
+
+    def __init__(self, seconds: float = 3.0, memory: int = 1 << 30) -> None:
+        super().__init__("check_grammar.py", seconds, memory, 1000, 4 << 20)
+
+    def check(self, grammar: str) -> str:
+        """What is wrong with a grammar in llguidance's own form; empty if nothing is."""
+        return str(self.ask({"grammar": grammar}).get("error", ""))
 
 
 def _exchange(channel: socket.socket, line: bytes, max_chars: int) -> bytes:
@@ -117,6 +146,7 @@ def _exchange(channel: socket.socket, line: bytes, max_chars: int) -> bytes:
         return b""
 
 
-RENDERER = Renderer()  # of all models in this process, and it ends with this process
-atexit.register(RENDERER.close)
-os.register_at_fork(after_in_child=RENDERER.forget)
+RENDERER, CHECKER = Renderer(), GrammarChecker()  # of all models in this process; they end with it
+for _process in (RENDERER, CHECKER):
+    atexit.register(_process.close)
+    os.register_at_fork(after_in_child=_process.forget)

@@ -14,7 +14,7 @@ from kog_triton import LLM, SamplingParams, StructuredOutputsParams
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RequestError, RunError
 from kog_triton.text import Tokenizer
-from kog_triton.text.grammar import Grammars
+from kog_triton.text.grammar import try_constraint, Grammars
 from tests.lib.fake_backend import FakeBackend
 from tests.lib.fake_checkpoint import END, VOCAB_SIZE, byte_tokenizer, make_checkpoint
 
@@ -121,9 +121,9 @@ def test_each_token_is_fed_once(bytewise):
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def consume_token(self, token):
-            fed.append(token)
-            return self.inner.consume_token(token)
+        def try_consume_tokens(self, tokens):
+            fed.extend(tokens)
+            return self.inner.try_consume_tokens(tokens)
 
     mask._matcher, ids = Counting(mask._matcher), list(b"abcdefgh")
     for i in (0, 1, 2, 2, 5, 8):
@@ -141,6 +141,34 @@ def test_samples_have_states_of_their_own(bytewise):
 def test_a_backend_that_ignores_the_mask_is_found_out(bytewise):
     with pytest.raises(RunError, match="the grammar refused token 98"):
         bytewise.compile("regex", "a+").mask()([*b"ab"])
+
+
+def test_a_grammar_beyond_llguidances_limits_is_the_requests_error(bytewise):
+    mask = bytewise.compile("regex", "((a{1,1000}){1,1000}){1,1000}").mask()
+    with pytest.raises(RequestError, match="too complex after [0-9]+ tokens, simplify it: .*too many"):
+        for count in range(60):
+            mask([*b"a"] * count)
+
+
+# ---- what a stranger sends ----
+
+DEEP = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("json", {"$ref": "#/$defs/a0", "$defs": DEEP}, "ended its process with status -"),
+        ("choice", [f"v{i}" for i in range(100_000)], "took more than 3 s|MiB of memory"),
+        ("regex", "(ab", "unclosed group"),
+        ("json", {"$ref": "#"}, "structured_outputs.json .* is invalid"),
+    ],
+)
+def test_what_would_end_the_engine_ends_another_process(name, value, says):
+    with pytest.raises(RequestError) as error:
+        try_constraint(name, value)
+    assert re.search(says, str(error.value)) and "\n" not in str(error.value)
+    try_constraint("regex", "[0-9]+")
 
 
 # ---- what is refused ----

@@ -120,7 +120,11 @@ class ScriptedBackend:
             return True
         token = one.ids[count] if count < len(one.ids) else END
         if request.mask is not None:
-            word = int(request.mask(one.made)[token // 32])
+            try:
+                word = int(request.mask(one.made)[token // 32])
+            except Exception as error:  # the grammar's own: other requests go on
+                mailbox.push(request.slot, Failure(error))
+                return True
             if not word >> token % 32 & 1:
                 error = RunError(f"the script plays {token}, which the grammar does not allow")
                 mailbox.push(request.slot, Failure(error))
