@@ -18,7 +18,7 @@ class Bytes:
     bos_token_id = None
     eos_token_id = END
     special_token_ids = (END,)
-    tokens = tuple(bytes([i]) for i in range(END)) + (b"<end>",)
+    tokens = (*(bytes([i]) for i in range(END)), b"<end>")
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())

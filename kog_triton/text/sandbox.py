@@ -1,8 +1,8 @@
 """What a stranger wrote runs in a process of its own, under the operating system's limits: templates, grammars.
 
 jinja2's immutable sandbox keeps a template from Python's internals and from changing its data, and llguidance bounds
-most of what a grammar costs. What they cannot keep is time, memory and the stack. The kernel can, whatever is asked for:
-see limited_process.py.
+most of what a grammar costs. What they cannot keep is time, memory and the stack. The kernel can, whatever is asked
+for: see limited_process.py.
 """
 
 import atexit

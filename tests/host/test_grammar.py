@@ -14,7 +14,7 @@ from kog_triton import LLM, SamplingParams, StructuredOutputsParams
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RequestError, RunError
 from kog_triton.text import Tokenizer
-from kog_triton.text.grammar import try_constraint, Grammars
+from kog_triton.text.grammar import Grammars, try_constraint
 from tests.lib.fake_backend import FakeBackend
 from tests.lib.fake_checkpoint import END, VOCAB_SIZE, byte_tokenizer, make_checkpoint
 
@@ -145,7 +145,9 @@ def test_a_backend_that_ignores_the_mask_is_found_out(bytewise):
 
 def test_a_grammar_beyond_llguidances_limits_is_the_requests_error(bytewise):
     mask = bytewise.compile("regex", "((a{1,1000}){1,1000}){1,1000}").mask()
-    with pytest.raises(RequestError, match="too complex after [0-9]+ tokens, simplify it: .*too many"):
+    with pytest.raises(
+        RequestError, match=r"too complex after [0-9]+ tokens, simplify it: .*too many"
+    ):
         for count in range(60):
             mask([*b"a"] * count)
 

@@ -82,7 +82,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_harmless(server, figure, name):
-    """While a stream runs beside it: that stream is whole, the engine lives, and the next grammar is as good as ever."""
+    """While a stream runs beside it: that stream is whole, the engine lives, the next grammar is good."""
     shape, says, refused = HOSTILE[name]
     restarts = server.metric("kog:engine_restarts_total")
     prompt = server.play("beside", "y" * 100, tokens_per_s=100)

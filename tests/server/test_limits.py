@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
