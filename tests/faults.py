@@ -946,7 +946,7 @@ FAULTS = (
     ),
     Fault(
         "server/supervisor.py",
-        "if beat.beats != self._beats or not beat.running:",
+        "if beat.beats != self._beats or not beat.running or beat.compiling:",
         "if True:",
         "server/test_engine_lost.py",
         "an engine that stands still is alive",

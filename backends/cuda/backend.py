@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
+from kog_triton.backends.compile_log import waited_for
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
@@ -178,7 +179,8 @@ class CudaBackend:
             self._kernels.append(Kernel(cubin, entry, shared, self.device))
             return self._kernels[-1]
 
-        self._products_compiled.result()
+        with waited_for("the kernels of products"):
+            self._products_compiled.result()
         return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
 
     def _compile(self, source: str, layout: Layout) -> bytes:

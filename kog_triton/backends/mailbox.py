@@ -123,9 +123,7 @@ class Mailbox:
     _inboxes: dict[int, Inbox] = field(default_factory=dict)
     yielding: bool = False
     closed: bool = False
-    beats: int = (
-        0  # another number whenever the backend was seen to go on: a step, or a piece of a prompt
-    )
+    beats: int = 0
     resumed: dict[int, Any] = field(default_factory=dict)  # slot -> what a backend left on yield
 
     # ---- host side ----
@@ -157,6 +155,10 @@ class Mailbox:
         return self._inboxes[slot].read_prompt()
 
     # ---- backend side ----
+
+    def beat(self) -> None:
+        """The backend was seen to go on: a step, or a piece of a prompt."""
+        self.beats += 1
 
     @property
     def stops(self) -> bool:

@@ -71,6 +71,7 @@ class ReferenceBackend:
         self._load(weights)
         self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
         self.kv = self._new_kv(options.num_slots, self.max_context)
+        self._beat: Callable[[], None] = lambda: None
 
     # ---- weights ----
 
@@ -126,6 +127,7 @@ class ReferenceBackend:
 
     def generate(self, mailbox: Mailbox) -> None:
         """Serve until idle: prompts in chunks, then one token a step, slot by slot."""
+        self._beat = mailbox.beat
         threads = torch.get_num_threads()
         if self.memory_bytes()["weights"] < ONE_THREAD_BYTES:
             torch.set_num_threads(1)
@@ -152,6 +154,7 @@ class ReferenceBackend:
             for layer in range(segment.repeat):
                 for stage in segment.stages:
                     self.run(stage, layer, values, delayed, start, append)
+                self._beat()  # a pass of 256 positions of a large model takes a CPU half a minute
         return values["logits"].cpu().numpy()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -85,7 +85,7 @@ class Serving(ABC, Generic[R]):
             if not self.running:
                 return
             self.advance()
-            mailbox.beats += 1
+            mailbox.beat()
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
         """What goes wrong is the error of this slot's request alone."""
@@ -323,7 +323,7 @@ class LaunchServing(Serving[InSlot]):
         try:
             while not launch.ended():
                 if heart.listen(launcher.steps()):
-                    self.mailbox.beats += 1
+                    self.mailbox.beat()
                 told = self.poll()
                 tokens += told
                 if launch.outdated() or self._queue.over(time.monotonic() - begun):

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from kog_triton.backends.compile_log import compiling
 from kog_triton.backends.mailbox import Failure, Step
 from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import run_error
@@ -90,7 +91,7 @@ class EngineServer:
         engine = self._llm.engine
         while not engine.closed:
             running = engine.num_slots - engine.num_free_slots
-            beat = wire.Beat(engine.beats, running, engine.num_waiting)
+            beat = wire.Beat(engine.beats, running, compiling())
             self._outbox.send(wire.frame(beat))
             time.sleep(BEAT_S)
 

@@ -25,8 +25,7 @@ from kog_triton.server.remote_claim import RemoteClaim
 log = logging.getLogger(__name__)
 WATCH_S = 0.25  # between looks at the heartbeat
 SILENT_S = 5.0  # without a heartbeat, or with one that stands still while requests run
-# A host's token loop beats once a pass: 256 positions of a prompt of 8B parameters take a CPU half a minute.
-SILENT_CPU_S = 60.0
+SILENT_CPU_S = 60.0  # the reference beats once a layer, but a machine may be loaded, or swap
 LONGEST_PAUSE_S = 30.0  # between starts of engines that do not open
 
 
@@ -207,8 +206,8 @@ class Supervisor:
             self._opened.set_exception(wire.error_of(message.kind, message.message))
 
     def _hear(self, beat: wire.Beat) -> None:
-        """A beat counts unless it stands still while requests have a slot."""
-        if beat.beats != self._beats or not beat.running:
+        """A beat counts unless it stands still while requests have a slot and no compiler runs."""
+        if beat.beats != self._beats or not beat.running or beat.compiling:
             self._beaten = time.monotonic()
             self.beats_total += max(beat.beats - max(self._beats, 0), 0)
         self._beats = beat.beats

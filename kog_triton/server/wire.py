@@ -105,11 +105,11 @@ class Ended(msgspec.Struct, tag=True, array_like=True):
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True):
-    """The engine's heartbeat: `beats` changes while the backend goes on with what runs."""
+    """The engine's heartbeat: `beats` changes while the backend goes on with what runs, or is `compiling`."""
 
     beats: int
     running: int
-    waiting: int
+    compiling: bool
 
 
 FromServer: TypeAlias = Open | Start | Cancel

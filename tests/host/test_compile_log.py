@@ -54,3 +54,10 @@ def test_one_that_fails_says_no_end(said, monkeypatch):
         assert said.came.wait(20)
         raise ZeroDivisionError
     assert len(said.lines) == 1
+
+
+def test_who_asks_hears_that_a_launch_waits_for_a_compiler():
+    assert not compile_log.compiling()
+    with told_if_slow("a kernel"), compile_log.waited_for("another"):
+        assert compile_log.compiling()
+    assert not compile_log.compiling()

@@ -4,9 +4,10 @@ The prompt says what to play: the last "play:NAME" in its bytes names the file N
 
     {"ids": [...], "tokens_per_s": 3000, "wait_s": 0.1, "faults": {"3": "exit"}}
 
-without a rate as fast as it can, after `wait_s`; with a fault instead of a token, counted from 0: see FAULTS; with
-"stamps", the name of a file for the times of its tokens, in ns of time.perf_counter. Behind
-the ids comes END. A prompt that names nothing is answered "ok". The tokens are those of fake_checkpoint: bytes.
+without a rate as fast as it can, after `wait_s`; with a fault instead of a token, counted from 0, or of the "prompt":
+see FAULTS; with "pass" and "pass_s", tokens and seconds of a pass of the prompt; with "stamps", the name of a file for
+the times of its tokens, in ns of time.perf_counter. Behind the ids comes END. A prompt that names nothing is answered
+"ok". The tokens are those of fake_checkpoint: bytes.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import exact_sleeps
 from kog_triton.errors import DeviceError, RunError
@@ -28,6 +30,7 @@ from tests.lib.fake_checkpoint import END
 
 NAMED = re.compile(rb"play:(\w+)")
 CHUNK = 256  # prompt tokens of one pass
+COMPILE_S = 5.0
 LOGPROB, OTHER = -0.5, -1.5  # of the token that is played, and of a second one
 
 
@@ -40,6 +43,8 @@ class Playing:
     start: float  # of time.perf_counter
     left: int  # prompt tokens to run
     stamps_file: str = ""
+    pass_tokens: int = CHUNK
+    pass_s: float = 0.0
     made: list[int] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
 
@@ -82,7 +87,7 @@ class ScriptedBackend:
                     mailbox.push(slot, Step(-1, "cancel", held=len(self.held[slot])))
                 elif time.perf_counter() >= one.due and self._advance(mailbox, one):
                     del playing[slot]
-            mailbox.beats += 1
+            mailbox.beat()
             if playing:
                 pause = min(one.due for one in playing.values()) - time.perf_counter()
                 time.sleep(min(max(pause, 0.0), 0.001))
@@ -99,15 +104,20 @@ class ScriptedBackend:
             start,
             len(request.prompt) - request.cached,
             script.get("stamps", ""),
+            script.get("pass", CHUNK),
+            script.get("pass_s", 0.0),
         )
 
     def _advance(self, mailbox: Mailbox, one: Playing) -> bool:
         """One pass for one slot; True when its request has ended."""
         request, held = one.request, self.held[one.request.slot]
         if one.left > 0:
+            if (fault := one.faults.get("prompt")) is not None:
+                FAULTS[fault](mailbox, request.slot)
+            time.sleep(one.pass_s)
             first = len(request.prompt) - one.left
-            held += request.prompt[first : first + CHUNK]
-            one.left -= CHUNK
+            held += request.prompt[first : first + one.pass_tokens]
+            one.left -= one.pass_tokens
             if one.left > 0:
                 return False
             if request.prompt_logprobs is not None:
@@ -203,7 +213,14 @@ def _crash(mailbox: Mailbox, slot: int) -> None:
     raise RuntimeError("the device is gone")
 
 
+def _compile(mailbox: Mailbox, slot: int) -> None:
+    """A compiler that takes its time, as in the first launch of a kernel."""
+    with told_if_slow("a kernel"):
+        time.sleep(COMPILE_S)
+
+
 FAULTS = {
+    "compile": _compile,
     "exit": _exit,
     "hang": _hang,
     "freeze": _freeze,

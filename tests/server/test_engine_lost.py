@@ -66,6 +66,35 @@ def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, 
     )
 
 
+@pytest.mark.parametrize("script", [{"pass": 32, "pass_s": 0.4}, {"faults": {"prompt": "compile"}}])
+def test_what_takes_longer_than_the_timeout_and_goes_on_is_let(fragile, figure, script):
+    """A prompt of many passes, and a kernel that is compiled in its first launch."""
+    restarts = fragile.metric("kog:engine_restarts_total")
+    begun = time.monotonic()
+    answer = fragile.chat("x" * 400 + fragile.play("long", "abc", **script))
+    seconds = time.monotonic() - begun
+    assert answer["choices"][0]["message"]["content"] == "abc"
+    assert seconds > 2 * SILENT_S
+    assert fragile.metric("kog:engine_restarts_total") == restarts
+    figure(
+        "R1",
+        f"a prompt of {seconds:.1f} s under --engine-timeout {SILENT_S:g} by {next(iter(script))}",
+    )
+
+
+def test_a_device_that_hangs_in_a_prompt_is_found(fragile, figure):
+    restarts = fragile.metric("kog:engine_restarts_total")
+    prompt = fragile.play("hangs", "abc", faults={"prompt": "hang"})
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    begun = time.monotonic()
+    response = fragile.post("/v1/chat/completions", body)
+    seconds = time.monotonic() - begun
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
+    wait_for(lambda: ready(fragile))
+    assert fragile.metric("kog:engine_restarts_total") == restarts + 1
+    figure("R1, in a prompt", f"503 after {seconds:.2f} s")
+
+
 @pytest.mark.slow
 def test_twenty_engines_are_lost_one_after_the_other(fragile, figure):
     worst = 0.0
