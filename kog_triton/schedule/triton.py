@@ -29,6 +29,10 @@ UNROLLED = 32
 # What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
 # for 235); in those whose input is gathered it is not measured, and has to save more than that.
 LOOPED = 1.5
+# Of this many or more tiles that fit in one of the best size, several are on their way; two of half the size lost
+# (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there).
+SMALL_TILES = 4
+MOST_AHEAD = 8  # and no more, whose code is written out
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 
@@ -47,6 +51,7 @@ class StageTiles:
     units: int
     offset: int  # words from the start of the layer (or of the arena, for the head)
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
+    ahead: int = 1  # tiles on their way while one is multiplied
 
     @property
     def tiles(self) -> int:
@@ -95,11 +100,20 @@ class Tiles:
     columns: int = COLUMNS  # tokens of a prompt's chunk
     profile: int = 0  # layer runs whose times are written down
 
-    def after(self, stage: int, tile: int) -> tuple[int, int, bool]:
-        """Stage and tile that a block reads after this one, and whether they are of the next layer (or token)."""
-        if tile + 1 < self.stages[stage].tiles:
-            return stage, tile + 1, False
-        return (stage + 1, 0, False) if stage < 3 else (0, 0, True)
+    def asked_by(self, stage: int, tile: int) -> tuple[int, int, int, bool]:
+        """What a block asks for when it has multiplied a tile: stage, first tile, how many, and whether they are of
+        the next layer (or token).
+
+        It is the tile `ahead` of this one; behind the stage's end the next stage's first tiles, as many of them with
+        each of the stage's last ones as have come by its end.
+        """
+        own, following = self.stages[stage], (stage + 1) % 4 if stage < 4 else 0
+        left = own.tiles - tile
+        if left > own.ahead:
+            return stage, tile + own.ahead, 1, False
+        count = self.stages[following].ahead
+        first, end = (count * (own.ahead - n) // own.ahead for n in (left, left - 1))
+        return following, first, end - first, following == 0
 
     @property
     def head_words(self) -> int:
@@ -365,20 +379,29 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             widths = (words,) if shared else [w for w in WIDTHS if w >= least]
             size = blocks if stage.scope is Scope.ALL else group
             tilings = [t for w in widths for t in _stage_tilings(stage, index, size, w, tile_bytes)]
-            if name == "lm_head":  # the tile before it asks for its first as for qkv_proj's
+            if name == "lm_head":  # see below
                 tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
             tiling = min(tilings, key=_cost, default=None)
             if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            tiling = replace(tiling, offset=base)
+            tiling = replace(tiling, offset=base, ahead=_ahead(tiling, tile_bytes))
             offset += tiling.tiles * tiling.words * blocks
             cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
             stages.append(tiling)
         # The residual stream is held in registers, at most eight tensors a plane.
         if len(stages) == 5 and stages[0].k_tiles <= 8:
+            # The tile before lm_head asks for its first as for qkv_proj's.
+            both = min(stages[0].ahead, stages[4].tiles)
+            stages[0], stages[4] = (replace(stages[i], ahead=both) for i in (0, 4))
             options.append((cost, -group, -words, tuple(stages)))
     return options
+
+
+def _ahead(s: StageTiles, tile_bytes: int) -> int:
+    """Tiles on their way at once: where they are small, as many as make one of `tile_bytes`."""
+    fitting = tile_bytes // (4 * s.words)
+    return min(fitting, MOST_AHEAD, s.tiles) if fitting >= SMALL_TILES and not s.loop_units else 1
 
 
 def _cost(s: StageTiles) -> float:

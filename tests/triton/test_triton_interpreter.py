@@ -110,11 +110,13 @@ def test_one_block_computes_what_several_do(monkeypatch):
 
 
 def test_matrices_of_several_tiles_along_k(monkeypatch):
-    """Loops over row tiles and over K tiles, and the tiles after them that ask for the next stage's."""
+    """Loops over row tiles and over K tiles, several of them on their way, and the last ones that ask for the next
+    stage's."""
     monkeypatch.setattr(tiles, "WIDTHS", (32,))
     spec = plain(hidden_size=68, intermediate_size=132)
     case = Case(spec, tokens=PROMPT[:2])
-    assert [s.k_tiles for s in backend_of(case).tiles.stages] == [2, 1, 2, 3, 2]
+    stages = backend_of(case).tiles.stages
+    assert [(s.k_tiles, s.ahead) for s in stages] == [(2, 2), (1, 5), (2, 6), (3, 8), (2, 2)]
     assert error_of(case, logits_of(case, 1, "stale", monkeypatch)) < 1
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.chunk import run_prompts, run_prompts_apart
 from kog_triton.backends.triton.kernel.head import choose, keep, logits_row, no_candidate, score
 from kog_triton.backends.triton.kernel.layer import run_layer
-from kog_triton.backends.triton.kernel.matvec import load_tile
+from kog_triton.backends.triton.kernel.matvec import first_tiles
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains
 from kog_triton.backends.triton.kernel.sample import argmax, publish_candidate
 from kog_triton.backends.triton.kernel.slots import (
@@ -35,7 +35,7 @@ from kog_triton.backends.triton.kernel.words import diagnose_timeout
 
 @triton.jit
 def run_layers(pos, token, slot, it, coords, stream, alive, p, S: tl.constexpr):
-    """A token through all layers: x and the gains of the last norm, the tile fetched behind them, alive."""
+    """A token through all layers: x and the gains of the last norm, the tiles fetched behind them, alive."""
     base, behind, block, fetched = stream
     _, lane, _ = coords
     gains = load_gains(0, lane, p, S)
@@ -72,7 +72,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         else:
             alive, stays = run_prompts(alive, coords, p, S)
         entry = tl.where(stays != 0, next_slot(slots - 1, slots, block, p, S), -1)
-    fetched = load_tile(layers, 0, block, S, 0)
+    fetched = first_tiles(layers, block, S, 0)
     while entry >= 0:
         # Pairs with the fence before the last publication of a token: its cache rows are there.
         fence(p.fences + block * 32, S)

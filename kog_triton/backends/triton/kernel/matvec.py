@@ -1,15 +1,15 @@
-"""The weight stream: each tile is multiplied while the one after it is on its way.
+"""The weight stream: each tile is multiplied while those after it are on their way, one large one or several small.
 
     wired    stages whose input arrives in words (o_proj, down_proj): all row tiles at one place of K, then at the next
     rowwise  stages that read the residual stream (qkv_proj, gate_up_proj, lm_head): row tile by row tile
 
-The order of tiles is static (schedule/triton.py), so a stage's last tile asks for the next stage's first, which is on
-its way while the block publishes, waits and gathers. `stream` goes from stage to stage:
+The order of tiles is static (schedule/triton.py), so a stage's last tiles ask for the next stage's first, which are on
+their way while the block publishes, waits and gathers. `stream` goes from stage to stage:
 
     base     first word of the layer's matrices, or of the head's
     behind   likewise, of what comes behind them: the next layer, the head, or the next token's first layer
     block    whose tiles these are
-    fetched  the tile that was asked for last
+    fetched  tiles that were asked for, in their order: as many as the stage that is next has `ahead`
 """
 
 import triton
@@ -28,8 +28,8 @@ LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 
 
 @triton.constexpr_function
-def after(S, stage, tile):
-    return S.after(stage, tile)
+def asked_by(S, stage, tile):
+    return S.asked_by(stage, tile)
 
 
 @triton.constexpr_function
@@ -63,14 +63,31 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
+def load_tiles(
+    base, block, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):
+    """A tuple of tiles."""
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        tiles = tiles + (load_tile(base, FIRST + i, block, S, STAGE),)
+    return tiles
+
+
+@triton.jit
+def first_tiles(base, block, S: tl.constexpr, STAGE: tl.constexpr):
+    """What is `fetched` where a stage begins."""
+    return load_tiles(base, block, S, STAGE, 0, S.stages[STAGE].ahead)
+
+
+@triton.jit
 def fetch(stream, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
-    """The tile after TILE of STAGE; after down_proj or lm_head, the first one at stream's `behind`."""
+    """Tiles that are asked for behind TILE of STAGE; of qkv_proj, behind down_proj or lm_head, at stream's `behind`."""
     base, behind, block, _ = stream
-    AFTER: tl.constexpr = after(S, STAGE, TILE)
-    if AFTER[2]:
-        return load_tile(behind, AFTER[1], block, S, AFTER[0])
+    ASKED: tl.constexpr = asked_by(S, STAGE, TILE)
+    if ASKED[3]:
+        return load_tiles(behind, block, S, ASKED[0], ASKED[1], ASKED[2])
     else:
-        return load_tile(base, AFTER[1], block, S, AFTER[0])
+        return load_tiles(base, block, S, ASKED[0], ASKED[1], ASKED[2])
 
 
 @triton.jit
@@ -100,6 +117,7 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr):
     """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the stream."""
     base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
+    AHEAD: tl.constexpr = T.ahead
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
     LOOP_UNITS: tl.constexpr = T.loop_units
@@ -114,12 +132,12 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr):
         if loop_iterations(S, STAGE, k) > 0:
             for i in range(loop_iterations(S, STAGE, k)):
                 for u in tl.static_range(LOOP_UNITS):
-                    sums = sums[1:] + (sums[0] + multiply(fetched, x, S),)
-                    tile = k * UNITS + i * LOOP_UNITS + u + 1
-                    fetched = load_tile(base, tile, block, S, STAGE)
+                    sums = sums[1:] + (sums[0] + multiply(fetched[0], x, S),)
+                    tile = k * UNITS + i * LOOP_UNITS + u + AHEAD
+                    fetched = fetched[1:] + (load_tile(base, tile, block, S, STAGE),)
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
-            sums = sums[1:] + (sums[0] + multiply(fetched, x, S),)
-            fetched = fetch(stream, S, STAGE, k * UNITS + u)
+            sums = sums[1:] + (sums[0] + multiply(fetched[0], x, S),)
+            fetched = fetched[1:] + fetch(stream, S, STAGE, k * UNITS + u)
     ys = ()
     for u in tl.static_range(UNITS):
         ys = ys + (unscaled(tl.sum(sums[u], axis=1), S),)
@@ -142,15 +160,18 @@ def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.
         for k in tl.static_range(K_TILES):
             held = held + (pin(xs[k], S),)
         xs = held
-    for unit in range(
-        UNITS - 1
-    ):  # more row tiles an iteration lose (benchmarks/triton-log.md#tiles-a-turn)
+    AHEAD: tl.constexpr = T.ahead
+    LOOPED: tl.constexpr = UNITS - (AHEAD + K_TILES - 1) // K_TILES
+    # more row tiles an iteration lose (benchmarks/triton-log.md#tiles-a-turn)
+    for unit in range(LOOPED):
         for k in tl.static_range(K_TILES):
-            total = add_k_tile(total, fetched, xs, S, HELD, k)
-            fetched = load_tile(base, unit * K_TILES + k + 1, block, S, STAGE)
+            total = add_k_tile(total, fetched[0], xs, S, HELD, k)
+            tile = load_tile(base, unit * K_TILES + k + AHEAD, block, S, STAGE)
+            fetched = fetched[1:] + (tile,)
         EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
-    for k in tl.static_range(K_TILES):
-        total = add_k_tile(total, fetched, xs, S, HELD, k)
-        fetched = fetch(stream, S, STAGE, (UNITS - 1) * K_TILES + k)
-    EPILOGUE(tl.sum(total, axis=1), UNITS - 1, out, S, T)
+    for unit in tl.static_range(LOOPED, UNITS):
+        for k in tl.static_range(K_TILES):
+            total = add_k_tile(total, fetched[0], xs, S, HELD, k)
+            fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
+        EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
     return base, behind, block, fetched

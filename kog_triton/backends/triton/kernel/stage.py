@@ -19,7 +19,7 @@ from kog_triton.backends.triton.kernel.head import (
     store_logits,
 )
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, module, qkv_proj
-from kog_triton.backends.triton.kernel.matvec import load_tile, rowwise
+from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rounded
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
@@ -66,23 +66,23 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
         store_stream(out, stream, coords, S)
     elif STAGE == "qkv_proj":
         gains = load_gains(2 * layer, lane, p, S)
-        weights = (base, base, block, load_tile(base, 0, block, S, 0))
+        weights = (base, base, block, first_tiles(base, block, S, 0))
         qkv_proj(stream, gains, layer, coords, weights, phase, p, S)
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
         alive = attention(constants, layer, layer, position, zero, coords, phase, alive, p, S)
     elif STAGE == "o_proj":
-        weights = (base, base, block, load_tile(base, 0, block, S, 1))
+        weights = (base, base, block, first_tiles(base, block, S, 1))
         stream, gains, weights, alive = module(
             stream, layer, layer, coords, weights, phase, alive, p, S, 1
         )
         store_stream(out, stream, coords, S)
     elif STAGE == "gate_up_proj":
         gains = load_gains(2 * layer + 1, lane, p, S)
-        weights = (base, base, block, load_tile(base, 0, block, S, 2))
+        weights = (base, base, block, first_tiles(base, block, S, 2))
         gate_up_proj(stream, gains, layer, coords, weights, phase, p, S)
     elif STAGE == "down_proj":
-        weights = (base, base, block, load_tile(base, 0, block, S, 3))
+        weights = (base, base, block, first_tiles(base, block, S, 3))
         stream, gains, weights, alive = module(
             stream, layer, layer, coords, weights, phase, alive, p, S, 3
         )
@@ -96,7 +96,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             store_stream(out, stream, coords, S)
     else:
         tl.static_assert(STAGE == "lm_head", "no such stage")
-        weights = (head, head, block, load_tile(head, 0, block, S, 0))
+        weights = (head, head, block, first_tiles(head, block, S, 0))
         if S.lanes == 1 or S.head_mode == VOCAB_PARALLEL:
             gains = load_gains(2 * S.num_layers, lane, p, S)
             weights, alive = score(stream, gains, zero, zero, coords, weights, alive, p, S)
