@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from kog_triton.backends.cuda.layout.collectives import POLICIES, collective_kernel
+from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.exchanges import Exchange, Kernel, Of, Reader, check_kernel, fewest_buffers
 from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.protocol_model import Machine, Op, programs_of
+from tests.lib.rank_programs import all_reduces
 
 OWN, DELAYED = Reduce.OWN, Reduce.DELAYED
 HANGS = "all wait for ever"
@@ -202,3 +205,68 @@ def test_rows_of_all_lanes_are_waited_for():
     ]
     assert {op.word[2] for op in waits} == {1}
     assert kernel.exchange("attention_out_delayed").readers[0].of is Of.OWN
+
+
+# ---- ranks: words in every rank's own memory (KCCL) ----
+
+RANKS = {  # policy, and what else: the smallest sizes in which every buffer and phase comes round
+    **{f"{name}, two ranks": (name, {"uses": 6}) for name in POLICIES},
+    **{f"{name}, two blocks": (name, {"ranks": 1, "blocks": 2, "uses": 6}) for name in POLICIES},
+    **{f"{name}, delayed": (name, {"delay": 2, "uses": 8}) for name in POLICIES},
+    "phase, three ranks": ("phase", {"ranks": 3, "uses": 3}),
+    "poison, delayed, two blocks": (
+        "poison",
+        {"ranks": 1, "blocks": 2, "delay": 2, "uses": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_are_never_overtaken(name):
+    policy, sizes = RANKS[name]
+    machine = Machine(all_reduces(POLICIES[policy], **sizes))
+    assert machine.explore() == "" and machine.states > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_of_two_blocks_are_never_overtaken(policy):
+    assert Machine(all_reduces(POLICIES[policy], blocks=2, uses=2)).explore() == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault", "says"),
+    [
+        ("phase", {"buffers": 1}, HANGS),
+        ("epoch", {"buffers": 1}, HANGS),
+        ("poison", {"buffers": 2, "ranks": 1, "blocks": 2}, HANGS),
+        ("phase", {"buffers": 3, "delay": 2, "uses": 6}, HANGS),
+        ("epoch", {"buffers": 3, "delay": 2, "uses": 6}, HANGS),
+        ("poison", {"buffers": 5, "delay": 2, "uses": 8, "ranks": 1, "blocks": 2}, HANGS),
+        ("phase", {"still": True}, "taken for"),
+        ("poison", {"clears": False}, "taken for"),
+        ("poison", {"fence": False}, HANGS),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_mutants_between_ranks_are_caught(policy, fault, says):
+    assert says in Machine(all_reduces(POLICIES[policy], **fault)).explore()
+
+
+@pytest.mark.parametrize("delay", [0, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_buffers_between_ranks_are_proved(policy, delay):
+    """As many as include/kccl has, and for words that are never emptied none fewer."""
+    kernel = collective_kernel(POLICIES[policy], 2, delay)
+    check_kernel(kernel)
+    buffers = kernel.exchange("sums").buffers
+    assert fewest_buffers(change(kernel, "sums", buffers=1), "sums") == 2 * max(1, delay)
+    assert buffers == (3 if policy == "poison" else 2) * max(1, delay)
+
+
+def test_a_broadcast_that_nobody_answers_is_refused():
+    kernel = collective_kernel(POLICIES["phase"], 2, chosen=True)
+    check_kernel(kernel)
+    alone = replace(kernel, exchanges=kernel.exchanges[1:], layer=("choose", "take"))
+    with pytest.raises(ModelError, match="choose could rewrite one before take has read it"):
+        check_kernel(alone)
