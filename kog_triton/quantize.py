@@ -3,8 +3,8 @@
     kog quantize --model DIR --out NEW_DIR --format int4-g128
 
 The layers' matrices become narrow, round to nearest, without calibration; embedding, head, norms and biases stay as
-they are. Tensors are read, quantized and written one after the other; config.json is written last, so that a folder
-that is not whole does not open.
+they are. Tensors are read, quantized and written one after the other; config.json is written last. A folder that would
+not be whole is removed.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser
-from kog_triton.cli.command import end_process, run
+from kog_triton.cli.command import end_process, interruptible, run
 from kog_triton.cli.stderr_log import say
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import pattern_of
@@ -45,19 +45,10 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
     ModelError for a model that is not read, or whose matrices the format does not divide; RequestError for a folder
     that is there already or cannot be written.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
     from kog_triton.checkpoint.folder import Checkpoint
-    from kog_triton.checkpoint.formats import FIELD, without_scheme
-    from kog_triton.checkpoint.formats.compressed_writer import quantization_config
-    from kog_triton.checkpoint.shards import ShardWriter
-    from kog_triton.model.families import find_family
 
     started = time.perf_counter()
-    how = FORMATS[format_name]
     checkpoint = Checkpoint.open(model)
-    names = _stored_names(checkpoint)
     _check(checkpoint, format_name)
     try:
         out.mkdir(parents=True)
@@ -65,6 +56,25 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
         raise RequestError(
             f"--out {out}: {error.strerror}: name a folder that is not there yet"
         ) from error
+    try:
+        done = _write(checkpoint, out, format_name)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return done | {"seconds": time.perf_counter() - started}
+
+
+def _write(checkpoint: "Checkpoint", out: Path, format_name: str) -> dict[str, Any]:
+    """Fill the new folder; what was done, but for the time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from kog_triton.checkpoint.formats import FIELD, without_scheme
+    from kog_triton.checkpoint.formats.compressed_writer import quantization_config
+    from kog_triton.checkpoint.shards import ShardWriter
+    from kog_triton.model.families import find_family
+
+    names = _stored_names(checkpoint)
     writer = ShardWriter(out)
     bar = Progress(
         BarColumn(),
@@ -90,13 +100,12 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
     config = without_scheme(checkpoint.config)
     classes = find_family(config).architectures
     config = {"architectures": list(classes)} | config if classes else config
-    config |= {FIELD: quantization_config(how, wide)}
+    config |= {FIELD: quantization_config(FORMATS[format_name], wide)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return {
         "tensors": len(names),
         "bytes_read": read,
         "bytes_written": writer.total_bytes,
-        "seconds": time.perf_counter() - started,
     }
 
 
@@ -181,6 +190,9 @@ def build_parser() -> Parser:
 
 def _body(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
+    import torch  # noqa: F401  which takes a while, before Ctrl-C is an exception
+
+    interruptible()
     done = quantize_checkpoint(args.model, args.out, args.format)
     say(
         f"{args.out}: {done['tensors']} weights, {done['bytes_read'] / 1e9:.3f} GB as"

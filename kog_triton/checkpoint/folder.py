@@ -84,7 +84,10 @@ class Checkpoint:
         folder = model_folder(path_or_hub_id, revision)
         file = folder / "config.json"
         if not file.exists():
-            raise ModelError(f"{file}: no such file: pass the folder of a Hugging Face checkpoint")
+            other = min(folder.glob("*.gguf"), default="a .gguf file")
+            raise ModelError(
+                f"{file}: no such file: pass the folder of a Hugging Face checkpoint, or {other}"
+            )
         config = read_json(file)
         scheme = read_scheme(config, str(file))
         spec = read_spec(without_scheme(config), str(file))

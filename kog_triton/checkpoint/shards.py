@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kog_triton.checkpoint.hub import INDEX, SINGLE
-from kog_triton.errors import RequestError
+from kog_triton.errors import RequestError, first_line
 
 SHARD_BYTES = (
     1 << 30
@@ -53,7 +54,7 @@ class ShardWriter:
         try:
             save_file(self._waiting, path, metadata={"format": "pt"})
             path.chmod(0o644)  # the library makes it its writer's alone
-        except OSError as error:
-            raise RequestError(f"{path}: cannot be written: {error}") from error
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{path}: cannot be written: {first_line(error)}") from error
         self._files.append((path, list(self._waiting)))
         self._waiting, self._waiting_bytes = {}, 0

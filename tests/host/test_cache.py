@@ -92,6 +92,7 @@ def test_doctor_shows_caches_memory_and_optional_packages(places, monkeypatch, c
     assert any(line.startswith("llguidance ") and "--regex" in line for line in lines)
     assert doctor.memory and set(doctor.examine()["optional"]) == {
         "llguidance",
+        "gguf",
         "transformers",
         "matplotlib",
     }

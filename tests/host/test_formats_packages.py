@@ -39,7 +39,7 @@ def test_compressed_tensors_decompresses_to_our_values(name, tmp_path):
     assert torch.equal(theirs.float(), ours)
 
 
-@pytest.mark.parametrize("name", ["awq_g128", "awq_g32"])
+@pytest.mark.parametrize("name", ["awq_g128", "awq_g64", "awq_g32"])
 def test_compressed_tensors_converts_awq_to_our_values(name, tmp_path):
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.entrypoints.convert import AutoAWQConverter

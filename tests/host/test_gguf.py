@@ -181,6 +181,9 @@ def test_a_file_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"^org/name\.gguf: cannot be read as GGUF: No such file"):
         Checkpoint.open("org/name.gguf")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match=r"config\.json: no such file: .* or .*/model\.gguf"):
+        Checkpoint.open(tmp_path)
     tiny.save_folder(tmp_path / "folder.gguf", tiny.LLAMA, tiny.llama_tensors())
     assert Checkpoint.open("folder.gguf").spec.family == "llama"
 

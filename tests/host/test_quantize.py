@@ -2,6 +2,9 @@
 
 import json
 import math
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -273,4 +276,43 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path):
     folder = tiny.save_folder(tmp_path / "model", tiny.LLAMA, tensors)
     with pytest.raises(ModelError, match=r"layers\.1\.up_proj: a scale is not finite"):
         quantize_checkpoint(folder, tmp_path / "out", "int8-channel")
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that may not grow is an error, as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+from kog_triton.quantize import main
+sys.exit(main())
+"""
+
+
+def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(model, tmp_path):
+    argv = ["--model", str(model), "--out", str(tmp_path / "out"), "--format", "int8-channel"]
+    done = subprocess.run([sys.executable, "-c", DISK, *argv], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.search(r"error: .*\.part: cannot be written: .*File too large", done.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_leaves_nothing(model, tmp_path, monkeypatch):
+    def stop(self, name, tensor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards.ShardWriter, "add", stop)
+    argv = ["quantize", "--model", str(model), "--out", str(tmp_path / "out")]
+    assert kog.main([*argv, "--format", "int4-g32"]) == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_goes_to_a_terminal(model, tmp_path, monkeypatch, capsys):
+    """How many bytes of how many; nothing of it where stderr is a file."""
+    argv = ["quantize", "--model", str(model), "--format", "int8-channel", "--out"]
+    assert kog.main([*argv, str(tmp_path / "quiet")]) == 0
+    size = Checkpoint.open(model).spec.weight_bytes
+    total = sum(map(size, Checkpoint.open(model).names())) / 1e6
+    assert "MB" not in capsys.readouterr().err
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert kog.main([*argv, str(tmp_path / "shown")]) == 0
+    assert f"/{total:.1f} MB" in capsys.readouterr().err

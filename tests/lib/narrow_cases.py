@@ -259,6 +259,7 @@ CASES = {
         lambda w: mxfp4(w, ("weight_packed", "weight_scale")),
     ),
     "awq_g128": (AWQ | {"group_size": 128}, lambda w: awq(w, 128)),
+    "awq_g64": (AWQ | {"group_size": 64}, lambda w: awq(w, 64)),
     "awq_g32": (AWQ | {"group_size": 32}, lambda w: awq(w, 32)),
     "gptq_v1": (GPTQ | {"group_size": 128, "sym": False}, lambda w: gptq(w, 128, True, 1)),
     "gptq_v1_symmetric": (GPTQ | {"group_size": 64, "sym": True}, lambda w: gptq(w, 64, False, 1)),
