@@ -18,7 +18,7 @@ from kog_triton.backends.compile_log import waited_for
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.jit import ARCHS, UNASKED, compile_cubin, compiler_name
+from kog_triton.backends.cuda.jit import ARCHS, HOPPER, compile_cubin, compiler_name
 from kog_triton.backends.cuda.launcher import (
     UNLIMITED,
     CudaLauncher,
@@ -85,7 +85,7 @@ class CudaBackend:
                 False, str(error), 'pip install "kog-triton[cuda]"', lacks_software=True
             )
         return Availability(
-            True, by_name_only="" if arch == UNASKED else f"it has not run on {arch} yet"
+            True, by_name_only="" if arch == HOPPER else f"it has not run on {arch} yet"
         )
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
@@ -109,6 +109,7 @@ class CudaBackend:
         free_what_was_kept()
         self.device, self.gpu = self._open_device()
         self._entry = GpuEntry(self.device)
+        self.options = options = prompts_of(self.gpu, options)
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
@@ -359,3 +360,15 @@ class CudaBackend:
         for tensor in (memory.words, memory.error):
             tensor.copy_(self._blank[: len(tensor)])
         memory.mailbox.zero_()
+
+
+def prompts_of(gpu: Gpu, options: BackendOptions) -> BackendOptions:
+    """The options with the prompts that this GPU can run: the products of prompt.cu are Hopper's own instructions
+    (wgmma), without which prompts go in chunks. DeviceError where the library is asked for."""
+    if gpu.arch == HOPPER or options.prefill in ("kernel", "decode"):
+        return options
+    if options.prefill == "library":
+        raise DeviceError(
+            f"the products of prompts are for Hopper GPUs, and {gpu.name} is {gpu.arch}: choose --prefill kernel"
+        )
+    return replace(options, prefill="kernel")

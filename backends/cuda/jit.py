@@ -21,9 +21,9 @@ log = logging.getLogger("kog_triton.compilers")
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "-lineinfo")
-# What kernels are compiled for; the first is where "auto" takes them: they have run nowhere else.
-ARCHS = ("sm_90a", "sm_100a", "sm_120a")
-UNASKED = ARCHS[0]
+# What kernels are compiled for. "auto" takes them on Hopper alone, since they have run nowhere else.
+HOPPER = "sm_90a"
+ARCHS = (HOPPER, "sm_100a", "sm_120a")
 _begun: dict[
     str, Future[bytes]
 ] = {}  # by key, until somebody asks for what they will have compiled
@@ -44,7 +44,7 @@ def compiler_name() -> str:
     )
 
 
-def begin_cubin(header: str, source: str = "decode.cu", arch: str = UNASKED) -> None:
+def begin_cubin(header: str, source: str = "decode.cu", arch: str = HOPPER) -> None:
     """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
     no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
     text, compiler, key = _named(header, source, arch)
@@ -58,7 +58,7 @@ def begin_cubin(header: str, source: str = "decode.cu", arch: str = UNASKED) -> 
 
 
 def compile_cubin(
-    header: str, source: str = "decode.cu", arch: str = UNASKED, compiler: str = ""
+    header: str, source: str = "decode.cu", arch: str = HOPPER, compiler: str = ""
 ) -> bytes:
     """A source of this folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""

@@ -1,7 +1,7 @@
 """The kernel's compiler, begun from the model's spec and what the driver says of the GPU. No torch."""
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.jit import UNASKED, begin_cubin
+from kog_triton.backends.cuda.jit import HOPPER, begin_cubin
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.nvidia_driver import read_gpu
@@ -20,7 +20,7 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     if options.num_gpus != 1 or not halves or spec.narrow:
         return
     gpu = describe(read_gpu())
-    if gpu.arch != UNASKED or options.device not in ("", "nvidia", gpu.name):
+    if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
     layout = lay_out(lower(build(spec), gpu), options.max_context or spec.max_context)
     begin_cubin(render(layout), arch=gpu.arch)

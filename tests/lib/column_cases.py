@@ -28,6 +28,6 @@ MIXED = {  # of each column
 }
 
 
-def layout_of(spec, columns, num_blocks=0, max_context=1024, **options):
-    lowering = lower(build(spec), GPUS["h200"], num_blocks)
+def layout_of(spec, columns, num_blocks=0, max_context=1024, gpu="h200", **options):
+    lowering = lower(build(spec), GPUS[gpu], num_blocks)
     return lay_out_columns(lowering, max_context, columns, **options)

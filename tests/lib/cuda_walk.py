@@ -44,8 +44,8 @@ FLAGS = {
 }
 
 
-def layout_of(spec, num_blocks=0, max_context=64):
-    lowering = lower(build(spec), GPUS["h200"], num_blocks)
+def layout_of(spec, num_blocks=0, max_context=64, gpu="h200"):
+    lowering = lower(build(spec), GPUS[gpu], num_blocks)
     return layout.lay_out(lowering, max_context)
 
 

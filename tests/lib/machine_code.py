@@ -53,7 +53,7 @@ def sass_of(layout, entry="decode.cu"):
     return sass_of_text(source, layout.lowering.gpu.arch)
 
 
-def sass_of_text(source, arch=jit.UNASKED):
+def sass_of_text(source, arch=jit.HOPPER):
     library = nvrtc.load()
     nvcc = None if library else shutil.which("nvcc")
     if nvcc is None and library is None:

@@ -45,7 +45,10 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
-SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, cursors, flags
+SMALL_BYTES = (
+    832  # of shared memory: sums of squares, candidates, cursors, flags; of so many blocks:
+)
+SMALL_BLOCKS, CANDIDATE_BYTES = 160, 16  # a candidate for 32 of them (include/kog/block.h)
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
 
@@ -185,21 +188,28 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     attention = rooms["o_proj"] + attention_bytes(spec, splits)
     least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
     scratch = up(max(*rooms.values(), attention), 128)
-    ring = _ring_beside(lowering, scratch)
+    small = small_bytes(lowering, SMALL_BYTES)
+    ring = _ring_beside(lowering, scratch, small)
     over_sums = up(max(*rooms.values(), least), 128)
-    if _ring_beside(lowering, over_sums) > ring:
-        scratch, ring = over_sums, _ring_beside(lowering, over_sums)
+    if _ring_beside(lowering, over_sums, small) > ring:
+        scratch, ring = over_sums, _ring_beside(lowering, over_sums, small)
     if ring < 2 * lowering.least_window:
         raise ModelError(
             f"{scratch} bytes of activations leave {ring} ring slots of shared memory: "
             f"the cuda backend needs {2 * lowering.least_window}"
         )
-    return Layout(lowering, max_context, kernel, splits, scratch, ring)
+    return Layout(lowering, max_context, kernel, splits, scratch, ring, small_bytes=small)
 
 
-def _ring_beside(lowering: CudaLowering, scratch: int) -> int:
-    """Ring slots of shared memory that so many bytes of scratch leave."""
-    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - SMALL_BYTES
+def small_bytes(lowering: CudaLowering, of_usual: int) -> int:
+    """Of the small things, which take `of_usual` bytes on GPUs of up to SMALL_BLOCKS blocks."""
+    more = max(0, lowering.num_blocks - SMALL_BLOCKS)
+    return of_usual + -(-more // 32) * CANDIDATE_BYTES
+
+
+def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:
+    """Ring slots of shared memory that so many bytes of scratch and of small things leave."""
+    free = lowering.gpu.shared_bytes - PARTIAL_BYTES - scratch - small
     return free // (lowering.ring_slot_bytes + 16)
 
 

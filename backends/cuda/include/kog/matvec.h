@@ -182,7 +182,7 @@ struct Ahead {
   static constexpr int kSureSlots = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
   static constexpr int kAllSlots = (kLongest * Stage::kSteps + kFragments - 1) / kFragments;
   static constexpr int kRoom =
-      kLeast<kMostAhead, Stage::kBatch * Stage::kSteps / kFragments>;
+      kLeast<kLeast<kMostAhead, kRingSlots>, Stage::kBatch * Stage::kSteps / kFragments>;
   static constexpr bool kWhole = kAllSlots <= kRoom;
   static constexpr int kMost = kWhole ? kAllSlots : kAllOrNone ? 0 : kLeast<kRoom, kSureSlots>;
   // Part of a period only where its code is laid out slot by slot.
