@@ -50,6 +50,7 @@ from kog_triton.progress import Progress
 from kog_triton.prompts import ChatPrompt, Prompt, list_of_prompts, read_prompt
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
+from kog_triton.stage_check import check_new_gpu
 from kog_triton.text import Tokenizer
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 from kog_triton.text.no_tokenizer import NoTokenizer
@@ -188,6 +189,8 @@ class LLM:
             prefill=prefill,
             walk=walk,
         )
+        if isinstance(backend, str):
+            check_new_gpu(self.choice.backend, self.checkpoint.spec, options)
         running = _start(self.choice.backend, self.checkpoint, options)
         own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
         gpu = running.gpu

@@ -18,9 +18,9 @@ from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import SamplingParams
+from kog_triton.stage_check import mixes, stage_inputs
 from tests.lib.conformance_backends import (
     BACKENDS,
-    DELAYED,
     IN_LOGITS,
     LIMITS,
     ON_GPU,
@@ -103,40 +103,7 @@ def backends_and_models(steps=False):
 
 
 def inputs(spec, stage, layer):
-    """Random tensors that the stage reads, by name."""
-    g = torch.Generator().manual_seed(layer)
-    s, d = spec.num_lanes, spec.head_dim
-    heads, kv = spec.num_heads // s, spec.num_kv_heads // s
-    shapes = {
-        "x": (s, TOKENS, spec.hidden_size),
-        "q": (s, TOKENS, heads, d),
-        "k": (s, TOKENS, kv, d),
-        "v": (s, TOKENS, kv, d),
-        "keys": (s, kv, CACHED, d),
-        "values": (s, kv, CACHED, d),
-        "attention": (s, TOKENS, heads * d),
-        "delayed": (s, TOKENS, spec.hidden_size),
-        "mlp": (s, TOKENS, spec.intermediate_size // s),
-        "y": (1, TOKENS, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
-    }
-    state = {
-        name: torch.randn(shapes[name], generator=g)
-        for name in STAGE_READS[stage]
-        if name in shapes
-    }
-    if stage == "embed":
-        return {"token_ids": torch.randint(spec.vocab_size, (TOKENS,), generator=g)}
-    if "delayed" in state:
-        how = (spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp)[layer]
-        if how is not DELAYED or s == 1:
-            del state["delayed"]
-    if stage == "lm_head":
-        del state["x" if mixes(spec) else "y"]
-    return state
-
-
-def mixes(spec):
-    return spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
+    return stage_inputs(spec, stage, layer, TOKENS, CACHED)
 
 
 @backends([name for name in BACKENDS if name.startswith("triton")])

@@ -1,0 +1,139 @@
+"""Every stage of a backend against the reference, on a small model: what a GPU that this project never ran on must
+pass.
+
+The model has what the one that is asked for has, its type, its heads' sizes and all its options, but few layers,
+columns and words, so that its kernels compile and run in seconds.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
+
+from kog_triton.backends import STAGE_READS, Backend, BackendOptions, find_backend
+from kog_triton.backends.device import gpu_of
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
+from kog_triton.model.spec import DTYPES, Head, ModelSpec, Reduce
+
+log = logging.getLogger(__name__)
+Tensors = dict[str, torch.Tensor]
+TOKENS, CACHED, CONTEXT = 2, 40, 64
+HIDDEN, COLUMNS, VOCAB = 512, 128, 1024  # columns of the MLP, a lane
+# Root mean square of a stage's error over that of what is expected. On an H200 and on a CPU 16 bits cost 6.0e-3 at most
+# (tests/lib/conformance_backends.py); one wrong row of the widest stage costs more than this.
+LIMIT = 0.02
+
+
+def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptions) -> None:
+    """Where the backend would run on a GPU that this project never ran on, every stage of it. DeviceError if one is
+    wrong; the log says what was tested."""
+    if "cpu" in getattr(backend, "vendors", ("cpu",)) or not torch.cuda.is_available():
+        return
+    gpu = gpu_of(torch.device("cuda"))
+    if gpu is None or gpu.proven:
+        return
+    where = f"{gpu.name}, {gpu.share}" if gpu.share else gpu.name
+    log.warning("%s: this project has never run on it: every stage is tested", where)
+    begun = time.perf_counter()
+    count = check_stages(backend, small_model(spec, options.dtype), where)
+    log.warning(
+        "%s: %d stages agree with the reference, in %.1f s",
+        where,
+        count,
+        time.perf_counter() - begun,
+    )
+
+
+def check_stages(backend: type[Backend], spec: ModelSpec, where: str) -> int:
+    """How many runs of stages agree with the reference; DeviceError with the first that does not."""
+    weights = RandomWeights(spec)
+    options = BackendOptions(max_context=CONTEXT, prefill="decode")
+    reference = find_backend("reference")(weights, BackendOptions(max_context=CONTEXT))
+    ours, count = backend(weights, options), 0
+    try:
+        for stage, layer in _runs(spec):
+            state = stage_inputs(spec, stage, layer, TOKENS, CACHED)
+            expected = reference.run_stage(stage, layer, state)
+            got = ours.run_stage(stage, layer, state)
+            for name, want in expected.items():
+                error = got[name].cpu().float() - want
+                off = float(error.square().mean().sqrt() / want.square().mean().sqrt())
+                if not off < LIMIT:
+                    raise DeviceError(
+                        f"backend {backend.name} computes {stage} wrong on {where} ({name} is off by {off:.2g} in "
+                        f"layer {layer} of a small model): choose another backend, and report this"
+                    )
+            count += 1
+    finally:
+        ours.close()
+    return count
+
+
+def small_model(spec: ModelSpec, dtype: str = "auto") -> ModelSpec:
+    """As described above. All its windows hold: the first layer has the model's shortest."""
+    lanes = spec.num_lanes
+    layers = min(spec.num_layers, spec.delay + 2)
+    window = min((w for w in spec.windows if w), default=0)
+    return spec.replace(
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        intermediate_size=COLUMNS * lanes,
+        num_heads=lanes * spec.group,
+        num_kv_heads=lanes,
+        vocab_size=VOCAB,
+        max_context=CONTEXT,
+        windows=(min(window, CACHED // 2), *(0,) * (layers - 1)),
+        reduce_attention=spec.reduce_attention[:layers],
+        reduce_mlp=spec.reduce_mlp[:layers],
+        dtype=spec.dtype if dtype == "auto" else DTYPES[dtype],
+        narrow=(),
+    )
+
+
+def mixes(spec: ModelSpec) -> bool:
+    """Whether lanes meet before the head."""
+    return spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
+
+
+def stage_inputs(spec: ModelSpec, stage: str, layer: int, tokens: int, cached: int) -> Tensors:
+    """Random tensors that the stage reads, by name (backends.STAGE_READS), the same for a layer each time."""
+    g = torch.Generator().manual_seed(layer)
+    s, d = spec.num_lanes, spec.head_dim
+    heads, kv = spec.num_heads // s, spec.num_kv_heads // s
+    shapes = {
+        "x": (s, tokens, spec.hidden_size),
+        "q": (s, tokens, heads, d),
+        "k": (s, tokens, kv, d),
+        "v": (s, tokens, kv, d),
+        "keys": (s, kv, cached, d),
+        "values": (s, kv, cached, d),
+        "attention": (s, tokens, heads * d),
+        "delayed": (s, tokens, spec.hidden_size),
+        "mlp": (s, tokens, spec.intermediate_size // s),
+        "y": (1, tokens, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
+    }
+    state = {
+        name: torch.randn(shapes[name], generator=g)
+        for name in STAGE_READS[stage]
+        if name in shapes
+    }
+    if stage == "embed":
+        return {"token_ids": torch.randint(spec.vocab_size, (tokens,), generator=g)}
+    if "delayed" in state:
+        how = (spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp)[layer]
+        if how is not Reduce.DELAYED or s == 1:
+            del state["delayed"]
+    if stage == "lm_head":
+        del state["x" if mixes(spec) else "y"]
+    return state
+
+
+def _runs(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Every stage in every layer that it has."""
+    for stage in STAGE_READS:
+        if stage == "mix" and not mixes(spec):
+            continue
+        for layer in range(1 if stage in ("embed", "mix", "lm_head") else spec.num_layers):
+            yield stage, layer
