@@ -918,8 +918,8 @@ FAULTS = (
     ),
     Fault(
         "server/limits.py",
-        'frozenset({"/health", "/ready"})',
-        'frozenset({"/health", "/ready", "/metrics"})',
+        'frozenset({"/health", "/ready", "/"})',
+        'frozenset({"/health", "/ready", "/", "/metrics"})',
         "server/test_limits.py",
         "a route is open without a key",
     ),

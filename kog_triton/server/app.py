@@ -13,7 +13,15 @@ from kog_triton.errors import KogError
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.limits import MAX_BODY, BodyLimit, KeyGuard
 from kog_triton.server.problems import Problem, problem_of
-from kog_triton.server.routes import chat, completions, messages, responses, state, tokens
+from kog_triton.server.routes import (
+    chat,
+    completions,
+    messages,
+    playground,
+    responses,
+    state,
+    tokens,
+)
 from kog_triton.server.service import Service
 
 MAX_ERRORS = 3  # of a body that are told
@@ -24,7 +32,7 @@ def make_app(service: Service, keys: Sequence[str] = (), max_body: int = MAX_BOD
     app = FastAPI(title="kog_triton", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.service = service
-    for routes in (chat, completions, responses, messages, tokens, state):
+    for routes in (chat, completions, responses, messages, tokens, state, playground):
         app.include_router(routes.router)
     app.add_middleware(BodyLimit, most=max_body)
     app.add_middleware(KeyGuard, keys=keys)

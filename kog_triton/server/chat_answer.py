@@ -6,7 +6,7 @@ from typing import Any
 
 from kog_triton.server.answering import sse
 from kog_triton.server.asked import Asked
-from kog_triton.server.figures import chat_logprobs, timings, usage
+from kog_triton.server.figures import chat_logprobs, progress, timings, usage
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import News
@@ -55,8 +55,8 @@ class ChatAnswer:
         if self._logprobs:
             logprobs, told.logprobs = told.logprobs, []
             choice["logprobs"] = chat_logprobs(self._model.tokenizer, logprobs)
-        progress = {"completion_tokens": one.tokens, "elapsed_ms": round(elapsed_s * 1e3, 3)}
-        chunk = self._chunk([choice]) | {"progress": progress}
+        now = progress(one.tokens, elapsed_s, len(self._asked.job.token_ids))
+        chunk = self._chunk([choice]) | {"progress": now}
         if self._continuous:
             chunk["usage"] = self._usage_now(one)
         if told.output is None:
@@ -65,7 +65,7 @@ class ChatAnswer:
         last = {"index": one.index, "delta": {}, "finish_reason": told.finish_reason}
         if self._logprobs:
             last["logprobs"] = None
-        end = self._chunk([last]) | {"progress": progress, "timings": timings(told.output)}
+        end = self._chunk([last]) | {"progress": now, "timings": timings(told.output)}
         return events + sse(end)
 
     def last(self) -> bytes:

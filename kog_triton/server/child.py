@@ -130,7 +130,7 @@ def opened(llm: "LLM") -> wire.Opened:
         reason=llm.choice.reason,
         num_slots=engine.num_slots,
         max_context=engine.max_context,
-        on_gpu=engine.backend.gpu is not None,
+        gpu=engine.backend.gpu.name if engine.backend.gpu else None,
         peak=engine.peak,
         load_s=llm.load_s,
         memory_bytes=engine.backend.memory_bytes(),

@@ -7,7 +7,7 @@ from typing import Any
 
 from kog_triton.outputs import Logprob, RequestOutput
 from kog_triton.server.answering import sse
-from kog_triton.server.figures import completion_logprobs, timings, usage
+from kog_triton.server.figures import completion_logprobs, progress, timings, usage
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, News
@@ -70,12 +70,13 @@ class CompletionAnswer:
             "logprobs": logprobs,
             "finish_reason": None,
         }
-        progress = {"completion_tokens": one.tokens, "elapsed_ms": round(elapsed_s * 1e3, 3)}
+        prompt = len(self._jobs[one.index // self._n].token_ids)
+        now = progress(one.tokens, elapsed_s, prompt)
         end: dict[str, Any] = {}
         if sample.output is not None:
             choice["finish_reason"] = sample.output.outputs[0].finish_reason
             end["timings"] = timings(sample.output)
-        return sse(self._head() | {"choices": [choice], "progress": progress} | end)
+        return sse(self._head() | {"choices": [choice], "progress": now} | end)
 
     def last(self) -> bytes:
         end = (

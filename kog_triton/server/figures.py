@@ -30,7 +30,7 @@ def usage(
 
 
 def timings(output: RequestOutput) -> dict[str, Any]:
-    """llama.cpp's fields, and three more; ms, tokens/s, us. A figure that has no meaning is null."""
+    """llama.cpp's fields, and four more; ms, tokens/s, us; MBU from 0 to 1. A figure that has no meaning is null."""
     m = output.metrics
     rate = m.decode_tokens_per_s
     return {
@@ -45,6 +45,16 @@ def timings(output: RequestOutput) -> dict[str, Any]:
         "kv_depth": m.kv_depth_end,
         "itl_p50_us": _rounded(m.itl_p50_us),
         "itl_p99_us": _rounded(m.itl_p99_us),
+        "mbu": _rounded(m.mbu),
+    }
+
+
+def progress(tokens: int, elapsed_s: float, prompt_tokens: int) -> dict[str, Any]:
+    """Of an event: tokens until now, ms since the request came, positions that the slot holds."""
+    return {
+        "completion_tokens": tokens,
+        "elapsed_ms": round(elapsed_s * 1e3, 3),
+        "kv_depth": prompt_tokens + max(tokens - 1, 0),
     }
 
 

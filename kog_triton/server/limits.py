@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kog_triton.server.problems import Problem
 
 MAX_BODY = 32 << 20  # bytes
-PUBLIC = frozenset({"/health", "/ready"})
+PUBLIC = frozenset({"/health", "/ready", "/"})
+PUBLIC_FOLDER = "/playground/"  # of the page at /, which asks for a key itself
 
 
 async def refuse(problem: Problem, scope: Scope, send: Send) -> None:
@@ -56,7 +57,7 @@ class BodyLimit:
 
 
 class KeyGuard:
-    """401 without one of the keys, on every path but PUBLIC; known paths or not."""
+    """401 without one of the keys, on every path but PUBLIC and PUBLIC_FOLDER; known paths or not."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -65,7 +66,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope["kog_namespace"] = ""
-            if self._digests and scope["path"] not in PUBLIC:
+            if self._digests and not _public(scope["path"]):
                 digest = sha256(_key(scope)).digest()
                 matches = [hmac.compare_digest(digest, known) for known in self._digests]
                 if not any(matches):
@@ -73,6 +74,10 @@ class KeyGuard:
                     return await refuse(problem, scope, send)
                 scope["kog_namespace"] = f"{matches.index(True)}:"
         await self._app(scope, receive, send)
+
+
+def _public(path: str) -> bool:
+    return path in PUBLIC or path.startswith(PUBLIC_FOLDER)
 
 
 def _key(scope: Scope) -> bytes:

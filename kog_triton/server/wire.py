@@ -54,7 +54,7 @@ class Opened(msgspec.Struct, tag=True, array_like=True):
     reason: str
     num_slots: int
     max_context: int
-    on_gpu: bool
+    gpu: str | None  # as schedule/topology.py names it; None on a CPU and on a GPU without a row
     peak: Peak | None
     load_s: float
     memory_bytes: dict[str, int]

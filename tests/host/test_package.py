@@ -107,7 +107,13 @@ def python(wheel, tmp_path_factory):
 def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
     assert wheel.stat().st_size <= MAX_WHEEL_BYTES
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, pattern in (("", "*.py"), ("demo/checkpoint", "*"), ("demo", "*.json")):
+    for folder, pattern in (
+        ("", "*.py"),
+        ("demo/checkpoint", "*"),
+        ("demo", "*.json"),
+        ("server/playground", "*.*"),
+        ("server/playground", "LICENSE"),
+    ):
         for file in (ROOT / "kog_triton" / folder).rglob(pattern):
             assert file.relative_to(ROOT).as_posix() in names
     kernel = (f"backends/cuda/{name}" for name in ("decode.cu", "stage.cu", "include/kog/decode.h"))

@@ -41,7 +41,7 @@ def test_every_route_but_the_public_ones_wants_a_key(guarded, figure):
         wrong = client.get("/v1/models", headers={"Authorization": "Bearer first-ke"}).status_code
         anthropic = client.get("/v1/models", headers={"x-api-key": KEYS[1]}).status_code
     public = {route for route, status in found.items() if status != 401}
-    assert public == {("get", "/health"), ("get", "/ready")}
+    assert public == {("get", "/health"), ("get", "/ready")}  # and the page: test_playground.py
     assert (wrong, anthropic) == (401, 200)
     figure("R9", f"401 on {len(found) - len(public)} routes without a key")
 

@@ -64,7 +64,7 @@ def model(checkpoint):
     from kog_triton.text import Tokenizer
 
     spec = Checkpoint.open(checkpoint).spec
-    opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, False, None, 0.0, {}, 0)
+    opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, None, None, 0.0, {}, 0)
     return ServedModel(opened, Tokenizer.load(checkpoint), ("fake",))
 
 

@@ -86,6 +86,7 @@ async def props(request: Request) -> dict[str, Any]:
         "chat_template": model.tokenizer.chat_templates.get("default"),
         "build_info": f"kog_triton {__version__}",
         "backend": {"name": opened.backend, "reason": opened.reason},
+        "gpu": opened.gpu,
         "memory_bytes": opened.memory_bytes,
         "kv_cache_bound_bytes": opened.kv_bound_bytes,
         "tool_call_parser": model.tool_parser,
