@@ -1,10 +1,10 @@
 """The JSON of one run, as result.schema.json describes it, and where results are kept.
 
-benchmarks/results/<gpu>/<date>-<name>.json, or .json.gz where raw samples make it long: `zcat` shows it.
+benchmarks/results/<gpu>/<date>-<name>.json, or .json.xz where raw samples make it long: `xzcat` shows it.
 """
 
-import gzip
 import json
+import lzma
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,8 @@ from kog_triton.errors import KogError, RequestError
 
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
-LONG = 16 << 10  # bytes of text from which on a kept record is compressed, to a fifth
+LONG = 8 << 10  # bytes of text from which on a kept record is compressed, to a sixth
+PRESET = 9 | lzma.PRESET_EXTREME
 
 
 MOST_NOTE = 300  # characters
@@ -85,20 +86,23 @@ def write(record: dict[str, Any], file: Path) -> None:
     data = text_of(record).encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
+        file.write_bytes(lzma.compress(data, preset=PRESET) if file.suffix == ".xz" else data)
     except OSError as error:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def record_files(folder: Path) -> list[Path]:
     """Of every record below a folder, in the order of their names."""
-    return sorted([*folder.rglob("*.json"), *folder.rglob("*.json.gz")])
+    return sorted([*folder.rglob("*.json"), *folder.rglob("*.json.xz")])
 
 
 def read(file: Path) -> Any:
     """What a record holds; OSError or ValueError if it is none."""
     data = file.read_bytes()
-    return json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
+    try:
+        return json.loads(lzma.decompress(data) if file.suffix == ".xz" else data)
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
 
 
 def check_name(name: str) -> None:
@@ -112,5 +116,5 @@ def kept_file(record: dict[str, Any], name: str, results: Path = RESULTS) -> Pat
     check_name(name)
     gpu = (record["machine"]["gpu"] or "cpu").lower()
     gpu = re.sub(r"[^a-z0-9]+", "-", gpu.removeprefix("nvidia ").removeprefix("amd "))
-    kind = "json.gz" if len(text_of(record)) > LONG else "json"
+    kind = "json.xz" if len(text_of(record)) > LONG else "json"
     return results / gpu.strip("-") / f"{record['created'][:10]}-{name}.{kind}"

@@ -267,7 +267,7 @@ def test_a_long_record_is_kept_compressed(tmp_path):
     record["rows"] = [record["rows"][0] | {"samples": [float(i) for i in range(20_000)]}]
     file = kept_file(record, "a", tmp_path)
     write(record, file)
-    assert file.name == "2026-01-02-a.json.gz" and record_files(tmp_path) == [file]
+    assert file.name == "2026-01-02-a.json.xz" and record_files(tmp_path) == [file]
     assert read(file) == record and file.stat().st_size < 64 << 10
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(RequestError, match="not a record"):
@@ -277,7 +277,7 @@ def test_a_long_record_is_kept_compressed(tmp_path):
 def test_kept_results_are_records():
     validator = jsonschema.Draft202012Validator(SCHEMA)
     files = record_files(ROOT / "benchmarks" / "results")
-    assert any(file.suffix == ".gz" for file in files)
+    assert any(file.suffix == ".xz" for file in files)
     records = [read(file) for file in files]
     ours = [record for record in records if record["schema"] not in OTHER_SCHEMAS]
     assert len(ours) > 30
