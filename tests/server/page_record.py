@@ -29,7 +29,7 @@ from tests.lib.served import Served, served
 RATE = 2000  # tokens/s of the scripted engine
 RECORD = Path(__file__).with_name("page-record.json")
 PICTURES = ROOT / "docs" / "playground"
-COLORS = 96  # of a picture, the most frequent ones: text stays sharp, and a file small
+COLORS = 200  # of a picture, the most frequent ones: text stays sharp, and a file small
 WIDTHS = {"wide": (1440, 900), "tablet": (820, 1000), "phone": (390, 844)}
 ENDED = "article.answer:not([aria-busy]):last-child"
 ANSWER = Path(__file__).with_name("answer.md")  # a byte is a token

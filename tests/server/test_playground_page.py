@@ -109,7 +109,7 @@ def test_its_figures_are_the_server_s(opened, shown, figure):
     assert shown_number(opened, "#tokens") == len(stamps) == timings["predicted_n"]
     assert shown_number(opened, "#kv") == timings["kv_depth"]
     assert shown_number(opened, "#ttft") == pytest.approx(timings["prompt_ms"], rel=0.05)
-    assert timings["prompt_ms"] >= 200
+    assert timings["prompt_ms"] > 150
     assert opened.inner_text("#mbu") == "–"  # nobody knows a peak here
     assert "scripted backend · CPU" in opened.inner_text("#where")
     assert opened.locator("#curve .line").get_attribute("d").count("L") > 5

@@ -3,23 +3,20 @@
 import highlight from "./vendor/highlight/core.min.js";
 import bash from "./vendor/highlight/languages/bash.min.js";
 import cpp from "./vendor/highlight/languages/cpp.min.js";
-import diff from "./vendor/highlight/languages/diff.min.js";
 import go from "./vendor/highlight/languages/go.min.js";
-import java from "./vendor/highlight/languages/java.min.js";
 import javascript from "./vendor/highlight/languages/javascript.min.js";
 import json from "./vendor/highlight/languages/json.min.js";
 import python from "./vendor/highlight/languages/python.min.js";
 import rust from "./vendor/highlight/languages/rust.min.js";
-import sql from "./vendor/highlight/languages/sql.min.js";
-import typescript from "./vendor/highlight/languages/typescript.min.js";
 import xml from "./vendor/highlight/languages/xml.min.js";
 import yaml from "./vendor/highlight/languages/yaml.min.js";
 import "./vendor/dompurify/purify.min.js";
 import { announce, make } from "./dom.js";
 
-const LANGUAGES = { bash, cpp, diff, go, java, javascript, json, python, rust, sql, typescript, xml, yaml };
+const LANGUAGES = { bash, cpp, go, javascript, json, python, rust, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) highlight.registerLanguage(name, language);
-highlight.registerAliases(["c", "cuda", "cu"], { languageName: "cpp" });
+highlight.registerAliases(["c", "cuda", "cu", "java"], { languageName: "cpp" });
+highlight.registerAliases(["typescript", "ts", "tsx"], { languageName: "javascript" });
 const MOST = 60_000; // characters that are coloured: beyond, a frame would be late
 const PLAIN = 4_096; // characters of a piece of text that is still growing: a longer one is laid out again whole
 
@@ -36,7 +33,7 @@ export function colored(text, language) {
 /** The language of a text that may be code; "" if it seems to be prose. */
 export function guess(text) {
   if (!STATEMENT.test(text)) return "";
-  return highlight.highlightAuto(text.slice(0, 2000), ["python", "javascript", "cpp", "java", "go", "rust"]).language ?? "";
+  return highlight.highlightAuto(text.slice(0, 2000), ["python", "javascript", "cpp", "go", "rust"]).language ?? "";
 }
 
 /** A button that copies what `text` gives. */
