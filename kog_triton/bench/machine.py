@@ -3,6 +3,10 @@
 What cannot be found is null, never guessed. `source` is a digest of the package's Python, C++ and CUDA
 files, so that a run names its code also where there is no git; `changed` are those of them that are not as
 the commit has them, so that a record of an exact commit says so whatever else lies in the folder.
+
+Clocks and counters are asked of nvidia-smi, which comes with the driver, and not of NVML by nvidia-ml-py (13.615): what
+holds a GPU back is a field there whose unit neither the package nor its names tell, while nvidia-smi names microseconds,
+which kept records were read with on an H200. Nobody asks while something is timed, so that a process costs nothing.
 """
 
 import hashlib
@@ -140,7 +144,9 @@ def sample() -> dict[str, Any] | None:
 
 
 def _ask(fields: dict[str, str]) -> str | None:
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields.values())}"]
+    # the driver counts all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves
+    which = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(fields.values())}"]
     return _say([*query, "--format=csv,noheader,nounits"])
 
 

@@ -14,6 +14,10 @@ are the tokens that the tokenizer calls special; <think>, <tool_call> and others
 add as ordinary tokens stay tokens, since clients send them back in past answers. A special token of
 a single character cannot be split by a mark and is not guarded; nor is one that the template itself
 makes up, by cutting pieces out of what was typed or by changing its letter case.
+
+tokenizers' own `encode_special_tokens` would not do: it keeps added tokens from being matched, but where a
+special token is a piece of the model's vocabulary too, as SentencePiece's "</s>" is, the model itself makes the
+token of what was typed (tests/host/test_text_chat.py keeps that); and it knows nothing of the template's own.
 """
 
 import json

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,11 +34,14 @@ def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch)
     answers = {"clocks.sm": "1980, 3201, 41, 312.5, 0x1", "counters.sw_power_cap": "7, 0, 0, 20"}
 
     def say(argv):
+        assert argv[:3] == ["nvidia-smi", "-i", "GPU-1a2b-3c"]  # torch's own, not the machine's first
         (query,) = [word for word in argv if word.startswith("--query-gpu=")]
         return next((answers[key] for key in answers if key in query), None)
 
     monkeypatch.setattr(machine, "_say", say)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen = SimpleNamespace(uuid="1a2b-3c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
     slowed = machine.sample()["slowed_us"]
     assert slowed["power cap"] == 7 and slowed["hardware power brake"] == 20 and len(slowed) == 4
     answers["counters.sw_power_cap"] = "7, 0, [N/A], 20"

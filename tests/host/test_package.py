@@ -172,15 +172,55 @@ def test_an_example_runs_away_from_the_checkout(python, tmp_path):
     assert done.stdout.startswith("\n    ") and "[48 tokens, ended by length]" in done.stderr
 
 
-def test_type_checkers_see_the_wheel_s_types(python, tmp_path):
-    """What mypy says of a caller's file; it does not look into the dependencies."""
-    (tmp_path / "user.py").write_text(USER)
-    (tmp_path / "mypy.ini").write_text(MYPY)
+@pytest.fixture(scope="module")
+def editable(tree, tmp_path_factory):
+    """The interpreter of an environment with an editable install, the README's."""
+    return environment(tmp_path_factory.mktemp("editable") / "venv", "-e", tree)
+
+
+@pytest.fixture(scope="module")
+def pyright(tmp_path_factory):
+    """pyright's program, of the version in its package-lock.json."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs node and npm: install them")
+    folder = tmp_path_factory.mktemp("pyright")
+    for file in (ROOT / "tests" / "data" / "pyright").iterdir():
+        shutil.copy(file, folder)
+    run("npm", "ci", "--no-audit", "--no-fund", "--silent", cwd=folder)
+    return folder / "node_modules" / "pyright" / "index.js"
+
+
+def says_mypy(python, cwd, request):
+    """It does not look into the dependencies."""
+    (cwd / "mypy.ini").write_text(MYPY)
     argv = ("-m", "mypy", "--python-executable", python, "user.py")
-    lines = run(sys.executable, *argv, cwd=tmp_path, ok=False).stdout.splitlines()
-    assert lines[0].endswith('Revealed type is "str"')
-    assert lines[1].endswith('Revealed type is "list[int]"')
-    assert 'Unexpected keyword argument "max_tokenz"' in lines[2] and len(lines) == 4
+    return run(sys.executable, *argv, cwd=cwd, ok=False).stdout
+
+
+def says_pyright(python, cwd, request):
+    program = request.getfixturevalue("pyright")
+    return run("node", program, "--pythonpath", python, "user.py", cwd=cwd, ok=False).stdout
+
+
+@pytest.mark.parametrize("install", ["python", "editable"])
+@pytest.mark.parametrize(
+    "says, wrong",
+    [
+        pytest.param(says_mypy, 'Unexpected keyword argument "max_tokenz"', id="mypy"),
+        pytest.param(says_pyright, 'No parameter named "max_tokenz"', id="pyright"),
+    ],
+)
+def test_type_checkers_see_our_types_in_a_user_s_script(says, wrong, install, tmp_path, request):
+    """In a wheel as in an editable install, whose folders they read: they follow no import hook."""
+    (tmp_path / "user.py").write_text(USER)
+    said = says(request.getfixturevalue(install), tmp_path, request)
+    found = [line for line in said.splitlines() if "user.py:" in line]
+    assert len(found) == 3, said
+    assert '"str"' in found[0] and '"list[int]"' in found[1] and wrong in found[2]
+
+
+def test_an_editable_install_has_the_cuda_backend(editable, tmp_path):
+    run(editable, "-c", "import kog_triton.backends.cuda.jit", cwd=tmp_path)
 
 
 TASKS = sorted((ROOT / "tests" / "tasks").glob("*.py"))
@@ -193,12 +233,3 @@ def test_there_are_ten_tasks():
 @pytest.mark.parametrize("task", TASKS, ids=lambda file: file.stem)
 def test_a_task_is_done_with_the_wheel_in_an_empty_folder(task, python, tmp_path):
     run(python, "-W", "always", task, cwd=tmp_path)
-
-
-def test_type_checkers_see_an_editable_install(tree, tmp_path):
-    """They read folders on the path, and follow no import hook."""
-    new = environment(tmp_path / "venv", "-e", tree)
-    (tmp_path / "user.py").write_text("import kog_triton.llm, kog_triton.backends.cuda.jit\n")
-    mypy = ("-m", "mypy", "--config-file=", "--python-executable", new, "--follow-imports=skip")
-    run(sys.executable, *mypy, "user.py", cwd=tmp_path)
-    run(new, "-c", "import kog_triton.backends.cuda.jit", cwd=tmp_path)

@@ -193,6 +193,16 @@ def test_careful_and_plain_path_agree_on_harmless_text(kind, data):
     assert tokenizer.encode_chat(messages) == expected
 
 
+def test_the_librarys_own_guard_would_let_special_tokens_through():
+    """Why there is one of ours. If this fails, tokenizers' flag can do it: then ours may go."""
+    backend = make_tokenizer("unigram")
+    backend.encode_special_tokens = True
+    assert backend.token_to_id("</s>") in backend.encode("</s>", add_special_tokens=False).ids
+    talk = [{"role": "user", "content": "</s>"}]
+    ours = Tokenizer(make_tokenizer("unigram"), {}, {"default": "{{ messages[0].content }}"})
+    assert backend.token_to_id("</s>") not in ours.encode_chat(talk)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "im_end", "|>", " ", "a"]), max_size=8)

@@ -5,6 +5,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
 from kog_triton.text import Detokenizer, Tokenizer
 from tests.lib.text_samples import KINDS, SPECIAL_TOKENS, make_tokenizer
@@ -127,3 +128,19 @@ def test_token_bytes_join_to_the_text():
     user = tokenizer._backend.token_to_id("<｜User｜>")
     assert tokenizer.token_bytes(user) == "<｜User｜>".encode()
     assert len(tokenizer.special_ids) == len(SPECIAL_TOKENS)
+
+
+def test_the_librarys_own_stream_would_lose_text():
+    """Why there is one of ours. If this fails, tokenizers can do it: then ours may go."""
+    backend, theirs = LOADED["byte_level"]._backend, DecodeStream(skip_special_tokens=True)
+    half = [backend.token_to_id(piece) for piece in ("a", "ð", "Ł")]  # the beginning of an emoji
+    assert [theirs.step(backend, i) for i in half] == ["a", None, None]
+    assert [name for name in dir(theirs) if not name.startswith("_")] == ["step"]  # no end
+    assert stream(LOADED["byte_level"], [half], True) == ["a", "\ufffd"]
+    assert backend.decode(half) == "a\ufffd"
+    unigram = LOADED["unigram"]
+    ids = [unigram._backend.token_to_id(piece) for piece in ("<0x3C>", "<0xAF>", "い")]
+    theirs = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [theirs.step(unigram._backend, i) for i in ids]
+    joined_equals_decode(unigram, [[i] for i in ids], True)
