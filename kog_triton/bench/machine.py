@@ -5,8 +5,8 @@ files, so that a run names its code also where there is no git; `changed` are th
 the commit has them, so that a record of an exact commit says so whatever else lies in the folder.
 
 Clocks and counters are asked of nvidia-smi, which comes with the driver, and not of NVML by nvidia-ml-py (13.615): what
-holds a GPU back is a field there whose unit neither the package nor its names tell, while nvidia-smi names microseconds,
-which kept records were read with on an H200. Nobody asks while something is timed, so that a process costs nothing.
+holds a GPU back is a field there whose unit neither the package nor its names tell. nvidia-smi names microseconds, and
+kept records were read with it on an H200. Nobody asks while something is timed, so that a process costs nothing.
 """
 
 import hashlib

@@ -34,7 +34,11 @@ def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch)
     answers = {"clocks.sm": "1980, 3201, 41, 312.5, 0x1", "counters.sw_power_cap": "7, 0, 0, 20"}
 
     def say(argv):
-        assert argv[:3] == ["nvidia-smi", "-i", "GPU-1a2b-3c"]  # torch's own, not the machine's first
+        assert argv[:3] == [
+            "nvidia-smi",
+            "-i",
+            "GPU-1a2b-3c",
+        ]  # torch's own, not the machine's first
         (query,) = [word for word in argv if word.startswith("--query-gpu=")]
         return next((answers[key] for key in answers if key in query), None)
 
