@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
     from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from kog_triton.prompts import TextPrompt, TokensPrompt
     from kog_triton.sampling.params import SamplingParams
     from kog_triton.sampling.structured import StructuredOutputsParams
 
@@ -21,6 +22,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOMES = {
@@ -31,6 +34,8 @@ _HOMES = {
     "RequestOutput": "kog_triton.outputs",
     "SamplingParams": "kog_triton.sampling.params",
     "StructuredOutputsParams": "kog_triton.sampling.structured",
+    "TextPrompt": "kog_triton.prompts",
+    "TokensPrompt": "kog_triton.prompts",
 }
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -55,7 +55,7 @@ from kog_triton.text import Tokenizer
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 from kog_triton.text.no_tokenizer import NoTokenizer
 from kog_triton.text.tool_calls import ToolCallParser
-from kog_triton.vllm_names import check_others
+from kog_triton.vllm_names import check_others, no_attribute
 
 log = logging.getLogger(__name__)
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -71,7 +71,7 @@ class LLM:
     devices        None (the backend's choice), "cpu", "nvidia", "amd" or a row of schedule.topology,
                    and how many: "h200", "h200:4", or 4
     dtype          of the weights in memory: "fp32", "bf16", "fp16", or "auto": as stored (the
-                   reference backend: fp32)
+                   reference backend: fp32); torch's own and vLLM's names are taken too
     max_model_len  positions a slot holds, None for all that the model allows
     num_slots      requests that may run at once, 1 if not given; each slot remembers its last conversation,
                    and the least recently used one makes room: see `kv_cache_bound_bytes`
@@ -125,6 +125,7 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         check_others("LLM", others, LLM.__init__)
+        dtype = str(dtype).removeprefix("torch.")
         if dtype not in DTYPE_NAMES:
             raise RequestError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
         device, count = device_and_count(devices)
@@ -249,6 +250,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **others: Any,
@@ -257,6 +259,8 @@ class LLM:
 
         chat_template           a template's text, instead of the model's
         chat_template_kwargs    what the template takes, such as {"enable_thinking": False}
+        chat_template_content_format    whether a message's content goes to the template as a "string" or, as in
+                                "openai", as the list of parts that it may be; "auto": as the template reads it
         continue_final_message  continue the last message; it goes with add_generation_prompt=False
         tool_call_parser        how the model writes tool calls (see text/tool_calls.py). They come as `tool_calls`,
                                 the text is what remains, and an answer that ended with calls has the finish reason
@@ -274,6 +278,7 @@ class LLM:
                 add_generation_prompt,
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
+                chat_template_content_format=chat_template_content_format,
                 continue_final_message=continue_final_message,
             )
             for conversation in conversations
@@ -312,6 +317,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
         continue_final_message: bool = False,
     ) -> ChatPrompt:
         """A conversation as a prompt for `stream` or `generate`; the parameters are those of `chat`."""
@@ -320,6 +326,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template": chat_template or self._chat_template,
+            "content_format": chat_template_content_format,
         }
         ids = self.tokenizer.encode_chat(messages, self.engine.max_context, **how)
         return ChatPrompt(prompt=self.tokenizer.render_chat(messages, **how), prompt_token_ids=ids)
@@ -372,6 +379,11 @@ class LLM:
         self.close()
 
     # ---- inside ----
+
+    if not TYPE_CHECKING:  # type checkers know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
 
     def _or_defaults(
         self, params: SamplingParams | Sequence[SamplingParams] | None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from kog_triton.engine import Engine
 from kog_triton.errors import RequestError, shown
@@ -11,6 +11,21 @@ from kog_triton.vllm_names import check_others, names
 # text, token ids, or {"prompt": text, "prompt_token_ids": ids, "cache_salt": text}
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as an object: its text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as an object: its token ids."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class ChatPrompt(dict[str, Any]):

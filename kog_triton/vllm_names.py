@@ -2,7 +2,8 @@
 
 vllm_names.json lists every name that one release of vLLM takes (tests/lib/vllm_names.py reads them out of its wheel).
 A parameter that is not among kog_triton's own is ignored if it would not change a result here (`IGNORED`); it is also
-let pass with a value that asks for nothing, such as None or False; otherwise it is refused.
+let pass with a value that asks for nothing, such as None or False; otherwise it is refused, with what there is
+`INSTEAD`. That table also has names that older releases of vLLM took, which many scripts still give.
 """
 
 import difflib
@@ -47,12 +48,75 @@ IGNORED: dict[str, dict[str, str]] = {
         "stream_interval": "every token is delivered as it is made",
     },
 }
+_CONSTRAINT = "give structured_outputs=StructuredOutputsParams(json=, regex=, choice= or grammar=)"
+_NO_BEAMS = "there is no beam search: sample with n"
+_LORA = "merge the adapter into the checkpoint"
+_TEXT = "models generate text alone"
+_CLOSED = "close() frees the memory"
+# function, class or "LLM methods" -> name -> what to do instead; of others: leave it out
+INSTEAD: dict[str, dict[str, str]] = {
+    "LLM": {
+        "data_parallel_size": "open an LLM on each GPU",
+        "device": "give devices: 'cpu', 'nvidia', 'amd' or a GPU",
+        "enable_lora": _LORA,
+        "guided_decoding_backend": "leave it out: llguidance is the only one",
+        "hf_overrides": "edit config.json in a copy of the folder",
+        "hf_token": "set the environment variable HF_TOKEN",
+        "kv_cache_memory_bytes": "num_slots and max_model_len decide it",
+        "load_format": "give a folder of safetensors or a .gguf file as model",
+        "max_seq_len_to_capture": "leave it out: no CUDA graph is captured",
+        "pipeline_parallel_size": "tensor_parallel_size is the number of GPUs",
+        "quantization": "leave it out: a checkpoint says how it is quantized, and `kog quantize` makes one",
+        "swap_space": "leave it out: nothing is swapped",
+        "task": "leave it out: an LLM generates",
+        "use_v2_block_manager": "leave it out: keys and values are not paged",
+        "worker_use_ray": "leave it out: one process drives every GPU",
+    },
+    "LLM.generate": {
+        "guided_options_request": f"in SamplingParams {_CONSTRAINT}",
+        "lora_request": _LORA,
+        "prompt_token_ids": 'give {"prompt_token_ids": ids} as a prompt',
+        "tokenization_kwargs": "give token ids",
+    },
+    "LLM.chat": {
+        "guided_options_request": f"in SamplingParams {_CONSTRAINT}",
+        "lora_request": _LORA,
+    },
+    "LLM methods": {
+        "beam_search": _NO_BEAMS,
+        "classify": _TEXT,
+        "embed": _TEXT,
+        "encode": _TEXT,
+        "get_metrics": "every output has its metrics",
+        "llm_engine": "the engine is `engine`",
+        "reward": _TEXT,
+        "score": _TEXT,
+        "sleep": _CLOSED,
+        "start_profile": "`kog profile` shows where the time of a step goes",
+        "wake_up": _CLOSED,
+    },
+    "SamplingParams": {
+        "best_of": "generate n samples and pick",
+        "early_stopping": _NO_BEAMS,
+        "guided_choice": _CONSTRAINT,
+        "guided_decoding": _CONSTRAINT,
+        "guided_grammar": _CONSTRAINT,
+        "guided_json": _CONSTRAINT,
+        "guided_regex": _CONSTRAINT,
+        "length_penalty": _NO_BEAMS,
+        "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+        "truncate_prompt_tokens": "give token ids, cut",
+        "use_beam_search": _NO_BEAMS,
+    },
+}
 # values that ask for nothing, beside None, False, 0, "", "auto" and what is empty
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "load_format": ("auto", "safetensors"),
+    "logprobs_mode": ("raw_logprobs",),
     "pipeline_parallel_size": (1,),
     "runner": ("auto", "generate"),
+    "scheduling_policy": ("fcfs",),
     "spaces_between_special_tokens": (True,),  # False does ask for something
     "tokenizer_mode": ("auto", "hf"),
 }
@@ -75,7 +139,8 @@ def check_others(
     what is ignored, at the caller `level` calls up.
     """
     for name, value in given.items():
-        if name not in names()[where]:
+        instead = INSTEAD.get(where, {}).get(name)
+        if name not in names()[where] and instead is None:
             close = difflib.get_close_matches(name, list(signature(own).parameters), 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{where} got an unexpected keyword argument {name!r}{hint}")
@@ -84,8 +149,17 @@ def check_others(
                 warnings.warn(f"{where}: {name} is ignored: {why}", stacklevel=level)
         elif not _asks_for_nothing(name, value):
             raise RequestError(
-                f"{where}: {name} is {shown(value)}: kog_triton has no {name}: leave it out"
+                f"{where}: {name} is {shown(value)}: kog_triton has no {name}: {instead or 'leave it out'}"
             )
+
+
+def no_attribute(name: str) -> AttributeError:
+    """What to say of an attribute that LLM has not: with what there is instead, where vLLM's has it."""
+    instead = INSTEAD["LLM methods"].get(name)
+    if instead is None and name not in names()["LLM methods"]:
+        return AttributeError(f"'LLM' object has no attribute {name!r}", name=name)
+    more = "" if instead is None else f": {instead}"
+    return AttributeError(f"kog_triton's LLM has no {name}{more}", name=name)
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

@@ -25,6 +25,7 @@ DTYPE_NAMES = {
     "bf16": "bf16",
     "fp16": "fp16",
     "float32": "fp32",
+    "float": "fp32",
     "bfloat16": "bf16",
     "float16": "fp16",
     "half": "fp16",

@@ -19,6 +19,7 @@ import tokenizers
 from kog_triton.errors import KogError, ModelError, RequestError, first_line
 from kog_triton.json_file import read_json
 from kog_triton.text import chat
+from kog_triton.text.content import formatted
 from kog_triton.text.injection import Guard
 from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
@@ -173,6 +174,7 @@ class Tokenizer:
         continue_final_message   end inside the last message, for the model to continue it
         template                 the name of one of several templates of the checkpoint
         chat_template            a template's text, instead of the checkpoint's
+        content_format           "string", "openai" or "auto", as in LLM.chat (default: as it is given)
         most                     as in `encode`
 
         Others are the template's own, such as enable_thinking. RequestError for a conversation that the template
@@ -194,7 +196,13 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         **how: Any,
     ) -> list[int] | str:
-        """`encode_chat`, or `render_chat` without `tokenize`, under the name and defaults of transformers."""
+        """`encode_chat`, or `render_chat` without `tokenize`, under the name and defaults of transformers.
+
+        RequestError for what transformers does besides, such as return_tensors: no template sees it.
+        """
+        for name in ("return_tensors", "return_dict", "padding", "truncation", "max_length"):
+            if how.pop(name, None):
+                raise RequestError(f"apply_chat_template gives a list of ids: leave out {name}")
         how |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         return (
             self.encode_chat(conversation, **how)
@@ -212,6 +220,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template: str | None = None,
         chat_template: str | None = None,
+        content_format: str | None = None,
         **kwargs: Any,
     ) -> chat.Conversation:
         if chat_template is not None:
@@ -225,7 +234,10 @@ class Tokenizer:
         ends = "with_prompt" if add_generation_prompt else "as_is"
         if continue_final_message:
             ends = "inside"
-        return chat.Conversation(source, chat.prepare(messages, tools, documents, kwargs), ends)
+        values = chat.prepare(messages, tools, documents, kwargs)
+        if content_format is not None:
+            values["messages"] = formatted(values["messages"], content_format, source)
+        return chat.Conversation(source, values, ends)
 
     @cached_property
     def _guard(self) -> Guard:

@@ -1,9 +1,9 @@
 """vLLM's names mean vLLM's arguments: each is honoured, refused by name, or ignored with a warning."""
 
 import inspect
-import itertools
 import json
 import logging
+import re
 import warnings
 from dataclasses import fields
 
@@ -18,13 +18,16 @@ from kog_triton import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
 )
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.prompts import KEYS
-from kog_triton.vllm_names import IGNORED, names
+from kog_triton.vllm_names import IGNORED, INSTEAD, names
 from tests.lib import vllm_names
 from tests.lib.fake_backend import GREEDY, FakeBackend, open_llm
 from tests.lib.fake_checkpoint import END, make_checkpoint
+from tests.lib.vllm_names import MIXINS
 
 TABLE = names()
 OURS = {  # what each function or class takes itself
@@ -65,7 +68,9 @@ def test_what_we_do_not_have_is_refused_or_ignored_by_name(llm, where):
                 given(llm, where, name, 7)
             assert len(seen) == 1
         else:
-            with pytest.raises(RequestError, match=f"{where}: {name} is 7: .* leave it out"):
+            instead = INSTEAD.get(where, {}).get(name, "leave it out")
+            said = f"{where}: {name} is 7: kog_triton has no {name}: {instead}"
+            with pytest.raises(RequestError, match=f"^{re.escape(said)}$"):
                 given(llm, where, name, 7)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -82,9 +87,34 @@ def test_what_nobody_has_is_a_type_error_with_a_hint(llm, where):
         open_llm(llm.checkpoint.folder, num_slot=1)
 
 
-def test_values_that_ask_for_nothing_pass():
+@pytest.mark.parametrize("where", OURS)
+def test_what_older_releases_took_says_what_there_is_instead(llm, where):
+    for name in set(INSTEAD.get(where, {})) - set(TABLE[where]):
+        with pytest.raises(RequestError, match=re.escape(INSTEAD[where][name]) + "$"):
+            given(llm, where, name, [7])
+        given(llm, where, name, None)
+    assert not set(INSTEAD.get(where, {})) & own_names(where)
+
+
+def test_methods_that_we_do_not_have_are_refused_by_name(llm):
+    have = {name for name in TABLE["LLM methods"] if hasattr(llm, name)}
+    assert have == {"generate", "chat", "get_tokenizer", "get_default_sampling_params"}
+    for name in {*TABLE["LLM methods"], *INSTEAD["LLM methods"]} - have:
+        said = f"kog_triton's LLM has no {name}" + "".join(
+            f": {more}" for more in [INSTEAD["LLM methods"].get(name)] if more
+        )
+        with pytest.raises(AttributeError, match=f"^{re.escape(said)}$"):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'generat'$"):
+        llm.generat  # noqa: B018
+
+
+def test_values_that_ask_for_nothing_pass(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # vLLM's own defaults, which are what happens here
+        how = {"logprobs_mode": "raw_logprobs", "scheduling_policy": "fcfs", "load_format": "auto"}
+        open_llm(folder, **how, pipeline_parallel_size=1, quantization=None).close()
         SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, extra_args={})
     with pytest.raises(RequestError, match="spaces_between_special_tokens is False"):
         SamplingParams(spaces_between_special_tokens=False)
@@ -117,8 +147,10 @@ def test_the_table_is_what_its_script_reads_out_of_a_wheel():
         "class TokensPrompt:\n prompt: str\n prompt_token_ids: list\n",
         "logprobs.py": "class Logprob: rank: int\n",
     }
+    files |= {file: f"class {name}:\n def {name}_(self): ...\n" for file, name in MIXINS.items()}
     read = vllm_names.names_of(files.__getitem__)
     assert read == {
+        "LLM methods": ["generate", "chat", *(f"{name}_" for name in MIXINS.values())],
         "LLM": ["model", "seed", "max_num_seqs"],
         "LLM.generate": ["prompts", "a"],
         "LLM.chat": ["messages", "b"],
@@ -211,6 +243,19 @@ def test_a_salt_keeps_keys_and_values_apart(narrow):
 def test_without_prefix_caching_every_prompt_is_computed(folder):
     with open_llm(folder, enable_prefix_caching=False) as llm:
         assert [llm.generate("abc", GREEDY)[0].num_cached_tokens for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_dtype_may_be_torchs_or_vllms(folder):
+    for dtype, want in ((torch.bfloat16, "bf16"), ("float", "fp32"), ("half", "fp16")):
+        with open_llm(folder, dtype=dtype) as llm:
+            assert llm.engine.backend.options.dtype == want
+    with pytest.raises(RequestError, match="dtype is 'int8': it must be one of auto"):
+        open_llm(folder, dtype=torch.int8)
+
+
+def test_prompts_may_be_vllms_objects(llm):
+    ids, text = TokensPrompt(prompt_token_ids=[*b"abc"]), TextPrompt(prompt="abc", cache_salt="x")
+    assert [o.prompt_token_ids for o in llm.generate([ids, text], GREEDY)] == [[*b"abc"]] * 2
 
 
 def test_names_for_one_thing_agree(folder):
@@ -359,67 +404,6 @@ def test_ranks_are_known_beyond_the_best(llm):
     done = llm.generate("abc", SamplingParams(temperature=3, seed=1, logprobs=2))[0].outputs[0]
     ranked = [c[t].rank for t, c in zip(done.token_ids, done.logprobs, strict=True)]
     assert set(ranked) <= {1, 2, None} and None in ranked
-
-
-# ---- chat ----
-
-TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is  "}]
-
-
-def test_a_template_gets_its_arguments(llm):
-    template = "{{ 'think' if enable_thinking else 'answer' }}{{ messages|length }}"
-    for thinking, want in ((True, "think2"), (False, "answer2")):
-        how = {"chat_template_kwargs": {"enable_thinking": thinking}, "chat_template": template}
-        assert llm.chat(TALK, GREEDY, **how)[0].prompt == want
-        assert llm.chat_prompt(TALK, **how)["prompt"] == want
-    with pytest.raises(RequestError, match="chat_template is 5: it must be a template's text"):
-        llm.chat(TALK, GREEDY, chat_template=5)
-
-
-def test_an_llm_may_have_a_template_of_the_callers(folder, tmp_path):
-    file = tmp_path / "mine.jinja"
-    file.write_text("{{ messages[0].content }}")
-    for given in (file, str(file), "{{ messages[0].content }}"):
-        with open_llm(folder, chat_template=given) as llm:
-            assert llm.chat(TALK, GREEDY)[0].prompt == "2 + 2?"
-    with pytest.raises(RequestError, match=r"chat_template is 'gone.jinja': neither"):
-        open_llm(folder, chat_template="gone.jinja")
-
-
-def test_a_last_message_is_continued_as_transformers_does(llm):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    templates = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}",
-        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}",
-    )
-    parts = [{"role": "assistant", "content": [{"type": "text", "text": "<end> it is "}]}]
-    of_parts = (
-        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<end>{% endfor %}"
-    )
-    for talk, template in [*itertools.product([TALK], templates), (parts, of_parts)]:
-        (want,), _ = render_jinja_template(
-            [talk], chat_template=template, continue_final_message=True
-        )
-        how = {"chat_template": template, "continue_final_message": True}
-        prompt = llm.chat_prompt(talk, add_generation_prompt=False, **how)
-        assert prompt["prompt"] == want
-        ids = prompt["prompt_token_ids"]
-        assert llm.tokenizer.decode(ids, skip_special_tokens=False) == want
-        assert ids.count(END) == len(talk) - 1  # the template's, not what the last message holds
-    continued = llm.chat(TALK, GREEDY, add_generation_prompt=False, continue_final_message=True)
-    assert continued[0].prompt == "[user]2 + 2?\n[assistant]It is  "
-    for talk, how, says in (
-        (TALK, {}, "needs add_generation_prompt=False"),
-        (
-            TALK,
-            {"chat_template": "x", "add_generation_prompt": False},
-            "leaves the last message out",
-        ),
-        ([{"role": "user"}], {"add_generation_prompt": False}, "no content to continue"),
-    ):
-        with pytest.raises(RequestError, match=says):
-            llm.chat(talk, GREEDY, continue_final_message=True, **how)
 
 
 # ---- the length of a prompt ----

@@ -3,7 +3,7 @@
     pip download --no-deps vllm==0.33.0 -d /tmp/wheel
     python -m tests.lib.vllm_names /tmp/wheel/vllm-*.whl
 
-writes kog_triton/vllm_names.json: names alone, a list a function or class.
+writes kog_triton/vllm_names.json: names alone, a list a function or class, and the methods of LLM.
 """
 
 import ast
@@ -14,6 +14,11 @@ from pathlib import Path
 
 from tests import ROOT
 
+MIXINS = {  # where LLM has methods from
+    "entrypoints/generate/beam_search/offline.py": "BeamSearchOfflineMixin",
+    "entrypoints/pooling/offline.py": "PoolingOfflineMixin",
+    "entrypoints/rl/offline.py": "RLOfflineMixin",
+}
 TABLE = ROOT / "kog_triton" / "vllm_names.json"
 
 
@@ -28,7 +33,9 @@ def names_of(read):
         for name in ("_PromptOptions", "TextPrompt", "TokensPrompt")
         for field in fields_of(class_of(inputs, name))
     ]
+    mixins = [methods_of(class_of(read(file), name)) for file, name in MIXINS.items()]
     return {
+        "LLM methods": merged(methods_of(llm), *mixins),
         # its **kwargs are those of EngineArgs
         "LLM": merged(arguments_of(llm, "__init__"), fields_of(class_of(engine, "EngineArgs"))),
         "LLM.generate": arguments_of(llm, "generate"),
@@ -57,6 +64,11 @@ def fields_of(node):
     """Annotated names of a class, without those that are its own business."""
     found = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
     return [name for name in found if not name.startswith("_")]
+
+
+def methods_of(node):
+    names = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def arguments_of(node, function):
