@@ -8,6 +8,7 @@ installation is not listed. Nothing heavy is imported before the command is know
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NoReturn
@@ -25,6 +26,12 @@ COMMANDS = {
     "profile": "show where the time of a step goes",
     "cache": "list or clear what is kept on disk between runs",
     "doctor": "show what can run on this machine, and what is missing",
+}
+OTHERS = {  # what other engines call them
+    "chat": "generate --interactive",
+    "run": "generate --interactive",
+    "complete": "generate",
+    "convert": "quantize",
 }
 
 
@@ -56,7 +63,9 @@ def _body(argv: Sequence[str] | None) -> int:
         print(usage(), file=sys.stderr)
         return 2
     if first not in commands():
-        raise RequestError(f"no command named {first!r}: one of {', '.join(commands())}")
+        close = OTHERS.get(first) or next(iter(get_close_matches(first, commands(), 1)), None)
+        hint = f": did you mean {close}?" if close else ""
+        raise RequestError(f"no command named {first!r}: one of {', '.join(commands())}{hint}")
     code: int = import_module(f"kog_triton.{first}").main(args[1:])
     return code
 

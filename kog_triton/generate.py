@@ -53,6 +53,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
             walk=args.walk,
             revision=args.revision,
             tokenizer=tokenizer,
+            chat_template=args.chat_template,
         )
     if not args.quiet:
         say(f"backend {llm.choice.name} ({llm.choice.reason})")
@@ -76,7 +77,8 @@ def _body(argv: Sequence[str] | None) -> int:
     flags = request.sampling_flags(args)
     how = request.conversation(args)
     text = None if args.interactive else request.read_prompt(args.prompt)
-    tokenizer = request.check_request(args, text, how)
+    with activity("reading the tokenizer", args.quiet):
+        tokenizer = request.check_request(args, text, how)
     with open_llm(args, tokenizer) as llm:
         interruptible()
         params = llm.get_default_sampling_params(**flags)

@@ -4,13 +4,16 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kog_triton.errors import RequestError, printable
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong usage is one line, not the whole synopsis."""
+    """A wrong usage is one line, not the whole synopsis; a flag is meant by its whole name alone."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **({"allow_abbrev": False} | how))
 
     def error(self, message: str) -> NoReturn:
         if "expected one argument" in message:

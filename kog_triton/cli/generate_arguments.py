@@ -2,12 +2,14 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kog_triton.backends import PREFILLS, backend_names
 from kog_triton.cli.arguments import Parser, check_output, positive
+from kog_triton.cli.foreign_flags import foreign_flag
 
 EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
 Environment: XDG_CACHE_HOME (compiled kernels; `kog cache` lists them), XDG_STATE_HOME (what was typed into
@@ -18,7 +20,9 @@ class _Generate(Parser):
     def error(self, message: str) -> NoReturn:
         name, _, words = message.partition(": ")
         if name == "unrecognized arguments" and not words.startswith("-"):
-            message += ": a prompt is given with -p"
+            message += ": a prompt is given with -p, a model with --model"
+        if name == "argument -m/--max-tokens":
+            message += ": -m is how many tokens to make, a model is given with --model"
         super().error(message)
 
 
@@ -39,6 +43,9 @@ def build_parser() -> Parser:
     add("--chat", action="store_true", help="send it through the chat template")
     add("--system", metavar="TEXT", help="system message of a conversation")
     add("--tools", metavar="FILE|JSON", help="a JSON list of tools, for the chat template")
+    add(
+        "--chat-template", metavar="FILE|TEXT", help="a chat template, instead of the checkpoint's"
+    )
     add(
         "--chat-template-kwargs", metavar="FILE|JSON",
         help='what the chat template takes, such as \'{"enable_thinking": false}\'',
@@ -154,7 +161,10 @@ def bias(text: str) -> tuple[int, float]:
 def parse(argv: Sequence[str] | None) -> Any:
     """The arguments, or a usage error for those that contradict each other."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if (foreign := foreign_flag(words)) is not None:
+        parser.error(foreign)
+    args = parser.parse_args(words)
     if args.prompt is not None and len(args.prompt) > 1:
         parser.error("--prompt was given twice: one run has one prompt")
     args.prompt = args.prompt[0] if args.prompt else None
@@ -167,7 +177,7 @@ def parse(argv: Sequence[str] | None) -> Any:
         parser.error("--raw goes with --interactive; a prompt without --chat is raw already")
     if not args.interactive and args.prompt is None:
         parser.error("a prompt is needed: -p TEXT, -p - for stdin, -p @FILE, or --interactive")
-    for flag in ("system", "tools", "chat_template_kwargs"):
+    for flag in ("system", "tools", "chat_template", "chat_template_kwargs"):
         if getattr(args, flag) is not None and (args.raw or not talks):
             parser.error(
                 f"--{flag.replace('_', '-')} needs a conversation: --chat or --interactive"

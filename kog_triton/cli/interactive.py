@@ -106,7 +106,8 @@ class Talk:
         args: argparse.Namespace,
     ) -> None:
         self._llm, self._params, self._how = llm, params, how
-        self._chats = llm.tokenizer.has_chat_template and not raw
+        has_template = llm.tokenizer.has_chat_template or args.chat_template is not None
+        self._chats = has_template and not raw
         self._quiet, self._verbose = args.quiet, args.verbose
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, Any]] = list(self._start)

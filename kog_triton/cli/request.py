@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kog_triton.checkpoint.hub import model_folder
+from kog_triton.checkpoint.hub import gguf_file, model_folder
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import ModelError, RequestError, shown
 from kog_triton.json_file import read_json
+from kog_triton.llm_arguments import template_text
 from kog_triton.model.families import read_spec
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.text import Tokenizer
+from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 from kog_triton.text.grammar import check_constraint
 
 MAX_PROMPT_BYTES = 64 << 20  # of stdin or a file; a context of a million tokens has a tenth of it
@@ -122,23 +124,23 @@ def messages_of(args: argparse.Namespace, text: str) -> list[dict[str, Any]]:
 def check_request(
     args: argparse.Namespace, text: str | None, how: dict[str, Any]
 ) -> Tokenizer | None:
-    """Template, prompt and its length; the tokenizer, or None of a model whose tokenizer is no file of its own."""
-    folder = (
-        model_folder(args.model or checkpoint_path(), args.revision) if _has_folder(args) else None
-    )
-    if folder is None or not (folder / "config.json").is_file():
-        return None  # the checkpoint's own error says what is missing
-    tokenizer = Tokenizer.load(folder)
+    """Template, prompt and its length; the tokenizer, or None where the checkpoint's own error says what is missing."""
+    template = template_text(args.chat_template)
+    found = _tokenizer_and_context(args)
+    if found is None:
+        return None
+    tokenizer, context = found
     if args.interactive:
-        if not tokenizer.has_chat_template and (args.system is not None or how):
+        has_template = tokenizer.has_chat_template or template is not None
+        if not has_template and (args.system is not None or how):
             flag = "--system" if args.system is not None else "--tools"
             raise RequestError(f"{flag} needs a chat template, and this model has none")
         return tokenizer
     assert text is not None, "a prompt was given"
-    most = args.max_model_len or _context(folder)
+    most = args.max_model_len or context
     if args.chat:
         arguments = how.get("chat_template_kwargs", {})
-        given = arguments | {"tools": how.get("tools")}
+        given = arguments | {"tools": how.get("tools"), "chat_template": template}
         ids = tokenizer.encode_chat(messages_of(args, text), most, **given)
     else:
         ids = tokenizer.encode(text, most=most)
@@ -152,8 +154,21 @@ def check_request(
     return tokenizer
 
 
-def _has_folder(args: argparse.Namespace) -> bool:
-    return args.model is None or not Path(args.model).is_file()
+def _tokenizer_and_context(args: argparse.Namespace) -> tuple[Tokenizer, int | None] | None:
+    """Of a folder without a look at its weights, of a GGUF file by its header."""
+    gguf = gguf_file(args.model)
+    if gguf is not None and gguf.is_file():
+        from kog_triton.checkpoint.folder import Checkpoint  # and torch, which takes seconds
+
+        checkpoint = Checkpoint.open(gguf)
+        assert checkpoint.metadata is not None, "a GGUF file has them"
+        return tokenizer_of_gguf(checkpoint.metadata, gguf), checkpoint.spec.max_context
+    if args.model is not None and Path(args.model).is_file():
+        return None
+    folder = model_folder(args.model or checkpoint_path(), args.revision)
+    if not (folder / "config.json").is_file():
+        return None
+    return Tokenizer.load(folder), _context(folder)
 
 
 def _context(folder: Path) -> int | None:
