@@ -5,6 +5,7 @@ process shares that import. Without a GPU they are interpreted; tests of the com
 of their own (test_triton_compile.py).
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -95,3 +96,21 @@ def pytest_runtest_makereport(item, call):
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     return fail_skip((yield))
+
+
+@pytest.fixture
+def cli(folder, plugins, monkeypatch, capsys):
+    """`kog generate` in this process, on that backend: (exit code, stdout, stderr)."""
+    from kog_triton import generate
+
+    monkeypatch.syspath_prepend(str(plugins))
+    importlib.invalidate_caches()
+
+    def call(*argv, backend="fake", model=folder):
+        try:
+            code = generate.main(["--model", str(model), "--backend", backend, *argv])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return call

@@ -43,9 +43,7 @@ def build_parser() -> Parser:
     add("--chat", action="store_true", help="send it through the chat template")
     add("--system", metavar="TEXT", help="system message of a conversation")
     add("--tools", metavar="FILE|JSON", help="a JSON list of tools, for the chat template")
-    add(
-        "--chat-template", metavar="FILE|TEXT", help="a chat template, instead of the checkpoint's"
-    )
+    add("--chat-template", metavar="FILE|TEXT", help="a chat template, instead of the checkpoint's")
     add(
         "--chat-template-kwargs", metavar="FILE|JSON",
         help='what the chat template takes, such as \'{"enable_thinking": false}\'',

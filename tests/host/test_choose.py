@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kog_triton.backends.choose import choose, look_at
+from kog_triton.backends.choose import choose, look_at, ranked
 from kog_triton.backends.cuda import backend as cuda
-from kog_triton.errors import DeviceError
+from kog_triton.errors import DeviceError, RequestError
+from tests.lib.fake_backend import install
 
 # name, capability or AMD's architecture, what "auto" takes
 GPUS = {
@@ -111,3 +112,33 @@ def test_what_a_backend_lacks_is_said_to_who_names_it(machine):
         choose("cuda")
     seen = look_at("cuda")
     assert not seen.available and not seen.lacks_software
+
+
+def test_auto_takes_the_first_that_can_run_and_says_why(monkeypatch, plugins):
+    monkeypatch.syspath_prepend(str(plugins))
+    assert ranked() == [
+        "cuda",
+        "triton",
+        "reference",
+    ]  # and no third party's, which is taken by name
+    choice = choose("auto")
+    for name in ranked()[: ranked().index(choice.name)]:
+        seen = look_at(name)
+        assert not seen.available and f"{name}: {seen.reason}" in choice.reason
+    assert choose("fake").backend.name == "fake"
+
+
+def test_a_backend_that_nobody_offers_is_refused_by_name(monkeypatch):
+    with pytest.raises(RequestError, match="no backend named 'hip': have auto, cuda, reference"):
+        choose("hip")
+    monkeypatch.setattr("kog_triton.backends.choose.backend_names", list)
+    with pytest.raises(DeviceError, match="no backend can run here"):
+        choose("auto")
+
+
+def test_a_backend_that_cannot_be_imported_is_reported(monkeypatch, tmp_path):
+    info = install(tmp_path) / "kog_fake-1.0.dist-info"
+    (info / "entry_points.txt").write_text("[kog_triton.backends]\nlost = no_such_module:Backend\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = look_at("lost")
+    assert not seen.available and "no_such_module" in seen.reason

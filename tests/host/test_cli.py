@@ -4,8 +4,6 @@ They are called in this process with the fake backend on the path; what only a p
 shows is in test_cli_process.py.
 """
 
-import contextlib
-import importlib
 import io
 import json
 import logging
@@ -20,18 +18,15 @@ import pytest
 import torch
 
 import kog_triton
-from kog_triton import LLM, doctor, generate
+from kog_triton import LLM
 from kog_triton import __main__ as kog
-from kog_triton.backends.choose import choose, look_at, ranked
 from kog_triton.checkpoint.folder import Checkpoint
-from kog_triton.cli import generate_arguments, interactive
+from kog_triton.cli import generate_arguments
 from kog_triton.cli.command import run
 from kog_triton.cli.stats import stats
-from kog_triton.cli.stderr_log import STDERR_LOG, StderrLog
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
 from kog_triton.sampling.params import SamplingParams
 from tests import ROOT
-from tests.lib.fake_backend import install
 from tests.lib.fake_checkpoint import END, make_checkpoint
 
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
@@ -40,22 +35,6 @@ SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("fake"), temperature=0.5)
-
-
-@pytest.fixture
-def cli(folder, plugins, monkeypatch, capsys):
-    """`kog generate` on the fake backend: (exit code, stdout, stderr)."""
-    monkeypatch.syspath_prepend(str(plugins))
-    importlib.invalidate_caches()
-
-    def call(*argv, backend="fake", model=folder):
-        try:
-            code = generate.main(["--model", str(model), "--backend", backend, *argv])
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return call
 
 
 # ---- text and figures ----
@@ -297,111 +276,6 @@ def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
     assert output["outputs"][0]["token_ids"] == [*b"ab", END] and output["outputs"][0]["index"] == 0
 
 
-def test_interactive_holds_a_conversation(cli, monkeypatch):
-    lines = "say:one\n\nsay:more\n/reset\nsay:two\n" + "x" * 600 + "\nsay:three\n/exit\nsay:four\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    asked, rendered = [], LLM.chat_prompt
-
-    def noted(self, messages, **how):
-        asked.append([f"{m['role']} {m['content']}" for m in messages])
-        return rendered(self, messages, **how)
-
-    monkeypatch.setattr(LLM, "chat_prompt", noted)
-    code, out, err = cli("--interactive", "--quiet", "--system", "s")
-    one, more, two, three = (f"{word}\n[assistant]" for word in ("one", "more", "two", "three"))
-    assert code == 0 and out == "".join(f"{answer}\n" for answer in (one, more, two, three))
-    assert err.count("error:") == 1
-    assert "the text has 628 tokens and the context holds 512: shorten the text" in err
-    assert asked == [
-        ["system s", "user say:one"],
-        ["system s", "user say:one", f"assistant {one}", "user say:more"],
-        ["system s", "user say:two"],
-        ["system s", "user say:two", f"assistant {two}", f"user {'x' * 600}"],
-        ["system s", f"user {'x' * 600}"],  # without what is oldest: it does not fit either
-        ["system s", "user say:two", f"assistant {two}", "user say:three"],
-    ]
-
-
-def test_interactive_raw_continues_each_line_alone(cli, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("say:one\nsay:two\n"))
-    assert cli("--interactive", "--raw", "--quiet") == (0, "one\ntwo\n", "")
-
-
-def test_interactive_without_a_chat_template(cli, monkeypatch, tmp_path):
-    plain = make_checkpoint(tmp_path / "plain")
-    (plain / "tokenizer_config.json").unlink()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("say:one\n"))
-    code, out, err = cli("--interactive", model=plain)
-    assert (code, out) == (0, "one\n") and "every text is continued" in err
-    code, out, err = cli("--interactive", "--system", "s", model=plain)
-    assert code == 2 and "--system needs a chat template" in err
-
-
-def test_interactive_answers_are_not_broken_by_the_lines_of_a_log(cli, monkeypatch):
-    """As on a terminal, where stdout and stderr are one."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("slow logs say:one\nsay:two\n"))
-    monkeypatch.setattr(sys, "stderr", sys.stdout)
-    code, out, _ = cli("--interactive", "--raw")
-    lines = out.splitlines()
-    assert code == 0 and lines.index("one") < lines.index("two")
-    after = lines[lines.index("one") + 1 :]
-    assert after[:2] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
-
-
-@pytest.mark.parametrize("how", ["prompt", "interactive"])
-def test_a_compiler_speaks_before_the_text_that_waits_for_it(cli, monkeypatch, how):
-    """Triton's takes 11 to 48 s in a first request, which sat silent: its lines waited for the text's end."""
-    seen = []
-
-    class Terminal(io.StringIO):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def write(self, text):
-            seen.append((self.name, text))
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("compile say:one\n"))
-    monkeypatch.setattr(sys, "stdout", Terminal("stdout"))
-    monkeypatch.setattr(sys, "stderr", Terminal("stderr"))
-    flags = ["-p", "compile say:one"] if how == "prompt" else ["--interactive", "--raw"]
-    assert cli(*flags)[0] == 0
-    text = next(at for at, (stream, words) in enumerate(seen) if stream == "stdout" and words)
-    assert ("stderr", "compiling the kernel\n") in seen[:text]
-
-
-@pytest.fixture
-def spoken():
-    return logging.makeLogRecord({"msg": "compiled"})
-
-
-def test_a_line_of_a_log_waits_for_the_end_of_a_text_however_it_ends(spoken, capsys):
-    handler = StderrLog()
-    for error in (None, KeyboardInterrupt):
-        with contextlib.suppress(KeyboardInterrupt), handler.held():
-            handler.handle(spoken)
-            assert capsys.readouterr().err == ""
-            if error:
-                raise error
-        assert capsys.readouterr().err == "compiled\n"
-        handler.handle(spoken)
-        assert capsys.readouterr().err == "compiled\n"
-
-
-def test_a_log_does_not_speak_while_a_line_is_typed(spoken, capsys, monkeypatch):
-    def typed(question):
-        STDERR_LOG.handle(spoken)
-        assert (question, capsys.readouterr().err) == ("> ", "")
-        return "a line"
-
-    monkeypatch.setattr("builtins.input", typed)
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert interactive._ask() == "a line"
-    assert capsys.readouterr().err == "compiled\n"
-
-
 # ---- exit codes ----
 
 
@@ -475,104 +349,7 @@ def test_every_error_has_its_code(error, code, capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-# ---- which backend ----
-
-
-def test_auto_takes_the_first_that_can_run_and_says_why(monkeypatch, plugins):
-    monkeypatch.syspath_prepend(str(plugins))
-    assert ranked() == [
-        "cuda",
-        "triton",
-        "reference",
-    ]  # and no third party's, which is taken by name
-    choice = choose("auto")
-    for name in ranked()[: ranked().index(choice.name)]:
-        seen = look_at(name)
-        assert not seen.available and f"{name}: {seen.reason}" in choice.reason
-    assert choose("fake").backend.name == "fake"
-
-
-def test_a_backend_that_nobody_offers_is_refused_by_name(monkeypatch):
-    with pytest.raises(RequestError, match="no backend named 'hip': have auto, cuda, reference"):
-        choose("hip")
-    monkeypatch.setattr("kog_triton.backends.choose.backend_names", list)
-    with pytest.raises(DeviceError, match="no backend can run here"):
-        choose("auto")
-
-
-def test_a_backend_that_cannot_be_imported_is_reported(monkeypatch, tmp_path):
-    info = install(tmp_path) / "kog_fake-1.0.dist-info"
-    (info / "entry_points.txt").write_text("[kog_triton.backends]\nlost = no_such_module:Backend\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    seen = look_at("lost")
-    assert not seen.available and "no_such_module" in seen.reason
-
-
 # ---- the other commands ----
-
-
-def test_doctor_lists_every_backend(cli, capsys):
-    assert doctor.main([]) == 0
-    text = capsys.readouterr().out
-    assert "it has no wheels" in text and "-> fit four wheels" in text
-    assert doctor.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    backends = {b["name"]: b for b in found["backends"]}
-    assert {"cuda", "reference", "triton"} <= set(backends) and backends["fake"]["available"]
-    assert found["kog_triton"] == kog_triton.__version__ and found["packages"]["torch"]
-
-
-def test_doctor_tells_what_it_found_by_value():
-    found = {
-        "kog_triton": "1.2", "python": "3.12.1", "platform": "Linux", "packages": {"torch": "2.9", "triton": None},
-        "driver": "580.1", "gpus": [{"name": "G", "arch": "sm_90", "memory_bytes": 150_600_000_000}],
-        "backends": [
-            {"name": "cuda", "available": True, "reason": "", "advice": "do nothing"},
-            {"name": "hip", "available": False, "reason": "not here", "advice": "buy one"},
-            {"name": "odd", "available": False, "reason": "no idea", "advice": ""},
-        ],
-        "demo": {"path": "/d", "present": False},
-    }  # fmt: skip
-    assert doctor.report(found).splitlines() == [
-        "kog_triton 1.2, Python 3.12.1, Linux",
-        "torch 2.9, triton (not installed)",
-        "",
-        "GPUs",
-        "  0  G  sm_90  151 GB",
-        "  driver: 580.1",
-        "",
-        "backends",
-        "  cuda      ready",
-        "  hip       cannot run here  not here",
-        "            -> buy one",
-        "  odd       cannot run here  no idea",
-        "",
-        "demo checkpoint: missing, /d",
-    ]
-    bare = doctor.report(
-        found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
-    )
-    assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2",
-            "580.126.09",
-        ),
-        ("6.12.12\n", "6.12.12"),
-        ("of a vendor without numbers\n", "of a vendor without numbers"),
-        (None, None),
-    ],
-)
-def test_doctor_reads_the_version_of_the_driver(tmp_path, monkeypatch, text, says):
-    files = tmp_path / "nvidia", tmp_path / "amdgpu"
-    monkeypatch.setattr(doctor, "DRIVERS", files)
-    if text:
-        files[1].write_text(text)
-    assert doctor.driver() == says
 
 
 def test_kog_hands_over_to_its_commands(cli, capsys):
@@ -584,6 +361,17 @@ def test_kog_hands_over_to_its_commands(cli, capsys):
     assert json.loads(capsys.readouterr().out)["backends"]
     assert (kog.main([]), kog.main(["fly"])) == (2, 2)
     assert "no command named 'fly'" in capsys.readouterr().err
+
+
+def test_a_command_of_another_engine_leads_to_ours(capsys):
+    for word, ours in (
+        ("chat", "generate --interactive"),
+        ("quantise", "quantize"),
+        ("serv", "serve"),
+    ):
+        assert kog.main([word]) == 2
+        assert capsys.readouterr().err.endswith(f": did you mean {ours}?\n")
+    assert kog.main(["fly"]) == 2 and "did you mean" not in capsys.readouterr().err
 
 
 def test_a_command_that_is_not_installed_is_not_listed(monkeypatch):

@@ -3,40 +3,23 @@
 import importlib
 import io
 import json
-import os
 import re
 import sys
 import time
-from contextlib import suppress
 
 import jsonschema
 import pytest
 
-from kog_triton import LLM, generate
-from kog_triton.cli import activity, generate_arguments, interactive
+from kog_triton import LLM
+from kog_triton.cli import activity, foreign_flags, generate_arguments
 from kog_triton.cli.activity import activity as shown_activity
-from kog_triton.cli.history import history_file, kept_lines
 from kog_triton.cli.stderr_log import STDERR_LOG
 from tests import ROOT
+from tests.lib import gguf_cases
 from tests.lib.fake_checkpoint import make_checkpoint
+from tests.lib.text_samples import make_tokenizer
 
 SCHEMA = json.loads((ROOT / "kog_triton" / "generate.schema.json").read_text())
-
-
-@pytest.fixture
-def cli(folder, plugins, monkeypatch, capsys):
-    """`kog generate` on the fake backend: (exit code, stdout, stderr)."""
-    monkeypatch.syspath_prepend(str(plugins))
-    importlib.invalidate_caches()
-
-    def call(*argv, model=folder):
-        try:
-            code = generate.main(["--model", str(model), "--backend", "fake", *argv])
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return call
 
 
 # ---- before the weights load ----
@@ -135,6 +118,71 @@ def test_the_tokenizer_that_checked_the_prompt_is_the_model_s(cli, monkeypatch):
 
     monkeypatch.setattr(LLM, "__init__", noted)
     assert cli("-p", "say:x", "--quiet") == (0, "x", "") and loaded[0] is not None
+
+
+def test_a_gguf_file_is_looked_at_before_its_weights_load(unopened, tmp_path):
+    path, tokenizer = tmp_path / "x.gguf", make_tokenizer("byte_level")
+    gguf_cases.write(
+        path, text=gguf_cases.byte_level_text(tokenizer), vocab_size=tokenizer.get_vocab_size()
+    )
+    for flags, says in (
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "word " * 3000], "the context holds"),
+        (["-p", "x", "--chat", "--chat-template", "{% if %}"], "the chat template, line 1"),
+    ):
+        code, out, err = unopened(*flags, "--quiet", model=path)
+        assert (code in (2, 3), out) == (True, "") and says in err
+
+
+def test_a_template_of_the_callers(cli, tmp_path, monkeypatch):
+    template = tmp_path / "mine.jinja"
+    template.write_text("say:{{ messages[-1].content }}!")
+    for given in (str(template), template.read_text()):
+        code, out, _ = cli("-p", "hi", "--chat", "--chat-template", given)
+        assert (code, out) == (0, "hi!")
+    bare = make_checkpoint(tmp_path / "bare")
+    (bare / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n/exit\n"))
+    code, out, err = cli("--interactive", "--chat-template", str(template), model=bare)
+    assert code == 0 and out == "yes!\n" and "each text is answered" in err
+    code, _, err = cli("-p", "x", "--chat", "--chat-template", "gone.jinja")
+    assert code == 2 and "chat_template is 'gone.jinja': neither" in err
+
+
+# ---- flags of other engines ----
+
+LLAMA_CPP = """-m model.gguf -p x | -p x -n 8 | -p x --n-predict 8 | -p x -c 256 | -p x --ctx-size 256
+-p x -ngl 99 | -p x --repeat-penalty 1.1 | -f prompt.txt | -p x -cnv | -p x -sys brief | -p x -s 1 | -p x -t 4
+-hf org/name -p x | -p x --grammar-file x.gbnf | -p x -j {} | -p x --predict=9"""
+MLX_LM = """--prompt x --max-kv-size 256 | --prompt x --system-prompt y | --prompt x --adapter-path z
+--prompt x --chat-template-config {} | --prompt x --ignore-chat-template | --prompt x --extra-eos-token y"""
+
+
+@pytest.mark.parametrize("line", re.split(r" \| |\n", f"{LLAMA_CPP}\n{MLX_LM}"))
+def test_a_flag_of_another_engine_says_what_it_is_here(unopened, line):
+    code, out, err = unopened(*line.split())
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    words = [word.partition("=")[0] for word in line.split()]
+    flag = next((word for word in words if word in foreign_flags.INSTEAD), None)
+    if flag is None:
+        assert "-m is how many tokens to make, a model is given with --model" in err
+    else:
+        assert f"{flag} is -" in err or f"there is no {flag}: " in err
+
+
+def test_none_of_them_is_a_flag_of_ours_and_all_lead_to_one():
+    parser = generate_arguments.build_parser()
+    ours = {flag for action in parser._actions for flag in action.option_strings}
+    assert not ours & foreign_flags.INSTEAD.keys()
+    for instead in foreign_flags.INSTEAD.values():
+        assert not instead.startswith("-") or instead.split()[0].rstrip(",") in ours
+
+
+def test_a_flag_is_meant_by_its_whole_name(unopened):
+    """--chat-template once was taken for --chat-template-kwargs."""
+    for flag in ("--max-tok", "--sys", "--json-sch"):
+        code, _, err = unopened("-p", "x", flag, "1")
+        assert code == 2 and f"unrecognized arguments: {flag} 1" in err
 
 
 # ---- flags ----
@@ -255,109 +303,3 @@ def test_a_model_s_name_drives_no_terminal(cli, tmp_path):
     code, out, err = cli("-p", "say:x", model=evil)
     assert (code, out) == (0, "x") and "ev\\x1b]0;pwned\\x07il" in err
     assert all(line.isprintable() for line in err.splitlines())
-
-
-# ---- a talk ----
-
-
-def talk(cli, monkeypatch, lines, *flags):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return cli("--interactive", *flags)
-
-
-def test_a_talk_greets_and_has_commands(cli, monkeypatch):
-    lines = "/help\n/fly\nsay:one\n/set max_tokens 2\nsay:two\n/set top_p 7\n/set nothing 1\n/set top_p\n/reset\n"
-    code, out, err = talk(cli, monkeypatch, lines + "/exit\nsay:never\n")
-    assert code == 0 and out == "one\n[assistant]\ntw\n"
-    for words in (
-        "each text is answered: /help lists commands",
-        "/set NAME VALUE",
-        "error: no command /fly: /help lists them",
-        "max_tokens is 2",
-        "error: top_p is 7: it must be from 0 to 1",
-        "error: /set takes a sampling parameter",
-        "the talk begins anew",
-    ):
-        assert words in err
-    assert err.count("error: ") == 4
-
-
-def test_a_text_of_several_lines(cli, monkeypatch):
-    lines = '"""\nfirst\n\nsay:last\n"""\nsay:one\n"""\nsay:unfinished'
-    code, out, _ = talk(cli, monkeypatch, lines, "--raw", "--quiet")
-    assert (code, out) == (0, "last\none\nunfinished\n")
-
-
-def test_an_answer_is_part_of_the_talk(cli, monkeypatch):
-    prompts = []
-    real = LLM.stream
-
-    def noted(self, prompt, params):
-        prompts.append(prompt["prompt"])
-        return real(self, prompt, params)
-
-    monkeypatch.setattr(LLM, "stream", noted)
-    talk(cli, monkeypatch, "say:one\nsay:two\n", "--quiet", "-m", "3")
-    assert prompts == [
-        "[user]say:one\n[assistant]",
-        "[user]say:one\n[assistant]one\n[user]say:two\n[assistant]",
-    ]
-
-
-def test_a_full_context_forgets_what_is_oldest(cli, monkeypatch):
-    prompts = []
-    real = LLM.stream
-
-    def noted(self, prompt, params):
-        prompts.append(prompt)
-        return real(self, prompt, params)
-
-    monkeypatch.setattr(LLM, "stream", noted)
-    lines = "".join(f"{i} {'x' * 60} say:{i}\n" for i in range(8))
-    code, _, err = talk(cli, monkeypatch, lines, "--system", "be brief", "-m", "40")
-    assert code == 0 and "error" not in err
-    assert "the context is full: the oldest 2 messages are forgotten" in err
-    assert len(prompts) == 8
-    for i, prompt in enumerate(prompts):
-        assert len(prompt["prompt_token_ids"]) + 40 <= 512
-        assert prompt["prompt"].startswith("[system]be brief\n[user]")
-        assert prompt["prompt"].endswith(f"say:{i}\n[assistant]")
-    assert "[user]0 x" in prompts[3]["prompt"] and "[user]0 x" not in prompts[7]["prompt"]
-    assert "[user]6 x" in prompts[7]["prompt"]
-
-
-def test_ctrl_c_at_the_prompt_drops_the_line_and_keeps_the_talk(monkeypatch, capsys):
-    typed = iter([KeyboardInterrupt, '"""', "half", KeyboardInterrupt, "whole"])
-
-    def line(question):
-        said = next(typed)
-        if said is KeyboardInterrupt:
-            raise said
-        return said
-
-    monkeypatch.setattr("builtins.input", line)
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert interactive._ask() == "whole" and capsys.readouterr().out == "\n\n"
-
-
-def test_what_was_typed_is_kept_for_the_user_alone(monkeypatch, tmp_path):
-    readline = pytest.importorskip("readline")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    readline.clear_history()
-    with suppress(KeyboardInterrupt), kept_lines():
-        readline.add_history("say:one")
-        raise KeyboardInterrupt
-    assert history_file().read_text().strip() == "say:one"
-    assert history_file().stat().st_mode & 0o77 == 0
-    readline.clear_history()
-    with kept_lines():
-        assert readline.get_history_item(1) == "say:one"
-    readline.clear_history()
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError))
-    assert history_file() is None and os.path.exists(tmp_path)
-    with kept_lines():
-        pass
