@@ -32,11 +32,11 @@ def roomy(folder):
     return folder
 
 
-def raw_stream(server: Served, body):
+def raw_stream(server: Served, body, path="/v1/chat/completions"):
     """[(arrival in ns, event)] of a stream, read as it comes and parsed afterwards."""
     data = json.dumps(body | {"stream": True}).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
     pieces = []
