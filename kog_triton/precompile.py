@@ -2,8 +2,7 @@
 
 Importing torch takes seconds, and so does compiling: side by side they take the longer of the two. Nothing is
 decided or refused here. What is wrong is said where the model and its backend are opened, and what was not begun is
-compiled there. A process does not end before its compiler does, not even by an error or Ctrl-C: what is known to be
-refused is not begun.
+compiled there. What is known to be refused is not begun; a compiler ends with the process that began it.
 """
 
 import logging

@@ -5,7 +5,6 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +16,15 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource, refu
 from kog_triton.backends.compile_log import waited_for
 from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
+from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.jit import ARCHS, HOPPER, compile_cubin, compiler_name
+from kog_triton.backends.cuda.jit import (
+    ARCHS,
+    HOPPER,
+    begin_cubin,
+    compile_cubin,
+    compiler_name,
+)
 from kog_triton.backends.cuda.launcher import (
     UNLIMITED,
     CudaLauncher,
@@ -65,6 +71,7 @@ class CudaBackend:
     rank = 1
     num_devices = 1
     column_counts = COUNTS  # of the kernels that serve several requests together
+    columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
     _blank: torch.Tensor | None = None  # zeros
 
@@ -120,22 +127,27 @@ class CudaBackend:
         check_memory(plan_of(self.layout, options.num_slots), self.device)
         compile_columns = partial(self._compile, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
-        # Weights are read and packed while the compiler works; behind it the kernel is found kept. One
-        # kernel after the other: beside that of chunks, NVRTC took 8.0 s for Laneformer-2B's instead of 5.1 (two
-        # CPU cores; in processes of their own, 4.9).
-        compiler = ThreadPoolExecutor(1, "kog-compiler")
+        # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
+        # kept. A request waits for the first alone.
+        beside = Background(most=3)
         try:
-            compiled = compiler.submit(self._compile, "decode.cu", self.layout)
+            compiled = beside.submit(self._compile, "decode.cu", self.layout)
             if wants_library(options, self.device):
-                self._products_compiled = compiler.submit(self._compile_products)
+                self._products_compiled = beside.submit(self._compile_products)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
                 0 if options.prefill in ("library", "decode") else self.chunk_positions,
-                compiler,
+                beside,
                 compile_columns,
                 load_columns,
             )
+            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
+            self.columns = Columns(
+                lowering, self.max_context, counts, compile_columns, load_columns
+            )
+            if self.columns_ahead:
+                self.columns.begin()
             with self._entry.on_stream():
                 self.memory = allocate(self.layout, weights, options.num_slots, self.device)
                 matrices = partial(self._open_matrices, lowering)
@@ -147,16 +159,10 @@ class CudaBackend:
                     self.memory.embed[:, : self.spec.hidden_size],
                     matrices,
                 )
-            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
-            self.columns = Columns(
-                lowering, self.max_context, counts, compile_columns, load_columns
-            )
             compiled.result()
         except BaseException:
-            compiler.shutdown(wait=False, cancel_futures=True)
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
-        compiler.shutdown(wait=False)  # what it has begun and been given it still does
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
 
     def _open_device(self) -> tuple[torch.device, Gpu]:
@@ -171,6 +177,8 @@ class CudaBackend:
         return self._kernels[-1]
 
     def _compile_products(self) -> None:
+        for kernel in KERNELS:
+            begin_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
         for kernel in KERNELS:
             compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
 

@@ -3,13 +3,13 @@
 A chunk reads the weights once for all its positions, and leaves the keys and values that a token at a time
 leaves, bit for bit. The launch ends with the prompt's first token; the kernel of one token goes on. A model whose
 activations of eight positions outgrow shared memory gets chunks of fewer. What cannot take part is refused by name:
-its prompts go a token at a time, on that kernel alone; so do prompts that come before the compiler is done, which
-takes longer than all else that a first start needs.
+its prompts go a token at a time, on that kernel alone; so do prompts that come before the compiler is done.
 """
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,6 @@ from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
 log = logging.getLogger(__name__)
-compilers = logging.getLogger("kog_triton.compilers")
 POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
@@ -42,12 +41,17 @@ CHUNKED_LANES = Crossover(8, 24)
 MOST_CHUNKS = 32
 
 
+class Submits(Protocol):
+    """Begins work beside the caller; compilers.Background is one, every executor another."""
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any) -> Future[Any]: ...
+
+
 class Chunks:
-    """The kernel of one model's prompts. No request waits for its compiler; only the end of the process does,
-    and keeps the kernel for the next one.
+    """The kernel of one model's prompts. No request waits for its compiler.
 
     positions  of a step at most; 0 for no such kernel
-    compiler   where it is compiled, behind what that has to do already
+    compiler   where it is compiled
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run; by the thread that launches, or that settles while nothing runs
     kernel     None until it is compiled and then asked for, and where there is none
@@ -61,7 +65,7 @@ class Chunks:
         lowering: CudaLowering,
         max_context: int,
         positions: int,
-        compiler: Executor,
+        compiler: Submits,
         compile: Callable[[Layout], object],
         load: Callable[[Layout], Kernel],
     ) -> None:
@@ -101,8 +105,6 @@ class Chunks:
 
     def close(self) -> None:
         """Let go of the kernel; one that is still compiled is not waited for."""
-        if self._compiled is not None and not self._compiled.done():
-            compilers.info("the kernel of prompts is still being compiled, for the next start")
         self.kernel = self._layout = self._compiled = None
 
     @property

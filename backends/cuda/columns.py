@@ -44,7 +44,7 @@ def make_kernel(layout: Layout, kernel: Kernel, device: torch.device) -> ColumnK
 
 
 class Columns:
-    """The kernels of several columns of one model: compiled in a thread of their own when they are first
+    """The kernels of several columns of one model: compiled beside what runs, when `begin` is called or they are first
     wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, or one cannot
     be loaded, the log says so and they go on taking turns.
 
@@ -88,10 +88,18 @@ class Columns:
             return False
         count = self._count(requests)
         if count not in self._threads:
-            # No daemon: inside the compiler it must not outlive Python, though nobody calls close().
-            self._threads[count] = threading.Thread(target=self._run, args=(count,))
-            self._threads[count].start()
+            self._begin(count)
         return not self._threads[count].is_alive() and count not in self._failed
+
+    def begin(self) -> None:
+        """Begin to compile all of them."""
+        for count in self._layouts:
+            if count not in self._threads:
+                self._begin(count)
+
+    def _begin(self, count: int) -> None:
+        self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
+        self._threads[count].start()
 
     def take(self, requests: int, device: torch.device) -> ColumnKernel | None:
         """The kernel of the fewest columns that hold so many requests, which is `ready`; None if it cannot be
@@ -116,7 +124,6 @@ class Columns:
             thread.join()
 
     def close(self) -> None:
-        self.settle()
         self._kernels.clear()
 
     def memory_bytes(self) -> int:

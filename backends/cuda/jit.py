@@ -1,7 +1,8 @@
 """Source text to a cubin: compiled once by NVRTC (cupy) or nvcc, kept by content (kernel_cache.py).
 
 The key is a hash of the text, of every header it may include, of the flags and of the compiler. A cubin that was begun
-before is waited for. The log `kog_triton.compilers` tells when a compiler starts and how long it took.
+before is waited for. The log `kog_triton.compilers` tells when a compiler starts, how long it took and how many are
+still to come.
 """
 
 import hashlib
@@ -9,12 +10,15 @@ import logging
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from kog_triton.backends.cuda import kernel_cache
+from kog_triton.backends.cuda.compile_child import die_with_parent
+from kog_triton.backends.cuda.compilers import PROCESSES, compile_apart
 from kog_triton.errors import DeviceError
 
 log = logging.getLogger("kog_triton.compilers")
@@ -24,9 +28,8 @@ FLAGS = ("-std=c++20", "-lineinfo")
 # What kernels are compiled for. "auto" takes them on Hopper alone, since they have run nowhere else.
 HOPPER = "sm_90a"
 ARCHS = (HOPPER, "sm_100a", "sm_120a")
-_begun: dict[
-    str, Future[bytes]
-] = {}  # by key, until somebody asks for what they will have compiled
+_lock = threading.Lock()
+_begun: dict[str, Future[bytes]] = {}  # by key, until somebody asks for it
 
 
 def compiler_name() -> str:
@@ -45,16 +48,9 @@ def compiler_name() -> str:
 
 
 def begin_cubin(header: str, source: str = "decode.cu", arch: str = HOPPER) -> None:
-    """Compile in a thread what `compile_cubin` will be asked for, unless it is kept; DeviceError if there is
-    no compiler. What that says goes to who asks. Called by the main thread; no process ends before it is done."""
-    text, compiler, key = _named(header, source, arch)
-    begun = _begun.get(key)
-    # In this order: one that ends in between has left its cubin.
-    if (begun is not None and not begun.done()) or kernel_cache.load(key) is not None:
-        return
-    thread = ThreadPoolExecutor(1, "kog-compiler")
-    _begun[key] = thread.submit(_compile, text, source, arch, compiler, key)
-    thread.shutdown(wait=False)  # it still does this, and Python waits for it as it ends
+    """Begin to compile what `compile_cubin` will be asked for, in a process of its own, unless it is kept; DeviceError
+    if there is no compiler. What that says goes to who asks."""
+    _begin(*_named(header, source, arch))
 
 
 def compile_cubin(
@@ -62,32 +58,56 @@ def compile_cubin(
 ) -> bytes:
     """A source of this folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""
-    text, compiler, key = _named(header, source, arch, compiler)
-    begun = _begun.get(key)
-    if begun is not None:
-        try:
-            return begun.result()
-        finally:
-            if begun.done():  # it is not where Ctrl-C ended the wait
-                _begun.pop(key, None)
-    kept = kernel_cache.load(key)
-    return _compile(text, source, arch, compiler, key) if kept is None else kept
+    named = _named(header, source, arch, compiler)
+    future = _begin(*named)
+    if future is None:
+        kept = kernel_cache.load(named[-1])
+        if kept is not None:
+            return kept
+        future = _begin(*named)  # damaged, or removed between the two
+        assert future is not None
+    try:
+        return future.result()
+    finally:
+        if future.done():  # it is not where Ctrl-C ended the wait
+            _begun.pop(named[-1], None)
 
 
-def _named(header: str, source: str, arch: str, compiler: str = "") -> tuple[str, str, str]:
-    """The text, its compiler, and the key under which what that makes of it is kept."""
+def _begin(text: str, source: str, arch: str, compiler: str, key: str) -> Future[bytes] | None:
+    """The cubin on its way; None if it is kept."""
+    with _lock:
+        begun = _begun.get(key)
+        if begun is not None and not (begun.done() and begun.exception()):
+            return begun
+        if kernel_cache.load(key) is not None:
+            return None
+        _begun[key] = PROCESSES.submit(_compile, text, source, arch, compiler, key)
+        return _begun[key]
+
+
+def _named(
+    header: str, source: str, arch: str, compiler: str = ""
+) -> tuple[str, str, str, str, str]:
+    """The text, its source, its GPU, its compiler, and the key under which what that makes of it is kept."""
     compiler = compiler or compiler_name()
     text = header + (FOLDER / source).read_text()
-    return text, compiler, _key(text, arch, compiler)
+    return text, source, arch, compiler, _key(text, arch, compiler)
 
 
 def _compile(text: str, source: str, arch: str, compiler: str, key: str) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
-    cubin = (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source, arch)
-    log.info("compiled %s in %.1f s", source, time.perf_counter() - begun)
+    cubin = compile_apart(text, source, arch, compiler)
+    left = sum(not future.done() for future in [*_begun.values()]) - 1
+    more = f", {left} more to come" if left > 0 else ""
+    log.info("compiled %s in %.1f s%s", source, time.perf_counter() - begun, more)
     kernel_cache.keep(key, cubin)
     return cubin
+
+
+def translate(text: str, source: str, arch: str, compiler: str) -> bytes:
+    """A text's cubin, in this process. DeviceError with the compiler's words if it refuses."""
+    return (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source, arch)
 
 
 def flags_for(arch: str) -> tuple[str, ...]:
@@ -128,7 +148,8 @@ def _by_nvcc(text: str, source: str, arch: str) -> bytes:
         path, cubin = Path(folder, source), Path(folder, "cubin")
         path.write_text(text)
         command = ["nvcc", "-cubin", *flags_for(arch), str(path), "-o", str(cubin)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        # Its own children, which write into that folder alone, may take seconds more.
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
         if done.returncode:
             raise DeviceError(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")
         return cubin.read_bytes()

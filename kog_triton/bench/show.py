@@ -134,7 +134,8 @@ def startup_table(record: dict[str, Any]) -> Table:
     table = plain_table(["", "round", *(phase.removesuffix("_s") + " s" for phase in PHASES)])
     for row in record["rows"]:
         for index in range(record["test"]["rounds"]):
-            seconds = (f"{row['startup'][phase][index]:.2f}" for phase in PHASES)
+            timed = row["startup"]  # records of before 2026-11-23 have not all phases
+            seconds = (f"{timed[phase][index]:.2f}" if phase in timed else "" for phase in PHASES)
             table.add_row(row["name"], str(index + 1), *seconds)
     return table
 

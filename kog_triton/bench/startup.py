@@ -4,6 +4,8 @@
     load      weights are read or made, packed, the backend is open
     first     the first token of the first request: compiles whatever was not compiled before
     second    the first token of the next request
+    total     from nothing to the first token
+    compiled  from nothing to all that the model needs for one and for eight requests, prompts included
 
 The first round compiles: its compilers find nothing kept. The later ones find what it has kept. Files of the
 model may lie in the page cache of either.
@@ -25,7 +27,7 @@ from kog_triton.bench.record import make_row
 from kog_triton.bench.task import Say
 from kog_triton.errors import RunError
 
-PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s")
+PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s", "compiled_s")
 TIMEOUT_S = 900
 # Where our cubins and Triton's kernels are kept; what NVRTC keeps itself (CUDA 12.9 on) is left aside.
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")

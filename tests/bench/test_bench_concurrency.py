@@ -179,6 +179,11 @@ def test_the_tables_show_each_figure_in_its_column():
     assert list(shown.values()) == [
         [f"{1.25 * n:.2f}", f"{2.5 * n:.2f}"] for n in range(1, len(PHASES) + 1)
     ]
+    del starts["compiled_s"]  # as in records of before it was timed
+    older = cells(
+        startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]})
+    )
+    assert older["compiled s"] == ["", ""] and older["total s"] == shown["total s"]
 
 
 def test_the_subcommand_on_the_demo(tmp_path, capsys):

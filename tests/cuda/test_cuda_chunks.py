@@ -369,15 +369,15 @@ class OrderBackend(ChunkBackend):
     def _compile(self, source, layout):
         what = "chunks" if layout.chunk else "decode"
         self.order.append(what)
-        time.sleep(0 if layout.chunk else 0.2)
+        time.sleep(0.2)  # in which the other begins
         super()._compile(source, layout)
         self.order.append(what)
 
 
-def test_the_kernel_of_prompts_is_compiled_behind_the_one_that_a_start_waits_for(spec):
+def test_the_kernel_of_prompts_is_compiled_beside_the_one_that_a_start_waits_for(spec):
     backend = make(OrderBackend, spec, 1)
     backend.settle()
-    assert backend.order == ["decode", "decode", "chunks", "chunks"]
+    assert backend.order[:2] == ["decode", "chunks"] and len(backend.order) == 4
 
 
 class FullBackend(ChunkBackend):

@@ -170,10 +170,9 @@ def test_nvrtc_calls_a_program_by_its_source(monkeypatch, tmp_path, source):
 
     nvrtc = Nvrtc()
     monkeypatch.setattr(jit, "_nvrtc", lambda: nvrtc)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.compile_cubin("// a\n", source) == source.encode()
+    assert jit.translate("// a\n", source, jit.HOPPER, "nvrtc 13.0") == source.encode()
     with pytest.raises(DeviceError, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
-        jit.compile_cubin("// REFUSED\n", source)
+        jit.translate("// REFUSED\n", source, jit.HOPPER, "nvrtc 13.0")
 
 
 # ---- a cache that does not do its work ----

@@ -1,0 +1,81 @@
+"""Compilers beside this process: each compiles one kernel in a process of its own (compile_child.py), as many at a time
+as there are cores, in the order in which they were asked for. None of them outlives this process."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import kog_triton
+from kog_triton.backends.cuda.compile_child import REFUSED
+from kog_triton.errors import DeviceError
+
+CHILD = "kog_triton.backends.cuda.compile_child"
+
+
+class Background:
+    """Runs what it is given in threads that do not keep the process, at most `most` at a time, first come, first
+    served."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._running = most, 0
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append((future, lambda: work(*arguments)))
+            if self._running < self._most:
+                self._running += 1
+                threading.Thread(target=self._work, name="kog-compiler", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                future, work = self._waiting.popleft()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del (
+                future,
+                work,
+            )  # or the last one's, and all that it holds, would wait here for the next
+
+
+PROCESSES = Background(len(os.sched_getaffinity(0)))
+
+
+def compile_apart(text: str, source: str, arch: str, compiler: str) -> bytes:
+    """A source's cubin, by a process of its own. DeviceError with the compiler's words if it refuses, or if the process
+    ends otherwise.
+
+    The kernel kills that process with the thread that calls this.
+    """
+    job = {"source": source, "arch": arch, "compiler": compiler, "parent": os.getpid()}
+    place = str(Path(kog_triton.__file__).resolve().parents[1])
+    paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", CHILD],
+        input=json.dumps(job).encode() + b"\n" + text.encode(),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # the terminal's Ctrl-C is for this process alone
+    )
+    if done.returncode == 0:
+        return done.stdout
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode == REFUSED:
+        raise DeviceError(said)
+    raise DeviceError(f"the compiler of {source} ended with {done.returncode}: {said[-500:]}")
