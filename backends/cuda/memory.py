@@ -26,7 +26,7 @@ from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import first_ring_slots, pack_blocks
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import Epilogue, Stage
+from kog_triton.schedule.schedule import Epilogue, Scope, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 
 Tensor = torch.Tensor
@@ -192,19 +192,21 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}
 
 
-def pack_arena(lo: CudaLowering, get: Load, embed: Tensor) -> Tensor:
-    """The rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order."""
+def pack_arena(lo: CudaLowering, get: Load, embed: Tensor, rank: int = 0) -> Tensor:
+    """A rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order."""
     schedule, dtype = lo.schedule, embed.dtype
     values = lo.ring_slot_bytes // 2
-    arena = embed.new_zeros((lo.stream_ring_slots(), lo.num_blocks, values), dtype=torch.int16)
-    first = first_ring_slots(lo)
+    arena = embed.new_zeros((lo.stream_ring_slots(rank), lo.num_blocks, values), dtype=torch.int16)
+    first = first_ring_slots(lo, rank)
     for segment in schedule.segments:
         for layer in range(segment.repeat):
             for stage in segment.stages:
                 if stage.name not in lo.tilings:
                     continue
                 w = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
-                _place(arena, first[stage.name, layer], lo, stage, layer, w)
+                if stage.scope is Scope.ALL:  # the head: the rank's part of the vocabulary
+                    w = w[:, slice(*schedule.head_rows(rank))]
+                _place(arena, first[stage.name, layer], lo, stage, layer, rank, w)
     return arena.view(-1).view(torch.uint8)
 
 
@@ -218,17 +220,23 @@ def _matrix(lo: CudaLowering, stage: Stage, layer: int, get: Load, embed: Tensor
 
 
 def _place(
-    arena: Tensor, first: np.ndarray, lo: CudaLowering, stage: Stage, layer: int, w: Tensor
+    arena: Tensor,
+    first: np.ndarray,
+    lo: CudaLowering,
+    stage: Stage,
+    layer: int,
+    rank: int,
+    w: Tensor,
 ) -> None:
-    """Pack one stage for all blocks and write it to the chunks of each block's stream from `first` on."""
+    """Pack one stage for all blocks of a rank and write it to the chunks of each block's stream from `first` on."""
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.group_index(stage, block)))
-        by_kind.setdefault((lo.shard(stage, block, 0), units), []).append(block)
+        units = len(lo.block_units(stage, layer, lo.group_index(stage, block), rank))
+        by_kind.setdefault((lo.shard(stage, block, rank), units), []).append(block)
     for (shard, units), blocks in by_kind.items():
         if not units:
             continue
-        packed = pack_blocks(lo, stage, layer, blocks, 0, w[shard])
+        packed = pack_blocks(lo, stage, layer, blocks, rank, w[shard])
         slots = packed.shape[1]
         at = first[blocks][:, None] + np.arange(slots)
         index = (

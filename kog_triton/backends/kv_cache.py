@@ -7,16 +7,17 @@ time is held twice.
 import torch
 
 from kog_triton.errors import RequestError
-from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.schedule import Schedule
 
 Tensor = torch.Tensor
 
 
 class KVCache:
     def __init__(
-        self, spec: ModelSpec, shards: int, num_slots: int, limit: int, device: torch.device
+        self, schedule: Schedule, num_slots: int, limit: int, device: torch.device
     ) -> None:
-        self._shape = (shards, spec.num_kv_heads // shards, spec.head_dim)
+        spec = schedule.spec
+        self._shape = (schedule.num_shards, schedule.shard_kv_heads, spec.head_dim)
         self._slots, self._limit, self._device = num_slots, limit, device
         self._num_layers = spec.num_layers
         self._size = 0

@@ -117,7 +117,7 @@ class ReferenceBackend:
         }
 
     def _new_kv(self, num_slots: int, limit: int) -> KVCache:
-        return KVCache(self.spec, self.schedule.num_shards, num_slots, limit, self.device)
+        return KVCache(self.schedule, num_slots, limit, self.device)
 
     def close(self) -> None:
         self._weights.clear()
@@ -246,8 +246,7 @@ class ReferenceBackend:
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, T, H, d], k and v [S, T, K, d], before norm and rotation."""
         y = qkv.unflatten(-1, (-1, self.spec.head_dim))
-        shards = self.schedule.num_shards
-        heads, kv = self.spec.num_heads // shards, self.spec.num_kv_heads // shards
+        heads, kv = self.schedule.shard_heads, self.schedule.shard_kv_heads
         return y[:, :, :heads], y[:, :, heads : heads + kv], y[:, :, heads + kv :]
 
     def rotate(self, layer: int, x: Tensor, norm: str, start: int) -> Tensor:

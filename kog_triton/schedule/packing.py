@@ -38,8 +38,8 @@ def pack_blocks(
     return out.reshape(count, slots, lowering.fragments, WARPS, high, wide)
 
 
-def first_ring_slots(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray]:
-    """Of every matrix stage and layer, the ring slot at which each block begins it: int64 [num_blocks]."""
+def first_ring_slots(lowering: CudaLowering, rank: int = 0) -> dict[tuple[str, int], np.ndarray]:
+    """Of every matrix stage and layer, the ring slot at which the rank's blocks begin it: int64 [num_blocks]."""
     out = {}
     at: np.ndarray = np.zeros(lowering.num_blocks, np.int64)
     for segment in lowering.schedule.segments:
@@ -49,7 +49,9 @@ def first_ring_slots(lowering: CudaLowering) -> dict[tuple[str, int], np.ndarray
                     continue
                 out[stage.name, layer] = at
                 indices = (lowering.group_index(stage, b) for b in range(lowering.num_blocks))
-                at = at + [lowering.stage_ring_slots(stage, layer, index) for index in indices]
+                at = at + [
+                    lowering.stage_ring_slots(stage, layer, index, rank) for index in indices
+                ]
     return out
 
 

@@ -4,7 +4,8 @@ The layers of a model are cut into *shards*. A shard of a layer is computed by o
 exchanges its activations only within itself; what the shards owe each other is a module's output, and
 `Reduce` says when it is paid. A plain model on G GPUs has G shards, one a rank, reduced NOW: ordinary
 tensor parallelism. A Laneformer has one shard a lane, several on a rank if there are fewer GPUs than
-lanes, reduced late or never. With one GPU a plain model is the one-shard case.
+lanes, reduced late or never. With one GPU a plain model is the one-shard case. Where there are fewer KV heads than
+shards, each is held by several; where the FFN's outputs do not divide, the last shard's are padded with zeros.
 
     segment   repeat   stages
     head      1        embed
@@ -15,11 +16,14 @@ What a stage means is defined once, in backends/reference.py. Sizes of a stage a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
+
+MOST_GPUS = 8  # of a machine whose GPUs reach each other's memory
+FFN_UNIT = 8  # a padded shard has a multiple of it: rows of a fragment, whole words
 
 
 class Op(IntEnum):
@@ -122,6 +126,28 @@ class Schedule:
         """Those that every layer runs, in order."""
         return next(s.stages for s in self.segments if s.name == "layers")
 
+    @property
+    def shard_heads(self) -> int:
+        return self.spec.num_heads // self.num_shards
+
+    @property
+    def shard_kv_heads(self) -> int:
+        """KV heads of one shard, which other shards may hold too."""
+        return max(1, self.spec.num_kv_heads // self.num_shards)
+
+    @property
+    def kv_copies(self) -> int:
+        """Shards that hold a KV head."""
+        return self.shard_kv_heads * self.num_shards // self.spec.num_kv_heads
+
+    @property
+    def shard_ffn(self) -> int:
+        """Outputs of gate and up of one shard, those that pad the last one included."""
+        total, shards = self.spec.intermediate_size, self.num_shards
+        if shards == self.spec.num_lanes or total % (2 * shards) == 0:  # two outputs are a word
+            return total // shards
+        return -(-total // (shards * FFN_UNIT)) * FFN_UNIT
+
     def rank_of(self, shard: int) -> int:
         return shard // self.shards_per_rank
 
@@ -136,6 +162,12 @@ class Schedule:
         return rank * v // n, (rank + 1) * v // n
 
 
+def _heads_divide(spec: ModelSpec, shards: int) -> bool:
+    """Whether each shard gets as many heads, of as many whole KV heads, which several may share."""
+    heads, kv = spec.num_heads, spec.num_kv_heads
+    return heads % shards == 0 and (kv % shards == 0 or shards % kv == 0)
+
+
 def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     """List the stages of one decode step. ModelError if the model cannot be cut so."""
     lanes = spec.num_lanes
@@ -145,14 +177,15 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
         fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs: choose one of {fit}")
     shards = lanes if lanes > 1 else num_ranks
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        if getattr(spec, name) % shards:
-            raise ModelError(
-                f"{name} {getattr(spec, name)} does not divide over {shards} GPUs: choose fewer"
-            )
-    d, hidden = spec.head_dim, spec.hidden_size
-    q, kv = spec.num_heads // shards * d, spec.num_kv_heads // shards * d
-    ffn = spec.intermediate_size // shards
+    if shards > 1 and not _heads_divide(spec, shards):
+        fit = ", ".join(str(n) for n in range(1, MOST_GPUS + 1) if _heads_divide(spec, n))
+        raise ModelError(
+            f"{spec.num_heads} heads with {spec.num_kv_heads} KV heads do not divide over {shards} GPUs: "
+            f"choose one of {fit}"
+        )
+    plan = Schedule(spec, num_ranks, shards, ())
+    d, hidden, ffn = spec.head_dim, spec.hidden_size, plan.shard_ffn
+    q, kv = plan.shard_heads * d, plan.shard_kv_heads * d
 
     def matvec(name: str, rows: int, cols: int, source: str, target: str, **kw: object) -> Stage:
         kw = {"scope": Scope.SHARD, "dtype": spec.dtype} | kw
@@ -244,4 +277,4 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
         Segment("layers", spec.num_layers, layer),
         Segment("tail", 1, ((mix,) if mixes else ()) + (lm_head, sample)),
     )
-    return Schedule(spec, num_ranks, shards, segments)
+    return replace(plan, segments=segments)

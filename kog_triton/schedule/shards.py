@@ -11,8 +11,9 @@ from kog_triton.schedule.schedule import Axis, Op, Schedule, Stage
 def shard_matrix(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     """A canonical matrix [lanes, rows, cols] (lm_head and embed: [rows, cols]) as [shards, rows, cols].
 
-    A Laneformer's lanes are its shards; a plain model's tensor is cut along `stage.cut`. The head is not
-    cut here: `Schedule.head_rows` says which rows a rank scores.
+    A Laneformer's lanes are its shards; a plain model's tensor is cut along `stage.cut`, a KV head given to all
+    shards that share it, and the last shard padded with zeros. The head is not cut here: `Schedule.head_rows`
+    says which rows a rank scores.
     """
     if tensor.ndim == 2:
         return tensor[None]
@@ -21,8 +22,10 @@ def shard_matrix(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     if lanes == shards:
         return tensor
     if stage.cut is Axis.ROWS:
-        return tensor.reshape(shards, rows // shards, cols)
-    return tensor.reshape(rows, shards, cols // shards).swapaxes(0, 1)
+        tensor = _spread(schedule, stage, tensor)
+        return tensor.reshape(shards, tensor.shape[1] // shards, cols)
+    tensor = _spread(schedule, stage, tensor.swapaxes(1, 2)).swapaxes(1, 2)
+    return tensor.reshape(rows, shards, tensor.shape[2] // shards).swapaxes(0, 1)
 
 
 def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
@@ -36,11 +39,32 @@ def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     if lanes == shards:
         return tensor
     if stage.cut is Axis.ROWS:
-        return tensor.reshape(shards, rows // shards)
+        tensor = _spread(schedule, stage, tensor)
+        return tensor.reshape(shards, tensor.shape[1] // shards)
     out = (
         tensor.reshape(1, rows).repeat(shards, 0) if _is_numpy(tensor) else tensor.repeat(shards, 1)
     )
     out[1:] = 0
+    return out
+
+
+def _spread(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
+    """[1, n, ...] with as much of the second axis for each shard: KV heads as often as they are held, zeros behind an
+    FFN's outputs. A view where nothing is to be added."""
+    spec, count = schedule.spec, tensor.shape[1]
+    if (
+        stage.name == "qkv_proj"
+        and count < schedule.shard_heads * schedule.num_shards * spec.head_dim
+    ):
+        if schedule.kv_copies == 1:
+            return tensor
+        heads = [head for head in range(spec.num_kv_heads) for _ in range(schedule.kv_copies)]
+        return tensor[:, [head * spec.head_dim + i for head in heads for i in range(spec.head_dim)]]
+    wanted = schedule.shard_ffn * schedule.num_shards
+    if stage.name not in ("gate_up_proj", "down_proj") or count == wanted:
+        return tensor
+    out = tensor[:, [min(i, count - 1) for i in range(wanted)]]
+    out[:, count:] = 0
     return out
 
 

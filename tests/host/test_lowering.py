@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.memory import HALF, pack_arena
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Reduce
@@ -40,6 +41,17 @@ def test_walker_reproduces_every_stage(name, exact):
             )
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_packs_what_the_walker_reads(name):
+    """Each rank's arena, byte by byte."""
+    spec, ranks = MODELS[name]
+    walker, source = walker_of(spec, ranks, exact=True)
+    embed = source.load("embed").to(HALF[spec.dtype])
+    for rank in range(ranks):
+        packed = pack_arena(walker.lo, source.load, embed, rank).numpy()
+        assert np.array_equal(packed, walker.streams[rank, 0].arena), f"rank {rank}"
+
+
 def compare_stages(reference, trace, token, kv, tolerance=1e-4):
     """Each stage starts from what the walker's last one left, so that an error is charged to its stage."""
     spec, shards = reference.spec, reference.schedule.num_shards
@@ -60,7 +72,7 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
         qkv = reference.run_stage("qkv_proj", layer, {"x": x})
         same(seen["qkv"], torch.cat([qkv[n] for n in "qkv"], 2), f"qkv of layer {layer}")
         q, k, v = reference.split_heads(tensor("qkv"))
-        empty = torch.zeros(shards, spec.num_kv_heads // shards, 0, spec.head_dim)
+        empty = torch.zeros(shards, reference.schedule.shard_kv_heads, 0, spec.head_dim)
         keys, values = kv[layer] or (empty, empty)
         out = reference.run_stage(
             "attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values}

@@ -197,5 +197,5 @@ def test_lowering_that_does_not_fit_is_refused():
         check_lowering(replace(lowering, gpu=small))
     with pytest.raises(ModelError, match="float32"):
         lower(build(spec_of(dtype=DType.F32)), H200)
-    with pytest.raises(ModelError, match="does not divide"):
+    with pytest.raises(ModelError, match="do not divide"):
         build(spec_of(), 4)

@@ -60,6 +60,20 @@ def test_tensor_parallelism_cuts_heads_and_columns():
     assert [s.head_rows(rank) for rank in range(2)] == [(0, 50), (50, 101)]
 
 
+def test_kv_heads_are_held_by_several_ranks():
+    s = build(spec_of(num_heads=8, num_kv_heads=2), 8)
+    assert (s.shard_heads, s.shard_kv_heads, s.kv_copies) == (1, 1, 4)
+    assert (s.stage("qkv_proj").rows, s.stage("o_proj").cols) == (3 * 16, 16)
+    one = build(spec_of(num_heads=8, num_kv_heads=2), 2)
+    assert (one.shard_heads, one.shard_kv_heads, one.kv_copies) == (4, 1, 1)
+
+
+def test_an_ffn_that_does_not_divide_is_padded():
+    s = build(spec_of(num_heads=4, num_kv_heads=4, intermediate_size=90), 4)
+    assert (s.stage("gate_up_proj").rows, s.stage("down_proj").cols) == (48, 24)
+    assert build(spec_of(), 2).stage("down_proj").cols == 44  # what divides is left as it is
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_lanes_stay_lanes_on_any_number_of_gpus(ranks):
     s = build(lanes_of(LATE, delay=2), ranks)
@@ -96,8 +110,8 @@ def test_tied_models_score_with_the_embedding():
     ("spec", "ranks", "says"),
     [
         (spec_of(), 0, "cannot run on 0 GPUs"),
-        (spec_of(), 3, "num_kv_heads 2 does not divide over 3 GPUs"),
-        (spec_of(num_heads=4, num_kv_heads=4, intermediate_size=90), 4, "intermediate_size 90"),
+        (spec_of(), 3, "6 heads with 2 KV heads do not divide over 3 GPUs: choose one of 1, 2, 6"),
+        (spec_of(num_heads=15, num_kv_heads=5), 2, "choose one of 1, 5"),
         (lanes_of(LATE, delay=2), 3, "4 lanes do not divide over 3 GPUs"),
         (lanes_of(LATE, delay=2), 8, "4 lanes do not divide over 8 GPUs"),
     ],

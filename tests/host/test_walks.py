@@ -24,7 +24,19 @@ def test_block_by_block_equals_stage_by_stage(name):
 
 
 @pytest.mark.parametrize("walk", ["stage", "block"])
-@pytest.mark.parametrize(("name", "ranks"), [("biases", 2), ("plain on 4", 2), ("plain on 4", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("biases", 2),
+        ("plain on 4", 2),
+        ("plain on 4", 4),
+        ("KV heads on 4", 2),
+        ("KV heads on 4", 4),
+        ("KV heads on 4", 8),
+        ("one KV head on 8", 8),
+        ("FFN padded on 4", 4),
+    ],
+)
 def test_tensor_parallelism_is_the_same_function(name, ranks, walk):
     spec, _ = MODELS[name]
     weights = ArrayWeights(spec, seed=2)

@@ -84,6 +84,13 @@ MODELS = {
     "biases": (spec_of(qkv_bias=True, o_bias=True, mlp_bias=True), 2),
     "plain on 2": (spec_of(hidden_size=72), 2),
     "plain on 4": (spec_of(num_heads=12, num_kv_heads=4), 4),
+    "KV heads on 4": (spec_of(num_heads=8, num_kv_heads=2, qkv_bias=True, qk_norm=True), 4),
+    "one KV head on 8": (spec_of(num_heads=16, num_kv_heads=1, dtype=DType.F16), 8),
+    "FFN padded on 4": (
+        spec_of(num_heads=4, num_kv_heads=4, intermediate_size=90, mlp_bias=True),
+        4,
+    ),
+    "lanes on 8": (lanes(2, intermediate_size=96).replace(num_lanes=8, num_kv_heads=8), 8),
     "lanes on 1": (lanes(2), 1),
     "lanes on 2": (lanes(1, early=Reduce.NOW), 2),
     "lanes on 4": (lanes(2, Head.SUM_THEN_NORM, dtype=DType.F16, o_bias=True, mlp_bias=True), 4),

@@ -236,7 +236,8 @@ class RingWalker:
 
     def _attention(self, layer, it, position) -> None:
         spec, d = self.spec, self.spec.head_dim
-        heads, kv = spec.num_heads // self.s.num_shards, spec.num_kv_heads // self.s.num_shards
+        heads, kv = self.s.shard_heads, self.s.shard_kv_heads
+        group = heads // kv
         for shard in range(self.s.num_shards):
             row = self.buffers["qkv"].read(it, shard, 0, (heads + 2 * kv) * d).reshape(-1, d)
             q, k, v = row[:heads], row[heads : heads + kv], row[heads + kv :]
@@ -250,9 +251,9 @@ class RingWalker:
             values = np.stack([v for _, v in self.kv[layer][shard]][-window:])
             out = np.empty((heads, d))
             for h in range(heads):
-                score = keys[:, h // spec.group] @ q[h] / np.sqrt(d)
+                score = keys[:, h // group] @ q[h] / np.sqrt(d)
                 weight = np.exp(score - score.max())
-                out[h] = weight @ values[:, h // spec.group] / weight.sum()
+                out[h] = weight @ values[:, h // group] / weight.sum()
             self.buffers["attention"].publish(it, shard, 0, out.reshape(-1))
 
     def _rotate(self, x, layer, norm, position) -> np.ndarray:
