@@ -18,6 +18,7 @@ from kog_triton.model.weight_format import FORMATS, WeightFormat
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
+from kog_triton.schedule.scaling import MOST_FITTED, PROTOTYPE_GPU, WORST_MISS, predict
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
@@ -111,7 +112,23 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         f"{per_gpu / 1e9:.3f} GB a token and GPU; {gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow "
         f"{1 / roofline:,.0f} tokens/s: {roofline * 1e6:.0f} us a token, KV cache not counted.\n"
         f"{partition.num_blocks} blocks; {cut}; "
-        f"{s.spec.kv_bytes_per_position:,} bytes of KV cache a position."
+        f"{s.spec.kv_bytes_per_position * s.kv_copies:,} bytes of KV cache a position"
+        + (f", each KV head on {s.kv_copies} GPUs." if s.kv_copies > 1 else ".")
+        + expectation(partition, gpu)
+    )
+
+
+def expectation(partition: Partition, gpu: Gpu) -> str:
+    """What several GPUs should do, where there is a lowering and prototypes have run; else nothing."""
+    s = partition.schedule
+    if s.num_ranks == 1 or not isinstance(partition, CudaLowering) or gpu.name != PROTOTYPE_GPU:
+        return ""
+    per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
+    rate = 1 / predict(s, per_gpu, gpu.bandwidth)
+    beyond = f"; {s.num_ranks} GPUs are beyond them" if s.num_ranks > MOST_FITTED else ""
+    return (
+        f"\nPredicted: {rate:,.0f} tokens/s, by a fit to prototypes on up to {MOST_FITTED} GPUs that misses them by "
+        f"{WORST_MISS:.0%} at most{beyond} (docs/SCALING.md)."
     )
 
 
