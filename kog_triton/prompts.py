@@ -45,7 +45,7 @@ def list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list; a list that begins with a number is the ids of one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise RequestError(f"prompts is {shown(prompts)}: it must be a prompt or a list of them")
     many: list[Any] = list(prompts)
     if many and hasattr(many[0], "__index__"):

@@ -11,7 +11,7 @@ INSTEAD = {
     "--extra-eos-token": "--stop TEXT",
     "--file": "-p @FILE",
     "--gpu-layers": "leave it out: a model is in a GPU whole, or not at all",
-    "--grammar-file": "--grammar FILE, in Lark's syntax",
+    "--grammar-file": "--grammar FILE",
     "--hf-repo": "--model org/name",
     "--ignore-chat-template": "leave it out: without --chat there is none",
     "--lora": "merge the adapter into the checkpoint",

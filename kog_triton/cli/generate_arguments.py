@@ -107,7 +107,11 @@ def build_parser() -> Parser:
     add("--json-schema", metavar="FILE|TEXT", help="JSON that fits this schema")
     add("--regex", help="a regular expression for the whole answer")
     add("--choice", action="append", metavar="TEXT", help="one of these; give it repeatedly")
-    add("--grammar", metavar="FILE", help="a Lark grammar with a rule start")
+    add(
+        "--grammar",
+        metavar="FILE",
+        help="a Lark grammar with a rule start, or GBNF with a rule root",
+    )
 
     add = parser.add_argument_group("machine").add_argument
     add("--backend", default="auto", help=f"auto, {', '.join(backend_names())} (default: auto)")

@@ -20,7 +20,7 @@ class StructuredOutputsParams:
     json         a JSON schema, as an object or as its text
     regex        a regular expression that the whole answer matches (Rust's syntax, no look-around)
     choice       the texts of which the answer is one; kept as a tuple
-    grammar      a context-free grammar in llguidance's variant of Lark, with a rule `start`
+    grammar      a context-free grammar in llguidance's variant of Lark, with a rule `start`, or in GBNF, with `root`
     json_object  true: any JSON object
     """
 

@@ -9,6 +9,7 @@ token is allowed exactly where the grammar is complete, and nothing else once it
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import llguidance
 
 SILENT = 0  # llguidance's log level: what is wrong comes back as an error
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+MAX_GBNF_CHARS = 1 << 14  # llguidance's conversion of 98 KB took 38 s, with the square of the rules
 # between two tokens of JSON: enough to indent by, too little to stay there until the context is full
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
@@ -162,7 +165,7 @@ def _source(name: str, value: Any) -> str:
     if name == "regex":
         return LLMatcher.grammar_from_regex(value)
     if name == "grammar":
-        return LLMatcher.grammar_from_lark(value)
+        return LLMatcher.grammar_from_lark(_lark_of(value))
     if name == "choice":  # a Lark string is written as a JSON string
         texts = (json.dumps(text) for text in value)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
@@ -179,6 +182,23 @@ def _source(name: str, value: Any) -> str:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_SPACE})
     except (TypeError, ValueError, RecursionError) as error:
         raise _invalid(name, value, str(error)) from error
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in Lark's syntax, or in that of GBNF, which vLLM and llama.cpp take."""
+    if GBNF_RULE.search(text) is None:
+        return text
+    if len(text) > MAX_GBNF_CHARS:
+        most = f"longer than {MAX_GBNF_CHARS} characters, the most of GBNF: write it as Lark"
+        raise _invalid("grammar", text, most)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except (
+        Exception
+    ) as error:  # its own error derives from nothing narrower; deep nesting is Python's
+        raise _invalid("grammar", text, str(error)) from error
 
 
 def _invalid(name: str, value: Any, why: str) -> RequestError:

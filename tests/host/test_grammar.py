@@ -276,6 +276,33 @@ def test_a_grammar(demo):
             assert names <= {"Expression", "BinOp", "Add", "Constant"} and "BinOp" in names
 
 
+GBNF = """root ::= (word " ")? "end" # as llama.cpp and vLLM have it
+word ::= [a-c]{2,3} | "say-" number
+number ::= [0-9]+
+"""
+
+
+def test_a_grammar_in_gbnf(demo):
+    outs = answers(demo, StructuredOutputsParams(grammar=GBNF), max_tokens=40)
+    ended = [out.text for out in outs if out.finish_reason == "stop"]
+    assert ended and all(re.fullmatch(r"(([a-c]{2,3}|say-[0-9]+) )?end", text) for text in ended)
+
+
+def test_what_gbnf_takes_is_told_from_lark_and_bounded(bytewise):
+    bytewise.compile("grammar", '?start: "a" | "b"')
+    long = "\n".join(f'r{i} ::= "a"' for i in range(2000)) + "\nroot ::= r0"
+    nested = "root ::= " + "(" * 3000 + '"a"' + ")" * 3000
+    for text, says in (
+        ("root ::= (", "Expected"),
+        (long, "the most of GBNF"),
+        (nested, "recursion"),
+    ):
+        with pytest.raises(
+            RequestError, match=rf"structured_outputs.grammar .* is invalid: .*{says}"
+        ):
+            bytewise.compile("grammar", text)
+
+
 def test_greedy_within_a_grammar_is_repeatable_and_free_text_is_not_held_to_it(demo):
     constraint = StructuredOutputsParams(regex="[0-9]{4}")
     one, two = answers(demo, constraint, range(2), temperature=0)

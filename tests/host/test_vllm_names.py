@@ -228,6 +228,12 @@ def test_numbers_and_ids_of_numpy_and_torch_are_taken(llm):
             SamplingParams(max_tokens=wrong)
 
 
+def test_bytes_are_no_token_ids(llm):
+    for prompt in (b"abc", bytearray(b"abc"), [b"abc"], {"prompt": b"abc"}):
+        with pytest.raises(RequestError, match="prompt"):
+            llm.generate(prompt, GREEDY)
+
+
 def test_a_salt_keeps_keys_and_values_apart(narrow):
     def cached(**salt):
         prompt = {"prompt": "the same beginning"} | salt
@@ -366,6 +372,7 @@ class SmallGpu:
     memory_bytes = 1_000_000
     bandwidth = 1e12
     name = "small"
+    share = ""
 
 
 class OnGpu(FakeBackend):
@@ -383,7 +390,7 @@ def test_memory_beyond_the_share_of_the_gpu_is_refused(folder):
         LLM(folder, backend=OnGpu, gpu_memory_utilization=0.5)
     with pytest.raises(RequestError, match="gpu_memory_utilization is 2: it must be above 0"):
         LLM(folder, backend=OnGpu, gpu_memory_utilization=2)
-    with pytest.warns(UserWarning, match="gpu_memory_utilization is ignored: the device has no"):
+    with pytest.warns(UserWarning, match="gpu_memory_utilization is ignored: the backend runs on a CPU"):
         open_llm(folder, gpu_memory_utilization=0.5).close()
 
 
