@@ -1,8 +1,8 @@
 """Tokens a second through the server's socket beside the engine's own: `python -m tests.server.through_socket`.
 
 One client, then eight; random weights of a published shape of Llama's family, greedy. Engine, server, engine again,
-each in a process of its own; medians. --keep writes gpu_record.json. Nothing is fetched: a machine without a network takes
-the server's packages from a folder that was filled elsewhere,
+each in a process of its own; medians. --keep writes gpu_record.json. Nothing is fetched: a machine without a
+network takes the server's packages from a folder that was filled elsewhere,
 
     pip download -d WHEELS --only-binary=:all: --python-version 3.12 -c constraints/ci.txt NAMES
     pip install --no-index --find-links WHEELS NAMES
