@@ -1,4 +1,5 @@
-"""The server's own figures on a scripted engine: `python -m tests.server.figures`, printed and kept in record.json.
+"""The server's own figures on a scripted engine: `python -m tests.server.figures`, printed beside what is asked of
+them; --keep writes record.json. Through a GPU's socket: through_socket.py; other clients: real_clients.py.
 
 Three processes share the machine: engine, server and this client. Times are of one clock: the engine's stamp of a
 token to its arrival here, so that the hop to the socket is less than what is told.
@@ -12,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,10 @@ from pathlib import Path
 from kog_triton.metrics import percentile
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, content, served
+from tests.server.fuzzing import fuzz
+from tests.server.reparsing import follow
+from tests.server.soak import memory_kib, soak
+from tests.server.ten_questions import agents, percent_cached
 
 RATE = 3000  # tokens/s of the scripted engine
 TOKENS = 6000
@@ -32,18 +38,21 @@ def roomy(folder):
     return folder
 
 
+def request_head(length, path):
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
 def raw_stream(server: Served, body, path="/v1/chat/completions"):
     """[(arrival in ns, event)] of a stream, read as it comes and parsed afterwards."""
     data = json.dumps(body | {"stream": True}).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
     pieces = []
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = time.perf_counter_ns()
-        raw.sendall(head.encode() + data)
+        raw.sendall(request_head(len(data), path) + data)
         while piece := raw.recv(1 << 16):
             pieces.append((time.perf_counter_ns(), piece))
     whole, events, at = b"".join(piece for _, piece in pieces), [], 0
@@ -119,11 +128,6 @@ def streams(server, count, tokens):
     return rates
 
 
-def memory_kib(pid):
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-
-
 def cpu_seconds(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -137,24 +141,98 @@ def idle(server, seconds=10):
     return [100 * (cpu_seconds(pid) - b) / seconds for pid, b in zip(pids, before, strict=True)]
 
 
-def soak(server, seconds):
-    """MiB a minute that both processes grow in the second half, requests, and errors."""
-    prompt = server.play("soak", "x" * 200, tokens_per_s=RATE)
-    pids = server.process.pid, server.engine_pid()
-    begun, requests, errors, points = time.monotonic(), 0, 0, []
-    while (now := time.monotonic()) - begun < seconds:
-        body = ask(f"{requests} {prompt}", stream=False)
-        response = server.post("/v1/chat/completions", body)
-        errors += response.status_code != 200
-        errors += content(server.stream_chat(f"{requests} {prompt}")) != "x" * 200
-        requests += 2
-        if now - begun > seconds / 2:
-            points.append((now, sum(memory_kib(pid) for pid in pids)))
-    mean_t = sum(t for t, _ in points) / len(points)
-    mean_m = sum(m for _, m in points) / len(points)
-    spread = sum((t - mean_t) ** 2 for t, _ in points)
-    slope = sum((t - mean_t) * (m - mean_m) for t, m in points) / spread
-    return {"mib_per_minute": round(slope * 60 / 1024, 3), "requests": requests, "errors": errors}
+def gaps_us(server, tokens):
+    """us between the events of a stream with an event a token."""
+    prompt = server.play("alone", "x" * tokens, tokens_per_s=RATE)
+    _, events = raw_stream(server, ask(prompt, stream_interval=1))
+    return [(b - a) / 1e3 for (a, _), (b, _) in pairwise(events)]
+
+
+@contextmanager
+def slow_reader(server):
+    """A client that reads a byte a second of a stream at RATE, until it is ended."""
+    prompt = server.play("unread", "x" * 60000, tokens_per_s=RATE)
+    data = json.dumps(ask(prompt, stream_interval=1, stream=True)).encode()
+    stop = threading.Event()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(request_head(len(data), "/v1/chat/completions") + data)
+
+        def read():
+            while not stop.wait(1.0) and raw.recv(1):
+                pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            reader.join()
+
+
+def beside_a_slow_reader(server, tokens):
+    """p99 in us between the tokens of a stream, alone and beside a client that does not read, whose MiB too."""
+    pid = server.process.pid
+    alone, before = percentile(gaps_us(server, tokens), 99), memory_kib(pid)
+    with slow_reader(server):
+        time.sleep(1.0)
+        beside = percentile(gaps_us(server, tokens), 99)
+        grown = (memory_kib(pid) - before) / 1024
+    return {"alone": round(alone, 1), "beside": round(beside, 1), "mib": round(grown, 2)}
+
+
+def answers_ms(server, count):
+    found = []
+    for i in range(count):
+        begun = time.perf_counter()
+        server.chat(f"{i}")
+        found.append(1e3 * (time.perf_counter() - begun))
+    return percentile(found, 99)
+
+
+def beside_half_open(server, count):
+    """p99 in ms of short answers, alone and beside 200 requests whose head never ends."""
+    alone = answers_ms(server, count)
+    half = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    try:
+        for raw in half:
+            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost:")
+        return {"alone": round(alone, 2), "beside": round(answers_ms(server, count), 2)}
+    finally:
+        for raw in half:
+            raw.close()
+
+
+def after_a_leaver_ms(server, count):
+    """Median ms to a first event, idle and right after a client that left in the middle of its stream."""
+    prompt = server.play("left", "x" * 400, tokens_per_s=1000)
+    idle, after = [], []
+    for i in range(count):
+        for found in (idle, after):
+            if found is after:
+                with (
+                    server.client() as http,
+                    http.stream(
+                        "POST", "/v1/chat/completions", json=ask(f"{i} {prompt}", stream=True)
+                    ) as response,
+                ):
+                    next(response.iter_lines())
+            sent, events = raw_stream(server, ask(f"{i} {server.play('first', 'z')}"))
+            found.append((events[0][0] - sent) / 1e6)
+    return {"idle": round(percentile(idle, 50), 3), "after": round(percentile(after, 50), 3)}
+
+
+def parsed_again(server, tokens):
+    """s from the request until a client that parses everything again at each event has parsed the last one."""
+    prompt = server.play("parsed", "word " * (tokens // 5), tokens_per_s=RATE)
+    found = {}
+    for name, fields in (("10 ms", {}), ("a token", {"stream_interval": 1})):
+        client, seconds = follow(server, ask(prompt, **fields))
+        assert client.text == "word " * (tokens // 5)
+        found[f"an event in {name}"] = {"events": client.events, "seconds": round(seconds, 2)}
+    return found
 
 
 def cost(server, tokens, **fields):
@@ -169,7 +247,15 @@ def measure(args):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         checkpoint = roomy(folder / "model")
-        with served(folder / "server", checkpoint, "--max-num-seqs", "8") as server:
+        flags = (
+            "--max-num-seqs",
+            "8",
+            "--tool-call-parser",
+            "hermes",
+            "--reasoning-parser",
+            "think",
+        )
+        with served(folder / "server", checkpoint, *flags) as server:
             hop(server, 500)  # warm
             gaps, first, tokens = coalesced(server, args.tokens)
             found = {
@@ -185,10 +271,47 @@ def measure(args):
                 "streams_tokens_per_s": {
                     n: [round(r, 1) for r in streams(server, n, 600)] for n in (1, 2, 4, 8)
                 },
+                "parsed_again_at_each_event": parsed_again(server, 3000),
+                "p99_us_beside_a_slow_reader": beside_a_slow_reader(server, args.tokens),
+                "p99_ms_beside_200_half_open": beside_half_open(server, 100),
+                "first_event_ms_after_a_leaver": after_a_leaver_ms(server, 20),
                 "idle_percent_of_a_core": [round(share, 2) for share in idle(server)],
-                "soak": soak(server, args.soak) | {"seconds": args.soak},
+                "fuzz_statuses": fuzz(server, 500),
+                "soak": soak(server, args.soak),
             }
+        with agents(folder / "agents") as server:
+            found["ten_questions_percent_cached"] = round(percent_cached(server), 1)
     return found
+
+
+def verdicts(found):
+    """[(what is asked, the figure, the most or least that it may be, whether it holds)]"""
+    hop_us, soaked = found["engine_to_client_us"], found["soak"]
+    reader, half = found["p99_us_beside_a_slow_reader"], found["p99_ms_beside_200_half_open"]
+    left, rates = found["first_event_ms_after_a_leaver"], found["streams_tokens_per_s"]
+    faults = sum(count for status, count in found["fuzz_statuses"].items() if status >= 500)
+    most = [
+        ("engine to client, p50 us", hop_us["p50"], 100),
+        ("engine to client, p99 us", hop_us["p99"], 500),
+        ("between coalesced events, p99 ms", found["coalesced_gap_ms"]["p99"], 17),
+        ("first token behind its stamp, coalesced, ms", found["coalesced_first_token_ms"], 1),
+        ("first byte of 512 tokens, p99 ms", found["first_byte_ms_of_512_tokens"]["p99"], 5),
+        ("5xx in the fuzz", faults, 0),
+        ("idle, percent of a core", sum(found["idle_percent_of_a_core"]), 2),
+        ("R5: first event after a leaver by idle", left["after"] / left["idle"], 1.1),
+        ("R10: p99 beside a slow reader by alone", reader["beside"] / reader["alone"], 1.1),
+        ("R10: MiB of a slow reader", reader["mib"], 1),
+        ("R12: p99 beside half-open ones by alone", half["beside"] / half["alone"], 1.2),
+        ("R17: errors", soaked["errors"], 0),
+        ("R17: MiB a minute", soaked["mib_per_minute"], 1),
+        ("R17: drift of p99, percent", soaked["itl_p99_drift_percent"], 5),
+        ("A26: fastest by slowest stream", max(max(r) / min(r) for r in rates.values()), 1.1),
+    ]
+    cached = found["ten_questions_percent_cached"]
+    return [
+        *((what, round(value, 3), limit, value <= limit) for what, value, limit in most),
+        ("ten questions, percent cached, at least", cached, 95, cached >= 95),
+    ]
 
 
 def main():
@@ -206,7 +329,13 @@ def main():
         "tokens_per_s": RATE,
         "figures": measure(args),
     }
+    record["asked"] = {
+        what: {"found": found, "limit": limit, "held": held}
+        for what, found, limit, held in verdicts(record["figures"])
+    }
     print(json.dumps(record, indent=2))
+    for what, one in record["asked"].items():
+        print(f"{'held  ' if one['held'] else 'MISSED'} {what}: {one['found']} ({one['limit']})")
     if args.keep:
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -6,68 +6,23 @@ import time
 
 import pytest
 
-from tests.lib.served import served
-
-QUESTIONS = 10
-SYSTEM = "You are an agent with tools. " * 150
-RESULT = "line of a file that a tool has read\n" * 5
-PRINTABLE = list(range(32, 127))
+from tests.server import ten_questions
+from tests.server.ten_questions import QUESTIONS, RESULT, SYSTEM, ask
 
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
-    """A model with room for long conversations, on the reference backend with faults."""
-    from tests.lib.fake_checkpoint import make_checkpoint
-
-    folder = make_checkpoint(tmp_path_factory.mktemp("roomy"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
     place = tmp_path_factory.mktemp("agents")
-    faults = place / "faults"
-    faults.mkdir()
-    flags = ("--backend", "faulty", "--max-num-seqs", "2")
-    with served(place / "server", folder, *flags, KOG_FAULTS=str(faults)) as running:
-        running.faults = faults
+    with ten_questions.agents(place) as running:
+        running.faults = place / "faults"
         yield running
 
 
-def ask(server, messages, **fields):
-    body = {
-        "messages": messages,
-        "temperature": 0,
-        "max_tokens": 24,
-        "allowed_token_ids": PRINTABLE,
-    }
-    answer = server.post("/v1/chat/completions", body | fields).json()
-    usage = answer["usage"]
-    return (
-        answer["choices"][0]["message"]["content"],
-        usage["prompt_tokens_details"]["cached_tokens"],
-        usage["prompt_tokens"],
-    )
-
-
 def test_an_agents_prefix_is_computed_once(agents, figure):
-    """Ten turns with tool results: of all tokens after the first prompt 95 % are cached; answers are those of a cold
-    engine, which a salt of its own makes of each."""
-    messages = [{"role": "system", "content": SYSTEM}]
-    cached = prompts = 0
-    for number in range(QUESTIONS):
-        messages.append(
-            {"role": "user" if number == 0 else "tool", "content": f"{number}: {RESULT}"}
-        )
-        warm, held, tokens = ask(agents, messages)
-        cold, none, _ = ask(agents, messages, cache_salt=f"cold {number}")
-        assert (warm, none) == (cold, 0)
-        assert len(warm) == 24
-        if number:
-            cached, prompts = cached + held, prompts + tokens
-        messages.append({"role": "assistant", "content": warm})
-    assert cached >= 0.95 * prompts
-    figure(
-        "A16",
-        f"{QUESTIONS} turns: {100 * cached / prompts:.1f} % of prompt tokens cached; answers as cold",
-    )
+    """Ten questions with tool results: of all tokens after the first prompt 95 % are cached; answers are as cold."""
+    share = ten_questions.percent_cached(agents)
+    assert share >= 95
+    figure("A16", f"{QUESTIONS} questions: {share:.1f} % of prompt tokens cached; answers as cold")
 
 
 def test_a_prefix_survives_an_answer_that_was_cut_off(agents):

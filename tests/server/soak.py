@@ -1,0 +1,147 @@
+"""A server under everything that clients do, for a while: errors, memory and the pace of tokens over the time.
+
+`python -m tests.server.figures` runs it for five minutes; a test of tests/server/ for some seconds.
+"""
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.lib.served import Served, content, read_events
+
+RATE = 3000  # tokens/s of the scripted engine
+TEXT = "one two three. " * 13
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def memory_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+class Soak:
+    """`one` does the next kind of request. Errors are answers that are not what was played, or not the status."""
+
+    def __init__(self, server: Served) -> None:
+        self._server = server
+        self._text = server.play("soak", TEXT, tokens_per_s=RATE)
+        self._call = server.play("soak_call", CALL)
+        self._json = server.play("soak_json", '{"a": 1}')
+        self._thought = server.play("soak_thought", "<think>hm</think>Yes.")
+        self.requests, self.errors = Counter[str](), Counter[str]()
+        self.paces: list[
+            tuple[float, float]
+        ] = []  # when, and p99 between the tokens of a stream in us
+        self._kinds: list[Callable[[str], bool]] = [
+            *(self.stream, self.chat, self.completion, self.call, self.grammar, self.response),
+            *(self.message, self.leave, self.wrong, self.hostile, self.conversation, self.count),
+        ]
+
+    def one(self) -> None:
+        number = self.requests.total()
+        kind = self._kinds[number % len(self._kinds)]
+        self.requests[kind.__name__] += 1
+        try:
+            good = kind(f"{number} ")
+        except Exception as error:
+            good = False
+            print(f"{kind.__name__}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        self.errors[kind.__name__] += not good
+
+    def _post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        response = self._server.post(path, body)
+        assert response.status_code == status, (response.status_code, response.text[:200])
+        return dict(response.json())
+
+    def _chat(self, prompt: str, status: int = 200, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        return self._post("/v1/chat/completions", status, messages=messages, **fields)
+
+    # ---- kinds ----
+
+    def stream(self, name: str) -> bool:
+        events = self._server.stream_chat(name + self._text, stream_interval=1)
+        self.paces.append((time.monotonic(), events[-1]["timings"]["itl_p99_us"]))
+        return content(events) == TEXT
+
+    def chat(self, name: str) -> bool:
+        answer = self._chat(name + self._text, logprobs=True, top_logprobs=2)
+        return bool(answer["choices"][0]["message"]["content"] == TEXT)
+
+    def completion(self, name: str) -> bool:
+        body = {"prompt": [name + self._text] * 2, "max_tokens": 50, "logprobs": 1, "echo": True}
+        return len(self._post("/v1/completions", **body)["choices"]) == 2
+
+    def call(self, name: str) -> bool:
+        events = self._server.stream_chat(name + self._call, tools=TOOLS)
+        return bool(events[-1]["choices"][0]["finish_reason"] == "tool_calls")
+
+    def grammar(self, name: str) -> bool:
+        answer = self._chat(name + self._json, response_format={"type": "json_object"})
+        return bool(json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1})
+
+    def response(self, name: str) -> bool:
+        return bool(
+            self._post("/v1/responses", input=name + self._thought)["status"] == "completed"
+        )
+
+    def message(self, name: str) -> bool:
+        messages = [{"role": "user", "content": name + self._thought}]
+        answer = self._post("/v1/messages", messages=messages, max_tokens=50)
+        return [block["type"] for block in answer["content"]] == ["thinking", "text"]
+
+    def leave(self, name: str) -> bool:
+        """A client that goes in the middle of its answer."""
+        body = {"messages": [{"role": "user", "content": name + self._text}], "stream": True}
+        with (
+            self._server.client() as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
+            return bool(next(read_events(response))["choices"])
+
+    def wrong(self, name: str) -> bool:
+        return "temperature" in self._chat(name, 400, temperature=9)["error"]["message"]
+
+    def hostile(self, name: str) -> bool:
+        shape = {"regex": "(" * 1000 + name}
+        return "regex" in self._chat(name, 400, structured_outputs=shape)["error"]["message"]
+
+    def conversation(self, name: str) -> bool:
+        """A second question finds the first one's prefix."""
+        messages = [{"role": "user", "content": name + "x" * 200}]
+        for _ in range(2):
+            answer = self._post("/v1/chat/completions", messages=messages)
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "And?"}]
+        return bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 200)
+
+    def count(self, name: str) -> bool:
+        found = self._post("/tokenize", prompt=name)["tokens"]
+        return bool(self._post("/detokenize", tokens=found)["prompt"] == name)
+
+
+def soak(server: Served, seconds: float) -> dict[str, Any]:
+    """Figures of `seconds` of requests one after the other. Memory: of both processes, over the second half."""
+    run, begun = Soak(server), time.monotonic()
+    pids = server.process.pid, server.engine_pid()
+    memory: list[tuple[float, int]] = []
+    while (now := time.monotonic()) - begun < seconds:
+        run.one()
+        if now - begun > seconds / 2:
+            memory.append((now, sum(memory_kib(pid) for pid in pids)))
+    middle = begun + seconds / 2
+    early = statistics.median(pace for at, pace in run.paces if at < middle)
+    late = statistics.median(pace for at, pace in run.paces if at >= middle)
+    slope = statistics.linear_regression(*zip(*memory, strict=True)).slope
+    return {
+        "seconds": seconds,
+        "requests": run.requests.total(),
+        "errors": run.errors.total(),
+        "mib_per_minute": round(slope * 60 / 1024, 3),
+        "itl_p99_us": [round(early, 1), round(late, 1)],
+        "itl_p99_drift_percent": round(100 * (late / early - 1), 2),
+    }
