@@ -18,13 +18,7 @@ from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.jit import (
-    ARCHS,
-    HOPPER,
-    begin_cubin,
-    compile_cubin,
-    compiler_name,
-)
+from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import (
     UNLIMITED,
     CudaLauncher,
@@ -41,6 +35,7 @@ from kog_triton.backends.cuda.memory import HALF, Memory, allocate, plan_of, sta
 from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
+from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
 from kog_triton.backends.device import gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request

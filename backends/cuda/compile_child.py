@@ -4,18 +4,14 @@ NVRTC compiles one program of a process at a time, so that kernels compile side 
 This one ends with the process that began it, however that ends. What the compiler says of an error goes to stderr.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+from kog_triton.backends.cuda.toolchain import die_with_parent, translate
+from kog_triton.errors import DeviceError
+
 REFUSED = 3  # exit code: the compiler refuses, and stderr says why
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
@@ -23,12 +19,9 @@ def main() -> int:
     job = json.loads(sys.stdin.buffer.readline())
     if os.getppid() != job["parent"]:  # which ended before it could be asked for
         return REFUSED
-    from kog_triton.backends.cuda.jit import translate
-    from kog_triton.errors import DeviceError
-
     text = sys.stdin.buffer.read().decode()
     try:
-        cubin = translate(text, job["source"], job["arch"], job["compiler"])
+        cubin = translate(text, job["source"], job["flags"], job["compiler"])
     except DeviceError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,13 @@ class Background:
 PROCESSES = Background(len(os.sched_getaffinity(0)))
 
 
-def compile_apart(text: str, source: str, arch: str, compiler: str) -> bytes:
+def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
     """A source's cubin, by a process of its own. DeviceError with the compiler's words if it refuses, or if the process
     ends otherwise.
 
     The kernel kills that process with the thread that calls this.
     """
-    job = {"source": source, "arch": arch, "compiler": compiler, "parent": os.getpid()}
+    job = {"source": source, "flags": flags, "compiler": compiler, "parent": os.getpid()}
     place = str(Path(kog_triton.__file__).resolve().parents[1])
     paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

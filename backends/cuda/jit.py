@@ -7,44 +7,17 @@ still to come.
 
 import hashlib
 import logging
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
-from kog_triton.backends.cuda import kernel_cache
-from kog_triton.backends.cuda.compile_child import die_with_parent
+from kog_triton.backends.cuda import kernel_cache, toolchain
 from kog_triton.backends.cuda.compilers import PROCESSES, compile_apart
-from kog_triton.errors import DeviceError
+from kog_triton.backends.cuda.toolchain import FLAGS, FOLDER, HOPPER, compiler_name
 
 log = logging.getLogger("kog_triton.compilers")
-FOLDER = Path(__file__).resolve().parent
-INCLUDE = FOLDER / "include"
-FLAGS = ("-std=c++20", "-lineinfo")
-# What kernels are compiled for. "auto" takes them on Hopper alone, since they have run nowhere else.
-HOPPER = "sm_90a"
-ARCHS = (HOPPER, "sm_100a", "sm_120a")
 _lock = threading.Lock()
 _begun: dict[str, Future[bytes]] = {}  # by key, until somebody asks for it
-
-
-def compiler_name() -> str:
-    """What would compile here, with its version; DeviceError if there is neither NVRTC nor nvcc."""
-    if nvrtc := _nvrtc():
-        return "nvrtc {}.{}".format(*nvrtc.getVersion())
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")
-    return (
-        "nvcc "
-        + subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-        .stdout.strip()
-        .rpartition("\n")[2]
-    )
 
 
 def begin_cubin(header: str, source: str = "decode.cu", arch: str = HOPPER) -> None:
@@ -97,7 +70,7 @@ def _named(
 def _compile(text: str, source: str, arch: str, compiler: str, key: str) -> bytes:
     begun = time.perf_counter()
     log.info("compiling %s by %s, once for this model", source, compiler)
-    cubin = compile_apart(text, source, arch, compiler)
+    cubin = compile_apart(text, source, toolchain.flags_for(arch), compiler)
     left = sum(not future.done() for future in [*_begun.values()]) - 1
     more = f", {left} more to come" if left > 0 else ""
     log.info("compiled %s in %.1f s%s", source, time.perf_counter() - begun, more)
@@ -105,51 +78,8 @@ def _compile(text: str, source: str, arch: str, compiler: str, key: str) -> byte
     return cubin
 
 
-def translate(text: str, source: str, arch: str, compiler: str) -> bytes:
-    """A text's cubin, in this process. DeviceError with the compiler's words if it refuses."""
-    return (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source, arch)
-
-
-def flags_for(arch: str) -> tuple[str, ...]:
-    return (*FLAGS, f"--gpu-architecture={arch}", f"-I{INCLUDE}")
-
-
 def _key(text: str, arch: str, compiler: str) -> str:
     digest = hashlib.sha256("\0".join([text, compiler, arch, *FLAGS]).encode())
-    for path in sorted(INCLUDE.rglob("*.h")):
+    for path in sorted(toolchain.INCLUDE.rglob("*.h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
-
-
-def _nvrtc() -> Any:
-    """cupy's NVRTC, or None where cupy is not installed."""
-    try:
-        from cupy.cuda import nvrtc
-    except ImportError:
-        return None
-    return nvrtc
-
-
-def _by_nvrtc(text: str, source: str, arch: str) -> bytes:
-    nvrtc = _nvrtc()
-    program = nvrtc.createProgram(text, source, (), ())
-    try:
-        nvrtc.compileProgram(program, flags_for(arch))
-        return nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise DeviceError(f"NVRTC refuses the kernel: {error}\n{log}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def _by_nvcc(text: str, source: str, arch: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path, cubin = Path(folder, source), Path(folder, "cubin")
-        path.write_text(text)
-        command = ["nvcc", "-cubin", *flags_for(arch), str(path), "-o", str(cubin)]
-        # Its own children, which write into that folder alone, may take seconds more.
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
-        if done.returncode:
-            raise DeviceError(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")
-        return cubin.read_bytes()

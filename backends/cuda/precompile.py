@@ -1,9 +1,10 @@
 """The kernel's compiler, begun from the model's spec and what the driver says of the GPU. No torch."""
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.jit import HOPPER, begin_cubin
+from kog_triton.backends.cuda.jit import begin_cubin
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import lay_out
+from kog_triton.backends.cuda.toolchain import HOPPER
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
 from kog_triton.schedule.cuda import lower

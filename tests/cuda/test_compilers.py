@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda import compilers, jit, kernel_cache
+from kog_triton.backends.cuda import compilers, jit, kernel_cache, toolchain
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.errors import DeviceError
 
@@ -40,7 +40,7 @@ def nvcc(tmp_path, monkeypatch):
     script = tmp_path / "nvcc"
     script.write_text(NVCC.replace("{folder}", str(tmp_path)))
     script.chmod(0o755)
-    monkeypatch.setattr(jit, "_nvrtc", lambda: None)
+    monkeypatch.setattr(toolchain, "_nvrtc", lambda: None)
     monkeypatch.setattr(jit, "PROCESSES", Background(3))
     monkeypatch.setattr(jit, "_begun", {})
     monkeypatch.setattr(kernel_cache, "_unwritten", {})
@@ -122,8 +122,8 @@ def test_progress_says_how_many_are_to_come(nvcc, caplog):
 
 PROGRAM = """
 import os, signal, sys
-from kog_triton.backends.cuda import jit
-jit._nvrtc = lambda: None
+from kog_triton.backends.cuda import jit, toolchain
+toolchain._nvrtc = lambda: None
 for name in "ab":
     jit.begin_cubin(f"// {name}\\n")
 while len([n for n in os.listdir(sys.argv[1] + "/begun") if "." not in n]) < 2:

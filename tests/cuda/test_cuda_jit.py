@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.cuda import jit, kernel_cache, toolchain
 from kog_triton.errors import DeviceError
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import INCLUDE
@@ -28,6 +28,7 @@ if grep -q REFUSED "$source"; then
 fi
 cp "$source" "$out"
 """
+FLAGS = toolchain.flags_for(toolchain.HOPPER)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def nvcc(tmp_path, monkeypatch):
     script = folder / "nvcc"
     script.write_text(NVCC.replace("{folder}", str(folder)))
     script.chmod(0o755)
-    monkeypatch.setattr(jit, "_nvrtc", lambda: None)
+    monkeypatch.setattr(toolchain, "_nvrtc", lambda: None)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_cache, "_unwritten", {})
@@ -56,13 +57,15 @@ def kept() -> list[str]:
 
 
 def test_nvcc_compiles_where_there_is_no_nvrtc(nvcc):
-    assert jit.compiler_name() == "nvcc Build cuda_13.0"
+    assert toolchain.compiler_name() == "nvcc Build cuda_13.0"
     header = "constexpr int kBlocks = 3;\n"
-    assert jit.compile_cubin(header).decode() == header + (jit.FOLDER / "decode.cu").read_text()
+    assert (
+        jit.compile_cubin(header).decode() == header + (toolchain.FOLDER / "decode.cu").read_text()
+    )
     (call,) = calls(nvcc)
-    for flag in ("-cubin", "-std=c++20", "--gpu-architecture=sm_90a", f"-I{jit.INCLUDE}"):
+    for flag in ("-cubin", "-std=c++20", "--gpu-architecture=sm_90a", f"-I{toolchain.INCLUDE}"):
         assert flag in call.split()
-    assert jit.INCLUDE.samefile(INCLUDE)
+    assert toolchain.INCLUDE.samefile(INCLUDE)
 
 
 def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
@@ -75,10 +78,10 @@ def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
     jit.compile_cubin("// a\n")
     assert len(calls(nvcc)) == 4
     monkeypatch.setattr(
-        jit, "INCLUDE", plant(tmp_path, ("block.h", "#pragma once", "#pragma once "))
+        toolchain, "INCLUDE", plant(tmp_path, ("block.h", "#pragma once", "#pragma once "))
     )
     jit.compile_cubin("// a\n")  # a header that it may include is another
-    assert len(calls(nvcc)) == 5
+    assert len(calls(nvcc)) == 5 and f"-I{toolchain.INCLUDE}" in calls(nvcc)[-1].split()
     jit.compile_cubin("// a\n")
     assert len(calls(nvcc)) == 5
     names = kept()  # and nothing beside them
@@ -111,7 +114,7 @@ def test_without_a_compiler_the_error_says_what_to_install(nvcc, monkeypatch):
     (nvcc / "nvcc").unlink()
     monkeypatch.setenv("PATH", str(nvcc))
     with pytest.raises(DeviceError, match="pip install cupy-cuda13x, or put nvcc on the PATH"):
-        jit.compiler_name()
+        toolchain.compiler_name()
 
 
 def test_what_was_begun_is_waited_for_and_compiled_once(nvcc):
@@ -169,10 +172,10 @@ def test_nvrtc_calls_a_program_by_its_source(monkeypatch, tmp_path, source):
             return 13, 0
 
     nvrtc = Nvrtc()
-    monkeypatch.setattr(jit, "_nvrtc", lambda: nvrtc)
-    assert jit.translate("// a\n", source, jit.HOPPER, "nvrtc 13.0") == source.encode()
+    monkeypatch.setattr(toolchain, "_nvrtc", lambda: nvrtc)
+    assert toolchain.translate("// a\n", source, FLAGS, "nvrtc 13.0") == source.encode()
     with pytest.raises(DeviceError, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
-        jit.translate("// REFUSED\n", source, jit.HOPPER, "nvrtc 13.0")
+        toolchain.translate("// REFUSED\n", source, FLAGS, "nvrtc 13.0")
 
 
 # ---- a cache that does not do its work ----

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.layout.collectives import MOST_RANKS, POLICIES, REPORT, REPORT_WORDS
 from tests import ROOT
 from tests.lib.machine_code import instructions, is_local, sass_of_text
@@ -90,4 +90,4 @@ def test_the_host_has_the_numbers_of_the_headers():
         assert f"kValues = {policy.values}, kBuffers = {policy.buffers};" in body
         empty = int(re.search(r"kEmpty = (\w+?)u?;", body)[1], 0)
         assert empty == policy.empty
-    assert KCCL.parent == jit.INCLUDE
+    assert KCCL.parent == toolchain.INCLUDE

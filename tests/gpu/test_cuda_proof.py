@@ -10,7 +10,7 @@ import pytest
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -57,7 +57,7 @@ def faulty(request, tmp_path_factory):
     """A model of LONG on the kernel of EDITS."""
     include = plant(tmp_path_factory.mktemp("faulty"), *EDITS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jit, "INCLUDE", include)
+        patch.setattr(toolchain, "INCLUDE", include)
         # Prompts of three tokens would go to a kernel that is compiled beside, without the edits.
         patch.setattr(CudaBackend, "chunk_positions", 0)
         backend = opened(*LONG[request.param]())

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from tests.lib.cuda_injection import Weights
@@ -86,7 +86,7 @@ def faulty(request, spec, tmp_path_factory):
     """The kernels of SHARED_EDITS."""
     include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jit, "INCLUDE", include)
+        patch.setattr(toolchain, "INCLUDE", include)
         weights = RandomWeights(spec, device="cuda")
         backend = opened(KINDS[request.param], weights, SLOTS[request.param])
         if request.param == "columns":

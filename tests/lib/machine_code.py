@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import toolchain
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
 from tests.lib import nvrtc
@@ -53,12 +53,12 @@ def sass_of(layout, entry="decode.cu"):
     return sass_of_text(source, layout.lowering.gpu.arch)
 
 
-def sass_of_text(source, arch=jit.HOPPER):
+def sass_of_text(source, arch=toolchain.HOPPER):
     library = nvrtc.load()
     nvcc = None if library else shutil.which("nvcc")
     if nvcc is None and library is None:
         pytest.skip("neither the wheel nvidia-cuda-nvrtc nor nvcc is there")
-    dump, flags = tool("cuobjdump"), jit.flags_for(arch)
+    dump, flags = tool("cuobjdump"), toolchain.flags_for(arch)
     headers = [path.read_bytes() for path in sorted(INCLUDE.rglob("*.h"))]
 
     def make(draft: Path) -> None:
@@ -77,7 +77,7 @@ def sass_of_text(source, arch=jit.HOPPER):
     parts = [
         compiler,
         version_of(dump),
-        " ".join((*jit.FLAGS, arch)).encode(),
+        " ".join((*toolchain.FLAGS, arch)).encode(),
         source.encode(),
         *headers,
     ]

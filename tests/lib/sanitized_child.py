@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from kog_triton.backends import BackendOptions, watchdog
-from kog_triton.backends.cuda import jit
+from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.layout import Layout
@@ -175,7 +175,7 @@ CASES: dict[str, Callable[[str], None]] = {
 def main(case: str, fault: str, folder: str) -> None:
     edits = [edit for name in fault.split("+") for edit in EDITS.get(name, ())]
     if edits:
-        jit.INCLUDE = plant(Path(folder), *edits)
+        toolchain.INCLUDE = plant(Path(folder), *edits)
     watchdog.SILENCE_S *= PATIENCE
     CASES[case](fault)
 
