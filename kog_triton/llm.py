@@ -85,8 +85,8 @@ class LLM:
     chat_template           a template's file or text, instead of the checkpoint's
     tensor_parallel_size    GPUs, as the count of `devices`; max_num_seqs is num_slots
     enable_prefix_caching   False: every prompt is computed in full
-    gpu_memory_utilization  the share of each GPU's memory that weights and the bound of keys and values may take:
-                            DeviceError if they take more
+    gpu_memory_utilization  the share of a GPU's memory that the model may take: DeviceError, before weights are
+                            loaded, if weights, keys and values of all slots and what works beside them are more
     disable_log_stats       False: the log "kog_triton.llm" gets a line of figures for each request
     generation_config       "auto": the checkpoint's sampling defaults, "vllm": none;
                             `override_generation_config` goes on top
@@ -189,6 +189,7 @@ class LLM:
             dtype=DTYPE_NAMES[dtype],
             prefill=prefill,
             walk=walk,
+            memory_share=1.0 if gpu_memory_utilization is None else gpu_memory_utilization,
         )
         if isinstance(backend, str):
             check_new_gpu(self.choice.backend, self.checkpoint.spec, options)
@@ -204,8 +205,14 @@ class LLM:
             Peak.of(gpu, running.num_devices) if gpu else None,
             max_waiting,
         )
-        if gpu_memory_utilization is not None:
-            self._check_memory(gpu_memory_utilization)
+        if gpu_memory_utilization is not None and not (
+            gpu and getattr(running, "plans_memory", False)
+        ):
+            warnings.warn(
+                f"LLM: gpu_memory_utilization is ignored: the {running.name} backend"
+                f"{'' if gpu else ' on a CPU'} does not plan its memory",
+                stacklevel=2,
+            )
         self._seeds = None if seed is None else Random(seed)
         self._request_ids = itertools.count()
         self.load_s = time.perf_counter() - started
@@ -425,26 +432,6 @@ class LLM:
             _log_stats if self._logs_stats else None,
             job.request_id,
         )
-
-    def _check_memory(self, share: float) -> None:
-        """DeviceError if weights and the bound of keys and values take more than this share of the GPUs' memory."""
-        running = self.engine.backend
-        if running.gpu is None:
-            warnings.warn(
-                "LLM: gpu_memory_utilization is ignored: the backend runs on a CPU",
-                stacklevel=3,
-            )
-            return
-        held = running.memory_bytes()
-        cache = max(held["kv_cache"], self.engine.kv_cache_bound_bytes)
-        needed = held["weights"] + held["other"] + cache
-        allowed = int(share * running.gpu.memory_bytes * running.num_devices)
-        if needed > allowed:
-            self.close()
-            raise DeviceError(
-                f"weights and keys and values take {needed / 1e9:.1f} GB, and gpu_memory_utilization {share:g} "
-                f"allows {allowed / 1e9:.1f} GB: a shorter max_model_len, fewer slots or a larger share may do"
-            )
 
     def _run(
         self, jobs: list[Job], use_tqdm: bool | Callable[..., Any] | None

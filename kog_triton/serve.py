@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_triton.cli.arguments import Parser, not_negative, positive
+from kog_triton.cli.arguments import Parser, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
@@ -38,6 +38,10 @@ def build_parser() -> Parser:
     what.add_argument(
         "--max-num-seqs", type=positive, default=NUM_SLOTS, metavar="N",
         help=f"slots: requests that run at once, conversations that are kept (default: {NUM_SLOTS})",
+    )  # fmt: skip
+    what.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE",
+        help="of a GPU's memory, what the model may take: more is refused before it loads",
     )  # fmt: skip
     what.add_argument("--dtype", default="auto", help="weights: auto, fp32, bf16 or fp16")
     what.add_argument("--backend", default="auto", help=f"auto, {', '.join(backend_names())}")
@@ -122,6 +126,7 @@ def parse(argv: Sequence[str] | None) -> "Settings":
             "dtype": args.dtype,
             "max_model_len": args.max_model_len,
             "num_slots": args.max_num_seqs,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
             "seed": args.seed,
             "prefill": args.prefill,
         },

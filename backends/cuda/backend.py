@@ -64,6 +64,7 @@ class CudaBackend:
     name = "cuda"
     vendors = ("nvidia",)
     rank = 1
+    plans_memory = True
     num_devices = 1
     column_counts = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
@@ -119,7 +120,7 @@ class CudaBackend:
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
-        check_memory(plan_of(self.layout, options.num_slots), self.device)
+        check_memory(plan_of(self.layout, options.num_slots), self.device, options.memory_share)
         compile_columns = partial(self._compile, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found

@@ -92,6 +92,9 @@ class BackendOptions:
     # that a request is one kernel however long that takes; `kog bench decode --no-kernel-switches` asks for it.
     prefill: str = "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
+    memory_share: float = (
+        1.0  # of a GPU's memory, what the model may take (backends/memory_plan.py)
+    )
 
 
 class WeightSource(Protocol):
@@ -110,7 +113,8 @@ class Backend(Protocol):
     rank     its place in what "auto" tries, the fastest first; a class without the attribute is taken by name only
 
     A class whose `runs_narrow` is true runs checkpoints with narrow weights (`ModelSpec.narrow`); where the attribute
-    is missing or false, they are refused. `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
+    is missing or false, they are refused. One whose `plans_memory` is true refuses what is more than `memory_share`
+    before it loads it. `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
     """
 
     name: str

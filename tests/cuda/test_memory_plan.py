@@ -6,12 +6,14 @@ import torch
 from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.cuda.memory import allocate, plan_of
 from kog_triton.backends.memory_plan import GIB, WORKSPACE, MemoryPlan, check_memory
+from kog_triton.backends.triton.host import memory as triton_memory
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
+from kog_triton.schedule.triton import lower_tiles
 from tests.lib.prefill_cases import SPECS
 
 PLAN = MemoryPlan(weights=10 * GIB, position=1 << 20, num_slots=2, max_context=4096)
@@ -25,6 +27,17 @@ def test_the_plan_is_what_is_allocated(name):
     plan = plan_of(layout, 3)
     assert plan.weights == memory.weights.nbytes + memory.embed.nbytes
     assert plan.num_slots * plan.max_context * plan.position == memory.cache.nbytes
+
+
+@pytest.mark.parametrize("name", ["llama", "lanes at once"])
+def test_triton_s_plan_is_what_is_allocated(name):
+    spec = SPECS[name].replace(dtype=DType.BF16, intermediate_size=64)
+    schedule = build(spec)
+    tiles = lower_tiles(schedule, 2 * spec.num_lanes, 48, "cpu")
+    memory = triton_memory.allocate(schedule, tiles, RandomWeights(spec), 3, torch.device("cpu"))
+    plan = triton_memory.plan_of(schedule, tiles, 3)
+    assert plan.weights == memory.weight_bytes
+    assert plan.num_slots * plan.max_context * plan.position == memory.pointers.kv.nbytes
 
 
 def test_what_does_not_fit_is_refused_with_what_would():
@@ -58,3 +71,20 @@ def test_what_torch_keeps_for_this_process_counts_as_free(monkeypatch):
             with pytest.raises(DeviceError):
                 check_memory(PLAN, gpu)
     check_memory(PLAN, torch.device("cpu"))
+
+
+def test_no_more_than_its_share_of_the_gpu_is_taken(monkeypatch):
+    """Whatever else is free; vLLM's name for the share."""
+    gpu = torch.device("cuda")
+    for name, value in (
+        ("mem_get_info", (36 * GIB, 37 * GIB)),
+        ("memory_allocated", 0),
+        ("memory_reserved", 0),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    check_memory(PLAN, gpu, 0.5)
+    with pytest.raises(
+        DeviceError,
+        match=r"and 18\.1 is what gpu_memory_utilization 0\.49 allows: choose max_model_len 3",
+    ):
+        check_memory(PLAN, gpu, 0.49)

@@ -21,7 +21,7 @@ from kog_triton import (
     TextPrompt,
     TokensPrompt,
 )
-from kog_triton.errors import DeviceError, ModelError, RequestError
+from kog_triton.errors import ModelError, RequestError
 from kog_triton.prompts import KEYS
 from kog_triton.vllm_names import IGNORED, INSTEAD, names
 from tests.lib import vllm_names
@@ -378,16 +378,13 @@ class SmallGpu:
 class OnGpu(FakeBackend):
     gpu = SmallGpu
 
-    def memory_bytes(self):
-        return {"weights": 400_000, "kv_cache": 0, "other": 100_000}
+    plans_memory = True
 
 
-def test_memory_beyond_the_share_of_the_gpu_is_refused(folder):
-    cache = 512 * 64  # positions, and bytes a position: 2 x 1 layer x 1 head x 8 x 4
-    with LLM(folder, backend=OnGpu, gpu_memory_utilization=0.6) as llm:
-        assert llm.kv_cache_bound_bytes() == cache
-    with pytest.raises(DeviceError, match=r"take 0.0 GB, and gpu_memory_utilization 0.5 allows"):
-        LLM(folder, backend=OnGpu, gpu_memory_utilization=0.5)
+def test_the_share_of_the_gpu_s_memory_is_the_backend_s_to_plan_with(folder):
+    for share, told in ((0.6, 0.6), (None, 1.0)):
+        with LLM(folder, backend=OnGpu, gpu_memory_utilization=share) as llm:
+            assert llm.engine.backend.options.memory_share == told
     with pytest.raises(RequestError, match="gpu_memory_utilization is 2: it must be above 0"):
         LLM(folder, backend=OnGpu, gpu_memory_utilization=2)
     with pytest.warns(UserWarning, match="gpu_memory_utilization is ignored: the backend runs on a CPU"):

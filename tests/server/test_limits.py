@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kog_triton import serve
 from tests.lib.served import read_events, served, wait_for
 
 SLACK_S = 2.0  # on a loaded machine, to what an idle one needs
@@ -334,3 +335,14 @@ def test_what_a_client_sends_makes_no_line_of_the_log(server, figure):
     names = [n for n in server.get("/metrics").text.splitlines() if "INJECTED" in n]
     assert not names
     figure("R19", "no line of the log and no label is a client's")
+
+
+# ---- flags ----
+
+
+def test_the_share_of_a_gpu_s_memory_reaches_the_model_and_is_a_share(capsys):
+    assert serve.parse(["--gpu-memory-utilization", "0.8"]).llm["gpu_memory_utilization"] == 0.8
+    assert serve.parse([]).llm["gpu_memory_utilization"] is None
+    with pytest.raises(SystemExit):
+        serve.parse(["--gpu-memory-utilization", "80"])
+    assert "--gpu-memory-utilization: 80 is not above 0 and at most 1" in capsys.readouterr().err

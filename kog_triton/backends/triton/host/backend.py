@@ -14,6 +14,7 @@ from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
+from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
@@ -43,6 +44,7 @@ class TritonBackend:
     name = "triton"
     vendors = VENDORS
     rank = 2
+    plans_memory = True
     num_devices = 1
 
     @classmethod
@@ -67,7 +69,7 @@ class TritonBackend:
     ) -> None:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.matrices import TileMatrices
-        from kog_triton.backends.triton.host.memory import allocate
+        from kog_triton.backends.triton.host.memory import allocate, plan_of
 
         refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
@@ -92,6 +94,9 @@ class TritonBackend:
         if self.gpu is not None:
             num_blocks = num_blocks or self.gpu.num_blocks
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
+        check_memory(
+            plan_of(self.schedule, self.tiles, options.num_slots), device, options.memory_share
+        )
         with self._entry.on_stream():
             self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.request_words import capacity
 from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.partition import scratch_sizes
@@ -33,6 +34,14 @@ class Memory:
     weight_bytes: int
     blank_words: Tensor  # zeros: what `pointers.words` and `error` hold before a launch
     blank_error: Tensor
+
+
+def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int) -> MemoryPlan:
+    """What `allocate` will take of the GPU, but for words and tables."""
+    spec = schedule.spec
+    weights = 4 * _arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
+    position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
+    return MemoryPlan(weights, position, num_slots, tiles.max_context)
 
 
 def allocate(
@@ -119,9 +128,7 @@ def _pack(
 ) -> Tensor:
     """The weight arena, int32: every layer's stages in order, then the head."""
     head, lm_head = tiles.stages[4], schedule.stage("lm_head")
-    head_parts = lm_head.cols // head.cols  # lanes, of a concatenated head
-    size = tiles.layer_words * tiles.num_layers + head_parts * tiles.head_words
-    arena = torch.empty(size, dtype=torch.int32, device=device)
+    arena = torch.empty(_arena_words(schedule, tiles), dtype=torch.int32, device=device)
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
         for tiling, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
@@ -139,6 +146,13 @@ def _pack(
         _place(arena, at, pack_tiles(lm_head, head, group, part))
         at += tiles.head_words
     return arena
+
+
+def _arena_words(schedule: Schedule, tiles: Tiles) -> int:
+    head_parts = (
+        schedule.stage("lm_head").cols // tiles.stages[4].cols
+    )  # lanes, of a concatenated head
+    return tiles.layer_words * tiles.num_layers + head_parts * tiles.head_words
 
 
 def _place(arena: Tensor, at: int, packed: Tensor) -> None:
