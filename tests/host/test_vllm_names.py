@@ -387,7 +387,9 @@ def test_the_share_of_the_gpu_s_memory_is_the_backend_s_to_plan_with(folder):
             assert llm.engine.backend.options.memory_share == told
     with pytest.raises(RequestError, match="gpu_memory_utilization is 2: it must be above 0"):
         LLM(folder, backend=OnGpu, gpu_memory_utilization=2)
-    with pytest.warns(UserWarning, match="gpu_memory_utilization is ignored: the backend runs on a CPU"):
+    with pytest.warns(
+        UserWarning, match="gpu_memory_utilization is ignored: the fake backend on a CPU does"
+    ):
         open_llm(folder, gpu_memory_utilization=0.5).close()
 
 
