@@ -23,7 +23,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for one in each_depth(args):
         if one.json is not None:
             check_output("--json", one.json)
-        if one.save is not None:
+        if getattr(one, "save", None) is not None:
             check_name(one.save)
     if getattr(args, "top_p", 1) != 1 and not args.temperature:
         raise RequestError(f"--top-p {args.top_p:g} without --temperature: greedy needs none")
@@ -125,6 +125,7 @@ def build_parser() -> Parser:
     )
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     _number(startup, "--rounds", 2, "processes (%(default)s)")
+    _add_serving(kinds)
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument(
@@ -136,6 +137,39 @@ def build_parser() -> Parser:
         help="write between the markers of these files: <!-- results --> all, <!-- headline --> eight rows",
     )
     return parser
+
+
+def _add_serving(kinds: Any) -> None:
+    """Of a server: serving.py."""
+    server = Parser(add_help=False)
+    server.add_argument(
+        "--url", default="http://127.0.0.1:8000/v1", metavar="URL", help="(%(default)s)"
+    )
+    server.add_argument("--model", metavar="NAME", help="(default: the first that it serves)")
+    server.add_argument("--api-key", metavar="KEY", help="(default: $KOG_API_KEY)")
+    server.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
+    server.add_argument("--quiet", action="store_true", help="no table and no progress")
+    serve = kinds.add_parser(
+        "serve", parents=[server], help="a server of OpenAI's API, as several clients see it"
+    )
+    serve.add_argument(
+        "--clients",
+        type=positive,
+        nargs="+",
+        default=list(REQUESTS),
+        metavar="N",
+        help=f"at a time ({' '.join(map(str, REQUESTS))})",
+    )
+    _number(serve, "--max-tokens", 256)
+    _number(serve, "--prompt-words", 64)
+    _number(serve, "--rounds", 5)
+    serve.add_argument("--ignore-eos", action="store_true", help="where the server knows it")
+    agent = kinds.add_parser(
+        "agent", parents=[server], help="a server, in a conversation that grows by tool calls"
+    )
+    _number(agent, "--tokens", 50_000, "to be made in all (%(default)s)")
+    _number(agent, "--call-tokens", 512, "most of one answer (%(default)s)")
+    _number(agent, "--result-words", 200, "of a tool's result (%(default)s)")
 
 
 def _common() -> Parser:

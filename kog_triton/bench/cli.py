@@ -6,6 +6,8 @@
     concurrency  several requests at a time, over one
     stages    each stage alone, against the roofline of its own bytes
     startup   from nothing to a token, in fresh processes
+    serve     any server of OpenAI's API, as one to eight clients see it
+    agent     such a server, in a conversation that grows by tool calls
     table     the results that were kept, as tables in Markdown
 
 The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
@@ -249,6 +251,8 @@ def _body(argv: Sequence[str] | None) -> int:
         if not args.into:
             print(table(records))
         return 0
+    if args.kind in ("serve", "agent"):
+        return _served(args)
     failures = []
     for one in each_depth(args):
         with _time_limit_is_ctrl_c():
@@ -267,6 +271,19 @@ def _body(argv: Sequence[str] | None) -> int:
         failures += _failures(record)
     if failures:
         raise RunError("; ".join(failures))
+    return 0
+
+
+def _served(args: argparse.Namespace) -> int:
+    from kog_triton.bench import serving
+
+    measures = {"serve": serving.serve, "agent": serving.agent}
+    with _time_limit_is_ctrl_c():
+        record = measures[args.kind](args, _say(args))
+    if args.json:
+        write(record, args.json)
+    if not args.quiet:
+        serving.show(record)
     return 0
 
 

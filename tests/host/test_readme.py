@@ -99,7 +99,10 @@ def test_the_commands_are_found():
         *("generate", "serve", "quantize", "doctor", "cache", "plan", "profile", "bench"),
     }
     kinds = {argv[0] for name, argv in found if name == "bench"}
-    assert kinds == {"compare", "decode", "prefill", "concurrency", "stages", "startup", "table"}
+    assert kinds == {
+        *("compare", "decode", "prefill", "concurrency", "stages", "startup", "table"),
+        *("serve", "agent"),
+    }
 
 
 def test_what_is_installed_exists():
