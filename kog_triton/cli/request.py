@@ -157,7 +157,7 @@ def check_request(
 def _tokenizer_and_context(args: argparse.Namespace) -> tuple[Tokenizer, int | None] | None:
     """Of a folder without a look at its weights, of a GGUF file by its header."""
     gguf = gguf_file(args.model)
-    if gguf is not None and gguf.is_file():
+    if gguf is not None:
         from kog_triton.checkpoint.folder import Checkpoint  # and torch, which takes seconds
 
         checkpoint = Checkpoint.open(gguf)

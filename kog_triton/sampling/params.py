@@ -273,7 +273,8 @@ def _integer(name: str, value: object, low: int, high: int = MAX_INTEGER) -> Non
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong(name, value, "an integer")
     if not low <= value <= high:
-        allowed = f"at least {low}" if high == MAX_INTEGER else f"from {low} to {high}"
+        open_ended = high == MAX_INTEGER and value < low
+        allowed = f"at least {low}" if open_ended else f"from {low} to {high}"
         raise wrong(name, value, allowed)
 
 

@@ -133,6 +133,8 @@ def test_a_gguf_file_is_looked_at_before_its_weights_load(unopened, tmp_path):
     ):
         code, out, err = unopened(*flags, "--quiet", model=path)
         assert (code in (2, 3), out) == (True, "") and says in err
+    code, out, err = unopened("-p", "x", model=tmp_path / "gone.gguf")
+    assert (code, out) == (3, "") and "gone.gguf" in err and "o such file" in err
 
 
 def test_a_template_of_the_callers(cli, tmp_path, monkeypatch):

@@ -66,6 +66,14 @@ def test_a_value_out_of_range_is_one_line_with_the_field(field, value):
     assert "\n" not in str(error.value)
 
 
+def test_a_number_too_large_is_told_the_most():
+    most = rf"max_tokens is {10**25}: it must be from 1 to {2**63 - 1}"
+    with pytest.raises(RequestError, match=most):
+        SamplingParams(max_tokens=10**25)
+    with pytest.raises(RequestError, match="max_tokens is 0: it must be at least 1"):
+        SamplingParams(max_tokens=0)
+
+
 def test_greedy_samples_cannot_differ():
     with pytest.raises(RequestError, match="n is 2: it must be 1 when temperature is 0"):
         SamplingParams(n=2, temperature=0)

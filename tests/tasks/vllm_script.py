@@ -2,7 +2,12 @@
 
 import warnings
 
-from kog_triton import LLM, SamplingParams  # "from vllm" it said
+from kog_triton import (  # "from vllm" it said
+    LLM,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokensPrompt,
+)
 from kog_triton.demo import checkpoint_path
 
 ignored = warnings.catch_warnings(record=True)
@@ -36,6 +41,20 @@ llm.chat(
 ids = llm.get_tokenizer().encode("x = 1")
 assert llm.generate({"prompt_token_ids": ids}, defaults)[0].prompt_token_ids == ids
 
+scored = SamplingParams(max_tokens=2, temperature=0, logprobs=1, prompt_logprobs=1)
+(output,) = llm.generate([TokensPrompt(prompt_token_ids=ids)], scored)
+assert len(output.prompt_logprobs) == len(ids) and output.prompt_logprobs[0] is None
+for token, shown in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+    assert shown[token].rank == 1 and shown[token].decoded_token is not None
+shaped = SamplingParams(
+    max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["Yes", "No"])
+)
+assert llm.generate("Is it? ", shaped)[0].outputs[0].text in ("Yes", "No")
+parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "now?"}]
+template = "{{ messages[0]['content'] + ' ' }}"
+(output,) = llm.chat([{"role": "user", "content": parts}], defaults, chat_template=template)
+assert output.prompt == "What\nnow? "
+
 # ---- what it was told ----
 
 told = {str(warning.message).split()[1] for warning in said if warning.category is UserWarning}
@@ -46,3 +65,19 @@ except ValueError as error:
     assert "quantization is 'awq'" in str(error), error
 else:
     raise AssertionError("what is not supported was dropped")
+refused = {
+    "there is no beam search": lambda: llm.beam_search([{"prompt": "x"}], None),
+    "merge the adapter": lambda: llm.generate("x", lora_request=object()),
+    "tensor_parallel_size is the number": lambda: LLM(MODEL, pipeline_parallel_size=2),
+    "StructuredOutputsParams(json=": lambda: SamplingParams(guided_decoding={"json": {}}),
+    "models read text alone": lambda: llm.chat(
+        [{"role": "user", "content": [{"type": "image_url"}]}], chat_template=template
+    ),
+}
+for says, call in refused.items():
+    try:
+        call()
+    except (ValueError, AttributeError) as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError(f"not refused: {says}")
