@@ -1,7 +1,8 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
 For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
-own yet, nor have narrow weights: their rows are dealt out evenly to blocks, which is enough for bytes and rooflines.
+own yet, nor have narrow weights but FP8: their rows are dealt out evenly to blocks, which is enough for bytes and
+rooflines.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from rich.table import Table
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
-from kog_triton.errors import ModelError
+from kog_triton.model.shapes import with_format
 from kog_triton.model.spec import DTYPES, ModelSpec
-from kog_triton.model.weight_format import FORMATS, WeightFormat
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
+from kog_triton.schedule.cuda_weights import unreadable
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.scaling import MOST_FITTED, PROTOTYPE_GPU, WORST_MISS, predict
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -27,8 +29,8 @@ PAIR = 2  # rows: gate and up of one output stay together
 
 
 def plan(schedule: Schedule, gpu: Gpu) -> Partition:
-    """The checked cut to show: the CUDA lowering, or a plain partition of rows for an AMD GPU or narrow weights."""
-    if gpu.vendor == "nvidia" and not schedule.spec.narrow:
+    """The checked cut to show: the CUDA lowering, or a plain partition of rows where that does not read the weights."""
+    if gpu.vendor == "nvidia" and not unreadable(schedule):
         lowering = lower(schedule, gpu)
         check_lowering(lowering)
         return lowering
@@ -105,7 +107,9 @@ def summary(partition: Partition, gpu: Gpu) -> str:
             if stage.op is Op.MATVEC
         )
         per_gpu = -(-total // s.num_ranks)
-        what = "narrow weights" if s.spec.narrow else f"{gpu.vendor} GPUs"
+        what = f"{gpu.vendor} GPUs"
+        if gpu.vendor == "nvidia":
+            what = f"{s.spec.narrow_formats} weights"
         cut = f"rows dealt out evenly: there is no lowering for {what} yet"
     roofline = per_gpu / gpu.bandwidth
     return (
@@ -130,21 +134,6 @@ def expectation(partition: Partition, gpu: Gpu) -> str:
         f"\nPredicted: {rate:,.0f} tokens/s, by a fit to prototypes on up to {MOST_FITTED} GPUs that misses them by "
         f"{WORST_MISS:.0%} at most{beyond} (docs/SCALING.md)."
     )
-
-
-def with_format(spec: ModelSpec, how: WeightFormat) -> ModelSpec:
-    """The model with its layers' matrices in a format; embedding, head, norms and biases stay as they are.
-
-    ModelError for groups that do not divide the columns.
-    """
-    names = []
-    for pattern, shape in spec.shapes.items():
-        if not pattern.endswith("_proj"):
-            continue
-        if reason := how.undivided(shape[-1]):
-            raise ModelError(f"{pattern}: {reason}")
-        names += [(pattern.format(layer), how) for layer in range(spec.num_layers)]
-    return spec.replace(narrow=tuple(names))
 
 
 def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:

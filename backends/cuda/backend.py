@@ -50,14 +50,24 @@ from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
 from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
-from kog_triton.model.spec import DTYPES
+from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
+from kog_triton.schedule.cuda_weights import unreadable
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS = "prompt.cu"
+PRODUCTS = (
+    "prompt.cu"  # reads weights of 16 bits alone: prompts of others run in the kernel of chunks
+)
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
+
+
+def _kernel_prompts(options: BackendOptions) -> BackendOptions:
+    """For narrow weights."""
+    if options.prefill == "library":
+        raise ModelError("prompts of narrow weights run in the kernel: choose --prefill kernel")
+    return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
 class CudaBackend:
@@ -91,6 +101,10 @@ class CudaBackend:
             True, by_name_only="" if arch == HOPPER else f"it has not run on {arch} yet"
         )
 
+    @classmethod
+    def why_not_narrow(cls, spec: ModelSpec) -> str:
+        return unreadable(build(spec))
+
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
         refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
@@ -100,6 +114,8 @@ class CudaBackend:
             raise DeviceError(
                 f"the cuda backend cannot run: {available.reason}; {available.advice}"
             )
+        if weights.spec.narrow:
+            options = _kernel_prompts(options)
         self.options, self.spec = options, weights.spec
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])

@@ -9,14 +9,23 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.cuda.layout import protocol
+from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
+from kog_triton.backends.cuda.narrow_weights import (
+    LoadNarrow,
+    load_narrow,
+    narrow_matrices,
+    scales_of_rows,
+)
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.upload import upload
@@ -24,6 +33,7 @@ from kog_triton.backends.request_words import Flag, capacity, decode
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
+from kog_triton.schedule.narrow_packing import NarrowMatrix, pack_narrow
 from kog_triton.schedule.packing import first_ring_slots, pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Scope, Stage
@@ -146,6 +156,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         for name in ("attention_norm", "mlp_norm")
     ]
     gains.append(get("norm").float())
+    gains = [gain * scale for gain, scale in zip(gains, _gain_scales(lo), strict=True)]
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -158,10 +169,10 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
 
     positions = layout.max_context + 1
     return Memory(
-        weights=pack_arena(lo, get, embed),
+        weights=pack_arena(lo, get, embed, 0, partial(load_narrow, weights, device)),
         embed=padded(embed),
         gains=padded(torch.stack(gains)),
-        biases=_biases(lo, get, device),
+        biases=_biases(lo, get, partial(load_narrow, weights, device), device),
         qk_gains=_qk_gains(lo, get, device),
         rope=table.to(device),
         cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
@@ -192,8 +203,17 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}
 
 
-def pack_arena(lo: CudaLowering, get: Load, embed: Tensor, rank: int = 0) -> Tensor:
-    """A rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order."""
+def pack_arena(
+    lo: CudaLowering,
+    get: Load,
+    embed: Tensor,
+    rank: int = 0,
+    get_narrow: LoadNarrow | None = None,
+) -> Tensor:
+    """A rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order.
+
+    get_narrow  gives weights that are stored narrow; not asked for others
+    """
     schedule, dtype = lo.schedule, embed.dtype
     values = lo.ring_slot_bytes // 2
     arena = embed.new_zeros((lo.stream_ring_slots(rank), lo.num_blocks, values), dtype=torch.int16)
@@ -203,11 +223,32 @@ def pack_arena(lo: CudaLowering, get: Load, embed: Tensor, rank: int = 0) -> Ten
             for stage in segment.stages:
                 if stage.name not in lo.tilings:
                     continue
-                w = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
-                if stage.scope is Scope.ALL:  # the head: the rank's part of the vocabulary
-                    w = w[:, slice(*schedule.head_rows(rank))]
-                _place(arena, first[stage.name, layer], lo, stage, layer, rank, w)
+                w: list[Any]
+                if lo.weights[stage.name].format:
+                    assert get_narrow is not None
+                    w = narrow_matrices(lo, stage, layer, get_narrow)
+                    pack = partial(_pack_narrow, lo, stage, layer, rank)
+                else:
+                    wide = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
+                    if stage.scope is Scope.ALL:  # the head: the rank's part of the vocabulary
+                        wide = wide[:, slice(*schedule.head_rows(rank))]
+                    w, pack = [*wide], partial(_pack_wide, lo, stage, layer, rank)
+                _place(arena, first[stage.name, layer], lo, stage, layer, rank, w, pack)
     return arena.view(-1).view(torch.uint8)
+
+
+def _pack_wide(
+    lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: Tensor
+) -> Tensor:
+    packed: Tensor = pack_blocks(lo, stage, layer, blocks, rank, w)
+    return packed.reshape(*packed.shape[:2], -1)
+
+
+def _pack_narrow(
+    lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: NarrowMatrix
+) -> Tensor:
+    packed: Tensor = pack_narrow(lo, stage, layer, blocks, rank, w)
+    return packed.view(torch.int16)
 
 
 def _matrix(lo: CudaLowering, stage: Stage, layer: int, get: Load, embed: Tensor) -> Tensor:
@@ -226,9 +267,13 @@ def _place(
     stage: Stage,
     layer: int,
     rank: int,
-    w: Tensor,
+    w: list[Any],
+    pack: Callable[[list[int], Any], Tensor],
 ) -> None:
-    """Pack one stage for all blocks of a rank and write it to the chunks of each block's stream from `first` on."""
+    """Pack one stage for all blocks of a rank and write it to the chunks of each block's stream from `first` on.
+
+    w  a matrix a shard, as `pack` takes it: ring slots of some blocks, [blocks, slots, 16-bit words of a slot].
+    """
     by_kind: dict[tuple[int, int], list[int]] = {}
     for block in range(lo.num_blocks):
         units = len(lo.block_units(stage, layer, lo.group_index(stage, block), rank))
@@ -236,33 +281,53 @@ def _place(
     for (shard, units), blocks in by_kind.items():
         if not units:
             continue
-        packed = pack_blocks(lo, stage, layer, blocks, rank, w[shard])
-        slots = packed.shape[1]
-        at = first[blocks][:, None] + np.arange(slots)
+        packed = pack(blocks, w[shard])
+        at = first[blocks][:, None] + np.arange(packed.shape[1])
         index = (
             torch.from_numpy(at).to(arena.device),
             torch.tensor(blocks, device=arena.device)[:, None],
         )
-        arena[index] = packed.reshape(len(blocks), slots, -1)
+        arena[..., : packed.shape[2]][index] = packed
 
 
-def _biases(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:
-    """float32 [layers, rows]: stage by stage, lane by lane, in the order in which rows are dealt out."""
+def _biases(lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.device) -> Tensor:
+    """float32 [layers, rows], then the head's: of every stage its biases, then what multiplies its sums
+    (`row_scales`), lane by lane, in the order in which rows are dealt out."""
     schedule = lo.schedule
     parts: list[Tensor] = []
+
+    def row_scales(stage: Stage, layer: int) -> list[Tensor]:
+        if not lo.weights[stage.name].row_scales:
+            return []
+        narrow = [get_narrow(canonical(stage, w, layer)) for w in stage.weights]
+        return [_dealt(stage, torch.cat([scales_of_rows(n)[..., 0] for n in narrow], 1))]
+
     for layer in range(schedule.spec.num_layers):
         for stage in layer_matrices(schedule):
             if not stage.biases:
                 parts.append(torch.zeros(schedule.num_shards * stage.rows, device=device))
-                continue
-            tensors = [
-                shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases
-            ]
-            rows = torch.cat(tensors, 1).float()
-            if stage.epilogue is Epilogue.SILU_MUL:  # gate and up of one output side by side
-                rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
-            parts.append(rows.reshape(-1))
-    return torch.cat(parts)
+            else:
+                tensors = [
+                    shard_bias(schedule, stage, get(canonical(stage, b, layer)))
+                    for b in stage.biases
+                ]
+                parts.append(_dealt(stage, torch.cat(tensors, 1)))
+            parts += row_scales(stage, layer)
+    return torch.cat([*parts, *row_scales(schedule.stage("lm_head"), 0)])
+
+
+def _dealt(stage: Stage, rows: Tensor) -> Tensor:
+    """A value a row, [lanes, rows], in the order in which rows are dealt out: gate and up of one output together."""
+    rows = rows.float()
+    if stage.epilogue is Epilogue.SILU_MUL:
+        rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    return rows.reshape(-1)
+
+
+def _gain_scales(lo: CudaLowering) -> list[float]:
+    """What the gains of each norm are multiplied with, two a layer and the last: what narrow stages need."""
+    names = ["qkv_proj", "gate_up_proj"] * lo.schedule.spec.num_layers + ["lm_head"]
+    return [gain_scale(lo, lo.schedule.stage(name)) for name in names]
 
 
 def _qk_gains(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:

@@ -112,9 +112,10 @@ class Backend(Protocol):
     vendors  whose GPUs it serves, of schedule.topology.VENDORS, and "cpu"
     rank     its place in what "auto" tries, the fastest first; a class without the attribute is taken by name only
 
-    A class whose `runs_narrow` is true runs checkpoints with narrow weights (`ModelSpec.narrow`); where the attribute
-    is missing or false, they are refused. One whose `plans_memory` is true refuses what is more than `memory_share`
-    before it loads it. `gpu` is the row of the GPU in use; None on a CPU and on a GPU without a row.
+    A class with a method `why_not_narrow(spec)`, which says why it does not run a model's narrow weights
+    (`ModelSpec.narrow`), "" if it does, is asked; where there is none, they are refused. One whose `plans_memory` is
+    true refuses what is more than `memory_share` before it loads it. `gpu` is the row of the GPU in use; None on a CPU
+    and on a GPU without a row.
     """
 
     name: str
@@ -170,9 +171,10 @@ class BackgroundCompiler(Protocol):
 
 def why_not_narrow(backend: type, spec: ModelSpec) -> str:
     """Why a backend does not run a model's narrow weights, "" if it does."""
-    if not spec.narrow or getattr(backend, "runs_narrow", False):
+    if not spec.narrow:
         return ""
-    return f"it does not read {spec.narrow_formats} weights yet"
+    judge = getattr(backend, "why_not_narrow", None)
+    return judge(spec) if judge else f"it does not read {spec.narrow_formats} weights yet"
 
 
 def refuse_narrow(backend: type, spec: ModelSpec) -> None:

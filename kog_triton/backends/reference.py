@@ -23,7 +23,7 @@ from kog_triton.backends.host_serving import HostServing
 from kog_triton.backends.kv_cache import KVCache
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError, RequestError
-from kog_triton.model.spec import DTYPES, DType, Head, Reduce
+from kog_triton.model.spec import DTYPES, DType, Head, ModelSpec, Reduce
 from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Op, Prologue, Schedule, Stage, build
@@ -46,12 +46,16 @@ class ReferenceBackend:
     name = "reference"
     vendors = (*VENDORS, "cpu")
     rank = 9  # float32, for correctness: what is left where nothing else runs
-    runs_narrow = True  # by their values in float32
     num_devices = 1  # ranks and lanes share one process and one device
 
     @classmethod
     def availability(cls) -> Availability:
         return Availability(True)
+
+    @classmethod
+    def why_not_narrow(cls, spec: ModelSpec) -> str:
+        """Nothing: it runs them by their values in float32."""
+        return ""
 
     def __init__(self, weights: WeightSource, options: BackendOptions) -> None:
         if options.prefill == "library":

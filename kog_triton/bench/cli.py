@@ -53,7 +53,7 @@ def _common(
 
     device, word = find_device(args.device)
     backends, absent = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype)
+    model = open_model(args.model, args.shape, device, args.dtype, args.weights)
     model.check_room(positions)
     shared = {
         "model": model,
@@ -205,7 +205,7 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype)
+    model = open_model(args.model, args.shape, device, args.dtype, args.weights)
     asked = {name: getattr(args, name) for name in ("model", "shape", "device", "dtype")}
     asked["num_gpus"] = args.gpus
     rows = [start_rounds(choice.name, asked, args.rounds, _say(args)) for choice in choices]

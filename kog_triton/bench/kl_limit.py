@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kog_triton.backends import WeightSource
+from kog_triton.backends import Backend, BackendOptions, WeightSource
 from kog_triton.bench.check import compare
+from kog_triton.bench.engines import BackendUnderTest
 from kog_triton.bench.model import Retyped
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.transformers_model import TransformersPeer
@@ -22,6 +23,8 @@ FACTOR = 1.5
 LEAST = 0.02  # nats: a limit near zero would be of a model that rounding hardly touches
 # Of a Laneformer, which transformers does not have: a hundred times what ours differ by (4e-5, benchmarks/results).
 LANES = 0.005
+# Of narrow weights, whose kernel rounds no weight: times as much as the kernel of 16-bit weights may be off.
+UNPACKED = 1.1
 # A peer only shows that it runs the same model: its own rounding is its own affair. transformers differ by up to 0.1.
 PEER = 0.25
 
@@ -56,6 +59,24 @@ def kl_limit(
             torch.cuda.empty_cache()
     kl = float(compare(want, theirs)[1].mean())
     return KlLimit(max(FACTOR * kl, LEAST), f"{FACTOR:g} x transformers' {kl:.1e} in bf16")
+
+
+def unpacked_kl_limit(
+    weights: WeightSource,
+    backend: type[Backend],
+    options: BackendOptions,
+    ids: list[int],
+    want: np.ndarray,
+) -> KlLimit:
+    """As `kl_limit`, of narrow weights: what a backend makes of their values in the model's own type, where that is
+    rounded to 16 bits, and UNPACKED more."""
+    engine = BackendUnderTest(backend, Retyped(weights, weights.spec.dtype), options)
+    try:
+        kl = float(compare(want, engine.logits(ids))[1].mean())
+    finally:
+        engine.close()
+    reason = f"{UNPACKED:g} x its own {kl:.1e} on the unpacked weights"
+    return KlLimit(UNPACKED * kl, reason)
 
 
 class Plain(TransformersPeer):

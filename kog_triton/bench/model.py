@@ -10,11 +10,13 @@ import torch
 from kog_triton.backends import WeightSource
 from kog_triton.backends.device import TORCH_DTYPES, gpu_of
 from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, RequestError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DTYPES, DType
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.topology import VENDORS, find_gpu
 
 SEED = 0  # of weights and of prompts
@@ -55,15 +57,26 @@ class Model:
 
 
 def open_model(
-    model: str | None, shape: str | None, device: torch.device, dtype: str = "auto"
+    model: str | None,
+    shape: str | None,
+    device: torch.device,
+    dtype: str = "auto",
+    format: str | None = None,
 ) -> Model:
     """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened.
 
-    dtype  of its weights for every engine, a key of DTYPES; "auto": its own
+    dtype   of its weights for every engine, a key of DTYPES; "auto": its own
+    format  that the layers' matrices of a named shape are rounded to, a key of FORMATS
     """
+    if format and not shape:
+        raise RequestError("--weights makes random weights narrow: name a --shape")
     if shape:
         spec = named_shape(shape)
         spec = spec if dtype == "auto" else spec.replace(dtype=DTYPES[dtype])
+        if format:
+            narrow = NarrowRandomWeights(with_format(spec, FORMATS[format]), SEED, device)
+            how = f"random, seed {SEED}, made on {device.type}, layers round to nearest {format}"
+            return Model(shape.lower(), narrow, how)
         weights = RandomWeights(spec, SEED, device)
         return Model(shape.lower(), weights, f"random, seed {SEED}, made on {device.type}")
     checkpoint: WeightSource = Checkpoint.open(model or checkpoint_path())

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import Choice
 from kog_triton.bench import machine
 from kog_triton.bench.bandwidth import measure_bandwidth
 from kog_triton.bench.check import CHECK_POSITIONS, Judge
-from kog_triton.bench.kl_limit import kl_limit
+from kog_triton.bench.kl_limit import kl_limit, unpacked_kl_limit
 from kog_triton.bench.model import Model
 from kog_triton.bench.record import make_row, note_of
 
@@ -39,9 +40,17 @@ class Common:
         return max(positions, len(self.judged_ids()))
 
     def kl_limit(self, judge: Judge, say: Say) -> float:
-        """Of our backends, by what transformers make of the same weights in bf16."""
-        say("transformers' logits")
-        limit = kl_limit(self.model.weights, self.device, self.judged_ids(), judge.logits)
+        """Of our backends, by what transformers make of the same weights in bf16; of narrow weights, by what the
+        first backend's own kernel of 16-bit weights makes of what they stand for."""
+        weights, ids = self.model.weights, self.judged_ids()
+        if weights.spec.narrow:
+            first = self.backends[0]
+            say(f"logits of {first.name} on the unpacked weights")
+            options = BackendOptions(device=self.device_word, max_context=len(ids))
+            limit = unpacked_kl_limit(weights, first.backend, options, ids, judge.logits)
+        else:
+            say("transformers' logits")
+            limit = kl_limit(weights, self.device, ids, judge.logits)
         say(f"KL of our backends: at most {limit.backend:.1e}, {limit.reason}")
         return limit.backend
 

@@ -5,7 +5,7 @@ of this form, such as a backend's packing, needs to know no file format. `unpack
 value, in float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -85,6 +85,13 @@ class NarrowTensor:
             assert self.offsets is not None
             values += self._spread(self.offsets.float())
         return values
+
+    def to(self, device: str | torch.device) -> "NarrowTensor":
+        """This weight on another device."""
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets
+        )
 
     def reshape(self, shape: tuple[int, ...]) -> "NarrowTensor":
         """With other leading dimensions; rows and columns stay."""

@@ -8,6 +8,7 @@ from typing import Any
 from kog_triton.errors import ModelError
 from kog_triton.model.families import read_spec
 from kog_triton.model.spec import ModelSpec
+from kog_triton.model.weight_format import WeightFormat
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -123,3 +124,18 @@ def named_shape(name: str) -> ModelSpec:
     if config is None:
         raise ModelError(f"no shape is named {name!r}: have {', '.join(sorted(SHAPES))}")
     return read_spec(config, file=f"shape {name}")
+
+
+def with_format(spec: ModelSpec, how: WeightFormat) -> ModelSpec:
+    """The model with its layers' matrices in a format; embedding, head, norms and biases stay as they are.
+
+    ModelError for groups that do not divide the columns.
+    """
+    names = []
+    for pattern, shape in spec.shapes.items():
+        if not pattern.endswith("_proj"):
+            continue
+        if reason := how.undivided(shape[-1]):
+            raise ModelError(f"{pattern}: {reason}")
+        names += [(pattern.format(layer), how) for layer in range(spec.num_layers)]
+    return spec.replace(narrow=tuple(names))

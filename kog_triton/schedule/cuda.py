@@ -11,24 +11,30 @@ group of rows of a unit:
     warp    = rows_group * warps_k + k_part
     stream  = stages in order > units > steps along the warp's K > fragment
 
+Fragments of narrow weights hold twice or four times as many values of K, and bring their scales (cuda_weights.py).
+
 Chunk i of all blocks lie side by side: 1-2 % faster than one region a block (H200: benchmarks/cuda-log.md#prototypes).
 """
 
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
+from kog_triton.schedule.cuda_weights import FRAGMENT_ROWS as MMA_ROWS
+from kog_triton.schedule.cuda_weights import StreamWeights, stage_weights, unreadable
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import GPUS, KB, Gpu
 
 WARPS = 16  # consumer warps; one more warp fills the ring
-FRAGMENT_ROWS = (8, 4)  # weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row
-MMA_ROWS = FRAGMENT_ROWS[0]
+# Weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row. Narrow weights take eight.
+FRAGMENT_ROWS = (MMA_ROWS, 4)
+SLOT_ALIGNMENT = 128  # of a ring slot, in memory and on chip
 # (frag_k, fragments a warp and ring slot): slots of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
 # ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
 # they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24).
@@ -61,14 +67,24 @@ class CudaLowering(Partition):
     frag_k: int
     fragments: int  # of one warp in one ring slot
 
-    @property
-    def fragment_bytes(self) -> int:
-        """Of one fragment of all warps."""
-        return WARPS * MMA_ROWS * self.frag_k * 2
+    @cached_property
+    def weights(self) -> dict[str, StreamWeights]:
+        """How every matrix stage's weights lie in the stream, by name."""
+        return {
+            stage.name: stage_weights(self.schedule, stage, self.frag_k)
+            for stage in matrix_stages(self.schedule)
+        }
 
-    @property
+    def fragment_bytes(self, stage: Stage) -> int:
+        """Of one fragment of all warps, scales included."""
+        weights = self.weights[stage.name]
+        return WARPS * (weights.warp_bytes + weights.record_bytes)
+
+    @cached_property
     def ring_slot_bytes(self) -> int:
-        return self.fragments * self.fragment_bytes
+        """Of the stage whose slots take most; other stages' slots are filled in part."""
+        most = max(self.fragment_bytes(stage) for stage in matrix_stages(self.schedule))
+        return -(-self.fragments * most // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
     def ring_slots(self) -> int:
@@ -127,18 +143,22 @@ class CudaLowering(Partition):
         return self.tilings[stage.name].padded_k(stage.cols)
 
     def fragment(self, stage: Stage) -> tuple[int, int]:
-        """Rows and values of K of one fragment: always as many bytes."""
+        """Rows and values of K of one fragment of 16-bit weights: always as many bytes."""
         rows = self.tilings[stage.name].fragment_rows
         return rows, MMA_ROWS // rows * self.frag_k
 
     def steps(self, stage: Stage) -> int:
-        """Fragments along K of one warp, for one unit."""
+        """Steps along K of one warp, for one unit, of the values of a fragment of 16-bit weights each."""
         k = self.fragment(stage)[1]
         return self.padded_k(stage) // self.tilings[stage.name].k_parts // k
 
+    def unit_fragments(self, stage: Stage) -> int:
+        """Fragments along K of one warp, for one unit."""
+        return self.steps(stage) // self.weights[stage.name].pack
+
     def stage_fragments(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
         """Fragments of one warp in one run of a stage by the block with this group index."""
-        return len(self.block_units(stage, layer, block, rank)) * self.steps(stage)
+        return len(self.block_units(stage, layer, block, rank)) * self.unit_fragments(stage)
 
     def stage_ring_slots(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
         """Ring slots of one warp in one run of a stage, of which the last may be read in part."""
@@ -146,7 +166,7 @@ class CudaLowering(Partition):
 
     def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
         """Weight bytes that all blocks of a rank read in one run of a stage, padding included."""
-        return self.fragment_bytes * sum(
+        return self.fragment_bytes(stage) * sum(
             self.stage_fragments(stage, layer, self.group_index(stage, block), rank)
             for block in range(self.num_blocks)
         )
@@ -191,6 +211,8 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     do, to the larger fragment and to more K parts."""
     if schedule.spec.dtype is DType.F32:
         raise ModelError("float32 weights do not run on tensor cores: choose --dtype bf16 or fp16")
+    if reason := unreadable(schedule):
+        raise ModelError(f"the cuda backend: {reason}")
     # Every block must own a unit of the residual stream (check.py): a small model gets fewer blocks.
     group = (num_blocks or gpu.num_blocks) // schedule.shards_per_rank
     group = max(1, min(group, -(-schedule.spec.hidden_size // MMA_ROWS)))
@@ -241,35 +263,42 @@ def is_wide(stage: Stage) -> bool:
 def _unrolled(lowering: CudaLowering) -> int:
     """Stages some of whose units end within a ring slot: their code is several units long."""
     return sum(
-        unit_period(lowering.steps(stage), lowering.fragments) > 1
+        unit_period(lowering.unit_fragments(stage), lowering.fragments) > 1
         for stage in matrix_stages(lowering.schedule)
     )
 
 
 def _cost(lowering: CudaLowering) -> float:
     """Bytes of one token, as if every block read as many as the busiest of its stage does."""
-    fragments = sum(
+    read = sum(
         segment.repeat
         * max(
             lowering.stage_fragments(stage, 0, i, rank) for i in range(lowering.group_size(stage))
         )
+        * lowering.fragment_bytes(stage)
         * (FOUR_ROWS_COST if lowering.fragment(stage)[0] != MMA_ROWS else 1)
         for rank in range(lowering.schedule.num_ranks)
         for segment in lowering.schedule.segments
         for stage in segment.stages
         if stage.name in lowering.tilings
     )
-    return fragments * lowering.fragment_bytes * (NARROW_COST if lowering.frag_k == 16 else 1)
+    return read * (NARROW_COST if lowering.frag_k == 16 else 1)
 
 
-def unit_period(steps: int, fragments: int) -> int:
+def unit_period(fragments_of_unit: int, fragments: int) -> int:
     """Units after which the last one ends with a ring slot."""
-    return math.lcm(steps, fragments) // steps
+    return math.lcm(fragments_of_unit, fragments) // fragments_of_unit
 
 
 def slice_values(schedule: Schedule, frag_k: int) -> int:
-    """Of x, that a warp stages: of the residual stream, in whole fragments."""
-    return -(-schedule.spec.hidden_size // (WARPS * frag_k)) * frag_k
+    """Of x, that a warp stages: of the residual stream, in whole fragments of every stage that multiplies x."""
+    packs = (
+        stage_weights(schedule, stage, frag_k).pack
+        for stage in matrix_stages(schedule)
+        if stage.source in ("x", "y")
+    )
+    whole = frag_k * max(packs)
+    return -(-schedule.spec.hidden_size // (WARPS * whole)) * whole
 
 
 def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) -> bool:
@@ -287,13 +316,18 @@ def _tiling(
 ) -> Tiling | None:
     """How a stage is cut, so that its slowest block has least to do; None if it cannot be."""
     options = []
+    weights = stage_weights(schedule, stage, frag_k)
+    if weights.why_not():
+        return None
     for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
-        k = MMA_ROWS // rows * frag_k
+        if weights.format and rows != MMA_ROWS:
+            continue
+        k = MMA_ROWS // rows * frag_k * weights.pack
         for k_step in (k, k * fragments):
             tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
             steps = tiling.padded_k(stage.cols) // warps_k // k
             period = unit_period(steps, fragments)
-            if period > 1 and period * steps > UNROLLED:
+            if period > 1 and period * steps * weights.pack > UNROLLED:
                 continue
             if not _is_staged(schedule, stage, tiling, frag_k):
                 continue

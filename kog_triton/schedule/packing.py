@@ -26,14 +26,14 @@ def pack_blocks(
         [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
-    flat = _new(w, (rows.size, lowering.padded_k(stage)))
+    flat = new_like(w, (rows.size, lowering.padded_k(stage)))
     real = np.flatnonzero(rows.reshape(-1) != PADDING)
-    flat[_index(w, real), : stage.cols] = w[_index(w, rows.reshape(-1)[real])]
+    flat[index_like(w, real), : stage.cols] = w[index_like(w, rows.reshape(-1)[real])]
     # rows: unit, group of warps, row; K: part, step, value  ->  unit, step, group, part, row, value
     shape = (count, units, WARPS // parts, high, parts, steps, wide)
-    ordered = _permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
+    ordered = permute(flat.reshape(shape), (0, 1, 5, 2, 4, 3, 6))
     slots = -(-units * steps // lowering.fragments)
-    out = _new(w, (count, slots * lowering.fragments, WARPS, high, wide))
+    out = new_like(w, (count, slots * lowering.fragments, WARPS, high, wide))
     out[:, : units * steps] = ordered.reshape(count, units * steps, WARPS, high, wide)
     return out.reshape(count, slots, lowering.fragments, WARPS, high, wide)
 
@@ -83,7 +83,7 @@ def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.
     """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: `unit_places` of
     its unit, the byte of a fragment of all warps at which its rows begin, and 0."""
     rows_of_unit = WARPS // lowering.tilings[stage.name].k_parts
-    width = lowering.fragment_bytes // rows_of_unit
+    width = lowering.fragment_bytes(stage) // rows_of_unit
     begin, before = np.repeat(units, rows_of_unit, 2)
     inside = np.tile(np.arange(rows_of_unit) * width, units.shape[2])
     groups = [begin, before, np.broadcast_to(inside, begin.shape), np.zeros_like(begin)]
@@ -99,23 +99,23 @@ def unpack_stage(lowering: CudaLowering, stage: Stage, arena: Any, places: Any) 
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     shards, units, steps = places.shape
     parts = tiling.k_parts
-    fragments = arena.reshape(-1, lowering.fragment_bytes // 2)[places.reshape(-1)]
+    fragments = arena.reshape(-1, lowering.fragment_bytes(stage) // 2)[places.reshape(-1)]
     shape = (shards, units, steps, WARPS // parts, parts, high, wide)
-    ordered = _permute(fragments.reshape(shape), (0, 1, 3, 5, 4, 2, 6))
+    ordered = permute(fragments.reshape(shape), (0, 1, 3, 5, 4, 2, 6))
     rows = units * tiling.unit_rows
     return ordered.reshape(shards, rows, lowering.padded_k(stage))[:, : stage.rows, : stage.cols]
 
 
-def _permute(array: Any, axes: tuple[int, ...]) -> Any:
+def permute(array: Any, axes: tuple[int, ...]) -> Any:
     return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
 
 
-def _new(like: Any, shape: tuple[int, ...]) -> Any:
+def new_like(like: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(like, np.ndarray):
         return np.zeros(shape, like.dtype)
     return like.new_zeros(shape)
 
 
-def _index(like: Any, rows: np.ndarray) -> Any:
+def index_like(like: Any, rows: np.ndarray) -> Any:
     # Not in the type of the weights: 16 bits would not hold the rows of a vocabulary.
     return rows if isinstance(like, np.ndarray) else like.new_empty(0).long().new_tensor(rows)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kog_triton import __main__ as kog
-from kog_triton.backends import BackendOptions, choose, find_backend
+from kog_triton.backends import BackendOptions, choose, find_backend, why_not_narrow
 from kog_triton.backends.choose import Candidate
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError
@@ -28,22 +28,29 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["cuda", "triton"])
-def test_gpu_backends_refuse_before_they_look_for_a_gpu(name, folder):
+def test_a_gpu_backend_refuses_before_it_looks_for_a_gpu(folder):
     with pytest.raises(DeviceError) as error:
-        find_backend(name)(Checkpoint.open(folder), BackendOptions())
+        find_backend("triton")(Checkpoint.open(folder), BackendOptions())
     assert str(error.value) == (
-        f"backend {name} cannot run this checkpoint: it does not read fp8 128x128 weights yet;"
+        "backend triton cannot run this checkpoint: it does not read fp8 128x128 weights yet;"
         " choose --backend reference"
     )
 
 
+def test_what_the_cuda_backend_does_not_read_it_refuses_by_name(folder):
+    spec = Checkpoint.open(folder).spec
+    cuda = find_backend("cuda")
+    assert why_not_narrow(cuda, spec) == ""
+    mixed = spec.replace(narrow=spec.narrow[1:])
+    assert "is 16 bits wide" in why_not_narrow(cuda, mixed)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if every backend that is installed could run here."""
+    """As if every backend that is installed could run here, but the CUDA backend."""
 
     def look_at(name):
-        return Candidate(name, True, "", "")
+        return Candidate(name, name != "cuda", "no Hopper GPU" if name == "cuda" else "", "")
 
     monkeypatch.setattr(choose, "look_at", look_at)
 
@@ -52,8 +59,13 @@ def test_auto_takes_the_reference_and_says_why(folder, gpu):
     spec = Checkpoint.open(folder).spec
     choice = choose.choose("auto", "", spec)
     assert choice.name == "reference"
-    assert "cuda: it does not read fp8 128x128 weights yet" in choice.reason
-    assert choose.choose("auto", "", spec.replace(narrow=())).name == "cuda"
+    assert "triton: it does not read fp8 128x128 weights yet" in choice.reason
+    assert choose.choose("auto", "", spec.replace(narrow=())).name == "triton"
+
+
+def test_auto_takes_the_cuda_backend_for_weights_that_it_reads(folder, monkeypatch):
+    monkeypatch.setattr(choose, "look_at", lambda name: Candidate(name, True, "", ""))
+    assert choose.choose("auto", "", Checkpoint.open(folder).spec).name == "cuda"
 
 
 def test_the_llm_says_that_it_takes_another_backend_than_it_would(folder, gpu, caplog):
@@ -61,19 +73,18 @@ def test_the_llm_says_that_it_takes_another_backend_than_it_would(folder, gpu, c
         assert llm.choice.name == "reference"
     said = [r.getMessage() for r in caplog.records if "activations" not in r.getMessage()]
     assert said == [
-        "backend reference: cuda: it does not read fp8 128x128 weights yet;"
-        " triton: it does not read fp8 128x128 weights yet"
+        "backend reference: cuda: no Hopper GPU; triton: it does not read fp8 128x128 weights yet"
     ]
 
 
 def test_a_named_backend_is_refused(folder, gpu):
     spec = Checkpoint.open(folder).spec
     with pytest.raises(
-        DeviceError, match="backend cuda cannot run this checkpoint: it does not read fp8"
+        DeviceError, match="backend triton cannot run this checkpoint: it does not read fp8"
     ):
-        choose.choose("cuda", "", spec)
+        choose.choose("triton", "", spec)
     assert choose.choose("reference", "", spec).name == "reference"
-    assert choose.choose("cuda", "", spec.replace(narrow=())).name == "cuda"
+    assert choose.choose("triton", "", spec.replace(narrow=())).name == "triton"
 
 
 def test_the_llm_says_what_the_checkpoint_asks_for_and_is_not_done(folder, caplog):

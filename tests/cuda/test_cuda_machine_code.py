@@ -1,12 +1,17 @@
 """Machine code of the CUDA kernel of one token: what spills, and what waits for the cache too early."""
 
+import re
+
 import pytest
 
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
+from kog_triton.model.weight_format import FORMATS
 from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import (
     SHAPES,
+    WEIGHTS,
     assert_no_loop_spills,
+    innermost,
     is_local,
     machine_code,
     one_always,
@@ -66,3 +71,30 @@ def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name):
     code = machine_code(layout_of(named_shape(name), max_context=1024), "stage.cu")
     assert len([what for _, what in code if "USETMAXREG" in what]) == 2
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+
+
+# Integer lane operations of a loop that streams, for eight weights: a multiprocessor issues 64 a clock, in which an
+# H200's stream brings 20 weights of 8 bits.
+MOST_LANE_OPERATIONS = {"fp8-block": 14}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("llama-3.2-1b", "fp8-block"), pytest.param("qwen3-8b", "fp8-block", marks=pytest.mark.slow)],
+)
+def test_unpacking_takes_the_registers_and_operations_that_there_are(name, how):
+    layout = layout_of(with_format(named_shape(name), FORMATS[how]), max_context=1024)
+    code = machine_code(layout)
+    assert_no_loop_spills(code)
+    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+    lowering = layout.lowering
+    weights = (
+        lowering.fragments * lowering.weights["down_proj"].warp_bytes // 32
+    )  # of a thread and slot
+    steps = lowering.fragments * lowering.weights["down_proj"].pack
+    loops = [body for body in innermost(code, WEIGHTS) if any("SYNCS" in what for what in body)]
+    streams = [b for b in loops if len([w for w in b if re.search(WEIGHTS, w)]) == steps]
+    assert streams
+    for body in streams:
+        integer = [what for what in body if re.search(r"\b(LOP3|SHF|PRMT|IADD3|LEA)\b", what)]
+        assert len(integer) * 8 <= MOST_LANE_OPERATIONS[how] * weights

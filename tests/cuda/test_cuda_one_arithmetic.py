@@ -36,8 +36,8 @@ EDITS = {
     ),
     "product": (
         "matvec.h",
-        "    multiply_fragment<Stage>(w[f], row, f, c);\n    if (kPeriod",
-        f"    if (f != 0 || !({chosen(5)})) multiply_fragment<Stage>(w[f], row, f, c);\n    if (kPeriod",
+        "    multiply_steps<Stage>(slot, f, c, [&](int n) {",
+        f"    if (f != 0 || !({chosen(5)})) multiply_steps<Stage>(slot, f, c, [&](int n) {{",
     ),
     "sums over parts of K": (
         "rows.h",
@@ -46,8 +46,8 @@ EDITS = {
     ),
     "a module's output": (
         "outputs.h",
-        "sum * kPairUnit + asked.bias",
-        f"sum * ({chosen(7)} ? 2 : 1) * kPairUnit + asked.bias",
+        "scaled_sum<Stage>(b, item, sum, b.layer) + asked.bias",
+        f"scaled_sum<Stage>(b, item, sum, b.layer) * ({chosen(7)} ? 2 : 1) + asked.bias",
     ),
 }
 

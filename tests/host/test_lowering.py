@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.memory import HALF, pack_arena
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Reduce
-from tests.lib.lowering_cases import MODELS, PROMPT, lanes, walker_of
+from tests.lib.lowering_cases import MODELS, PROMPT, compare_stages, lanes, walker_of
 
 # Of a third of laneformer-2b's width: as many lanes, heads and blocks.
 NARROWER = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 32}
@@ -50,51 +49,6 @@ def test_the_engine_packs_what_the_walker_reads(name):
     for rank in range(ranks):
         packed = pack_arena(walker.lo, source.load, embed, rank).numpy()
         assert np.array_equal(packed, walker.streams[rank, 0].arena), f"rank {rank}"
-
-
-def compare_stages(reference, trace, token, kv, tolerance=1e-4):
-    """Each stage starts from what the walker's last one left, so that an error is charged to its stage."""
-    spec, shards = reference.spec, reference.schedule.num_shards
-    kv = kv or [None] * spec.num_layers
-    x = reference.run_stage("embed", 0, {"token_ids": torch.tensor([token])})["x"]
-    outputs = {"o_proj": [], "down_proj": []}
-
-    def same(got, want, what):
-        want = want.reshape(shards, -1).numpy()
-        np.testing.assert_allclose(
-            got, want, atol=tolerance * max(1, np.abs(want).max()), err_msg=what
-        )
-
-    def tensor(name):
-        return torch.from_numpy(np.asarray(seen[name])).float()[:, None]
-
-    for layer, seen in enumerate(trace):
-        qkv = reference.run_stage("qkv_proj", layer, {"x": x})
-        same(seen["qkv"], torch.cat([qkv[n] for n in "qkv"], 2), f"qkv of layer {layer}")
-        q, k, v = reference.split_heads(tensor("qkv"))
-        empty = torch.zeros(shards, reference.schedule.shard_kv_heads, 0, spec.head_dim)
-        keys, values = kv[layer] or (empty, empty)
-        out = reference.run_stage(
-            "attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values}
-        )
-        kv[layer] = out["keys"], out["values"]
-        same(seen["attention"], out["attention"], f"attention of layer {layer}")
-        for stage, source, target in (
-            ("o_proj", "attention", "attention_out"),
-            ("down_proj", "mlp", "mlp_out"),
-        ):
-            if stage == "down_proj":
-                mlp = reference.run_stage("gate_up_proj", layer, {"x": x})["mlp"]
-                same(seen["mlp"], mlp, f"mlp of layer {layer}")
-            state = {source: tensor(source), "x": x}
-            if reference.schedule.reduce(stage, layer) is Reduce.DELAYED:
-                state["delayed"] = outputs[stage][layer - spec.delay]
-            done = reference.run_stage(stage, layer, state)
-            outputs[stage].append(done[target])
-            joined = done["x"].expand(shards, -1, -1)
-            same(seen[f"x_after_{stage}"], joined, f"x after {stage} of layer {layer}")
-            x = tensor(f"x_after_{stage}")
-    return kv
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["values", "words"])

@@ -8,8 +8,10 @@ from kog_triton.schedule import wire
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import build
+from kog_triton.schedule.schedule import Op, build
+from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS
+from tests.lib.narrow_stream import row_scales_of
 from tests.lib.ring_walker import RingWalker, pack_model, spec_of
 
 H200 = GPUS["h200"]
@@ -104,4 +106,58 @@ def walker_of(spec, ranks, exact, num_blocks=12, source=None):
     check_lowering(lowering)
     source = source or ArrayWeights(spec)
     rope = rope_table(spec.rope, spec.head_dim, 64).astype(np.float64)
-    return RingWalker(lowering, *pack_model(lowering, source.arrays), rope, exact), source
+    narrow = getattr(source, "narrow", None)
+    packed = pack_model(lowering, source.arrays, narrow)
+    row_scales = {}
+    for segment, stage in lowering.schedule.walk():
+        if stage.op is Op.MATVEC and lowering.weights[stage.name].row_scales:
+            for layer in range(segment.repeat):
+                parts = [narrow(canonical(stage, w, layer)) for w in stage.weights]
+                scales = row_scales_of(lowering.schedule, stage, parts)
+                row_scales[stage.name, layer] = scales
+    return RingWalker(lowering, *packed, rope, exact, row_scales), source
+
+
+def compare_stages(reference, trace, token, kv, tolerance=1e-4):
+    """Each stage starts from what the walker's last one left, so that an error is charged to its stage."""
+    spec, shards = reference.spec, reference.schedule.num_shards
+    kv = kv or [None] * spec.num_layers
+    x = reference.run_stage("embed", 0, {"token_ids": torch.tensor([token])})["x"]
+    outputs = {"o_proj": [], "down_proj": []}
+
+    def same(got, want, what):
+        want = want.reshape(shards, -1).numpy()
+        np.testing.assert_allclose(
+            got, want, atol=tolerance * max(1, np.abs(want).max()), err_msg=what
+        )
+
+    def tensor(name):
+        return torch.from_numpy(np.asarray(seen[name])).float()[:, None]
+
+    for layer, seen in enumerate(trace):
+        qkv = reference.run_stage("qkv_proj", layer, {"x": x})
+        same(seen["qkv"], torch.cat([qkv[n] for n in "qkv"], 2), f"qkv of layer {layer}")
+        q, k, v = reference.split_heads(tensor("qkv"))
+        empty = torch.zeros(shards, reference.schedule.shard_kv_heads, 0, spec.head_dim)
+        keys, values = kv[layer] or (empty, empty)
+        out = reference.run_stage(
+            "attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values}
+        )
+        kv[layer] = out["keys"], out["values"]
+        same(seen["attention"], out["attention"], f"attention of layer {layer}")
+        for stage, source, target in (
+            ("o_proj", "attention", "attention_out"),
+            ("down_proj", "mlp", "mlp_out"),
+        ):
+            if stage == "down_proj":
+                mlp = reference.run_stage("gate_up_proj", layer, {"x": x})["mlp"]
+                same(seen["mlp"], mlp, f"mlp of layer {layer}")
+            state = {source: tensor(source), "x": x}
+            if reference.schedule.reduce(stage, layer) is Reduce.DELAYED:
+                state["delayed"] = outputs[stage][layer - spec.delay]
+            done = reference.run_stage(stage, layer, state)
+            outputs[stage].append(done[target])
+            joined = done["x"].expand(shards, -1, -1)
+            same(seen[f"x_after_{stage}"], joined, f"x after {stage} of layer {layer}")
+            x = tensor(f"x_after_{stage}")
+    return kv

@@ -15,6 +15,7 @@ from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
+from tests.lib.narrow_stream import matrices_of, narrow_fragments
 
 
 class Stream:
@@ -30,8 +31,7 @@ class Stream:
     def take(self) -> np.ndarray:
         address = self.addresses[self.at]
         self.at += 1
-        bits = self.arena[address : address + self.bytes].view(np.uint16)
-        return wire.from_half(bits, self.dtype).astype(np.float64)
+        return self.arena[address : address + self.bytes]
 
     def rewind(self) -> None:
         assert self.at == len(self.addresses), "the step did not consume its stream exactly"
@@ -81,7 +81,18 @@ class Buffers:
 class RingWalker:
     """Decodes one token a step. `exact` keeps activations unrounded, so that only layout is judged."""
 
-    def __init__(self, lowering: CudaLowering, arenas, gains, biases, embed, rope, exact=True):
+    def __init__(
+        self,
+        lowering: CudaLowering,
+        arenas,
+        gains,
+        biases,
+        embed,
+        rope,
+        exact=True,
+        row_scales=None,
+    ):
+        self.row_scales = row_scales or {}  # of stages whose rows have one scale each
         self.lo, self.s, self.spec = lowering, lowering.schedule, lowering.schedule.spec
         self.gains, self.biases, self.embed, self.rope, self.exact = (
             gains,
@@ -165,6 +176,8 @@ class RingWalker:
         else:
             inputs = self.buffers[source].read(it, shard, 0, stage.cols)
         y = self._multiply(stage, key, rows, inputs) * scale
+        if (row_scales := self.row_scales.get((stage.name, layer))) is not None:
+            y = y * np.where(rows == PADDING, 0, row_scales[shard][rows])
         bias = self.biases.get((stage.name, layer))
         if bias is not None:
             y = y + np.where(rows == PADDING, 0, bias[shard][rows])
@@ -215,7 +228,8 @@ class RingWalker:
     def _multiply(self, stage, key, rows, inputs) -> np.ndarray:
         """rows x K from the stream: warps hold parts of K, sums are added in warp order."""
         lo, tiling = self.lo, self.lo.tilings[stage.name]
-        parts, steps, (high, wide) = tiling.k_parts, lo.steps(stage), lo.fragment(stage)
+        parts, steps, (high, wide) = tiling.k_parts, lo.unit_fragments(stage), lo.fragment(stage)
+        wide *= lo.weights[stage.name].pack
         if not self.exact:
             inputs = wire.from_half(
                 wire.to_half(inputs.astype(np.float32), self.spec.dtype), self.spec.dtype
@@ -225,7 +239,13 @@ class RingWalker:
         units = len(rows) // tiling.unit_rows
         taken = []  # [fragments, warps, *fragment] of each ring slot, in the order in which warps consume them
         while len(taken) * lo.fragments < units * steps:
-            taken.append(self.streams[key].take().reshape(lo.fragments, WARPS, high, wide))
+            slot = self.streams[key].take()
+            if lo.weights[stage.name].format:
+                fragments = narrow_fragments(lo, stage, slot)
+            else:
+                fragments = wire.from_half(slot.view(np.uint16), self.spec.dtype)
+                fragments = fragments[: lo.fragments * WARPS * high * wide].astype(np.float64)
+            taken.append(fragments.reshape(lo.fragments, WARPS, high, wide))
         if not units:
             return np.zeros(0)
         fragments = np.concatenate(taken)[: units * steps]
@@ -287,6 +307,8 @@ class RingWalker:
                 else:
                     inputs = np.mean(normed, 0)
             y = self._multiply(stage, (rank, block), rows, inputs)
+            if (row_scales := self.row_scales.get((stage.name, 0))) is not None:
+                y = y * np.where(rows == PADDING, 0, row_scales[0][first + rows])
             inside = rows != PADDING
             logits[first + rows[inside]] = y[inside]
         return logits
@@ -307,8 +329,12 @@ class RingWalker:
         return np.stack(out)
 
 
-def pack_model(lowering: CudaLowering, weights) -> tuple:
-    """Arenas of every rank and the small tensors, from canonical weights {name: float32 array}."""
+def pack_model(lowering: CudaLowering, weights, narrow=None) -> tuple:
+    """Arenas of every rank and the small tensors, from canonical weights {name: float32 array}.
+
+    narrow  gives a narrow weight as it is stored, by its name
+    """
+    from kog_triton.schedule.narrow_packing import pack_narrow
     from kog_triton.schedule.packing import pack_blocks
     from kog_triton.schedule.schedule import Op, Scope
     from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
@@ -326,22 +352,25 @@ def pack_model(lowering: CudaLowering, weights) -> tuple:
                 for stage in segment.stages:
                     if stage.op is not Op.MATVEC:
                         continue
-                    parts = [
-                        shard_matrix(s, stage, weights[canonical(stage, w, layer)])
-                        for w in stage.weights
-                    ]
-                    matrix = wire.to_half(np.concatenate(parts, 1), spec.dtype)
+                    names = [canonical(stage, w, layer) for w in stage.weights]
+                    if lowering.weights[stage.name].format:
+                        stored, pack = (
+                            matrices_of(s, stage, [narrow(n) for n in names]),
+                            pack_narrow,
+                        )
+                    else:
+                        parts = [shard_matrix(s, stage, weights[n]) for n in names]
+                        stored = wire.to_half(np.concatenate(parts, 1), spec.dtype)
+                        pack = pack_blocks
                     for block in range(lowering.num_blocks):
-                        w = matrix[lowering.shard(stage, block, rank)]
-                        if stage.scope is Scope.ALL:
+                        w = stored[lowering.shard(stage, block, rank)]
+                        if stage.scope is Scope.ALL and s.num_ranks > 1:
                             first, last = s.head_rows(rank)
                             w = w[first:last]
-                        (slots,) = pack_blocks(lowering, stage, layer, [block], rank, w)
+                        (slots,) = pack(lowering, stage, layer, [block], rank, w)
                         for slot in slots:
-                            at = cursors[block]
-                            arena[at : at + lowering.ring_slot_bytes] = slot.reshape(-1).view(
-                                np.uint8
-                            )
+                            at, content = cursors[block], slot.reshape(-1).view(np.uint8)
+                            arena[at : at + len(content)] = content
                             cursors[block] += lowering.num_blocks * lowering.ring_slot_bytes
         arenas.append(arena)
     for segment, stage in s.walk():

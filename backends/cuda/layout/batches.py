@@ -54,14 +54,24 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
 def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """The last steps of down_proj's K, whose operands find no room and are read from memory for each unit."""
     steps = lo.steps(stage)
-    if columns == 1 or stage.source != "mlp" or unit_period(steps, lo.fragments) > 1:
+    period = unit_period(lo.unit_fragments(stage), lo.fragments)
+    if columns == 1 or stage.source != "mlp" or period > 1:
         return 0
     each = step_bytes(lo, stage, columns)
     room = scratch_room(lo) - _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)
     if (steps - _most_held(lo, stage, columns)) * each <= room:
         return 0
     held = HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
-    return up(steps - held - room // each, READ_SLOTS * lo.fragments)
+    return up(steps - held - room // each, read_slots(lo, stage) * lo.fragments * _pack(lo, stage))
+
+
+def read_slots(lo: CudaLowering, stage: Stage) -> int:
+    """How many ring slots ahead those are asked for: as many steps of K, but a whole slot."""
+    return max(1, READ_SLOTS // _pack(lo, stage))
+
+
+def _pack(lo: CudaLowering, stage: Stage) -> int:
+    return lo.weights[stage.name].pack
 
 
 def scratch_room(lo: CudaLowering) -> int:
@@ -92,10 +102,10 @@ def sum_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 def _fewest_units(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units of a batch that need no room of others."""
-    steps = lo.steps(stage)
+    each = lo.unit_fragments(stage)
     # rows x parts are never more than for these
-    most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(steps, lo.fragments))
-    return _whole_ring_slots(lo, steps, min(most, THREADS // lo.tilings[stage.name].unit_rows))
+    most = max(PARTIAL_ROWS // MMA_ROWS // columns, unit_period(each, lo.fragments))
+    return _whole_ring_slots(lo, each, min(most, THREADS // lo.tilings[stage.name].unit_rows))
 
 
 def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
@@ -113,11 +123,11 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     stages keep more, or where the ring leaves less than a ring slot."""
     if columns == 1 or is_wide(stage):
         return 0
-    tiling, steps = lo.tilings[stage.name], lo.steps(stage)
+    tiling = lo.tilings[stage.name]
     room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
     most = 2 * WARPS // unit_pieces(tiling.unit_rows, columns)
     units = min(room // sum_bytes(lo, stage, columns), _most_units(lo, stage), most)
-    return _whole_ring_slots(lo, steps, units)
+    return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
 
 
 def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -138,7 +148,7 @@ def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 def _most_units(lo: CudaLowering, stage: Stage) -> int:
     """Of one block, up to the end of a ring slot."""
-    period = unit_period(lo.steps(stage), lo.fragments)
+    period = unit_period(lo.unit_fragments(stage), lo.fragments)
     return up(-(-lo.num_units(stage) // lo.group_size(stage)), period)
 
 
@@ -164,14 +174,13 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     words = steps * columns * lo.fragment(stage)[1]  # of one part's operands
     rows = lo.tilings[stage.name].unit_rows * columns
-    return _whole_ring_slots(
-        lo, steps, min(WARPS, words // rows)
-    )  # as many as warps that finish pieces
+    most = min(WARPS, words // rows)  # as many as warps that finish pieces
+    return _whole_ring_slots(lo, lo.unit_fragments(stage), most)
 
 
-def _whole_ring_slots(lo: CudaLowering, steps: int, most: int) -> int:
+def _whole_ring_slots(lo: CudaLowering, fragments_of_unit: int, most: int) -> int:
     """The most units, up to so many, that end with a ring slot; 0 if none do."""
-    return next((n for n in range(most, 0, -1) if n * steps % lo.fragments == 0), 0)
+    return next((n for n in range(most, 0, -1) if n * fragments_of_unit % lo.fragments == 0), 0)
 
 
 def sums_in_place(lo: CudaLowering, stage: Stage, columns: int) -> bool:

@@ -6,16 +6,17 @@ Numbers come from the spec, the schedule, the lowering and the layout; nothing i
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from enum import IntEnum
 
 from kog_triton.backends import request_words
 from kog_triton.backends.cuda.layout import attention, batches, protocol
 from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
-from kog_triton.backends.cuda.layout.batches import READ_SLOTS
 from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.weight_format import Code, Scale
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import (
@@ -25,6 +26,7 @@ from kog_triton.schedule.cuda import (
     slice_values,
     unit_period,
 )
+from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 from kog_triton.schedule.topology import KB
@@ -116,7 +118,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
         else layout.staged_bytes(schedule.stage("o_proj")),
         "joined_at": layout.joined_at,
         "taken_words": TAKEN_WORDS,
-        "read_slots": READ_SLOTS,
         "flags_together": FLAGS_TOGETHER,
         "line_words": LINE_WORDS,
         "request_words": request_words.capacity(spec.vocab_size),
@@ -165,11 +166,18 @@ def _stages(layout: Layout) -> list[str]:
     """A struct a matrix stage, a layer's in their order, and how many rows their biases have together."""
     lo = layout.lowering
     schedule = lo.schedule
-    lines = []
+    kinds = dict.fromkeys(lo.weights[stage.name] for stage in matrix_stages(schedule))
+    names = {kind: f"Weights{n}" for n, kind in enumerate(kinds)}
+    lines = [
+        *_enum("Codes", Code),
+        *_enum("ScaleKind", Scale, "scale_"),
+        *(_constants(name, _weight_fields(kind)) for kind, name in names.items()),
+    ]
     bias_at = 0
     layer = layer_matrices(schedule)
     for stage in matrix_stages(schedule):
         name, tiling = stage.name, lo.tilings[stage.name]
+        rows = stage.rows * schedule.num_shards
         fields = {
             "rows": stage.rows,
             "cols": stage.cols,
@@ -184,20 +192,27 @@ def _stages(layout: Layout) -> list[str]:
             "batch": batches.batch_units(lo, stage, layout.columns),
             "held": batches.held_steps(lo, stage, layout.columns),
             "read": batches.read_steps(lo, stage, layout.columns),
+            "read_slots": batches.read_slots(lo, stage),
             "step_bytes": batches.step_bytes(lo, stage, layout.columns),
             "row_words": batches.row_words(lo, stage, layout.columns),
             "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
             "sum_buffers": batches.sum_buffers(lo, stage, layout.columns),
             "checked_units": _checked_units(lo, stage),
-            "period": unit_period(lo.steps(stage), lo.fragments),
+            "unit_fragments": lo.unit_fragments(stage),
+            "period": unit_period(lo.unit_fragments(stage), lo.fragments),
             "bias_at": bias_at,
             "wide": is_wide(stage),
             "sums_in_place": batches.sums_in_place(lo, stage, layout.columns),
             "sums_over": batches.sums_over(lo, stage, layout.columns),
+            "row_scales": lo.weights[name].row_scales,
+            "row_scale_at": bias_at + rows if stage in layer else 0,
         }
-        bias_at += stage.rows * schedule.num_shards if stage in layer else 0
+        bias_at += rows if stage in layer else 0
+        bias_at += rows if stage in layer and fields["row_scales"] else 0
         identity = f"static constexpr StageId kId = StageId::{_camel('k_' + name)};"
+        identity += f" using Weights = {names[lo.weights[name]]};"
+        identity += f" static constexpr float kSumUnit = {sum_unit(lo, stage)!r}f;"
         lines.append(_constants(_camel(name, True), fields, identity))
     order = ", ".join(_camel(stage.name, True) for stage in layer)
     lines += [
@@ -205,6 +220,40 @@ def _stages(layout: Layout) -> list[str]:
         f"using LayerMatrices = Matrices<{order}>;",
     ]
     return [*lines, f"constexpr int kBiasRows = {bias_at};"]
+
+
+def _weight_fields(weights: StreamWeights) -> dict[str, int]:
+    """How a stage's weights lie in the stream (include/kog/narrow.h)."""
+    how = weights.format
+    return {
+        "codes": int(how.code) if how else -1,
+        "pack": weights.pack,
+        "granules": weights.granules,
+        "scale_rows": weights.scale_rows,
+        "scale_kind": int(how.scale) if how else -1,
+        "scale_bytes": weights.scale_bytes,
+        "record_bytes": weights.record_bytes,
+    }
+
+
+def _enum(name: str, kinds: type[IntEnum], prefix: str = "") -> list[str]:
+    """Its members as constants, and none."""
+    members = [f"{_camel('k_' + prefix + kind.name.lower())} = {int(kind)}" for kind in kinds]
+    return [f"enum {name} {{ {', '.join(members)} }};"]
+
+
+def gain_scale(lo: CudaLowering, stage: Stage) -> float:
+    """What the gains that come before a stage are multiplied with: where codes become tiny numbers the products would
+    else be below what float32 holds in full."""
+    spec = lo.schedule.spec
+    return wire.SCALE[spec.dtype] if lo.weights[stage.name].unit(spec.dtype) != 1 else 1.0
+
+
+def sum_unit(lo: CudaLowering, stage: Stage) -> float:
+    """What a stage's sums are multiplied with, for what the operands and the codes carry."""
+    spec = lo.schedule.spec
+    carried = gain_scale(lo, stage) if is_wide(stage) else wire.SCALE[spec.dtype]
+    return lo.weights[stage.name].unit(spec.dtype) / carried
 
 
 def _checked_units(lo: CudaLowering, stage: Stage) -> int:

@@ -190,7 +190,7 @@ KOG_DEVICE constexpr int rotated_owner(int unit) {
 template <class Stage>
 KOG_DEVICE int fragments_of(int group_index, int layer) {
   Units u = units_of<Stage>(group_index, layer);
-  return (u.last - u.first) * Stage::kSteps;
+  return (u.last - u.first) * Stage::kUnitFragments;
 }
 
 // A number that the host makes of all blocks' units in the same way; 0 if rotated_owner gives another block.

@@ -73,7 +73,7 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = inverse_rms(b);
-        float logit = sum * scale;
+        float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;
         int id = first + item.row;
         if (!item.there) return;
         if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, walk.heads)[id] = logit;

@@ -121,8 +121,8 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk) {
   // as many as there are registers for, and the others when those are free.
   using OWeights = Ahead<OProj>;
   using GateUpWeights = Ahead<GateUpProj>;
-  constexpr int kEarly =
-      kStreams && OWeights::kWhole ? kLeast<kMostAhead - OWeights::kCount, GateUpWeights::kCount> : 0;
+  constexpr int kLeft = kMostAheadOf<GateUpProj::Weights> - OWeights::kCount;
+  constexpr int kEarly = kStreams && OWeights::kWhole && kLeft > 0 ? kLeast<kLeft, GateUpWeights::kCount> : 0;
   OWeights o_weights;
   GateUpWeights gate_up_weights;
   o_weights.template take<0, OWeights::kCount, kStreams>(b, walk.ring, b.layer);

@@ -17,8 +17,7 @@
 //
 //   partial sums [part of K][unit][token][row], summed over the parts by the thread that owns the row
 #pragma once
-#include <kog/operands.h>
-#include <kog/ring.h>
+#include <kog/narrow.h>
 
 namespace kog {
 
@@ -140,49 +139,39 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
 // Units and ring slots end together every kPeriod units: one period of a stage's stream
 // (schedule/cuda.py keeps these short).
 template <class Stage>
-constexpr int kPeriodSlots = Stage::kPeriod * Stage::kSteps / kFragments;
+constexpr int kPeriodSlots = Stage::kPeriod * Stage::kUnitFragments / kFragments;
+// Steps of K of a ring slot.
+template <class Stage>
+constexpr int kSlotSteps = kFragments * Stage::Weights::kPack;
 // Ring slots of a period that have code of their own: operands in registers need steps that are known, and so
 // does a period of several units.
 template <class Stage>
 constexpr int kKnownSlots =
-    Stage::kPeriod > 1 ? kPeriodSlots<Stage> : (Stage::kHeld + kFragments - 1) / kFragments;
-
-// One warp's part of the next ring slot. Fragments behind a stage's last one are whatever the ring held
-// before: what is computed of them goes nowhere.
-struct SlotWeights {
-  Fragment w[kFragments];
-
-  template <class Stage>
-  KOG_DEVICE void take(Block& b, Ring& ring) {
-    ring.wait_for<1>(b);
-    take_there<Stage>(b, ring);
-  }
-  // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
-  // under a condition would take other registers (benchmarks/cuda-log.md#weights-ahead).
-  template <class Stage>
-  KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
-    const u8* from = ring.weights(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::offset_in_fragment(b);
-#pragma unroll
-    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);
-    if (mine) ring.release(b);
-  }
-};
+    Stage::kPeriod > 1 ? kPeriodSlots<Stage> : (Stage::kHeld + kSlotSteps<Stage> - 1) / kSlotSteps<Stage>;
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
 // registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
 constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
 constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // ring slots
+// Narrow ones take their scales along, and unpacking takes registers that those of 16 bits leave free. So few was
+// counted in spills (the compiler's), not timed.
+constexpr int kUnpackingWords = 16;
+template <class Weights>
+constexpr int kMostAheadOf = Weights::kPack == 1
+                                 ? kMostAhead
+                                 : (kAheadWords - kUnpackingWords) / (kFragments * (kThreadWords + Weights::kGranules));
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
 struct Ahead {
   static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
   static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
-  static constexpr int kSureSlots = (kSure * Stage::kSteps + kFragments - 1) / kFragments;
-  static constexpr int kAllSlots = (kLongest * Stage::kSteps + kFragments - 1) / kFragments;
+  static constexpr int kSureSlots = (kSure * Stage::kUnitFragments + kFragments - 1) / kFragments;
+  static constexpr int kAllSlots = (kLongest * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kRoom =
-      kLeast<kLeast<kMostAhead, kRingSlots>, Stage::kBatch * Stage::kSteps / kFragments>;
+      kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
+             Stage::kBatch * Stage::kUnitFragments / kFragments>;
   static constexpr bool kWhole = kAllSlots <= kRoom;
   static constexpr int kMost = kWhole ? kAllSlots : kAllOrNone ? 0 : kLeast<kRoom, kSureSlots>;
   // Part of a period only where its code is laid out slot by slot.
@@ -191,7 +180,7 @@ struct Ahead {
   static constexpr int kPeriods = (kCount + kPeriodSlots<Stage> - 1) / kPeriodSlots<Stage>;
   static constexpr int kUnits = kPeriods * Stage::kPeriod;
   static_assert(kCount <= kRingSlots);  // all of them may be waited for at once
-  SlotWeights slots[kCount ? kCount : 1];
+  SlotOf<Stage> slots[kCount ? kCount : 1];
 
   // All of them, for `layer`, as they come.
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) { take<0, kCount, false>(b, ring, layer); }
@@ -210,18 +199,18 @@ struct Ahead {
   }
 };
 // The first kCount units, of kUnitSlots ring slots each, of a stage of columns, all of whose operands are held.
-template <int kUnitsAhead, int kUnitSlots>
+template <class Stage, int kUnitsAhead, int kUnitSlots>
 struct Taken {
   static constexpr int kCount = kUnitsAhead * kUnitSlots, kPeriods = kUnitsAhead, kUnits = kUnitsAhead,
                        kSure = kUnitsAhead;
-  SlotWeights slots[kCount ? kCount : 1];
+  SlotOf<Stage> slots[kCount ? kCount : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
 #pragma unroll
-    for (int i = 0; i < kCount; i++) slots[i].template take<Wide>(b, ring);
+    for (int i = 0; i < kCount; i++) slots[i].template take<Stage>(b, ring);
   }
 };
-using NothingAhead = Taken<0, 0>;
+using NothingAhead = Taken<QkvProj, 0, 0>;
 
 // Sums of one unit, or of the one in hand of a period: of each set in two chains.
 template <class Stage>
@@ -244,19 +233,49 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
+// Fragment f of a ring slot by the operands of its steps: row_at(i) of the i-th.
+template <class Stage, class RowAt>
+KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, int f, UnitSums<Stage>& c, RowAt row_at) {
+  using Weights = typename Stage::Weights;
+  if constexpr (Weights::kPack == 1) {
+    auto row = row_at(0);
+    multiply_fragment<Stage>(slot.w[f], row, f, c);
+  } else if constexpr (Weights::kScaleRows == 0) {
+#pragma unroll
+    for (int i = 0; i < Weights::kPack; i++)
+      multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), i, c);
+  } else {
+    constexpr int kEach = Weights::kPack / Weights::kGranules;  // steps of a granule
+#pragma unroll
+    for (int g = 0; g < Weights::kGranules; g++) {
+      UnitSums<Stage> sums = {};
+#pragma unroll
+      for (int i = g * kEach; i < (g + 1) * kEach; i++)
+        multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), 0, sums);
+#pragma unroll
+      for (int set = 0; set < OperandLayout<Stage>::kSets; set++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          c[set][f & 1][i] = fused(slot.scales[f].at(g, i), sums[set][0][i], c[set][f & 1][i]);
+    }
+  }
+}
+
 // Multiply the period's ring slot i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
-KOG_DEVICE void multiply_ring_slot(Block& b, const Fragment (&w)[kFragments], const Operands<Stage>& x,
+KOG_DEVICE void multiply_ring_slot(Block& b, const SlotOf<Stage>& slot, const Operands<Stage>& x,
                                int i, int left, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
-  constexpr int kSteps = Stage::kSteps, kPeriod = Stage::kPeriod;
+  constexpr int kEach = Stage::kUnitFragments, kPeriod = Stage::kPeriod, kPack = Stage::Weights::kPack;
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
-    int at = i * kFragments + f, step = kPeriod == 1 ? at : at % kSteps;
-    auto row = kKnown ? x.at(step) : x.load(step);
-    multiply_fragment<Stage>(w[f], row, f, c);
-    if (kPeriod > 1 && step == kSteps - 1) {
-      int done = at / kSteps;
+    int at = i * kFragments + f, fragment = kPeriod == 1 ? at : at % kEach;
+    multiply_steps<Stage>(slot, f, c, [&](int n) {
+      int step = fragment * kPack + n;
+      return kKnown ? x.at(step) : x.load(step);
+    });
+    if (kPeriod > 1 && fragment == kEach - 1) {
+      int done = at / kEach;
       if (done < left) put_sums<Stage>(b, c, to + done * S::kUnitWords);
 #pragma unroll
       for (int set = 0; set < S::kSets; set++)
@@ -272,34 +291,36 @@ KOG_DEVICE void multiply_ring_slot(Block& b, const Fragment (&w)[kFragments], co
 template <class Stage>
 struct Reads {
   using Row = typename Operands<Stage>::Row;
-  static constexpr int kFirst = Operands<Stage>::kLast / kFragments;  // ring slot
-  static_assert(Operands<Stage>::kLast % kFragments == 0);
-  static_assert(Stage::kRead % (kReadSlots * kFragments) == 0);
-  Row rows[kReadSlots][kFragments];
+  static constexpr int kSlotSteps = kog::kSlotSteps<Stage>, kReadSlots = Stage::kReadSlots;
+  static constexpr int kFirst = Operands<Stage>::kLast / kSlotSteps;  // ring slot
+  static_assert(Operands<Stage>::kLast % kSlotSteps == 0);
+  static_assert(Stage::kRead % (kReadSlots * kSlotSteps) == 0);
+  Row rows[kReadSlots][kSlotSteps];
 
   KOG_DEVICE explicit Reads(const Operands<Stage>& x) {
 #pragma unroll
     for (int n = 0; n < kReadSlots; n++) ask(x, n, kFirst + n);
   }
   KOG_DEVICE void ask(const Operands<Stage>& x, int n, int slot) {
-    const u32* from = x.in_memory + slot * kFragments * OperandLayout<Stage>::kStepWords;
+    const u32* from = x.in_memory + slot * kSlotSteps * OperandLayout<Stage>::kStepWords;
 #pragma unroll
-    for (int f = 0; f < kFragments; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
+    for (int f = 0; f < kSlotSteps; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
   KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c) {
 #pragma unroll 1
     for (int first = kFirst; first < kPeriodSlots<Stage>; first += kReadSlots) {
 #pragma unroll
       for (int n = 0; n < kReadSlots; n++) {
-        SlotWeights weights;
-        weights.take<Stage>(b, ring);
+        SlotOf<Stage> weights;
+        weights.template take<Stage>(b, ring);
 #pragma unroll
-        for (int f = 0; f < kFragments; f++) {
-          Row row = rows[n][f];
+        for (int f = 0; f < kFragments; f++)
+          multiply_steps<Stage>(weights, f, c, [&](int i) {
+            Row row = rows[n][f * Stage::Weights::kPack + i];
 #pragma unroll
-          for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
-          multiply_fragment<Stage>(weights.w[f], row, f, c);
-        }
+            for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+            return row;
+          });
         int next = first + n + kReadSlots;
         if (next < kPeriodSlots<Stage>) ask(x, n, next);
       }
@@ -317,16 +338,16 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
   UnitSums<Stage> c = {};
 #pragma unroll
   for (int i = 0; i < kKnown; i++) {
-    if (kPeriod > 1 && i * kFragments / Stage::kSteps >= left) break;
-    SlotWeights weights = next(i);
-    multiply_ring_slot<Stage, true>(b, weights.w, x, i, left, c, to);
+    if (kPeriod > 1 && i * kFragments / Stage::kUnitFragments >= left) break;
+    SlotOf<Stage> weights = next(i);
+    multiply_ring_slot<Stage, true>(b, weights, x, i, left, c, to);
   }
-  constexpr int kHere = Stage::kRead > 0 ? Operands<Stage>::kLast / kFragments : kSlots;
+  constexpr int kHere = Stage::kRead > 0 ? Operands<Stage>::kLast / kSlotSteps<Stage> : kSlots;
   auto rest = [&] {
 #pragma unroll 1
     for (int i = kKnown; i < kHere; i++) {
-      SlotWeights weights = next(i);
-      multiply_ring_slot<Stage, false>(b, weights.w, x, i, left, c, to);
+      SlotOf<Stage> weights = next(i);
+      multiply_ring_slot<Stage, false>(b, weights, x, i, left, c, to);
     }
   };
   if constexpr (Stage::kRead > 0) {
@@ -347,8 +368,8 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
                          float* to) {
   constexpr int kPeriod = Stage::kPeriod;
   auto next_of_ring = [&] {
-    SlotWeights weights;
-    weights.take<Stage>(b, ring);
+    SlotOf<Stage> weights;
+    weights.template take<Stage>(b, ring);
     return weights;
   };
 #pragma unroll
@@ -357,7 +378,10 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
     float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
     multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
       int n = p * kPeriodSlots<Stage> + i;
-      return n < Taken::kCount ? taken.slots[n] : next_of_ring();
+      if constexpr (Taken::kCount == 0)
+        return next_of_ring();
+      else
+        return n < Taken::kCount ? taken.slots[n] : next_of_ring();
     });
   }
 #pragma unroll 1

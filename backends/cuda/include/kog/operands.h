@@ -28,7 +28,7 @@ struct alignas(N < 4 ? 4 * N : 16) WordVector {
   KOG_DEVICE void store(void* p) const { *static_cast<WordVector*>(p) = *this; }
 };
 constexpr int kThreadWords = kFragK / 8;
-constexpr int kFragmentBytes = kRingSlotBytes / kFragments / kWarps;
+constexpr int kFragmentBytes = 32 * kThreadWords * 4;  // of one warp, whatever the weights are
 using Fragment = WordVector<kThreadWords>;
 
 constexpr int kOperandWords = kThreadWords / 2;  // of one thread, step and set
@@ -111,7 +111,7 @@ KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
 // How wide operands lie, whatever the stage.
 struct Wide {
   static constexpr bool kWide = true, kSumsInPlace = false, kSumsOver = false;
-  static constexpr int kUnitRows = 8, kSteps = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
+  static constexpr int kUnitRows = 8, kSteps = 1, kUnitFragments = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
                        kBatch = 1;
 };
 

@@ -44,7 +44,7 @@ KOG_DEVICE void normed_rows(Block& b, Walk& walk, const Operands<Stage>& x, cons
       [&](int, const Item& item) { return bias_of<Stage, kBias>(b, item); },
       [&](const Item& item, float sum, float bias) {
         if (scale == 0) scale = inverse_rms(b, item.column);
-        put(item, sum * scale + bias);
+        put(item, scaled_sum<Stage>(b, item, sum, b.layer) * scale + bias);
       },
       [](int) {});
 }
@@ -73,7 +73,7 @@ KOG_DEVICE void module_rows(Block& b, Walk& walk, const Operands<Stage>& x, cons
       b, walk, [&] { return walk.template units<Stage>(b); }, x, ahead,
       [&](int r, const Item& item) { return sink.ask(r, item); },
       [&](const Item& item, float sum, typename Sink::Asked& asked) {
-        sink.put(item, sum * kPairUnit + asked.bias, asked);
+        sink.put(item, scaled_sum<Stage>(b, item, sum, b.layer) + asked.bias, asked);
       },
       [&](int piece) { sink.done(piece); });
 }

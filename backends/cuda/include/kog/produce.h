@@ -39,6 +39,12 @@ struct Matrices {
     ((found = i++ == n ? fragments_of<Stages>(group_index, layer) : found), ...);
     return found;
   }
+  // Bytes of one, of all warps.
+  KOG_DEVICE static int fragment_bytes(int n) {
+    int i = 0, found = 0;
+    ((found = i++ == n ? kFragmentOfAll<typename Stages::Weights> : found), ...);
+    return found;
+  }
   // The number of a stage; below 0 if it has no weights.
   KOG_DEVICE static int number(StageId id) {
     int i = 0, found = -1;
@@ -55,6 +61,14 @@ KOG_DEVICE bool begins_layer(int run) { return run < kRuns && run % LayerMatrice
 KOG_DEVICE int fragments_of_run(const Block& b, int run) {
   if (run == kRuns) return fragments_of<LmHead>(stage_group_index<LmHead>(b), 0);
   return LayerMatrices::fragments(run % LayerMatrices::kCount, b.group_index, layer_of_run(run));
+}
+template <class... Stages>
+constexpr bool kFragmentsAlike = ((kFragmentOfAll<typename Stages::Weights> == kWarps * kFragmentBytes) && ...);
+// Bytes of a fragment of all warps, in a run.
+KOG_DEVICE int fragment_bytes_of_run(int run) {
+  if constexpr (kFragmentsAlike<QkvProj, OProj, GateUpProj, DownProj, LmHead>) return kWarps * kFragmentBytes;
+  if (run == kRuns) return kFragmentOfAll<LmHead::Weights>;
+  return LayerMatrices::fragment_bytes(run % LayerMatrices::kCount);
 }
 KOG_DEVICE int ring_slots_of_runs(const Block& b, int runs) {
   int slots = 0;
@@ -74,9 +88,9 @@ struct Stream {
   }
   // False once the consumers have left.
   KOG_DEVICE bool fill_run(Block& b, Producer& producer, int run) {
-    constexpr int kFragmentOfAll = kWarps * kFragmentBytes;
+    const int fragment_bytes = fragment_bytes_of_run(run);
     for (int n = fragments_of_run(b, run); n > 0; n -= kFragments, left--) {
-      int bytes = (n < kFragments ? n : kFragments) * kFragmentOfAll;
+      int bytes = (n < kFragments ? n : kFragments) * fragment_bytes;
       if (!producer.fill(b, from, static_cast<u32>(bytes), left)) return false;
       from += static_cast<u64>(kBlocks) * kRingSlotBytes;
     }

@@ -82,7 +82,7 @@ KOG_DEVICE void run_head(Block& b) {
       [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = head_scale(b, item.column);
-        float logit = sum * scale;
+        float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;
         int id = first + item.row;
         if (!item.there || !has_head(b, item.column, steps_of(b))) return;
         const u32* request = request_of(b, item.column);

@@ -21,13 +21,14 @@ constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
                         GateUpProj::kFragmentRows == Wide::kFragmentRows &&
                         QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
                         QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
-                        QkvProj::kSteps == GateUpProj::kSteps;
+                        QkvProj::kSteps == GateUpProj::kSteps &&
+                        kSame<QkvProj::Weights, GateUpProj::Weights>;
 constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodSlots<GateUpProj>;
 constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
                             ? QkvProj::kUnits / QkvProj::kGroup
                             : GateUpProj::kUnits / GateUpProj::kGroup;
 constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
-using LayerAhead = Taken<kUnitsAhead, kPeriodSlots<GateUpProj>>;
+using LayerAhead = Taken<GateUpProj, kUnitsAhead, kPeriodSlots<GateUpProj>>;
 
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {

@@ -1,0 +1,129 @@
+// Weights in the ring, 16 bits each or narrow: what a warp takes of one ring slot, and how codes become 16-bit values.
+//
+//   fragment of all warps   [warp][kFragmentBytes of weights]  [warp][kRecordBytes of scales]
+//
+// Stage::Weights says how they lie (kog_triton/schedule/cuda_weights.py): a fragment of codes is kPack steps of K, of
+// which kGranules parts have scales of their own, for kScaleRows rows. A step's codes become a fragment of 16-bit
+// values, each off by a power of two that the sums make good (Stage::kSumUnit). What a granule's values sum up to is
+// multiplied by its scale and added to the unit's sums: by the same operations in all kernels.
+#pragma once
+#include <kog/operands.h>
+#include <kog/ring.h>
+
+namespace kog {
+
+// Of all warps, with its scales.
+template <class Weights>
+constexpr int kFragmentOfAll = kWarps * (kFragmentBytes + Weights::kRecordBytes);
+
+template <class... Stages>
+constexpr bool kSlotsFit = ((kFragments * kFragmentOfAll<typename Stages::Weights> <= kRingSlotBytes) && ...);
+static_assert(kSlotsFit<QkvProj, OProj, GateUpProj, DownProj, LmHead>);
+
+// Two codes of E4M3, in bytes 1 and 3, as 16-bit values: sign, exponent and mantissa shifted into place. They
+// are off by what the exponents' biases differ; subnormal codes become subnormal values.
+KOG_DEVICE u32 e4m3_pair(u32 q) {
+  if constexpr (kF16) return (q & 0x80008000u) | ((q >> 1) & 0x3f803f80u);
+  return (q & 0x80008000u) | ((q >> 4) & 0x07f007f0u);
+}
+
+// Step `step` of a fragment of codes.
+template <class Weights>
+KOG_DEVICE Fragment unpack(const Fragment& codes, int step) {
+  static_assert(Weights::kCodes == kE4m3);
+  Fragment v;
+#pragma unroll
+  for (int j = 0; j < kThreadWords; j += 2) {
+    u32 q = codes.w[(step * kThreadWords + j) / 2];
+    v.w[j] = e4m3_pair(q);
+    v.w[j + 1] = e4m3_pair(q << 8);
+  }
+  return v;
+}
+
+// A thread's scales of one fragment: of its row of weights or, where weights are the columns (operands.h, swapped),
+// of the two rows whose sums it has.
+template <class Weights, bool kTwoRows>
+struct Scales {
+  static constexpr int kRows = kTwoRows ? 2 : 1, kValues = kRows * Weights::kGranules,
+                       kBytes = kValues * Weights::kScaleBytes;
+  u32 w[(kBytes + 3) / 4];
+
+  KOG_DEVICE void load(const Block& b, const u8* record) {
+    int row = (kTwoRows ? b.in_warp % 4 * 2 : b.in_warp / 4) % Weights::kScaleRows;
+    const u8* from = record + row * (Weights::kGranules * Weights::kScaleBytes);
+    if constexpr (kBytes == 1) {
+      w[0] = *from;
+    } else if constexpr (kBytes == 2) {
+      w[0] = *reinterpret_cast<const u16*>(from);
+    } else {
+      auto v = WordVector<kBytes / 4>::load(from);
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; i++) w[i] = v.w[i];
+    }
+  }
+  // Of a granule, for sum i of a thread's four (matvec.h).
+  KOG_DEVICE float at(int granule, int i) const {
+    int n = (kTwoRows ? i % 2 * Weights::kGranules : 0) + granule;
+    if constexpr (Weights::kScaleKind == kScaleF32) return float_of(w[n]);
+    if constexpr (Weights::kScaleKind == kScaleE8m0) {
+      u32 exponent = w[n / 4] >> n % 4 * 8 & 0xffu;
+      return float_of(exponent == 0 ? 0x400000u : exponent << 23);
+    }
+    u32 both = w[n / 2];
+    if constexpr (Weights::kScaleKind == kScaleF16)
+      return widen_f16(static_cast<u16>(n % 2 == 0 ? both & 0xffffu : both >> 16));
+    return float_of(n % 2 == 0 ? both << 16 : both & 0xffff0000u);
+  }
+};
+
+// Those of a slot; none where a row has one or weights are 16 bits wide.
+template <class Weights, bool kTwoRows, bool kScaled = (Weights::kScaleRows > 0)>
+struct SlotScales {};
+template <class Weights, bool kTwoRows>
+struct SlotScales<Weights, kTwoRows, true> {
+  Scales<Weights, kTwoRows> scales[kFragments];
+};
+
+// One warp's part of the next ring slot. Fragments behind a stage's last one are whatever the ring held
+// before: what is computed of them goes nowhere.
+template <class Weights, bool kTwoRows>
+struct SlotWeights : SlotScales<Weights, kTwoRows> {
+  Fragment w[kFragments];
+
+  template <class Stage>
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+    ring.wait_for<1>(b);
+    take_there<Stage>(b, ring);
+  }
+  // One that is there. If it is not `mine` but the next stage's it is read all the same, and stays: loads
+  // under a condition would take other registers (benchmarks/cuda-log.md#weights-ahead).
+  template <class Stage>
+  KOG_DEVICE void take_there(Block& b, Ring& ring, bool mine = true) {
+    const u8* from = ring.weights(b) + b.warp * kFragmentBytes + OperandLayout<Stage>::offset_in_fragment(b);
+#pragma unroll
+    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);
+    if constexpr (Weights::kScaleRows > 0) {
+      const u8* record = ring.weights(b) + kWarps * kFragmentBytes + b.warp * Weights::kRecordBytes;
+#pragma unroll
+      for (int f = 0; f < kFragments; f++) this->scales[f].load(b, record + f * kFragmentOfAll<Weights>);
+    }
+    if (mine) ring.release(b);
+  }
+};
+template <class Stage>
+using SlotOf = SlotWeights<typename Stage::Weights, OperandLayout<Stage>::kSwaps>;
+
+// A row's sum over all of K as its weights' units and scale have it. `layer`: kLayers for the head.
+template <class Stage, class Item>
+KOG_DEVICE float scaled_sum(const Block& b, const Item& item, float sum, int layer) {
+  if constexpr (Stage::kSumUnit != 1.f) sum *= Stage::kSumUnit;
+  if constexpr (Stage::kRowScales) {
+    const float* of_lane = b.p.biases + static_cast<u64>(layer) * kBiasRows + Stage::kRowScaleAt +
+                           lane_of(b) * Stage::kRows;
+    sum *= of_lane[item.there ? item.row : 0];
+  }
+  return sum;
+}
+
+}  // namespace kog

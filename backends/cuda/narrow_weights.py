@@ -1,0 +1,65 @@
+"""Narrow weights of a checkpoint as the packing takes them: a matrix a shard, with a row's scales as bytes."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.errors import ModelError
+from kog_triton.model.weight_format import WeightFormat
+from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.narrow_packing import NarrowMatrix, scales_by_row
+from kog_triton.schedule.schedule import Stage
+from kog_triton.schedule.shards import canonical, shard_matrix
+
+Tensor = torch.Tensor
+
+
+class Narrow(Protocol):
+    """A weight as a narrow checkpoint stores it (checkpoint/narrow.py)."""
+
+    @property
+    def format(self) -> WeightFormat: ...
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor | None: ...
+    def scale_values(self) -> Tensor: ...
+    def to(self, device: torch.device) -> "Narrow": ...
+
+
+LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device
+
+
+def load_narrow(weights: WeightSource, device: torch.device, name: str) -> Narrow:
+    """ModelError if the source has values of its weights, but no codes."""
+    load = getattr(weights, "narrow", None)
+    if load is None:
+        raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
+    tensor: Narrow = load(name)
+    return tensor.to(device)
+
+
+def narrow_matrices(
+    lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow
+) -> list[NarrowMatrix]:
+    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other."""
+    parts = [get(canonical(stage, name, layer)) for name in stage.weights]
+
+    def stacked(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([shard_matrix(lo.schedule, stage, t) for t in tensors], -2)
+
+    codes = stacked([part.codes for part in parts]).view(torch.uint8)
+    scales = stacked([scales_of_rows(part, raw=True) for part in parts]).contiguous()
+    scales = scales.view(torch.uint8).unflatten(-1, (-1, scales.element_size()))
+    return [NarrowMatrix(c, s) for c, s in zip(codes, scales, strict=True)]
+
+
+def scales_of_rows(part: Narrow, raw: bool = False) -> Tensor:
+    """A row's scales, [lanes, rows, groups along K], as they are stored or as float32."""
+    scales = part.scales if raw else part.scale_values()
+    by_row: Tensor = scales_by_row(part.format.group_rows, scales, part.codes.shape[-2])
+    return by_row if by_row.ndim == 3 else by_row[None]

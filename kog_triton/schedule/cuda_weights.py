@@ -1,0 +1,162 @@
+"""How the weights of one stage lie in the CUDA lowering's stream: 16 bits each, or codes with their scales.
+
+A warp's fragment has as many bytes whatever the weights are: 8 rows by frag_k values of K in 16 bits, by `pack` times
+as many where codes take 8 or 4. Behind the codes of all warps' fragments lie their scales, so that one copy brings
+both:
+
+    fragment of all warps   [warp][codes]  [warp][scales, then zero points or minimums]
+
+A fragment's codes are `pack` steps of the tensor core along K. Steps that share a scale are a *granule*; a warp's
+scales of a fragment are [scale_rows][granules]: one a row, or one for the even and one for the odd rows where whole
+fragments share theirs (gate and up are woven row by row, and each has scales of its own). Scales that do not differ
+along K (a channel's, a tensor's) are no part of the stream: they multiply a row's sum in the end (`row_scales`).
+
+Scales are stored as the checkpoint has them. What a code becomes in 16 bits is off by a power of two, `unit`, which
+the sums make good.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kog_triton.errors import ModelError
+from kog_triton.model.spec import DType, pattern_of
+from kog_triton.model.weight_format import Code, Offset, WeightFormat
+from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
+from kog_triton.schedule.shards import canonical
+
+FRAGMENT_ROWS = 8
+CODES = (Code.E4M3,)  # that the kernel unpacks
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """Of one stage, for fragments of `frag_k` values of K in 16 bits."""
+
+    format: WeightFormat | None  # None: 16 bits a weight
+    frag_k: int
+    rows_alike: bool = False  # whether the even rows of a fragment share their scales, and the odd
+
+    @property
+    def pack(self) -> int:
+        """Weights in the place of one of 16 bits: steps of K of a fragment."""
+        return 16 // self.format.code.bits if self.format else 1
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scales lie in the stream."""
+        return self.format is not None and self.format.group_cols > 0
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether a row has one scale, which multiplies its sum."""
+        return self.format is not None and not self.scaled
+
+    @property
+    def granule(self) -> int:
+        """Values of K of a fragment that share a scale."""
+        wide = self.frag_k * self.pack
+        return math.gcd(self.format.group_cols, wide) if self.format and self.scaled else wide
+
+    @property
+    def granules(self) -> int:
+        """Scales of one row of a fragment."""
+        return self.frag_k * self.pack // self.granule if self.scaled else 0
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of a fragment with scales of their own."""
+        return (2 if self.rows_alike else FRAGMENT_ROWS) if self.scaled else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.format.scale.bits // 8 if self.format and self.scaled else 0
+
+    @property
+    def offset_bytes(self) -> int:
+        """Of a zero point, a byte, or a minimum."""
+        if not self.format or not self.scaled or self.format.offset is Offset.NONE:
+            return 0
+        return 1 if self.format.offset is Offset.ZERO_POINT else self.scale_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Beside the codes of one warp's fragment."""
+        return self.scale_rows * self.granules * (self.scale_bytes + self.offset_bytes)
+
+    @property
+    def warp_bytes(self) -> int:
+        """The codes of one warp's fragment."""
+        return FRAGMENT_ROWS * self.frag_k * 2
+
+    def unit(self, dtype: DType) -> float:
+        """What a code stands for, over what it becomes in 16 bits of `dtype`."""
+        if self.format is None:
+            return 1.0
+        exponents = {Code.E4M3: {DType.BF16: 120, DType.F16: 8}}
+        return 2.0 ** exponents.get(self.format.code, {}).get(dtype, 0)
+
+    def why_not(self) -> str:
+        """Why the stream cannot hold the format with such fragments, "" if it can."""
+        how = self.format
+        if how is None or not how.group_cols or self.granule % self.frag_k == 0:
+            return ""
+        return f"groups of {how.group_cols} do not end with fragments of {self.frag_k}"
+
+
+def stage_weights(schedule: Schedule, stage: Stage, frag_k: int) -> StreamWeights:
+    """ModelError where a stage's weights are not all of one format."""
+    how = stage_format(schedule, stage)
+    return StreamWeights(how, frag_k, _rows_alike(schedule, stage, how))
+
+
+def stage_format(schedule: Schedule, stage: Stage) -> WeightFormat | None:
+    """The one format of a stage's matrices in all layers; None for 16 bits."""
+    known = dict(schedule.spec.narrow)
+    layers = next(s.repeat for s in schedule.segments if stage in s.stages)
+    names = [canonical(stage, w, layer) for layer in range(layers) for w in stage.weights]
+    first = known.get(names[0])
+    for name in names:
+        if (other := known.get(name)) != first:
+            raise ModelError(
+                f"{names[0]} is {_called(first)} and {name} is {_called(other)}: the cuda backend takes one"
+                f" format in all of {stage.name}"
+            )
+    return first
+
+
+def _called(how: WeightFormat | None) -> str:
+    return how.name if how else "16 bits wide"
+
+
+def unreadable(schedule: Schedule) -> str:
+    """Why the CUDA kernel does not read a model's narrow weights, "" if it does."""
+    unknown = {
+        how.name: None for _, how in schedule.spec.narrow if how.code not in CODES or how.offset
+    }
+    if unknown:
+        return f"it does not read {', '.join(unknown)} weights yet"
+    if schedule.spec.narrow and schedule.num_ranks > 1:
+        return "narrow weights run on one GPU"
+    try:
+        for _, stage in schedule.walk():
+            if stage.op is Op.MATVEC and stage_format(schedule, stage):
+                _check_head(schedule, stage)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _check_head(schedule: Schedule, stage: Stage) -> None:
+    if stage.epilogue is Epilogue.LOGITS and schedule.spec.num_lanes > 1:
+        raise ModelError("the cuda backend takes narrow heads of plain models alone")
+
+
+def _rows_alike(schedule: Schedule, stage: Stage, how: WeightFormat | None) -> bool:
+    """Whether eight rows that lie together in a unit have one scale a parity, in every fragment."""
+    if how is None or how.group_rows == 1:
+        return False
+    # Of each matrix: gate and up are woven row by row, others stacked.
+    rows = FRAGMENT_ROWS // (2 if stage.epilogue is Epilogue.SILU_MUL else 1)
+    sizes = [schedule.spec.shapes[pattern_of(canonical(stage, w, 0))][-2] for w in stage.weights]
+    sizes += [how.group_rows] if how.group_rows else []
+    return all(size % rows == 0 for size in sizes)

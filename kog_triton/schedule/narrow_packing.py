@@ -1,0 +1,107 @@
+"""Narrow weights in the order in which the CUDA lowering reads them: codes, and behind them their scales.
+
+`cuda_weights.py` says where what lies; this says in which order the codes of one thread do. A thread of a warp has a
+quarter of a row of each of the fragment's steps, as words of two 16-bit values, a *target word* each. Codes lie so
+that a shift and a mask make such words of all of a stored word at once:
+
+    8 bits   bytes 1 and 3 become one target word, bytes 0 and 2 the next
+
+Bits are only moved, and arrays may be numpy's or torch's: packing runs where the weights are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.cuda_weights import StreamWeights
+from kog_triton.schedule.lowering import PADDING
+from kog_triton.schedule.packing import index_like, new_like, permute
+from kog_triton.schedule.schedule import Stage
+
+QUARTERS = 4  # of a row, a thread each
+
+
+@dataclass(frozen=True)
+class NarrowMatrix:
+    """A shard's matrix, stacked as the stage stacks its weights.
+
+    codes    uint8 [rows, cols]
+    scales   uint8 [rows, groups along K, bytes], their bits as they are stored; empty where a row has one
+    """
+
+    codes: Any
+    scales: Any
+
+
+def pack_narrow(
+    lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: NarrowMatrix
+) -> Any:
+    """Ring slots of one stage, of blocks with equally many units: uint8 [blocks, slots, bytes of a full slot]."""
+    weights, tiling = lowering.weights[stage.name], lowering.tilings[stage.name]
+    each, parts, padded = lowering.unit_fragments(stage), tiling.k_parts, lowering.padded_k(stage)
+    rows = np.stack(
+        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
+    )
+    count, units = len(blocks), rows.shape[1] // tiling.unit_rows
+    groups = WARPS // parts
+    real = np.flatnonzero(rows.reshape(-1) != PADDING)
+    taken = index_like(w.codes, rows.reshape(-1)[real])
+
+    def by_fragment(of_k: Any, per_fragment: int) -> Any:
+        """[rows of all blocks, values along K, ...] as [block, unit, fragment, warp, row, value, ...]."""
+        shape = (count, units, groups, MMA_ROWS, parts, each, per_fragment)
+        extra = of_k.shape[2:]
+        axes = (0, 1, 5, 2, 4, 3, 6, *range(7, 7 + len(extra)))
+        ordered = permute(of_k.reshape((*shape, *extra)), axes)
+        return ordered.reshape((count, units, each, WARPS, MMA_ROWS, per_fragment, *extra))
+
+    flat = new_like(w.codes, (rows.size, padded))
+    flat[index_like(w.codes, real), : stage.cols] = w.codes[taken]
+    wide = weights.frag_k * weights.pack
+    codes = by_fragment(flat, wide)[..., index_like(w.codes, stored_order(weights))]
+    stored = [codes.reshape(count, units * each, WARPS * weights.warp_bytes)]
+    if weights.scaled:
+        scales = new_like(w.scales, (rows.size, padded // weights.granule, weights.scale_bytes))
+        inside, of = group_of_granule(weights, stage.cols)
+        columns = w.scales[taken][:, index_like(w.scales, of)]
+        scales[index_like(w.scales, real)[:, None], index_like(w.scales, inside)] = columns
+        scales = by_fragment(scales, weights.granules)
+        if weights.scale_rows < MMA_ROWS:
+            scales = scales[..., : weights.scale_rows, :, :]
+        stored.append(scales.reshape(count, units * each, WARPS * weights.record_bytes))
+    slots = -(-units * each // lowering.fragments)
+    out = new_like(w.codes, (count, slots * lowering.fragments, lowering.fragment_bytes(stage)))
+    at = 0
+    for part in stored:
+        out[:, : units * each, at : at + part.shape[-1]] = part
+        at += part.shape[-1]
+    return out.reshape(count, slots, lowering.fragments * out.shape[2])
+
+
+def stored_order(weights: StreamWeights) -> np.ndarray:
+    """Which value of K of a fragment's row each stored code is: int64 [frag_k * pack], thread after thread."""
+    pack, words = weights.pack, weights.frag_k // 8  # of a thread
+    quarter, word, byte = np.meshgrid(
+        np.arange(QUARTERS), np.arange(words), np.arange(4), indexing="ij"
+    )
+    target, half = 2 * word + 1 - byte % 2, byte // 2
+    step, at = np.divmod(target, words)
+    assert pack == 2 and step.max() == pack - 1
+    k = step * weights.frag_k + quarter * (weights.frag_k // QUARTERS) + 2 * at + half
+    order: np.ndarray = k.reshape(-1)
+    return order
+
+
+def group_of_granule(weights: StreamWeights, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Granules of a row that lie within its columns, and the scale group of each."""
+    assert weights.format is not None
+    inside = np.arange(-(-cols // weights.granule))
+    return inside, inside * weights.granule // weights.format.group_cols
+
+
+def scales_by_row(how_group_rows: int, scales: Any, rows: int) -> Any:
+    """Scales [..., row groups, column groups] as [..., rows, column groups]."""
+    group = np.arange(rows) // (how_group_rows or rows)
+    return scales[..., index_like(scales, group), :]

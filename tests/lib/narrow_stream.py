@@ -1,0 +1,134 @@
+"""Narrow weights in the CUDA lowering's stream, read back by the rule that its kernel follows, in numpy.
+
+Nothing here is the packing's: codes become 16-bit values by the kernel's own shifts and masks (include/kog/narrow.h),
+and where which value lies is what the tensor core's fragment says (include/kog/matvec.h).
+"""
+
+import numpy as np
+import torch
+
+from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.checkpoint.quantizing import quantize
+from kog_triton.model.spec import DType
+from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
+from kog_triton.schedule import wire
+from kog_triton.schedule.cuda import WARPS, CudaLowering
+from kog_triton.schedule.narrow_packing import NarrowMatrix
+from kog_triton.schedule.schedule import Schedule, Stage
+from kog_triton.schedule.shards import shard_matrix
+
+ROWS, QUARTERS = 8, 4
+_HALF = {Scale.BF16: DType.BF16, Scale.F16: DType.F16}
+
+
+class NarrowWeights:
+    """A `WeightSource` whose narrow weights are another's, round to nearest."""
+
+    def __init__(self, spec, wide):
+        self.spec, self._wide, self._formats = spec, wide, dict(spec.narrow)
+
+    def narrow(self, name) -> NarrowTensor:
+        return quantize(self._wide.load(name), self._formats[name])
+
+    def load(self, name):
+        if name in self._formats:
+            return self.narrow(name).unpack()
+        return self._wide.load(name)
+
+    @property
+    def arrays(self):
+        """Values by name, float32."""
+        spec = self.spec
+        names = {n.format(i) for n in spec.shapes for i in range(spec.num_layers)}
+        return {n: self.load(n).float().numpy() for n in names}
+
+
+def narrow_spec(how, head=False, **sizes):
+    """A small model whose layers' matrices, and head if asked for, are narrow; groups need not divide them."""
+    from tests.lib.ring_walker import spec_of
+
+    spec = spec_of(**sizes)
+    layers = [n for n in spec.shapes if n.endswith("_proj")]
+    names = [n.format(i) for n in layers for i in range(spec.num_layers)]
+    if head:
+        names.append("embed" if spec.tied_embeddings else "lm_head")
+    return spec.replace(narrow=tuple((name, how) for name in names))
+
+
+def matrices_of(schedule: Schedule, stage: Stage, parts: list[NarrowTensor]) -> list[NarrowMatrix]:
+    """A stage's matrices, a shard each: codes, and every row's scales as bytes."""
+
+    def stacked(arrays):
+        return np.concatenate([shard_matrix(schedule, stage, a) for a in arrays], -2)
+
+    codes = stacked([part.codes.numpy().view(np.uint8) for part in parts])
+    scales = []
+    for part in parts:
+        bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[part.scales.element_size()]
+        by_row = part.scales.view(bits).numpy()
+        rows = np.arange(part.shape[-2]) // (part.format.group_rows or part.shape[-2])
+        scales.append(by_row[..., rows, :])
+    scales = np.ascontiguousarray(stacked(scales))
+    scales = scales.view(np.uint8).reshape(*scales.shape, scales.itemsize)
+    return [NarrowMatrix(c, s) for c, s in zip(codes, scales, strict=True)]
+
+
+def row_scales_of(schedule: Schedule, stage: Stage, parts: list[NarrowTensor]) -> np.ndarray:
+    """float64 [shards, rows] of a stage whose rows have one scale each."""
+    scales = []
+    for part in parts:
+        values = part.scale_values().numpy().astype(np.float64)
+        rows = np.arange(part.shape[-2]) // (part.format.group_rows or part.shape[-2])
+        scales.append(shard_matrix(schedule, stage, values[..., rows, :]))
+    return np.concatenate(scales, -2)[..., 0]
+
+
+def halves(words: np.ndarray) -> np.ndarray:
+    """bfloat16 values of uint32 words, [..., 2], the low half first."""
+    both = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1)
+    return both.view(np.float32).astype(np.float64)
+
+
+def unpacked(code: Code, q: np.ndarray) -> np.ndarray:
+    """The target words of stored ones, uint32 [..., words], as values [..., target words, 2]."""
+    assert code is Code.E4M3
+
+    def pair(w):
+        return (w & np.uint32(0x80008000)) | ((w >> np.uint32(4)) & np.uint32(0x07F007F0))
+
+    values = np.stack([halves(pair(q)), halves(pair(q << np.uint32(8)))], -2) * 2.0**120
+    return values.reshape(*q.shape[:-1], -1, 2)
+
+
+def scale_values(kind: Scale, stored: np.ndarray) -> np.ndarray:
+    """Scales [..., bytes] as numbers."""
+    if kind is Scale.F32:
+        return stored.copy().view(np.float32)[..., 0].astype(np.float64)
+    if kind is Scale.E8M0:
+        return 2.0 ** (stored[..., 0].astype(np.float64) - 127)
+    bits = stored.copy().view(np.uint16)[..., 0]
+    return wire.from_half(bits, _HALF[kind]).astype(np.float64)
+
+
+def narrow_fragments(lo: CudaLowering, stage: Stage, slot: np.ndarray) -> np.ndarray:
+    """A ring slot's bytes as weights, float64 [fragments, warps, 8 rows, values of K]."""
+    weights = lo.weights[stage.name]
+    how: WeightFormat = weights.format
+    assert how.offset is Offset.NONE
+    step, words = weights.frag_k, weights.frag_k // 8
+    each = lo.fragment_bytes(stage)
+    slot = slot[: lo.fragments * each].reshape(lo.fragments, each)
+    codes, scales = np.split(slot, [WARPS * weights.warp_bytes], 1)
+    stored = np.ascontiguousarray(codes).view(np.uint32)
+    stored = stored.reshape(lo.fragments, WARPS, ROWS, QUARTERS, words)
+    targets = unpacked(how.code, stored)
+    # Target words in order: steps of K, each with so many of this quarter.
+    targets = targets.reshape(lo.fragments, WARPS, ROWS, QUARTERS, weights.pack, words, 2)
+    values = targets.transpose(0, 1, 2, 4, 3, 5, 6).reshape(lo.fragments, WARPS, ROWS, -1)
+    assert values.shape[-1] == step * weights.pack
+    if not weights.scaled:
+        return values
+    shape = (lo.fragments, WARPS, weights.scale_rows, weights.granules, weights.scale_bytes)
+    scale = scale_values(how.scale, scales.reshape(shape))
+    scale = np.tile(scale, (1, 1, ROWS // weights.scale_rows, 1))  # even and odd rows in turn
+    return values * np.repeat(scale, values.shape[-1] // weights.granules, -1)
