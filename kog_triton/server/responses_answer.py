@@ -181,9 +181,13 @@ class ResponsesAnswer(BlockStream):
         ids = output.outputs[0].token_ids
         thought = self._model.reasoning_tokens(ids) if any(self._told.reasoning) else 0
         counted = usage([(0, output)], 1, thought)
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
+            "input_tokens_details": {
+                "cached_tokens": cached,
+                "cache_write_tokens": counted["prompt_tokens"] - cached,
+            },
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],

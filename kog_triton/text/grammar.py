@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import llguidance
 
 SILENT = 0  # llguidance's log level: what is wrong comes back as an error
-GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# within a line: white space that may run over lines is searched with the square of their number
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 MAX_GBNF_CHARS = 1 << 14  # llguidance's conversion of 98 KB took 38 s, with the square of the rules
 # between two tokens of JSON: enough to indent by, too little to stay there until the context is full
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"

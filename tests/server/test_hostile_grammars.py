@@ -57,6 +57,8 @@ HOSTILE = {
         "too large",
     ),
     "left recursion": ({"grammar": "start: start start | start"}, "", "grammar"),
+    "200,000 empty lines": ({"grammar": "\n" * 200_000 + 'start: "a"'}, "a", None),
+    "a long GBNF": ({"grammar": 'root ::= "a"\n' * 20_000}, "", "GBNF"),
     "no rule": ({"grammar": "x: y"}, "", "grammar"),
     "5,000 parentheses": (
         {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
