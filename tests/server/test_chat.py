@@ -202,6 +202,8 @@ def test_what_is_not_known_is_named(server):
         ({"stop": ["a"] * 17}, "stop"),
         ({"functions": []}, "functions is not supported"),
         ({"audio": {}}, "audio is not supported"),
+        ({"guided_json": {}}, "guided_json is not supported"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],
 )

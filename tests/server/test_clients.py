@@ -137,6 +137,8 @@ def test_openai_responses_that_are_cut_off(oai, server, max_tokens):
 def test_openai_errors(oai):
     with pytest.raises(openai.BadRequestError, match="previous_response_id needs a store"):
         oai.responses.create(model="", input="x", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="log-probabilities are not told here"):
+        oai.responses.create(model="", input="x", top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         oai.chat.completions.create(
             model="", messages=[{"role": "user", "content": "x"}], temperature=5

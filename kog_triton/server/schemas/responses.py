@@ -63,6 +63,12 @@ class ResponsesBody(Body):
                     f"{name} needs a store, and nothing is stored here: send the whole input",
                     param=name,
                 )
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            raise Problem(
+                400,
+                "log-probabilities are not told here: ask /v1/chat/completions",
+                param="top_logprobs",
+            )
         if self.truncation == "auto":
             raise Problem(
                 400, "truncation auto is not supported: shorten the input", param="truncation"

@@ -6,7 +6,7 @@ Ranges are SamplingParams' to check; here are types, and the bounds that a serve
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kog_triton.errors import wrong
 from kog_triton.sampling.structured import StructuredOutputsParams
@@ -22,6 +22,15 @@ WITHOUT_EFFECT = frozenset(
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prediction", "parallel_tool_calls", "verbosity", "betas"),
         *("container", "context_management", "inference_geo"),
+    }
+)
+# Other servers' fields that would change an answer here, if they were there: refused by name.
+REFUSED = frozenset(
+    {
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        *("grammar", "json_schema", "use_beam_search", "length_penalty", "prompt_embeds"),
+        *("truncate_prompt_tokens", "logits_processors", "bad_words_ids", "typical_p", "mirostat"),
+        *("dry_multiplier", "xtc_probability", "top_a", "tfs_z", "documents", "prompt_logprobs"),
     }
 )
 DIRECT = (
@@ -109,6 +118,13 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     stream_interval: int | None = Field(None, ge=0, le=MAX_TOKENS)
     stream_interval_ms: float | None = Field(None, ge=0, le=1000 * MAX_INTERVAL_S)
+
+    @model_validator(mode="after")
+    def _check_known(self) -> "SamplingBody":
+        for name in sorted(REFUSED & set(self.model_extra or ())):
+            if (self.model_extra or {})[name] is not None:
+                raise ValueError(f"{name} is not supported: leave it out")
+        return self
 
     def given(self) -> dict[str, Any]:
         """Fields of SamplingParams that were given."""
