@@ -17,6 +17,7 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES (without the dynamic part), _LOCAL_SIZE_BYTES, _NUM_REGS
 STATIC_SHARED, LOCAL_BYTES, NUM_REGISTERS = 1, 3, 4
 
+ALREADY_REACHED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -105,12 +106,25 @@ class Kernel:
         self._call("cuModuleUnload", self._module)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._cuda, name)(*arguments)
-        if status:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(status, ctypes.byref(text))
-            reason = text.value.decode() if text.value else "unknown"
-            raise DeviceError(f"{name}: CUDA error {status} ({reason})")
+        call(self._cuda, name, *arguments)
+
+
+def call(cuda: Any, name: str, *arguments: Any, allowed: int = 0) -> None:
+    """One call of the driver's; DeviceError with its words, unless it did well or the status is `allowed`."""
+    status = getattr(cuda, name)(*arguments)
+    if status and status != allowed:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(status, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown"
+        raise DeviceError(f"{name}: CUDA error {status} ({reason})")
+
+
+def reach(device: int, peer: int) -> None:
+    """Let kernels on `device` read and write the memory of `peer`, until the process ends."""
+    cuda, context = _library(), ctypes.c_void_p()
+    call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), peer)
+    with torch.cuda.device(device):
+        call(cuda, "cuCtxEnablePeerAccess", context, 0, allowed=ALREADY_REACHED)
 
 
 def _library() -> ctypes.CDLL:

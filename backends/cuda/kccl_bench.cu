@@ -40,11 +40,21 @@ __device__ __forceinline__ kog::u64 stream(const char* weights, kog::u64 slots, 
 
 }  // namespace
 
-// found: the last sums / RANKS of every block, floats [blocks, vectors, kValues]; times: nanoseconds and streamed bytes of
-// every block, [blocks, 2]. `vectors` is a multiple of the blocks; slots: of the weights, 0 for no stream.
-extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32)
-    kccl_bench(const __grid_constant__ kccl::Comm comm, kog::u64 epoch, kog::u64 uses, unsigned vectors, float* found,
-               kog::u64* times, const char* weights, kog::u64 slots) {
+// peers.py has it too.
+struct Argument {
+  kccl::Comm comm;
+  kog::u64 epoch, uses;
+  float* found;         // the last sums / RANKS of every block, [blocks, vectors, kValues]
+  kog::u64* times;      // nanoseconds and streamed bytes of every block, [blocks, 2]
+  const char* weights;
+  kog::u64 slots;       // of the weights, 0 for no stream
+  kog::u64 vectors;     // a multiple of the blocks
+};
+
+extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32) kccl_bench(const __grid_constant__ Argument a) {
+  const kccl::Comm& comm = a.comm;
+  const kog::u64 epoch = a.epoch, uses = a.uses;
+  const unsigned vectors = static_cast<unsigned>(a.vectors);
   __shared__ volatile int done;
   __shared__ float own[kMostOwn][Sums::kValues];
   const unsigned thread = threadIdx.x, count = vectors / gridDim.x, first = blockIdx.x * count;
@@ -54,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32)
       own[thread][j] = static_cast<float>((first + thread) * Sums::kValues + j + comm.rank * RANKS);
   __syncthreads();
   if (thread >= kog::kConsumers) {
-    if (thread == kog::kConsumers) times[2 * blockIdx.x + 1] = slots != 0 ? stream(weights, slots, &done) : 0;
+    if (thread == kog::kConsumers) a.times[2 * blockIdx.x + 1] = a.slots != 0 ? stream(a.weights, a.slots, &done) : 0;
     return;
   }
   Sums sums{comm, 0, vectors};
@@ -81,13 +91,13 @@ extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32)
         for (int j = 0; j < Sums::kValues; j++) {
           float mean = x[i][j] * (1.f / RANKS);
           if (place - first < count) own[place - first][j] = mean;
-          if (n + 1 == uses) found[(blockIdx.x * static_cast<kog::u64>(vectors) + place) * Sums::kValues + j] = mean;
+          if (n + 1 == uses) a.found[(blockIdx.x * static_cast<kog::u64>(vectors) + place) * Sums::kValues + j] = mean;
         }
       }
     }
     there = !kog::any_consumer(!there);  // all of the block, or it leaves
   }
-  if (thread == 0) times[2 * blockIdx.x] = kog::nanoseconds() - began;
+  if (thread == 0) a.times[2 * blockIdx.x] = kog::nanoseconds() - began;
   kog::sync_consumers();
   if (thread == 0) done = 1;
 }

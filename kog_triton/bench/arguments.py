@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.backends import backend_names
+from kog_triton.bench.kccl import GPUS, KIB, USES
 from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
@@ -128,6 +129,16 @@ def build_parser() -> Parser:
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     _number(startup, "--rounds", 2, "processes (%(default)s)")
     _add_serving(kinds)
+    between = kinds.add_parser(
+        "kccl", help="all-reduces inside a kernel, beside NCCL's and symmetric memory's"
+    )
+    between.add_argument("--gpus", type=int, default=2, choices=GPUS, help="(%(default)s)")
+    between.add_argument(
+        "--kib", type=int, nargs="+", default=list(KIB), choices=KIB, metavar="N",
+        help=f"of a vector: {', '.join(map(str, KIB))} (all)",
+    )  # fmt: skip
+    _number(between, "--uses", USES, "all-reduces in one kernel (%(default)s)")
+    between.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument(

@@ -8,6 +8,7 @@
     startup   from nothing to a token, in fresh processes
     serve     any server of OpenAI's API, as one to eight clients see it
     agent     such a server, in a conversation that grows by tool calls
+    kccl      all-reduces between GPUs inside a kernel, beside NCCL's and symmetric memory's
     table     the results that were kept, as tables in Markdown
 
 The table for people is on stdout, progress on stderr. Exit codes: command.py; 5 also if a text is
@@ -253,6 +254,11 @@ def _body(argv: Sequence[str] | None) -> int:
         return 0
     if args.kind in ("serve", "agent"):
         return _served(args)
+    if args.kind == "kccl":
+        from kog_triton.bench.kccl import bench
+
+        bench(args, _progress)
+        return 0
     failures = []
     for one in each_depth(args):
         with _time_limit_is_ctrl_c():

@@ -1,5 +1,6 @@
 """KCCL's machine code: accesses to words are of scope .sys and as wide as they were written. And the host's numbers."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.layout.collectives import MOST_RANKS, POLICIES, REPORT, REPORT_WORDS
+from kog_triton.backends.cuda.peers import THREADS, Argument, source_header
 from tests import ROOT
 from tests.lib.machine_code import instructions, is_local, sass_of_text
 
@@ -28,7 +30,9 @@ def strong(code):
 
 
 def bench(policy, ranks):
-    return f"#define POLICY {POLICIES[policy].name}\n#define RANKS {ranks}\n#define VECTORS {VECTORS}\n{BENCH}"
+    header = source_header(POLICIES[policy], ranks, VECTORS * THREADS)
+    assert f"#define VECTORS {VECTORS}\n" in header
+    return header + BENCH
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
@@ -91,3 +95,11 @@ def test_the_host_has_the_numbers_of_the_headers():
         empty = int(re.search(r"kEmpty = (\w+?)u?;", body)[1], 0)
         assert empty == policy.empty
     assert KCCL.parent == toolchain.INCLUDE
+
+
+def test_the_host_has_the_argument_of_the_kernel():
+    fields = re.search(r"struct Argument \{(.*?)\};", BENCH, re.DOTALL)[1]
+    names = re.findall(r"\b(\w+)[,;]", re.sub(r"//.*", "", fields))
+    assert names == [name for name, _ in Argument._fields_]
+    same = f"static_assert(sizeof(Argument) == {ctypes.sizeof(Argument)});\n"
+    assert sass_of_text(bench("phase", 2) + same)

@@ -101,7 +101,7 @@ def test_the_commands_are_found():
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {
         *("compare", "decode", "prefill", "concurrency", "stages", "startup", "table"),
-        *("serve", "agent"),
+        *("serve", "agent", "kccl"),
     }
 
 
