@@ -102,7 +102,9 @@ def pytest_make_collect_report(collector):
 def cli(folder, plugins, monkeypatch, capsys):
     """`kog generate` in this process, on that backend: (exit code, stdout, stderr)."""
     from kog_triton import generate
+    from kog_triton.cli import activity
 
+    monkeypatch.setattr(activity, "PATIENCE_S", 60)  # a slow machine tells what it is doing
     monkeypatch.syspath_prepend(str(plugins))
     importlib.invalidate_caches()
 

@@ -137,7 +137,7 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     assert params | {"stop": list(params["stop"])} == wanted
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
     options = {renamed.get(name, name): value for name, value in machine.items()}
-    assert record["backend"]["options"] == options | {"num_slots": 2}
+    assert record["backend"]["options"] == options | {"num_slots": 2, "memory_share": 1.0}
     assert record["model"]["max_context"] == 64 and len(record["output"]["outputs"]) == 2
     cli("-p", "abc", "--quiet", "--num-slots", "3", "--json", str(file))
     assert json.loads(file.read_text())["backend"]["options"]["num_slots"] == 3

@@ -33,7 +33,6 @@ def unopened(cli, monkeypatch):
         raise AssertionError("the model was opened")
 
     monkeypatch.setattr(LLM, "__init__", opened)
-    monkeypatch.setattr(activity, "PATIENCE_S", 60)  # a slow machine tells what it is doing
     return cli
 
 
