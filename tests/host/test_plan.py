@@ -141,7 +141,7 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
         (["--gpus", "many"], 2, "--gpus"),
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
         (["--model", "x", "--shape", "y"], 2, "not allowed with"),
-        (["--shape", "llama-3.2-1b", "--device", "l40s"], 3, "shared memory of l40s"),
+        (["--shape", "llama-3.3-70b", "--device", "l40s"], 3, "shared memory of l40s"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):
