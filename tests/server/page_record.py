@@ -43,6 +43,9 @@ WATCH = """() => {
     .observe({ type: "longtask" });
 }"""
 
+KEPT = """() => JSON.parse(localStorage.getItem(Object.keys(localStorage)
+  .find((name) => name.includes("conversation")))).messages.at(-1).content.length"""
+
 
 @contextmanager
 def scripted(folder: Path) -> Iterator[Served]:
@@ -77,6 +80,8 @@ def frames(server: Served, browser: Any, tokens: int) -> dict[str, Any]:
         gaps = page.evaluate("window.frames_ms")[1:]
         return {
             "tokens": tokens,
+            "letters": page.evaluate(KEPT),
+            "said": page.said,
             "tokens_per_s_shown": page.inner_text("#rate-value"),
             "frames": len(gaps),
             "frame_ms": {f"p{q}": round(percentile(gaps, q), 1) for q in (50, 95, 99)}

@@ -215,3 +215,12 @@ def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
     assert says in error["message"]
     assert "\n" not in error["message"]
     assert error["type"] == ("not_found_error" if "model" in fields else "invalid_request_error")
+
+
+def test_progress_tells_the_depth_and_a_cpu_has_no_share_of_a_peak(server):
+    events = server.stream_chat(server.play("depth", "abcdef"), stream_interval=1)
+    timings = next(e["timings"] for e in events if "timings" in e)
+    prompt = timings["kv_depth"] - timings["predicted_n"] + 1
+    told = [(e["progress"]["completion_tokens"], e["progress"]["kv_depth"]) for e in events]
+    assert all(depth == prompt + tokens - 1 for tokens, depth in told)
+    assert timings["mbu"] is None and server.get("/props").json()["gpu"] is None

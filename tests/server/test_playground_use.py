@@ -264,3 +264,52 @@ def test_a_print_has_the_whole_conversation_and_no_controls(browser, server):
             tall > 4000 and page.evaluate("document.getElementById('scroll').clientHeight") > 3800
         )
         assert page.pdf().startswith(b"%PDF")
+
+
+def test_a_gpu_and_its_share_of_bandwidth_are_shown(browser, server):
+    """By the server's words, which no server without a GPU says."""
+
+    def props(route):
+        told = route.fetch().json() | {"gpu": "h200"}
+        route.fulfill(json=told)
+
+    def answer(route):
+        timings = {
+            "predicted_per_second": 1792.4,
+            "predicted_n": 257,
+            "mbu": 0.957,
+            "kv_depth": 289,
+        }
+        timings |= {"prompt_ms": 2.8, "itl_p50_us": 586.2, "itl_p99_us": 12345, "cache_n": 3}
+        choice = {"index": 0, "delta": {"content": "yes"}, "finish_reason": "stop"}
+        data = json.dumps({"choices": [choice], "timings": timings})
+        route.fulfill(body=f"data: {data}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    with opened(browser, server) as page:
+        page.route("**/props", props)
+        page.route("**/v1/chat/completions", answer)
+        page.reload()
+        page.wait_for_selector(READY)
+        assert "H200" in page.inner_text("#where")
+        ask(page, "are you fast?")
+        shown = {name: page.inner_text(f"#{name}") for name in ("rate-value", "mbu", "itl", "ttft")}
+        assert shown == {
+            "rate-value": "1,792",
+            "mbu": "96 %",
+            "itl": "586 µs / 12 ms",
+            "ttft": "2.8 ms",
+        }
+        assert page.evaluate("document.getElementById('mbu-share').value") == pytest.approx(0.957)
+        assert "MBU 96 %" in page.inner_text("article.answer footer")
+        assert not page.said
+
+
+def test_2000_tokens_a_second_are_shown_whole(browser, server, figure):
+    """How long frames took is told; page_record.py keeps it."""
+    from tests.server.page_record import frames
+
+    found = frames(server, browser, 4000)
+    assert found["frames"] > 20 and found["said"] == []
+    assert found["letters"] == 4000
+    ms = found["frame_ms"]
+    figure("A15", f"at 2,000 tokens/s frames took {ms['p50']} ms, p99 {ms['p99']}, max {ms['max']}")
