@@ -29,7 +29,6 @@ from tests.lib.served import Served, served
 RATE = 2000  # tokens/s of the scripted engine
 RECORD = Path(__file__).with_name("page-record.json")
 PICTURES = ROOT / "docs" / "playground"
-COLORS = 200  # of a picture, the most frequent ones: text stays sharp, and a file small
 WIDTHS = {"wide": (1440, 900), "tablet": (820, 1000), "phone": (390, 844)}
 ENDED = "article.answer:not([aria-busy]):last-child"
 ANSWER = Path(__file__).with_name("answer.md")  # a byte is a token
@@ -111,12 +110,8 @@ def take_pictures(server: Served, browser: Any) -> None:
                 page.evaluate("document.getElementById('scroll').scrollTop = 0")
                 page.wait_for_timeout(200)
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                found = sorted(picture.getcolors(1 << 24), reverse=True)[:COLORS]
-                palette = Image.new("P", (1, 1))
-                palette.putpalette([part for _, color in found for part in color])
-                picture = picture.quantize(palette=palette, dither=Image.Dither.NONE)
                 file = PICTURES / f"{name}-{theme}.webp"
-                picture.convert("RGB").save(file, lossless=True, quality=100, method=6)
+                picture.save(file, lossless=True, quality=100, method=6)
                 print(f"{file.relative_to(ROOT)}: {file.stat().st_size >> 10} KB")
 
 
