@@ -1003,6 +1003,27 @@ FAULTS = (
     ),
     Fault(
         "server/supervisor.py",
+        " or beat.compiling:",
+        ":",
+        "server/test_engine_lost.py",
+        "a kernel's compiler is taken for an engine that stands still",
+    ),
+    Fault(
+        "server/routes/generation.py",
+        "            await service.check_shapes(jobs)\n",
+        "",
+        "server/test_hostile_grammars.py",
+        "a stranger's grammar goes to the engine untried",
+    ),
+    Fault(
+        "text/grammar.py",
+        "                self._check_limits()\n",
+        "",
+        "host/test_grammar.py",
+        "a grammar beyond llguidance's limits is the engine's error",
+    ),
+    Fault(
+        "server/supervisor.py",
         "if beat.beats != self._beats or not beat.running or beat.compiling:",
         "if True:",
         "server/test_engine_lost.py",

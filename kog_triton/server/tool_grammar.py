@@ -21,9 +21,7 @@ def forced_call(
     if not chosen:
         raise RequestError(f"tool_choice names {str(name)[:80]!r}: no tool has that name")
     if parser == "qwen3_coder":
-        raise RequestError(
-            "tool_choice required, or a name, has no grammar for qwen3_coder: use auto"
-        )
+        return StructuredOutputsParams(grammar=_qwen3_coder(chosen))
     form = FORMATS[parser]
     calls = [_schema(function, form.argument_keys[0]) for function in chosen]
     opener = json.dumps(form.opener) if not form.bare_start else '""'
@@ -43,3 +41,33 @@ def _schema(function: Mapping[str, Any], argument_key: str) -> dict[str, Any]:
         "required": ["name", argument_key],
         "additionalProperties": False,
     }
+
+
+def _qwen3_coder(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Lark of one call as text/qwen3_coder.py reads it: parameters in the schema's order."""
+    names = [f"f{i}" for i in range(len(functions))]
+    start = [json.dumps("<tool_call>\n"), "call", json.dumps("</function>\n</tool_call>")]
+    rules = [f"start: {' '.join(start)}", f"call: {' | '.join(names)}"]
+    for name, function in zip(names, functions, strict=True):
+        schema = function.get("parameters") or {}
+        parts = [json.dumps(f"<function={function.get('name')}>\n")]
+        for i, (key, value) in enumerate((schema.get("properties") or {}).items()):
+            part = f"{json.dumps(f'<parameter={key}>{chr(10)}')} {name}_{i}"
+            parts.append(part if key in (schema.get("required") or ()) else f"({part})?")
+            rules.append(_value(f"{name}_{i}", value, schema.get("$defs")))
+        rules.append(f"{name}: {' '.join(parts)}")
+    return "\n".join(rules) + "\n"
+
+
+def _value(rule: str, schema: Any, definitions: Any) -> str:
+    """The rule of a parameter's value up to its closing tag: a text as it is, anything else as JSON."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    end = json.dumps("\n</parameter>\n")
+    kinds = schema.get("type")
+    texts = schema.get("enum")
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {end}"
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+        return f"{rule}[suffix={end}]: /(?s:.*)/"
+    whole = {**schema, "$defs": definitions} if definitions else dict(schema)
+    return f"{rule}: {rule}_json {end}\n{rule}_json: %json {json.dumps(whole)}"
