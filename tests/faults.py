@@ -225,6 +225,20 @@ FAULTS = (
         "host/test_walks.py",
         "every shard adds the bias of a matrix that is cut along K",
     ),
+    Fault(
+        "schedule/shards.py",
+        "    out[:, count:] = 0\n",
+        "",
+        "host/test_walks.py",
+        "an FFN is padded with its last output",
+    ),
+    Fault(
+        "schedule/shards.py",
+        "for head in range(spec.num_kv_heads) for _ in range(schedule.kv_copies)",
+        "for _ in range(schedule.kv_copies) for head in range(spec.num_kv_heads)",
+        "host/test_walks.py",
+        "ranks that share a KV head get different ones",
+    ),
     # ---- lowering, packing, wire ----
     Fault(
         "schedule/lowering.py",
