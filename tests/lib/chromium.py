@@ -45,3 +45,12 @@ def page_of(browser: Any, url: str, **context: Any) -> Iterator[Any]:
 def _note(page: Any, url: str, asked: str) -> None:
     if not asked.startswith((url, "data:", "blob:")):
         page.outside.append(asked)
+
+
+def until(page: Any, expression: str, seconds: float = 30.0) -> None:
+    """Wait until it is true there. playwright's own wait evaluates in the page, whose policy forbids that."""
+    for _ in range(int(seconds * 50)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError(f"it never came: {expression}")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.lib.chromium import chromium, page_of
+from tests.lib.chromium import chromium, page_of, until
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import served, wait_for
 
@@ -119,7 +119,7 @@ def test_its_figures_are_the_server_s(opened, shown, figure):
 
 def test_stop_ends_the_request(opened, shown):
     ask(opened, shown.play("page_endless", "word " * 2000, tokens_per_s=200), ends=False)
-    opened.wait_for_function("document.getElementById('tokens').textContent !== '–'")
+    until(opened, "document.getElementById('tokens').textContent !== '–'")
     wait_for(lambda: shown.metric("kog:num_requests_running") == 1)
     opened.keyboard.press("Escape")
     opened.wait_for_selector("article.answer:not([aria-busy])")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.lib.chromium import chromium, page_of
+from tests.lib.chromium import chromium, page_of, until
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import served, wait_for
 
@@ -70,7 +70,7 @@ def test_a_server_that_is_gone_is_said(browser, tmp_path, checkpoint):
     with served(tmp_path, checkpoint) as server, opened(browser, server) as page:
         page.wait_for_selector(READY)
         ask(page, server.play("long", "word " * 400, tokens_per_s=100), ends=False)
-        page.wait_for_function("document.getElementById('tokens').textContent !== '–'")
+        until(page, "document.getElementById('tokens').textContent !== '–'")
         engine = server.engine_pid()
         os.kill(server.process.pid, signal.SIGKILL)
         page.wait_for_selector(ENDED, timeout=WAIT_MS)
@@ -88,7 +88,7 @@ def test_a_key_is_asked_for_and_sent(browser, tmp_path, checkpoint):
         page.wait_for_selector("#key[open]")
         page.fill("#key [name=key]", "wrong")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.getElementById('key-error').textContent")
+        until(page, "document.getElementById('key-error').textContent")
         assert "no valid API key" in page.inner_text("#key-error")
         page.fill("#key [name=key]", "secret")
         page.keyboard.press("Enter")
@@ -165,13 +165,11 @@ def test_an_answer_is_asked_for_again_and_copied(browser, server):
         page.wait_for_selector(READY)
         ask(page, server.play("again", "`first`"))
         page.click("article.answer footer .copy")
-        page.wait_for_function("document.querySelector('footer .copy').textContent === 'Copied'")
+        until(page, "document.querySelector('footer .copy').textContent === 'Copied'")
         assert page.evaluate("navigator.clipboard.readText()") == "`first`"
         server.play("again", "`second`")
         page.click("article.answer footer >> text=Ask again")
-        page.wait_for_function(
-            "document.querySelector('article.answer code')?.textContent === 'second'"
-        )
+        until(page, "document.querySelector('article.answer code')?.textContent === 'second'")
         assert page.locator("article").count() == 2
         assert not page.said
 
