@@ -1031,8 +1031,8 @@ FAULTS = (
     ),
     Fault(
         "text/grammar.py",
-        "                self._check_limits()\n",
-        "",
+        "        if self._matcher.is_error():\n            why",
+        "        if False:\n            why",
         "host/test_grammar.py",
         "a grammar beyond llguidance's limits is the engine's error",
     ),
