@@ -1,7 +1,7 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
 For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
-own yet, nor have narrow weights but FP8: their rows are dealt out evenly to blocks, which is enough for bytes and
+own yet, nor have MXFP4 and zero points: their rows are dealt out evenly to blocks, which is enough for bytes and
 rooflines.
 """
 

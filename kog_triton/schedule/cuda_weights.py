@@ -25,7 +25,7 @@ from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
-CODES = (Code.E4M3,)  # that the kernel unpacks
+CODES = (Code.E4M3, Code.INT8, Code.UINT4)  # that the kernel unpacks
 
 
 @dataclass(frozen=True)

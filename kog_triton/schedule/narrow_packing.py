@@ -5,6 +5,7 @@ quarter of a row of each of the fragment's steps, as words of two 16-bit values,
 that a shift and a mask make such words of all of a stored word at once:
 
     8 bits   bytes 1 and 3 become one target word, bytes 0 and 2 the next
+    4 bits   nibbles 0 and 4 become one, 1 and 5 the next, 2 and 6, 3 and 7
 
 Bits are only moved, and arrays may be numpy's or torch's: packing runs where the weights are.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_triton.model.weight_format import Code
 from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.lowering import PADDING
@@ -21,6 +23,7 @@ from kog_triton.schedule.packing import index_like, new_like, permute
 from kog_triton.schedule.schedule import Stage
 
 QUARTERS = 4  # of a row, a thread each
+ZERO = {Code.UINT4: np.uint8(8)}  # the code that stands for zero, where another does
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ def pack_narrow(
 ) -> Any:
     """Ring slots of one stage, of blocks with equally many units: uint8 [blocks, slots, bytes of a full slot]."""
     weights, tiling = lowering.weights[stage.name], lowering.tilings[stage.name]
+    assert weights.format is not None
     each, parts, padded = lowering.unit_fragments(stage), tiling.k_parts, lowering.padded_k(stage)
     rows = np.stack(
         [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
@@ -57,10 +61,12 @@ def pack_narrow(
         ordered = permute(of_k.reshape((*shape, *extra)), axes)
         return ordered.reshape((count, units, each, WARPS, MMA_ROWS, per_fragment, *extra))
 
-    flat = new_like(w.codes, (rows.size, padded))
+    flat = new_like(w.codes, (rows.size, padded)) + ZERO.get(weights.format.code, 0)
     flat[index_like(w.codes, real), : stage.cols] = w.codes[taken]
     wide = weights.frag_k * weights.pack
     codes = by_fragment(flat, wide)[..., index_like(w.codes, stored_order(weights))]
+    if weights.pack == 4:
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
     stored = [codes.reshape(count, units * each, WARPS * weights.warp_bytes)]
     if weights.scaled:
         scales = new_like(w.scales, (rows.size, padded // weights.granule, weights.scale_bytes))
@@ -83,12 +89,15 @@ def pack_narrow(
 def stored_order(weights: StreamWeights) -> np.ndarray:
     """Which value of K of a fragment's row each stored code is: int64 [frag_k * pack], thread after thread."""
     pack, words = weights.pack, weights.frag_k // 8  # of a thread
-    quarter, word, byte = np.meshgrid(
-        np.arange(QUARTERS), np.arange(words), np.arange(4), indexing="ij"
+    quarter, word, place = np.meshgrid(
+        np.arange(QUARTERS), np.arange(words), np.arange(2 * pack), indexing="ij"
     )
-    target, half = 2 * word + 1 - byte % 2, byte // 2
+    if pack == 2:
+        target, half = 2 * word + 1 - place % 2, place // 2
+    else:
+        target, half = 4 * word + place % 4, place // 4
     step, at = np.divmod(target, words)
-    assert pack == 2 and step.max() == pack - 1
+    assert step.max() == pack - 1
     k = step * weights.frag_k + quarter * (weights.frag_k // QUARTERS) + 2 * at + half
     order: np.ndarray = k.reshape(-1)
     return order

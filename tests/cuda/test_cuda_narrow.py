@@ -40,6 +40,9 @@ CASES = {
         LARGE | {"intermediate_size": 96 * 5},
     ),
     "fp8 head in blocks": (FP8, LARGE | {"head": True}),
+    "int8 channels": (FORMATS["int8-channel"], SMALL),
+    "int4 g128": (FORMATS["int4-g128"], LARGE),
+    "int4 g32, float16": (FORMATS["int4-g32"], LARGE | {"dtype": DType.F16}),
 }
 # Root mean square of a stage's error over its output's. A wide stage's x keeps 16 bits, the others' 8 (11 in float16);
 # the outputs of qkv_proj and gate_up_proj are words of as many.
@@ -103,6 +106,7 @@ def alone(case):
     ("case", "count"),
     [
         ("fp8 blocks", 8),
+        ("int4 g128", 8),
         pytest.param("fp8 blocks", 2, marks=pytest.mark.slow),
         pytest.param("fp8 channels", 2, marks=pytest.mark.slow),
         pytest.param("fp8 channels", 8, marks=pytest.mark.slow),
@@ -156,6 +160,12 @@ PLANTED = {
         "v.w[j + 1] = e4m3_pair(q << 8);",
         "v.w[j + 1] = e4m3_pair(q);",
     ),
+    "the nibbles of the next word": (
+        "int4 g128",
+        "int4_pair(codes.w[at / 4] >> at % 4 * 4)",
+        "int4_pair(codes.w[at / 4] >> (at + 1) % 4 * 4)",
+    ),
+    "int4's zero": ("int4 g128", "kBase | 0x00080008u", "kBase | 0x00070007u"),
     "a row's scale left out": ("fp8 channels", "sum *= of_lane[item.there ? item.row : 0];", ""),
 }
 

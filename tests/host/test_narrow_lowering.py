@@ -34,6 +34,10 @@ FP8_FORMATS = {
     "block of 12 rows": WeightFormat(Code.E4M3, 12, 64, Scale.F32),
     "channel": FORMATS["fp8-channel"],
     "tensor": WeightFormat(Code.E4M3, 0, 0, Scale.BF16),
+    "int8 channel": FORMATS["int8-channel"],
+    "int8 g32": WeightFormat(Code.INT8, 1, 32, Scale.F16),
+    "int4 g32": FORMATS["int4-g32"],
+    "int4 channel": WeightFormat(Code.UINT4, 1, 0, Scale.F32),
     "rows g32": WeightFormat(Code.E4M3, 1, 32, Scale.F16),
 }
 LONG_K = (384, 896, 4864, 8960, 18944)

@@ -91,6 +91,18 @@ def halves(words: np.ndarray) -> np.ndarray:
 
 def unpacked(code: Code, q: np.ndarray) -> np.ndarray:
     """The target words of stored ones, uint32 [..., words], as values [..., target words, 2]."""
+    if code is Code.UINT4:
+        base = np.uint32(0x43004300)
+        words = [(q >> np.uint32(4 * i)) & np.uint32(0x000F000F) | base for i in range(4)]
+        return (np.stack([halves(w) for w in words], -2) - 136).reshape(*q.shape[:-1], -1, 2)
+    if code is Code.INT8:
+
+        def whole(w):
+            low = halves(w & np.uint32(0x007F007F) | np.uint32(0x43004300))
+            return low - halves(w & np.uint32(0x00800080) | np.uint32(0x43004300))
+
+        values = np.stack([whole(q >> np.uint32(8)), whole(q)], -2)
+        return values.reshape(*q.shape[:-1], -1, 2)
     assert code is Code.E4M3
 
     def pair(w):

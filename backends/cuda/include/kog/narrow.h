@@ -27,16 +27,37 @@ KOG_DEVICE u32 e4m3_pair(u32 q) {
   return (q & 0x80008000u) | ((q >> 4) & 0x07f007f0u);
 }
 
+// Whole numbers from 0 on in the mantissa of `kBase`, less `less`: exact, since all of them are small.
+constexpr u32 kBase = kF16 ? 0x64006400u : 0x43004300u;  // 1024; 128
+KOG_DEVICE u32 int4_pair(u32 q) { return subtract_pair<kF16>((q & 0x000f000fu) | kBase, kBase | 0x00080008u); }
+// Two codes of int8, in bytes 0 and 2. bfloat16's mantissa has seven bits: a code's eighth becomes 128 less.
+KOG_DEVICE u32 int8_pair(u32 q) {
+  if constexpr (kF16) return subtract_pair<kF16>(((q & 0x00ff00ffu) ^ 0x00800080u) | kBase, kBase | 0x00800080u);
+  return subtract_pair<kF16>((q & 0x007f007fu) | kBase, (q & 0x00800080u) | kBase);
+}
+
 // Step `step` of a fragment of codes.
 template <class Weights>
 KOG_DEVICE Fragment unpack(const Fragment& codes, int step) {
-  static_assert(Weights::kCodes == kE4m3);
   Fragment v;
+  if constexpr (Weights::kCodes == kUint4) {
+#pragma unroll
+    for (int j = 0; j < kThreadWords; j++) {
+      int at = step * kThreadWords + j;
+      v.w[j] = int4_pair(codes.w[at / 4] >> at % 4 * 4);
+    }
+    return v;
+  }
 #pragma unroll
   for (int j = 0; j < kThreadWords; j += 2) {
     u32 q = codes.w[(step * kThreadWords + j) / 2];
-    v.w[j] = e4m3_pair(q);
-    v.w[j + 1] = e4m3_pair(q << 8);
+    if constexpr (Weights::kCodes == kInt8) {
+      v.w[j] = int8_pair(q >> 8);
+      v.w[j + 1] = int8_pair(q);
+    } else {
+      v.w[j] = e4m3_pair(q);
+      v.w[j + 1] = e4m3_pair(q << 8);
+    }
   }
   return v;
 }

@@ -230,6 +230,16 @@ KOG_DEVICE u32 round_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
   return w;
 }
+// Of two values each, in 16 bits.
+template <bool kF16>
+KOG_DEVICE u32 subtract_pair(u32 a, u32 b) {
+  u32 out;
+  if constexpr (kF16)
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  else
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
 KOG_DEVICE float widen_f16(u16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

@@ -292,6 +292,14 @@ template <bool kF16>
 u32 round_pair(float low, float high) {
   return host::to_half(high, kF16) << 16 | host::to_half(low, kF16);
 }
+template <bool kF16>
+u32 subtract_pair(u32 a, u32 b) {
+  auto half = [&](int shift) {
+    float v = host::from_half(a >> shift & 0xffff, kF16) - host::from_half(b >> shift & 0xffff, kF16);
+    return host::to_half(v, kF16) << shift;
+  };
+  return half(16) | half(0);
+}
 inline float widen_f16(u16 x) { return host::from_half(x, true); }
 
 // kHalves times 8 values of K: c[16][8] += a[16][8 * kHalves] * b[8 * kHalves][8], laid out as PTX
