@@ -140,8 +140,8 @@ FAULTS = (
     ),
     Fault(
         "schedule/narrow_packing.py",
-        "target, half = 2 * word + 1 - byte % 2, byte // 2",
-        "target, half = 2 * word + byte % 2, byte // 2",
+        "target, half = 2 * word + 1 - place % 2, place // 2",
+        "target, half = 2 * word + place % 2, place // 2",
         "host/test_narrow_lowering.py",
         "the bytes of two target words change places",
         quick=True,
