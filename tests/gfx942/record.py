@@ -2,26 +2,29 @@
 
     TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000]
 
-record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, instructions, and
-what went wrong: nothing, or this command fails.
+record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and what went wrong:
+nothing, or this command fails.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.gfx942 import budget
+from tests.lib.gfx942 import differential
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
 from tests.lib.gfx942.mutants import caught, mutants
-from tests.lib.gfx942.requests import ASKED, expected, run_request
+from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
 from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, compiled
 
 RECORD = Path(__file__).parent / "record.json"
+Row = dict[str, Any]
 
 
 def conditions(seed: int) -> Conditions:
@@ -30,68 +33,72 @@ def conditions(seed: int) -> Conditions:
     return Conditions(memory, seed, MAPS[seed % len(MAPS)])
 
 
-def requests(seeds: int) -> list[dict[str, Any]]:
-    """Whole requests of every case against the reference: greedy, sampled, a prompt in chunks, all sampling rules."""
-    rows = []
+def arithmetic(seeds: int) -> list[Row]:
+    """Seeds of inputs for which the executor and x86 differ."""
+    wrong = [seed for seed in range(seeds) if differential.wrong(differential.inputs(seed))]
+    print("arithmetic wrong:", wrong, flush=True)
+    return [{"what": "against x86", "seeds": seeds, "wrong": wrong}]
+
+
+def asked() -> Iterator[tuple[str, str, str, Callable[[Conditions], bool]]]:
+    """Case, request, variant of the kernel, and whether a run under these conditions is right."""
     for case in CASES:
-        for name, asked in ASKED.items():
-            made = compiled(case, asked.variant)
-            wrong = [
-                s
-                for s in range(seeds)
-                if run_request(case, conditions(s), name) != expected(case, name)
-            ]
-            row = {
-                "case": case,
-                "request": name,
-                "object": made.code_object.sha256,
-                "compiler": f"triton {made.triton}",
-            }
-            rows.append(row | {"seeds": seeds, "wrong": wrong})
-            print(case, name, "wrong:", wrong, flush=True)
+        for name, one in ASKED.items():
+
+            def right(c: Conditions, case: str = case, name: str = name) -> bool:
+                return run_request(case, c, name) == expected(case, name)
+
+            yield case, name, one.variant, right
+        for name, life in LIVES.items():
+
+            def lived(c: Conditions, case: str = case, life: Callable = life) -> bool:
+                return life(case, c)
+
+            yield case, name, "rules" if "yields" in name else "", lived
+
+
+def requests(seeds: int) -> list[Row]:
+    """Whole requests of every case against the reference."""
+    rows = []
+    for case, name, variant, right in asked():
+        made = compiled(case, variant)
+        wrong = [seed for seed in range(seeds) if not right(conditions(seed))]
+        row = {"case": case, "request": name, "object": made.code_object.sha256}
+        rows.append(row | {"compiler": f"triton {made.triton}", "seeds": seeds, "wrong": wrong})
+        print(case, name, "wrong:", wrong, flush=True)
     return rows
 
 
-def litmus(seeds: int) -> list[dict[str, Any]]:
-    """The exchanges, right in every seed; their mutants, by how many were caught."""
+def litmus(seeds: int) -> list[Row]:
+    """The exchanges, right in every seed of both memories; their mutants, by how many were caught."""
     rows = []
     for compiler, compile_source in COMPILERS.items():
         source = compile_source("litmus.hip")
         for name in LITMUS:
             kernel = Kernel(source, name)
             wrong = [seed for seed in range(seeds) if run(kernel, seed)[0]]
+            plainly = [seed for seed in range(seeds) if run(kernel, seed, PLAIN)[0]]
             made = list(mutants(kernel))
             left = {
                 m.named() for m in made if not caught(m.kernel, lambda k, seed: run(k, seed)[0])
             }
-            row = {
-                "kernel": name,
-                "object": source.sha256,
-                "compiler": compiler,
-                "seeds": seeds,
-                "wrong": wrong,
-            }
-            rows.append(
-                row
-                | {
-                    "mutants": len(made),
-                    "survive": {one: ARGUED[name].get(one, "") for one in sorted(left)},
-                }
-            )
-            print(compiler, name, "wrong:", wrong, "survive:", sorted(left), flush=True)
+            row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
+            row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
+            rows.append(row | {"survive": {one: ARGUED[name].get(one, "") for one in sorted(left)}})
+            print(compiler, name, "wrong:", wrong, plainly, "survive:", sorted(left), flush=True)
     return rows
 
 
 def failures(record: dict[str, Any]) -> list[str]:
     """What the record tells of that must not be."""
-    found = [
-        f"{row.get('case', row.get('kernel'))}: seeds {row['wrong']}"
-        for part in ("requests", "litmus")
+    return [
+        f"{' '.join(str(row.get(k, '')) for k in ('case', 'request', 'compiler', 'kernel'))}: {key} {row[key]}"
+        for part in ("arithmetic", "requests", "litmus")
         for row in record[part]
-        if row["wrong"]
-    ]
-    return found + [
-        f"{row['kernel']}: {one}"
+        for key in ("wrong", "wrong in plain memory")
+        if row.get(key)
+    ] + [
+        f"{row['compiler']} {row['kernel']}: {one}"
         for row in record["litmus"]
         for one, why in row["survive"].items()
         if not why
@@ -102,12 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gfx942.record", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--seeds", type=int, default=16, help="of whole requests")
+    parser.add_argument("--seeds", type=int, default=16, help="of inputs and of whole requests")
     parser.add_argument("--litmus", type=int, default=1000, help="of litmus kernels")
     args = parser.parse_args(argv)
+    budget.main([])  # the gates first: they refuse what does not fit
     record = {
         "what": "executed on a CPU, instruction by instruction, in plain and adversarial memory; not on AMD hardware",
         "tinygrad": version("tinygrad"),
+        "arithmetic": arithmetic(args.seeds),
         "requests": requests(args.seeds),
         "litmus": litmus(args.litmus),
     }

@@ -1,28 +1,49 @@
-"""The record of many seeds is one in which nothing went wrong, of as many as it promises."""
+"""The record of many seeds is one in which nothing went wrong, of as many as it promises and of today's objects."""
 
 import copy
 import json
 
-from tests.gfx942.record import RECORD, failures
+import pytest
+
+from tests.gfx942.record import RECORD, asked, failures
+from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.litmus import LITMUS
-from tests.lib.gfx942.requests import ASKED
-from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.gfx942.triton_cases import compiled
+
+
+def record():
+    return json.loads(RECORD.read_text())
 
 
 def test_the_record_is_whole():
-    record = json.loads(RECORD.read_text())
-    assert failures(record) == []
-    assert {(row["case"], row["request"]) for row in record["requests"]} == {
-        (c, a) for c in CASES for a in ASKED
+    kept = record()
+    assert failures(kept) == []
+    assert {(row["case"], row["request"]) for row in kept["requests"]} == {
+        (case, name) for case, name, _, _ in asked()
     }
-    assert {row["kernel"] for row in record["litmus"]} == set(LITMUS)
-    assert all(row["seeds"] >= 16 for row in record["requests"])
-    assert all(row["seeds"] >= 1000 for row in record["litmus"])
-    assert all(len(row["object"]) == 64 for part in ("requests", "litmus") for row in record[part])
+    assert {(row["compiler"], row["kernel"]) for row in kept["litmus"]} == {
+        (compiler, name) for compiler in COMPILERS for name in LITMUS
+    }
+    assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"])
+    assert all(row["seeds"] >= 1000 for row in kept["litmus"])
+    assert all(len(row["object"]) == 64 for part in ("requests", "litmus") for row in kept[part])
+
+
+@pytest.mark.slow
+def test_the_record_is_of_todays_objects():
+    """Else `python -m tests.gfx942.record` is to be run again, and its record committed."""
+    objects = {(row["case"], row["request"]): row["object"] for row in record()["requests"]}
+    for case, name, variant, _ in asked():
+        assert objects[case, name] == compiled(case, variant).code_object.sha256, (case, name)
+    objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
+    for compiler, compile_source in COMPILERS.items():
+        assert objects[compiler] == compile_source("litmus.hip").sha256, compiler
 
 
 def test_a_wrong_seed_and_a_mutant_without_a_reason_are_failures():
-    record = copy.deepcopy(json.loads(RECORD.read_text()))
-    record["requests"][0]["wrong"] = [3]
-    record["litmus"][0]["survive"] = {"no barrier before S_NOP": ""}
-    assert len(failures(record)) == 2
+    kept = copy.deepcopy(record())
+    for part in ("arithmetic", "requests", "litmus"):
+        kept[part][0]["wrong"] = [3]
+    kept["litmus"][0]["wrong in plain memory"] = [4]
+    kept["litmus"][0]["survive"] = {"no barrier before S_NOP": ""}
+    assert len(failures(kept)) == 5

@@ -11,9 +11,10 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: Triton compiles for that", allow_module_level=True)
 
-from kog_triton.backends.mailbox import Failure, Request
+from kog_triton.backends.mailbox import Failure, Step
+from tests.lib.gfx942 import requests
 from tests.lib.gfx942.executor import WEAK, Memory
-from tests.lib.gfx942.requests import ASKED, ENDS, expected, run_request
+from tests.lib.gfx942.requests import ASKED, ENDS, LIVES, expected, run_request
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, serve
 from tests.lib.gfx942.triton_cases import CASES
 
@@ -40,7 +41,7 @@ def test_sampled_requests_equal_the_definition(conditions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("conditions", RUNS, ids=IDS)
-@pytest.mark.parametrize("name", ["long prompt", "rules"])
+@pytest.mark.parametrize("name", [name for name, asked in ASKED.items() if asked.variant])
 @pytest.mark.parametrize("case", CASES)
 def test_other_variants_of_the_kernel(case, name, conditions):
     """Prompts in chunks, on matrix units; penalties and cuts."""
@@ -50,10 +51,24 @@ def test_other_variants_of_the_kernel(case, name, conditions):
 def test_a_stop_id_ends_the_request():
     tokens = expected("llama")
     stop = frozenset({tokens[ENDS]})
-    request = Request(0, GREEDY.prompt, GREEDY.params, 0, len(tokens), stop_token_ids=stop)
-    (steps,) = serve(ExecutedBackend("llama", RUNS[1]), request)
+    (steps,) = serve(ExecutedBackend("llama", RUNS[1]), GREEDY.request(stops=stop))
     assert [step.token for step in steps] == tokens[: tokens.index(tokens[ENDS]) + 1]
     assert steps[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
+@pytest.mark.parametrize("life", LIVES)
+def test_a_request_that_is_interrupted(life, conditions):
+    """Counts of edited ids, the host's masks, positions and prompts half done outlive every launch; a cancelled request
+    ends at a token."""
+    assert LIVES[life]("llama", conditions)
+
+
+def test_a_token_too_much_after_a_cancel_is_seen(monkeypatch):
+    wrong = [Step(token) for token in expected("llama")[:3]] + [Step(-1, "cancel")]
+    monkeypatch.setattr(requests, "run_cancelled", lambda *_: wrong)
+    assert not requests.cancelled_well("llama", RUNS[0], 0)
+    assert requests.cancelled_well("llama", RUNS[0], 2)
 
 
 def test_a_wait_for_words_that_never_come_ends_the_launch():
@@ -67,7 +82,7 @@ def test_a_wait_for_words_that_never_come_ends_the_launch():
         if name.startswith("BUFFER_STORE") and kernel.records["scope"][i] == 3
     )
     kernel.replace(first, "S_NOP")
-    (steps,) = serve(backend, Request(0, GREEDY.prompt, GREEDY.params, 0, 2))
+    (steps,) = serve(backend, GREEDY.request(tokens=2))
     (failure,) = steps
     assert isinstance(failure, Failure) and "a wait of the triton kernel expired" in str(
         failure.error

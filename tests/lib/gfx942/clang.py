@@ -17,7 +17,6 @@ BOTH = ("-std=c++20", "-ffp-contract=off", "-Wno-everything", f"-I{HIP}")
 DEVICE = (
     *("-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-bundle-output"),
     *("-nogpuinc", "-nogpulib", "-O3"),
-    "-fuse-cuid=none",  # else a symbol is named by the path of the source
 )
 HOST = ("-x", "c++", "-O1", "-march=native", "-fPIC", "-shared")
 

@@ -41,7 +41,11 @@ class CodeObject:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.blob).hexdigest()
+        """Of what a GPU and its driver read: not of what debuggers do, which names the folder of the source."""
+        digest = hashlib.sha256()
+        for name in (".note", ".rodata", ".text"):
+            digest.update(self._loaded[1][name].content)
+        return digest.hexdigest()
 
     @functools.cached_property
     def _loaded(self) -> tuple[bytes, dict[str, Any]]:

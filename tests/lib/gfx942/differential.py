@@ -114,3 +114,17 @@ def differing(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     if got.dtype.kind == "f":
         same |= np.isnan(got) & np.isnan(want)
     return np.flatnonzero(~same.reshape(len(same), -1).all(1))
+
+
+ROWS = [("v_", *row) for row in BY_VECTOR] + [("s_", *row) for row in BY_SCALAR]
+
+
+def wrong(data: np.ndarray) -> dict[str, str]:
+    """Each expression whose value is another than on this machine: bit for bit, but for a NaN's payload."""
+    found = {}
+    for prefix, name, kind in ROWS:
+        got, _ = executed(prefix + name, kind, data)
+        want = expected(name, kind, data)[: len(got)]
+        for i in differing(got, want)[:1]:
+            found[prefix + name] = f"{got[i]} for {want[i]} of {data[i]}"
+    return found

@@ -48,7 +48,7 @@ def decoded(case: str, variant: str) -> Kernel:
 
 
 class ExecutedBackend(TritonBackend):
-    """`kernels` holds what ran, by variant; `steps` counts the instructions."""
+    """`kernels` holds what ran, by variant; `steps` counts the instructions; `watch` is called while a kernel runs."""
 
     def __init__(
         self, case: str, conditions: Conditions, num_slots: int = 1, limit: int | None = None
@@ -56,6 +56,7 @@ class ExecutedBackend(TritonBackend):
         self.case, self.conditions = case, conditions
         self.kernels: dict[str, Kernel] = {}
         self.steps = 0
+        self.watch: Callable[[], None] = lambda: None
         options = BackendOptions(max_context=CONTEXT, num_slots=num_slots)
         for_amd = host_backend.lower_tiles
 
@@ -90,8 +91,13 @@ class ExecutedBackend(TritonBackend):
             (self.tiles.num_blocks, 1, 1),
             (LANES * made.num_warps, 1, 1),
         )
+
+        def host() -> None:
+            self.watch()
+            self.poll()
+
         c = self.conditions
-        done = kernel.run(launch, buffers, c.memory, c.seed, made.lds, c.xcc, host=self.poll)
+        done = kernel.run(launch, buffers, c.memory, c.seed, made.lds, c.xcc, host=host)
         self.steps += done.steps
         return lambda: True
 

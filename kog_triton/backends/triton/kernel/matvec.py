@@ -59,7 +59,12 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
     ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
-    return tl.load(ptr + offset, eviction_policy="evict_first")
+    if (
+        S.vendor == "amd"
+    ):  # where Triton drops eviction policies, and `.cg` is a load that is not temporal
+        return tl.load(ptr + offset, cache_modifier=".cg")
+    else:
+        return tl.load(ptr + offset, eviction_policy="evict_first")
 
 
 @triton.jit
