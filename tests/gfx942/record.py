@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000]
 
-record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and what went wrong:
-nothing, or this command fails.
+record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and what went
+wrong: nothing, or this command fails.
 """
 
 import argparse
