@@ -6,7 +6,7 @@ python -m tests.gfx942.budget
 import argparse
 from collections.abc import Sequence
 
-from tests.lib.gfx942.gates import CUS, LDS_BYTES, gates_of
+from tests.lib.gfx942.gates import CUS, LDS_BYTES, Gates, gates_of
 from tests.lib.gfx942.triton_backend import KERNEL
 from tests.lib.gfx942.triton_cases import FULL_SIZE, compiled
 
@@ -32,6 +32,24 @@ def issue_slots(token_us: float) -> float:
     return token_us * 1e-6 * CLOCK / CYCLES
 
 
+def in_flight(gates: Gates) -> int:
+    """Bytes that a workgroup has on their way at most, in straight code."""
+    return gates.most_in_flight * LOAD_BYTES * gates.waves
+
+
+def exceeded(gates: Gates, weights: int, layers: int) -> list[str]:
+    """What does not suffice for a token of `weights` bytes at the assumed bandwidth: slots, LDS, or bytes in flight."""
+    slots = issue_slots(weights / BANDWIDTH * 1e6)
+    wrong = {
+        "issue slots": gates.instructions * layers > slots,
+        "LDS": gates.lds > LDS_BYTES,
+    } | {
+        f"bytes in flight at {latency:.1f} us": in_flight(gates) < needed_bytes(latency)
+        for latency in LATENCIES
+    }
+    return [name for name, one in wrong.items() if one]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m tests.gfx942.budget", description=__doc__).parse_args(
         argv
@@ -41,13 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         " instruction of a wave, every instruction of the kernel once a layer."
         " Nothing of this was measured on AMD hardware."
     )
+    beyond = False
     for name, case in FULL_SIZE.items():
         made = compiled(name)
         gates = gates_of(made.code_object, KERNEL, made.lds, made.num_warps)
         weights = case.spec.bytes_per_token
         token_us = weights / BANDWIDTH * 1e6
         slots, used = issue_slots(token_us), gates.instructions * case.spec.num_layers
-        in_flight = gates.most_in_flight * LOAD_BYTES * gates.waves
+        held = in_flight(gates)
         print(
             f"{name}: {weights / 1e9:.2f} GB of weights, {token_us:.0f} us a token at that bandwidth"
         )
@@ -57,13 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"  registers               {gates.vgprs} of 512, {gates.groups_per_cu} workgroups fit a CU"
         )
         print(
-            f"  bytes in flight, a CU   {in_flight:,} at most, in straight code; needed at a latency of"
+            f"  bytes in flight, a CU   {held:,} at most, in straight code; needed at a latency of"
         )
         for latency in LATENCIES:
             print(
-                f"    {latency:.1f} us  {needed_bytes(latency):8,.0f}  ({in_flight / needed_bytes(latency):.1f} times)"
+                f"    {latency:.1f} us  {needed_bytes(latency):8,.0f}  ({held / needed_bytes(latency):.1f} times)"
             )
-    return 0
+        missed = exceeded(gates, weights, case.spec.num_layers)
+        print(f"  beyond the budget       {', '.join(missed) or 'nothing'}")
+        beyond |= bool(missed)
+    return int(beyond)
 
 
 if __name__ == "__main__":

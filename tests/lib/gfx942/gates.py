@@ -1,4 +1,4 @@
-"""What a code object for gfx942 takes and does, read off its metadata and its machine code."""
+"""What a code object for gfx942 takes and does, read off its metadata and its machine code, and what it may not."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class Gates:
     instructions: int
     counts: Counter[str]
     non_temporal: int  # of the loads of 16 bytes
+    scopes: Counter[tuple[str, int, int, int]]  # memory operations by kind, sc0, sc1 and nt
     most_in_flight: int  # loads of 16 bytes of a wave on their way at once, in straight code
     write_backs_unawaited: (
         int  # buffer_wbl2 that no s_waitcnt follows before memory is touched again
@@ -65,9 +66,67 @@ def gates_of(code_object: CodeObject, kernel: str, lds: int, waves: int) -> Gate
         len(decoded),
         Counter(names),
         sum(inst.nt for inst in wide),
+        Counter(
+            (_kind(name), inst.sc0, inst.sc1, inst.nt)
+            for inst, name in zip(decoded, names, strict=True)
+            if name.startswith(("GLOBAL_", "BUFFER_LOAD", "BUFFER_STORE"))
+        ),
         _most_in_flight(decoded, names),
         _unawaited(decoded, names),
     )
+
+
+def _kind(name: str) -> str:
+    return next(kind for kind in ("LOAD", "STORE", "ATOMIC") if kind in name)
+
+
+PLAIN, SYSTEM, STREAMED = (0, 0, 0), (1, 1, 0), (1, 0, 1)  # sc0, sc1, nt
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is asked of a kernel: at least so many instructions of a kind, and a grid that is resident at once."""
+
+    blocks: int = 1
+    mfma: int = 0
+    dot2: int = 0
+    non_temporal: int = 0
+    scoped_loads: int = 0
+    scoped_stores: int = 0
+
+
+def refused(gates: Gates, needs: Needs) -> dict[str, str]:
+    """Every gate that the kernel does not pass, and why.
+
+    Of memory operations the Triton kernel has three forms: plain, of system scope (sc0 sc1: what others read or write),
+    streamed (sc0 nt: weights); atomics act in the L2, in the scope of their fences. Any other form has lost a bit.
+    """
+    waves_of_simd = -(-gates.waves // SIMDS)
+    most = VGPRS // waves_of_simd // GRANULE * GRANULE
+    scoped = {kind: gates.scopes[kind, *SYSTEM] for kind in ("LOAD", "STORE")}
+    odd = [
+        form
+        for form in gates.scopes
+        if form[0] != "ATOMIC" and form[1:] not in (PLAIN, SYSTEM, STREAMED)
+    ]
+    wrong = {
+        "spills": gates.spilled and f"{gates.spilled} registers are spilled",
+        "scratch": gates.scratch and f"{gates.scratch} bytes of scratch a lane",
+        "registers": gates.vgprs > most and f"{gates.vgprs} registers: a workgroup has room for {most}",
+        "LDS": gates.lds > LDS_BYTES and f"{gates.lds} bytes of LDS: a CU has {LDS_BYTES}",
+        "residency": needs.blocks > CUS * gates.groups_per_cu
+        and f"{gates.groups_per_cu} workgroups fit a CU: {needs.blocks} do not fit {CUS}",
+        "non-temporal loads": gates.non_temporal < needs.non_temporal
+        and f"{gates.non_temporal} of {needs.non_temporal}",
+        "MFMA": gates.count("V_MFMA") < needs.mfma and f"{gates.count('V_MFMA')} of {needs.mfma}",
+        "dot2": gates.count("V_DOT2") < needs.dot2 and f"{gates.count('V_DOT2')} of {needs.dot2}",
+        "scopes": odd and f"sc0, sc1, nt of {odd}",
+        "shared loads": scoped["LOAD"] < needs.scoped_loads
+        and f"{scoped['LOAD']} of {needs.scoped_loads}",
+        "shared stores": scoped["STORE"] < needs.scoped_stores
+        and f"{scoped['STORE']} of {needs.scoped_stores}",
+    }  # fmt: skip
+    return {gate: why for gate, why in wrong.items() if why}
 
 
 def _vmcnt(inst: Any) -> int:

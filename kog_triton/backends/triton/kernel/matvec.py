@@ -59,9 +59,8 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
     ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
-    if (
-        S.vendor == "amd"
-    ):  # where Triton drops eviction policies, and `.cg` is a load that is not temporal
+    # Triton drops eviction policies on AMD, and makes a load that is not temporal of `.cg`.
+    if S.vendor == "amd":
         return tl.load(ptr + offset, cache_modifier=".cg")
     else:
         return tl.load(ptr + offset, eviction_policy="evict_first")
