@@ -6,7 +6,7 @@ typedef _Float16 h4 __attribute__((ext_vector_type(4)));
 typedef u32 u4 __attribute__((ext_vector_type(4)));
 #define T __builtin_amdgcn_workitem_id_x()
 #ifdef PLANT_SPILLS
-#define FEW __attribute__((amdgpu_num_vgpr(24)))
+#define FEW __attribute__((amdgpu_waves_per_eu(8, 8)))
 #else
 #define FEW
 #endif
@@ -37,13 +37,20 @@ void planted(const u4* weights, u32* words, float* out, u32 count) {
 #endif
         sum += (float)w[k].z;
     }
+#ifdef PLANT_SPILLS
+    u4 more[40];  // alive at once, with 64 registers
+#pragma unroll
+    for (int k = 0; k < 40; k++) asm volatile("; %0" : "=v"(more[k]));
+#pragma unroll
+    for (int k = 0; k < 40; k++) asm volatile("; %0" ::"v"(more[k]));
+#endif
 #ifdef PLANT_SCRATCH
     volatile u32 kept[16];
     for (u32 k = 0; k < 16; k++) kept[(k + count) % 16] = k;
     sum += kept[count % 16];
 #endif
 #ifdef PLANT_REGISTERS
-    asm volatile("v_mov_b32 v300, 0" ::: "v300", "a60");
+    asm volatile("" ::: "v255", "a100");
 #endif
 #ifdef PLANT_SCOPES
     constexpr int SCOPE = __HIP_MEMORY_SCOPE_AGENT;
