@@ -15,27 +15,23 @@ def record():
     return json.loads(RECORD.read_text())
 
 
-def test_the_record_is_whole():
+def test_nothing_went_wrong_in_the_record():
     kept = record()
     assert failures(kept) == []
-    assert {(row["case"], row["request"]) for row in kept["requests"]} == {
-        (case, name) for case, name, _, _ in asked()
-    }
-    assert {(row["compiler"], row["kernel"]) for row in kept["litmus"]} == {
-        (compiler, name) for compiler in COMPILERS for name in LITMUS
-    }
     assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"])
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
     assert all(len(row["object"]) == 64 for part in ("requests", "litmus") for row in kept[part])
 
 
 @pytest.mark.slow
-def test_the_record_is_of_todays_objects():
+def test_the_record_is_whole_and_of_todays_objects():
     """Else `python -m tests.gfx942.record` is to be run again, and its record committed."""
     objects = {(row["case"], row["request"]): row["object"] for row in record()["requests"]}
     for case, name, variant, _ in asked():
         assert objects[case, name] == compiled(case, variant).code_object.sha256, (case, name)
     objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
+    rows = {(row["compiler"], row["kernel"]) for row in record()["litmus"]}
+    assert rows == {(compiler, name) for compiler in COMPILERS for name in LITMUS}
     for compiler, compile_source in COMPILERS.items():
         assert objects[compiler] == compile_source("litmus.hip").sha256, compiler
 

@@ -23,7 +23,9 @@ template <class T> static T lower(T x, T y) {
 template <class T> static T upper(T x, T y) { return -lower(-x, -y); }
 template <class T> static T median(T x, T y, T z) {
   if (x != x || y != y || z != z) return lower(lower((float)x, (float)y), (float)z);  // as LLVM folds it
-  if constexpr (T(0.5) != T(0)) return upper(lower(x, y), lower(upper(x, y), z));  // zeros by their sign
+  if constexpr (T(0.5) != T(0)) {  // of zeros with several signs, as the manual and LLVM have it
+    T top = upper(upper(x, y), z);
+    return top == x ? upper(y, z) : top == y ? upper(x, z) : upper(x, y); }
   T small = x < y ? x : y, large = x < y ? y : x;
   return z < small ? small : z < large ? z : large; }
 static u32 permuted(u32 x, u32 y, u32 by) {
