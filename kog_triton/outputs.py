@@ -17,8 +17,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "cancel": "abort"}  # a st
 class Logprob:
     """Natural-log probability of one candidate.
 
-    Rank 1 is the likeliest; None is not known: a GPU's kernel tells the ranks of the k best alone. `decoded_token` is
-    None without detokenize.
+    Rank 1 is the likeliest of the whole vocabulary. `decoded_token` is None without detokenize.
     """
 
     logprob: float

@@ -45,7 +45,7 @@ class Request:
 class Step:
     """One token as it was made; -1 in a last step that brings none.
 
-    `rank` is the token's own, 1 for the likeliest; None where the backend knows it only from `top`.
+    `rank` is the token's own, 1 for the likeliest; with `logprob`, None without.
 
     `finish` is set on the last step only: "stop", "length" or "cancel". `held` then says how many leading
     tokens of prompt and answer have keys and values in the slot.

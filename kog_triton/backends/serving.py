@@ -396,7 +396,8 @@ class LaunchServing(Serving[InSlot]):
             logprobs = read_record(words.records[number - 1], number, best)
             if logprobs is None:
                 return False
-            step = replace(step, logprob=logprobs[0], top=logprobs[1])
+            logprob, top, rank = logprobs
+            step = replace(step, logprob=logprob, top=top, rank=rank)
         one.output.append(token)
         if one.error is None:
             if step.finish is not None:

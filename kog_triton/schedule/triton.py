@@ -156,6 +156,10 @@ class Tiles:
 
 MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
 AGREE, ALL_REDUCE, MEET = ("candidate", "argmax"), ("partial", "all_reduce"), ("arrive", "arrivals")
+RANK = (
+    "rank_part",
+    "rank",
+) * 2  # of log-probabilities: the logit of the token, then how many are ahead of it
 DECODE_STEPS = {
     "attention": ("attention", "attention_join"),
     "down_proj": ("down_proj", "layer_end"),
@@ -173,7 +177,7 @@ def decode_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     """The walk of a token at a time."""
     spec, layers = schedule.spec, ex.distinct_layers(schedule.spec)
     mix = ("part", "mix", "lm_head") if t.head_mode != Head.CONCAT else ("part", "lm_head")
-    ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE, mix + AGREE)
+    ends = (AGREE, ALL_REDUCE + AGREE, ALL_REDUCE + ALL_REDUCE + AGREE + RANK, mix + AGREE)
     fences = (ex.Fence("down_proj", (layers - 1,)), ex.Fence("argmax"))
     words = _decode_exchanges(t, spec.reduce_attention, spec.reduce_mlp)
     steps = ex.layer_steps(schedule, DECODE_STEPS)
@@ -226,6 +230,7 @@ def _decode_exchanges(
         ex.Exchange("y", added, whole, t.hidden_size, who=ex.Who.FEW, scope=Scope.ALL),
         every("all_reduce", ALL_REDUCE, 8, restarts=True),  # four values in halves
         every("argmax", AGREE, 4),
+        every("rank", RANK[:2], 8),
     )
 
 

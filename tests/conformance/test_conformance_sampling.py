@@ -39,6 +39,7 @@ def assert_told(row, said, count):
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     best = np.argsort(-wide, kind="stable")[:count]
     assert [i for i, _ in said.top] == best.tolist()
+    assert said.rank == 1 + np.argsort(-wide, kind="stable").tolist().index(said.token)
     told = [said.logprob, *(value for _, value in said.top)]
     assert np.abs(told - expected[[said.token, *best]]).max() < 1e-5
 
@@ -56,7 +57,7 @@ def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=Non
         assert step.token == sample(row, params, history, position, sample_idx, bits).token
         history.append(step.token)
         if params.logprobs is None:
-            assert step.logprob is None and step.top == ()
+            assert (step.logprob, step.top, step.rank) == (None, (), None)
         else:
             assert_told(row, step, params.logprobs)
 

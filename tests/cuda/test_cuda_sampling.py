@@ -323,6 +323,10 @@ FAULTS = {
                                             "odd", {"allowed_token_ids": [3, 90], "bad": ((3, 90),)}),
     "the wrong id of a tie": ("logprob.h", "0xffffffffu - static_cast<u32>(rank)",
                               "0xfffffffeu - static_cast<u32>(rank)", "ties", {"logprobs": 3}),
+    "the token is ahead of itself": ("logprob.h", "rank_of(raw[id], id) > rank", "rank_of(raw[id], id) >= rank",
+                                     "odd", {"logprobs": 0}),
+    "the rank of a tie": ("logprob.h", "rank_of(raw[id], id) > rank", "ordered(raw[id]) > rank >> 32", "ties",
+                          {"logprobs": 0, "temperature": 500.0}),
 }  # fmt: skip
 
 

@@ -74,6 +74,7 @@ def assert_defined(backend, prompt, steps, params, mask=None, sample_idx=0):
         assert (step.logprob is None) == (expected.logprob is None)
         if step.logprob is not None:
             assert abs(step.logprob - expected.logprob) < 1e-5
+            assert step.rank == expected.rank
             assert [i for i, _ in step.top] == [i for i, _ in expected.top]
             ours, theirs = (np.array([v for _, v in s.top]) for s in (step, expected))
             assert np.abs(ours - theirs).max(initial=0) < 1e-5

@@ -26,7 +26,7 @@ from kog_triton.backends.triton.kernel.slots import advance, ask_host, state_of
 from kog_triton.errors import RequestError, RunError
 from kog_triton.sampling import History, SamplingParams, fixed
 from kog_triton.sampling import sample as define
-from kog_triton.sampling.definition import raw_logprobs
+from kog_triton.sampling.definition import rank_of, raw_logprobs
 from kog_triton.sampling.philox import random_words
 from tests.lib.concurrent_interpreter import Deadlock, concurrent
 from tests.lib.planting import plant
@@ -51,7 +51,7 @@ def choose_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
         sample.publish_candidate(best, best_id, control, passes, alive, block, p, S)
         token, control, alive = sample.argmax(passes, alive, p, S)
         if RULES:
-            head.keep(token, block * 0, coords, p, S)
+            alive = head.keep(token, passes, block * 0, coords, alive, p, S)
         going = (advance(token, alive, block * 0, block, p, S) == 0).to(tl.int32)
 
 
@@ -211,6 +211,7 @@ def test_log_probabilities(backend):
         logprob, top = raw_logprobs(logits, step.token, 6)
         assert step.logprob == pytest.approx(logprob, abs=2e-7)
         assert [i for i, _ in step.top] == [i for i, _ in top]
+        assert step.rank == rank_of(logits, step.token)
         np.testing.assert_allclose([v for _, v in step.top], [v for _, v in top], atol=2e-7)
     assert [s.token for s in steps] == [s.token for s in expected(logits, params, PROMPT, 2)]
 

@@ -36,15 +36,16 @@ MODULES = (
 AGREE: Steps = ("candidate", "argmax")
 AGREE_ON_COLUMNS = ("column_candidate", "column_pick", "column_argmax")
 PEAKS, LEVEL = ("peak", "peaks"), ("bin", "histogram", "cut")
+RANK: Steps = ("own_logit", "chosen", "best", "ahead")
 SURVIVES = ("draw", *PEAKS, "top_p_check", "share", "shares")
 CHOICES = (
     AGREE,
     SURVIVES,
-    (*SURVIVES, "rank", "best"),
+    (*SURVIVES, "rank", *RANK),
     (*SURVIVES, "draw", "top_p_check", "share", "shares"),
     (*SURVIVES, *LEVEL, *LEVEL, *AGREE),
     ("draw", *PEAKS, *AGREE),  # no id can be chosen
-    (*PEAKS, "rank", *AGREE, "best"),
+    (*PEAKS, "rank", *AGREE, *RANK),
 )
 
 CACHE = ex.cache_of("attention")
@@ -199,7 +200,8 @@ def _mix(
 
 def _choice(blocks: int) -> list[ex.Exchange]:
     """What all blocks tell each other about one token's logits."""
-    few, one = ex.Reader("histogram", who=ex.Who.FEW), ex.Reader("best", who=ex.Who.ONE)
+    few = ex.Reader("histogram", who=ex.Who.FEW)
+    best, ahead = (ex.Reader(step, who=ex.Who.ONE) for step in ("best", "ahead"))
     return [
         _numbered("argmax", "candidate", ex.Reader("argmax"), 4 * 2 * blocks, 2),
         _numbered("peak", "peak", ex.Reader("peaks"), 2 * 2 * blocks),
@@ -207,7 +209,9 @@ def _choice(blocks: int) -> list[ex.Exchange]:
         _numbered("shares", "share", ex.Reader("shares"), 3 * 2 * 2 * blocks),
         _numbered("bin_part", "bin", few, BINS * 4 * 2 * blocks),
         _numbered("bin", "histogram", ex.Reader("cut"), BINS * 4 * 2, who=ex.Who.FEW),
-        _numbered("best", "rank", one, 2 * 2 * (MOST_LOGPROBS + 1) * blocks, 2),
+        _numbered("best", "rank", best, 2 * 2 * (MOST_LOGPROBS + 1) * blocks, 2),
+        _numbered("chosen", "own_logit", ex.Reader("chosen"), 2 * 2, 2, who=ex.Who.SOME),
+        _numbered("ahead", "chosen", ahead, 2 * 2 * blocks, 2),
     ]
 
 

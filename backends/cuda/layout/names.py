@@ -40,4 +40,6 @@ STEPS = (
     "histogram",
     "cut",
     "best",
+    "chosen",
+    "ahead",
 )

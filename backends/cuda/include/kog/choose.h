@@ -107,8 +107,8 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     int made = tokens_made(b, h.position);
     sync_consumers();
     int token = agreed(b);
-    if (b.thread == 0 && field.rows.hold(token))
-      store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
+    if (token < 0) return;  // nothing was allowed
+    publish_ahead(b, field.rows, raw, token, h.heads, made, scratch);
     if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, scratch);
   }
 }

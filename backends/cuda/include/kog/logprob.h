@@ -1,7 +1,8 @@
 // Log-probabilities of one token, delivered as kog_triton/backends/logprob_words.py lays them out.
 //
-// Every block ranks its own raw logits and adds their weights; block 0 joins what they bring. A
-// rank is 64 bits: the logit as an ordered integer, then the id, the lower the better.
+// Every block ranks its own raw logits and adds their weights; block 0 joins what they bring. Once the
+// token is known, its block publishes its logit, and every block counts its own ids that are ahead of it.
+// A rank is 64 bits: the logit as an ordered integer, then the id, the lower the better.
 #pragma once
 #include <kog/exchange.h>
 
@@ -79,18 +80,50 @@ KOG_DEVICE u64* record_of(const Block& b, int made) {
   return b.p.logprobs + at * kRecordWords;
 }
 
+KOG_DEVICE u64* ahead_words(const Block& b, int heads, int block) {
+  return words_of_block<AheadWords, 2>(b, block, heads & 1);
+}
+
+// How many of this block's ids are likelier than the token, or as likely and lower: from the raw logit of
+// the token, which its own block tells the others and the host.
+KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, int heads, int made,
+                              u64* scratch) {
+  u64 number = exchange_number(heads, kExchanges - 1);
+  u64* chosen = pairs_of<ChosenWords>(b) + (heads & 1) * (ChosenWords::kStride / 2);
+  if (b.thread == 0 && rows.hold(token)) {
+    put_pair(chosen, number, 0, bits_of(raw[token]));
+    store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
+  }
+  u64 logit = poll_pair(b, Step::kChosen, number, chosen, true);
+  u64 rank = rank_of(float_of(static_cast<u32>(logit)), token), ahead = 0;
+  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
+    ahead += rank_of(raw[id], id) > rank ? 1 : 0;
+  ahead = sum_of_warp(ahead);
+  if (b.in_warp == 0) scratch[b.warp] = ahead;
+  sync_consumers();
+  if (b.warp == 0) {
+    ahead = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
+    if (b.in_warp == 0) put_pair(ahead_words(b, heads, b.block), number, 0, static_cast<u32>(ahead));
+  }
+  sync_consumers();
+}
+
 // Block 0: what all blocks published, joined and told to the host.
 KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 number = exchange_number(heads, kExchanges - 1), tag = static_cast<u64>(made + 1) << 32;
   u64* record = record_of(b, made);
   if (b.warp == 0) {
-    u64 sum = 0;
-    for (int first = 0; first < kBlocks; first += 32)
-      sum += poll_pair(b, Step::kBest, number, best_words(b, heads, first + b.in_warp),
-                       first + b.in_warp < kBlocks);
-    sum = sum_of_warp(sum);
+    u64 sum = 0, ahead = 0;
+    for (int block = b.in_warp; block - b.in_warp < kBlocks; block += 32) {
+      bool there = block < kBlocks;
+      u64 more = poll_pair(b, Step::kAhead, number, ahead_words(b, heads, block), there);
+      sum += poll_pair(b, Step::kBest, number, best_words(b, heads, block), there);
+      ahead += static_cast<u32>(more);
+    }
+    sum = sum_of_warp(sum), ahead = sum_of_warp(ahead);
     if (b.in_warp == 0) {
+      store_system(record + 3, tag | (1 + ahead));
       store_system(record + 1, tag | bits_of(top));
       store_system(record + 2, tag | static_cast<u64>(log2_fixed(sum > 0 ? sum : 1)));
     }

@@ -36,11 +36,13 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(values, round, block, alive, p, S: tl.constexpr):
+def all_gather(
+    values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = "all_reduce"
+):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
-    base = p.wide + S.region("all_reduce") // 2 + (round & 1) * (8 * S.num_blocks)
+    base = p.wide + S.region(REGION) // 2 + (round & 1) * (8 * S.num_blocks)
     i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
     bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
     store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)

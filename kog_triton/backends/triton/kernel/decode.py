@@ -101,7 +101,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         token, control, alive = argmax(passes, alive, p, S)
         if RULES:
             if scores:
-                keep(token, slot, coords, p, S)
+                alive = keep(token, passes, slot, coords, alive, p, S)
         outcome = advance(token, alive, slot, block, p, S)
         beat(tl.where(outcome == EXPIRED, passes - 1, passes), block, p, S)
         if (slots > 1) | (outcome != 0):

@@ -241,16 +241,35 @@ def by_the_rules(
 
 
 @triton.jit
-def keep(token, slot, coords, p, S: tl.constexpr):
-    """What the block that scored the chosen token writes down of it."""
+def keep(token, epoch, slot, coords, alive, p, S: tl.constexpr):
+    """What is written down of the chosen token, and alive; `epoch` counts passes."""
     block, _, _ = coords
     flags = tl.load(request_of(slot, p, S) + field("flags"))
     if (flags & (EDITED | LOGPROBS)) != 0:
         first, count, vocab_first = head_rows(coords, S)
         if (flags & EDITED) != 0:
             remember(token, first + vocab_first, count, slot, p, S)
-        if (flags & LOGPROBS) != 0:
-            deliver_own(token, p.logits, first + vocab_first, count, slot, block, p, S)
+        if ((flags & LOGPROBS) != 0) & (token >= 0):
+            ROWS: tl.constexpr = choice_rows(S)
+            ids = first + vocab_first + tl.arange(0, ROWS)
+            mine = tl.arange(0, ROWS) < count
+            logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
+            alive = deliver_own(
+                token,
+                logit,
+                mine,
+                ids,
+                first + vocab_first,
+                count,
+                p.logits,
+                epoch,
+                slot,
+                block,
+                alive,
+                p,
+                S,
+            )
+    return alive
 
 
 @triton.jit

@@ -70,8 +70,23 @@ def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.
 
 
 @triton.jit
-def deliver_own(token, logits, first, count, slot, block, p, S: tl.constexpr):
-    """The chosen token's own logit, by the block that scored it."""
+def deliver_own(
+    token, logit, mine, ids, first, count, logits, epoch, slot, block, alive, p, S: tl.constexpr
+):
+    """The chosen token's own logit, by the block that scored it, and its rank, of which every block counts its share,
+    by block 0; returns alive."""
+    record, number = record_of(slot, block, p, S)
+    own = block.to(tl.int64) * 0
     if (token >= first) & (token < first + count):
-        record, number = record_of(slot, block, p, S)
-        send(record, number | float_bits(tl.load(logits + token)))
+        chosen = tl.load(logits + token)
+        send(record, number | float_bits(chosen))
+        own = ordered(chosen) + 1
+    gathered, alive = all_gather(four(own, 0, 0, 0), 2 * epoch, block, alive, p, S, "rank")
+    key = tl.sum(pick(gathered, 0), axis=0) - 1  # the other blocks gave zero
+    keys = ordered(logit)
+    ahead = mine & ((keys > key) | ((keys == key) & (ids < token)))
+    own = tl.sum(ahead.to(tl.int64), axis=0)
+    gathered, alive = all_gather(four(own, 0, 0, 0), 2 * epoch + 1, block, alive, p, S, "rank")
+    if block == 0:
+        send(record + 3, number | (1 + tl.sum(pick(gathered, 0), axis=0)))
+    return alive
