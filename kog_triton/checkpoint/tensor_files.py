@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kog_triton.checkpoint import MAX_TENSORS
 from kog_triton.checkpoint.hub import INDEX, SINGLE
 from kog_triton.errors import ModelError, shown
 from kog_triton.json_file import read_json
 
-MAX_TENSORS = 1 << 17  # of a file and of an index; no supported model has a hundredth of it
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

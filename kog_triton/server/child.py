@@ -98,13 +98,13 @@ class EngineServer:
 
 def open_llm(asked: wire.Open) -> "LLM":
     from kog_triton.backends.choose import choose
-    from kog_triton.checkpoint.hub import model_folder
+    from kog_triton.checkpoint.hub import gguf_file, model_folder
     from kog_triton.precompile import precompile
 
     options = dict(asked.options)
     device, _, count = str(options.get("devices") or "").partition(":")
     choose(options["backend"], device)  # what cannot be is found before seconds of imports
-    if options["model"] is not None:
+    if options["model"] is not None and gguf_file(options["model"]) is None:
         model_folder(options["model"])
     precompile(
         options["backend"],

@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from kog_triton.checkpoint.gguf.file import Directory
+from kog_triton.checkpoint.hub import gguf_file
 from kog_triton.errors import RequestError
 from kog_triton.server.admission import Admission
 from kog_triton.server.app import make_app
@@ -27,6 +29,7 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.service import Service
 from kog_triton.server.supervisor import Supervisor
 from kog_triton.text import Tokenizer
+from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048
@@ -130,9 +133,17 @@ async def serve(settings: Settings) -> int:
     return 0
 
 
+def _tokenizer_of(place: str) -> Tokenizer:
+    """Of a checkpoint's folder, or of its GGUF file."""
+    gguf = gguf_file(place)
+    if gguf is None:
+        return Tokenizer.load(place)
+    return tokenizer_of_gguf(Directory(gguf).metadata, gguf)
+
+
 async def _open(supervisor: Supervisor, service: Service, settings: Settings) -> None:
     opened = await supervisor.start()
-    tokenizer = await asyncio.to_thread(Tokenizer.load, opened.folder)
+    tokenizer = await asyncio.to_thread(_tokenizer_of, opened.folder)
     if settings.chat_template is not None:
         tokenizer.chat_templates = {"default": settings.chat_template}
     names = settings.names or (str(settings.llm["model"] or "demo"),)

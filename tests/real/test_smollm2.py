@@ -14,6 +14,7 @@ from transformers.integrations.gguf import dequant
 from kog_triton import __main__ as kog
 from kog_triton.llm import LLM
 from kog_triton.sampling.params import SamplingParams
+from tests.lib.served import served
 from tests.lib.smollm2 import MODEL
 from tests.lib.wheel_files import Absent, WheelFile
 
@@ -172,6 +173,14 @@ def test_the_command_answers(path, capsys):
     assert kog.main([*argv, "-m", "12", "--backend", "reference", "--max-model-len", "256"]) == 0
     out = capsys.readouterr()
     assert out.out == "The capital of France is Paris." and "backend reference" in out.err
+
+
+def test_the_server_answers(path, tmp_path):
+    flags = ("--backend", "reference", "--max-model-len", "256", "--max-num-seqs", "1")
+    with served(tmp_path, path, *flags) as server:
+        answer = server.chat(TALK[0]["content"], max_tokens=12, temperature=0)
+        assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+        assert server.post("/tokenize", {"prompt": "Paris"}).json()["count"] > 0
 
 
 # ---- where the model comes from ----

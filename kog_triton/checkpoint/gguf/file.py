@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kog_triton.checkpoint.tensor_files import MAX_TENSORS
+from kog_triton.checkpoint import MAX_TENSORS
 from kog_triton.errors import ModelError, shown
 
 MAX_FIELDS = 1 << 16
