@@ -15,7 +15,7 @@ their way while the block publishes, waits and gathers. `stream` goes from stage
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.sync import pin, pin_address
+from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
 from kog_triton.backends.triton.kernel.words import LINE, high, low, unscaled
 
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
@@ -59,11 +59,7 @@ def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
     ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
-    # Triton drops eviction policies on AMD, and makes a load that is not temporal of `.cg`.
-    if S.vendor == "amd":
-        return tl.load(ptr + offset, cache_modifier=".cg")
-    else:
-        return tl.load(ptr + offset, eviction_policy="evict_first")
+    return load_once(ptr + offset, S)
 
 
 @triton.jit

@@ -39,6 +39,15 @@ def load_uncached(ptr, S: tl.constexpr):
 
 
 @triton.jit
+def load_once(ptr, S: tl.constexpr):
+    """What a token reads once: evicted first; on AMD, where Triton drops policies, non-temporal, as it makes `.cg`."""
+    if S.vendor == "amd":
+        return tl.load(ptr, cache_modifier=".cg")
+    else:
+        return tl.load(ptr, eviction_policy="evict_first")
+
+
+@triton.jit
 def store_shared(ptr, value, mask):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
 
