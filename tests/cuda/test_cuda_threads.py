@@ -117,13 +117,13 @@ EDITS = (
         f"put_ring(b, ring);\n  if (!{chosen(4)}) sync_consumers();",
     ),
     (
-        "matvec.h",
+        "narrow.h",
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
         f"if (mine && {chosen(5)}) ring.release(b);\n"
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
     ),
     (
-        "matvec.h",
+        "narrow.h",
         "    if (mine) ring.release(b);\n  }\n};",
         f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n}};",
     ),

@@ -288,7 +288,16 @@ def test_a_grammar_in_gbnf(demo):
     assert ended and all(re.fullmatch(r"(([a-c]{2,3}|say-[0-9]+) )?end", text) for text in ended)
 
 
-def test_what_gbnf_takes_is_told_from_lark_and_bounded(bytewise):
+@pytest.fixture
+def usual_depth():
+    """Python's own limit of nested calls, which a library that another test imports may have raised."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def test_what_gbnf_takes_is_told_from_lark_and_bounded(bytewise, usual_depth):
     bytewise.compile("grammar", '?start: "a" | "b"')
     long = "\n".join(f'r{i} ::= "a"' for i in range(2000)) + "\nroot ::= r0"
     nested = "root ::= " + "(" * 3000 + '"a"' + ")" * 3000

@@ -152,14 +152,16 @@ def test_a_record_is_read_once_it_is_whole():
     total = np.exp2((logits - logits.max()).astype(np.float64) * math.log2(math.e)).sum() * 2.0**40
     best = np.argsort(-logits, kind="stable")[:k]
     record = np.zeros(RECORD_WORDS, np.uint64)
-    values = [bits[token], bits[best[0]], int(math.log2(total) * 2**24)]
+    rank = 1 + int((logits > logits[token]).sum())
+    values = [bits[token], bits[best[0]], int(math.log2(total) * 2**24), rank]
     for i, value in enumerate(values):
         record[i] = number << 32 | int(value)
     for i, token_id in enumerate(best):
         assert read_record(record, number, k) is None
         record[TOP + i] = (int(token_id) + 1) << 32 | int(bits[token_id])
     assert read_record(record, number + 1, k) is None
-    logprob, top = read_record(record, number, k)
+    logprob, top, told = read_record(record, number, k)
+    assert told == rank
     expected, expected_top = raw_logprobs(logits, token, k)
     assert abs(logprob - expected) < 1e-6
     assert [i for i, _ in top] == [i for i, _ in expected_top]

@@ -32,7 +32,7 @@ PARTIALS = (
 IN_WARP = "in_warp = thread % 32;\n"
 LOADS = (
     "    for (int f = 0; f < kFragments; f++) "
-    "w[f] = Fragment::load(from + f * kWarps * kFragmentBytes);\n"
+    "w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);\n"
 )
 RELEASE = "    if (mine) ring.release(b);\n"
 ONE_ARRIVES = "if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);\n"
@@ -48,7 +48,8 @@ EDITS = {
     ),
     # A warp gives its chunk back to the producer before it has read it.
     "early release": (
-        ("matvec.h", "#pragma unroll\n" + LOADS + RELEASE, RELEASE + "#pragma unroll\n" + LOADS),
+        ("narrow.h", RELEASE, ""),
+        ("narrow.h", "#pragma unroll\n" + LOADS, RELEASE + "#pragma unroll\n" + LOADS),
     ),
     # No fault: of a warp that is done with a chunk each lane arrives for itself. racecheck follows
     # mbarriers by lane, and takes 31 of 32 for unordered where one speaks for all.
