@@ -38,11 +38,9 @@ def test_the_object_fits_and_its_fences_are_whole(case, variant):
     assert refused(gates(case, variant), needs) == {}
     assert gates(case, variant).count("GLOBAL_ATOMIC_ADD") == 2 + ("chunks" in variant) * 2
     fences = fences_of(compiled(case, variant).code_object, KERNEL)
-    bare = {
-        tuple(step for i, step in enumerate(f) if (i, step) != (len(f) - 2, FENCE[0]))
-        for f in fences
-    }
-    assert bare == {FENCE}
+    invalidated = len(FENCE) - 1  # behind it there may be waits for loads of others
+    assert {f[:invalidated] + f[-1:] for f in fences} == {FENCE}
+    assert {step for f in fences for step in f[invalidated:-1]} <= {FENCE[0]}
 
 
 @pytest.mark.parametrize("full", FULL_SIZE)
