@@ -322,7 +322,7 @@ def main():
     args = parser.parse_args()
     record = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 1),

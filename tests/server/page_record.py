@@ -131,7 +131,7 @@ def main() -> None:
             return
         record = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
             "browser": f"Chromium {browser.version}, headless",
             "cores": os.cpu_count(),
             "load_before": round(os.getloadavg()[0], 1),
