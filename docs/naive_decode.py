@@ -1,4 +1,4 @@
-"""The decode step as one kernel, in the fewest lines: what kog_triton/backends/triton/kernel does fast, done plainly.
+"""The decode step as one kernel, in few lines: what kog_triton/backends/triton/kernel does fast, done plainly.
 
 One launch makes all tokens. Programs share the rows of each matrix, and after each stage all of them meet at a counter,
 so that everybody may read what others wrote; x and the other vectors lie in memory, everything is float32. The
