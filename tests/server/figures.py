@@ -249,9 +249,9 @@ def measure(args):
                 "soak": soak(server, args.soak),
             }
         with agents(folder / "agents") as server:
-            turns = converse(server)
-            assert all(turn.warm == turn.cold for turn in turns)
-            found["ten_questions_percent_cached"] = round(percent_cached(turns), 1)
+            questions = converse(server)
+            assert all(question.warm == question.cold for question in questions)
+            found["ten_questions_percent_cached"] = round(percent_cached(questions), 1)
     return found
 
 

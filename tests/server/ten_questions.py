@@ -59,7 +59,7 @@ def ask(server: Served, messages: list[dict[str, Any]], **fields: Any) -> Answer
 
 
 @dataclass(frozen=True)
-class Turn:
+class Question:
     """One question and its answers: with the conversation's keys and values kept, and cold, under a salt of its own."""
 
     prompt: str  # as the model's template writes it
@@ -71,10 +71,10 @@ class Turn:
     cold_ms: float
 
 
-def converse(server: Served, system: str = SYSTEM, result: str = RESULT) -> list[Turn]:
+def converse(server: Served, system: str = SYSTEM, result: str = RESULT) -> list[Question]:
     """Ten questions, each with a result of a tool behind it; the conversation goes on from the warm answers."""
     messages = [{"role": "system", "content": system}]
-    turns = []
+    questions = []
     for number in range(QUESTIONS):
         role = "user" if number == 0 else "tool"
         messages.append({"role": role, "content": f"{number}: {result}"})
@@ -84,11 +84,11 @@ def converse(server: Served, system: str = SYSTEM, result: str = RESULT) -> list
         prompt = "".join(f"[{m['role']}]{m['content']}\n" for m in messages) + "[assistant]"
         assert len(prompt) == warm.tokens == cold.tokens
         times = warm.prompt_ms, cold.prompt_ms
-        turns.append(Turn(prompt, warm.text, cold.text, warm.cached, warm.tokens, *times))
+        questions.append(Question(prompt, warm.text, cold.text, warm.cached, warm.tokens, *times))
         messages.append({"role": "assistant", "content": warm.text})
-    return turns
+    return questions
 
 
-def percent_cached(turns: list[Turn]) -> float:
+def percent_cached(questions: list[Question]) -> float:
     """Of all prompts' tokens but the first one's."""
-    return 100 * sum(t.cached for t in turns[1:]) / sum(t.tokens for t in turns[1:])
+    return 100 * sum(t.cached for t in questions[1:]) / sum(t.tokens for t in questions[1:])

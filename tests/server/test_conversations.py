@@ -20,9 +20,9 @@ def agents(tmp_path_factory):
 
 def test_an_agents_prefix_is_computed_once(agents, figure):
     """Ten questions with tool results: of all tokens after the first prompt 95 % are cached; answers are as cold."""
-    turns = converse(agents)
-    assert all(turn.warm == turn.cold for turn in turns)
-    share = percent_cached(turns)
+    questions = converse(agents)
+    assert all(question.warm == question.cold for question in questions)
+    share = percent_cached(questions)
     assert share >= 95
     figure("A16", f"{QUESTIONS} questions: {share:.1f} % of prompt tokens cached; answers as cold")
 

@@ -10,8 +10,8 @@ import pytest
 from kog_triton.backends import BackendOptions
 from kog_triton.bench.check import MAX_GAP, open_oracle
 from kog_triton.checkpoint.folder import Checkpoint
-from tests.server.judged_turns import judge
-from tests.server.ten_questions import ANSWER_TOKENS, PRINTABLE, Turn
+from tests.server.judged_answers import judge
+from tests.server.ten_questions import ANSWER_TOKENS, PRINTABLE, Question
 from tests.server.through_socket import CLIENTS, SMALL, make_checkpoint, measure, missing, small
 
 CONTEXT = 1024
@@ -39,31 +39,31 @@ def best_ids(reference, prompt):
 
 
 @pytest.fixture(scope="module")
-def turns(reference):
+def questions(reference):
     """Two, of which the second one's prompt goes on from the first one's."""
     found, prompt = [], "x" * 300
     for number in range(2):
         said, _ = best_ids(reference, prompt)
-        found.append(Turn(prompt, said, said, 299 * number, len(prompt), 1.0, 10.0))
+        found.append(Question(prompt, said, said, 299 * number, len(prompt), 1.0, 10.0))
         prompt += said + "and then"
     return found
 
 
-def test_the_references_own_answers_pass(model, turns):
-    found = judge(model, turns, "cpu", CONTEXT)["answers"]
-    assert found["held"] and found["largest_gap"] == 0 and found["turns_that_differ"] == []
+def test_the_references_own_answers_pass(model, questions):
+    found = judge(model, questions, "cpu", CONTEXT)["answers"]
+    assert found["held"] and found["largest_gap"] == 0 and found["questions_that_differ"] == []
     assert found["the_references_own"] == 1 and found["tokens_judged"] == 2 * ANSWER_TOKENS
 
 
 @pytest.mark.parametrize("field", ["warm", "cold"])
 @pytest.mark.parametrize("near", [True, False])
 def test_another_token_passes_where_its_logit_is_as_large_but_for_rounding(
-    model, reference, turns, field, near
+    model, reference, questions, field, near
 ):
     """An answer that ends with another token than the reference's own, at the place where one is nearest."""
-    turn = turns[1]
-    start = len(turn.prompt)
-    ids = list(turn.prompt.encode()) + list(turn.warm.encode())
+    question = questions[1]
+    start = len(question.prompt)
+    ids = list(question.prompt.encode()) + list(question.warm.encode())
     rows = reference.forward_logits(ids)[start - 1 : -1].astype(np.float64)
     below = {
         (place, other): (row[ids[start + place]] - row[other]) / row.std()
@@ -73,9 +73,11 @@ def test_another_token_passes_where_its_logit_is_as_large_but_for_rounding(
     }
     place, other = min(below, key=lambda at: abs(below[at] - (0 if near else 2)))
     assert (below[place, other] <= MAX_GAP) == near
-    said = turn.warm[:place] + chr(other)
-    found = judge(model, [turns[0], replace(turn, **{field: said})], "cpu", CONTEXT)["answers"]
-    assert found["turns_that_differ"] == [1]
+    said = question.warm[:place] + chr(other)
+    found = judge(model, [questions[0], replace(question, **{field: said})], "cpu", CONTEXT)[
+        "answers"
+    ]
+    assert found["questions_that_differ"] == [1]
     assert found["largest_gap"] == pytest.approx(below[place, other], abs=1e-4)
     assert found["held"] == near
 
@@ -97,4 +99,4 @@ def test_the_whole_command_but_for_a_gpu(figure):
         figure("through the socket", f"{count} clients, reference on a CPU: {one['share']:.1%}")
     agent = found["agent"]
     assert agent["percent_cached"]["held"]
-    assert agent["answers"]["held"] and agent["answers"]["turns_that_differ"] == []
+    assert agent["answers"]["held"] and agent["answers"]["questions_that_differ"] == []

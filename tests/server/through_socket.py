@@ -235,7 +235,7 @@ def share(before: list[float], through: list[float], after: list[float]) -> dict
 def measure(task: Task) -> Iterator[tuple[str, Any]]:
     """(name, what was found) of each part, as it is done."""
     from tests.lib.served import served
-    from tests.server.judged_turns import judge
+    from tests.server.judged_answers import judge
     from tests.server.ten_questions import converse
 
     with tempfile.TemporaryDirectory() as place:
@@ -256,13 +256,13 @@ def measure(task: Task) -> Iterator[tuple[str, Any]]:
                 say(f"{count} clients")
                 through[count] = clients(server, count, task.tokens)
             say("an agent's ten questions")
-            turns = converse(server, task.system, task.result)
+            questions = converse(server, task.system, task.result)
         say("the engine alone again")
         after = engine_process(model, task.backend, task.tokens)
         for count in (1, CLIENTS):
             yield f"{count} clients", share(before[count], through[count], after[count])
         say("the reference judges the agent's answers")
-        yield "agent", judge(model, turns, task.device, CONTEXT)
+        yield "agent", judge(model, questions, task.device, CONTEXT)
 
 
 def weights_bytes(config: Mapping[str, Any]) -> int:

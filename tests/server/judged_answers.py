@@ -17,7 +17,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.bench.check import MAX_GAP, PASS, Oracle, open_oracle
 from kog_triton.bench.model import find_device
 from kog_triton.checkpoint.folder import Checkpoint
-from tests.server.ten_questions import PRINTABLE, Turn, percent_cached
+from tests.server.ten_questions import PRINTABLE, Question, percent_cached
 
 ASKED_CACHED = 95  # percent of prompt tokens
 ASKED_WARM = 0.15  # of the time that a prompt takes cold
@@ -49,7 +49,7 @@ def gaps(logits: np.ndarray, answer: Sequence[int], allowed: Sequence[int]) -> n
     return np.asarray((best - chosen) / rows.std(axis=1))
 
 
-def judge(model: Path, turns: list[Turn], device: str, context: int) -> dict[str, Any]:
+def judge(model: Path, questions: list[Question], device: str, context: int) -> dict[str, Any]:
     """The record's part on the agent. device: torch's, where the reference computes."""
     _, where = find_device("cpu" if device == "cpu" else "")
     options = BackendOptions(max_context=context, device=where)
@@ -57,21 +57,21 @@ def judge(model: Path, turns: list[Turn], device: str, context: int) -> dict[str
     try:
         reader = Reader(reference)
         largest, own, judged, differ = 0.0, 0, 0, []
-        for number, turn in enumerate(turns):
-            for answer in {turn.warm, turn.cold}:
+        for number, question in enumerate(questions):
+            for answer in {question.warm, question.cold}:
                 ids = list(answer.encode())
-                found = gaps(reader.logits(list(turn.prompt.encode()), ids), ids, PRINTABLE)
+                found = gaps(reader.logits(list(question.prompt.encode()), ids), ids, PRINTABLE)
                 largest = max(largest, float(found.max()))
                 own, judged = own + int((found == 0).sum()), judged + len(ids)
-            if turn.warm != turn.cold:
+            if question.warm != question.cold:
                 differ.append(number)
     finally:
         reference.close()
-    cached = percent_cached(turns)
-    warm = statistics.median(turn.warm_ms for turn in turns[1:])
-    cold = statistics.median(turn.cold_ms for turn in turns[1:])
+    cached = percent_cached(questions)
+    warm = statistics.median(question.warm_ms for question in questions[1:])
+    cold = statistics.median(question.cold_ms for question in questions[1:])
     return {
-        "prompt_tokens": [turns[0].tokens, turns[-1].tokens],
+        "prompt_tokens": [questions[0].tokens, questions[-1].tokens],
         "percent_cached": {
             "found": round(cached, 1),
             "asked": ASKED_CACHED,
@@ -84,7 +84,7 @@ def judge(model: Path, turns: list[Turn], device: str, context: int) -> dict[str
             "held": warm <= ASKED_WARM * cold,
         },
         "answers": {
-            "turns_that_differ": differ,
+            "questions_that_differ": differ,
             "tokens_judged": judged,
             "the_references_own": round(own / judged, 4),
             "largest_gap": round(largest, 4),
