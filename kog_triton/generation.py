@@ -128,14 +128,15 @@ class Generation:
         """
         if self.finished:
             return None
-        deadline = float("inf") if timeout is None else time.perf_counter() + timeout
+        begun = time.perf_counter()
+        left = timeout
         while True:
-            left = max(deadline - time.perf_counter(), 0.0)
-            steps = self._claim.read(None if timeout is None else left)
-            if steps:
+            if steps := self._claim.read(left):
                 return self._accept(steps)
-            if left == 0:
-                return None
+            if timeout is not None:
+                left = max(begun + timeout - time.perf_counter(), 0.0)
+                if left == 0:
+                    return None
 
     def output(self) -> RequestOutput:
         """What there is so far, as a request of one sample."""

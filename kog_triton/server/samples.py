@@ -33,7 +33,7 @@ class Job:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class News:
     """What is new of one sample. `index` counts the samples of all jobs, in order."""
 
@@ -154,7 +154,7 @@ class Samples:
             return
 
     def _unread(self) -> int:
-        return max((claim.num_unread for _, claim in self._running.values()), default=0)
+        return max([claim.num_unread for _, claim in self._running.values()], default=0)
 
     def _read(self) -> list[News]:
         found = []
