@@ -6,6 +6,7 @@ said its last word, also after a stop string, a cancel, an error, or if nobody r
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import suppress
 
@@ -48,8 +49,7 @@ class Generation:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._cumulative = 0.0
         self._submitted = time.perf_counter()
-        self._arrivals: list[float] = []
-        self._device_ns: list[int] = []
+        self._arrivals, self._device_ns = array("d"), array("q")  # 16 bytes a token, not 72
 
     def __del__(self) -> None:
         self._claim.cancel()  # if it still runs, nobody will read what it says

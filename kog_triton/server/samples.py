@@ -20,7 +20,7 @@ from kog_triton.server.remote_claim import RemoteClaim
 from kog_triton.server.supervisor import Supervisor
 
 # Tokens that wait for a client who does not read, 200 bytes each; the socket's buffers hold 6 s of a stream before.
-MAX_UNREAD = 4096
+MAX_UNREAD = 2048
 
 
 @dataclass(frozen=True)
