@@ -4,6 +4,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation.modes import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from tests.lib.served import Served
 
@@ -16,6 +21,14 @@ WITH_BODY = (
     "tokenize",
     "detokenize",
 )
+
+
+CHECKS = [
+    not_a_server_error,
+    response_schema_conformance,
+    content_type_conformance,
+    status_code_conformance,
+]
 
 
 def fuzz(server: Served, cases: int) -> dict[int, int]:
@@ -44,7 +57,7 @@ def fuzz(server: Served, cases: int) -> dict[int, int]:
             def one(case):
                 response = case.call(base_url=server.url, timeout=30)
                 statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
-                case.validate_response(response, checks=[not_a_server_error])
+                case.validate_response(response, checks=CHECKS)
                 if response.status_code >= 400:
                     error = response.json()["error"]
                     assert "\n" not in error["message"]
