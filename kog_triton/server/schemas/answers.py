@@ -236,6 +236,13 @@ class Props(BaseModel):
     requests_waiting: int = Field(ge=0)
 
 
+EVENT = {  # one of a stream
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def answers(
     model: type[BaseModel], *, stream: bool = False, anthropic: bool = False
 ) -> dict[int | str, dict[str, Any]]:
@@ -243,6 +250,5 @@ def answers(
     error = AnthropicErrorAnswer if anthropic else ErrorAnswer
     good: dict[str, Any] = {"model": model}
     if stream:
-        events = {"schema": {"type": "string", "description": "server-sent events"}}
-        good["content"] = {"text/event-stream": events}
+        good["content"] = {"text/event-stream": {"schema": EVENT}}
     return {200: good, "4XX": {"model": error}, "5XX": {"model": error}}
