@@ -124,7 +124,8 @@ class Walk:
         """Rounds that one request's words in slot 0 took, or -1."""
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
-        return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
+        left_out = (absent, int(absent >= 0))
+        return self.library.kog_run(ctypes.byref(pointers), seed, *left_out, ctypes.c_long(MOST))
 
     def store_late(self, region, rounds, rows=None):
         """In the next run stores to a region's words, or its first rows', land up to so many rounds late, in any
@@ -207,7 +208,7 @@ class FiberLaunch(threading.Thread):
     def __init__(self, library, argument, seed, absent):
         super().__init__(daemon=True)
         self._run = lambda: library.kog_run(
-            ctypes.byref(argument), seed, absent, ctypes.c_long(MOST)
+            ctypes.byref(argument), seed, absent, int(absent >= 0), ctypes.c_long(MOST)
         )
         self.start()
 

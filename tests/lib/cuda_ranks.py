@@ -1,0 +1,62 @@
+"""Ranks of the CUDA kernel on a CPU: each has memory of its own, and its blocks run as fibers beside the others'."""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from kog_triton.backends.cuda.launcher import UNLIMITED
+from kog_triton.backends.cuda.layout import layout
+from kog_triton.backends.cuda.layout.protocol import RankPointers
+from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
+from kog_triton.backends.request_words import encode_logits
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests.lib.cuda_walk import MOST, Walk, compile_walk, write_request
+
+ALL = slice(None)
+
+
+class RankWalk(Walk):
+    """One model on several emulated GPUs. `memory` is rank 0's, which tells the host."""
+
+    def __init__(
+        self, spec, weights, ranks, num_blocks=0, max_context=64, include=None, **changes
+    ):
+        self.spec = spec
+        lowering = lower(build(spec, ranks), GPUS["h200"], num_blocks)
+        self.layout = layout.lay_out(lowering, max_context)
+        self.library = self._compile(**changes, **({"include": include} if include else {}))
+        self.ranks = allocate_ranks(self.layout, weights, 1, [torch.device("cpu")] * ranks)
+        self.memory = self.ranks[0]
+
+    def _compile(self, **changes):
+        return compile_walk(self.layout, **changes)
+
+    def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=ALL, control=0):
+        """Rounds that it took, or -1. `absent`: the rank that is never launched, or a slice of no rank."""
+        arguments = self.arguments(request, prompt, limit, logits, control)
+        blocks = self.layout.lowering.num_blocks
+        left_out = (0, 0) if absent == ALL else (absent * blocks, blocks)
+        return self.library.kog_run(ctypes.byref(arguments), seed, *left_out, ctypes.c_long(MOST))
+
+    def arguments(self, request, prompt, limit, logits, control):
+        others = {}
+        for m in reversed(self.ranks):
+            others = write_request(m, request, prompt, logits, control)
+        count = len(self.ranks)
+        each = (
+            rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others) for r in range(count)
+        )
+        return (RankPointers * count)(*each)
+
+    def forward_logits(self, tokens, seed=0, limit=1 << 20):
+        """Logits [tokens, vocab], every position; of each rank its own columns."""
+        out = super().forward_logits(tokens, seed, limit)
+        assert all(int(m.mailbox[2]) == 2 for m in self.ranks)
+        return out
+
+    def reports(self):
+        """What each rank noted of a wait that expired: flag, block, step, layer, word, seen, wanted, told, peer."""
+        return [m.error.tolist() for m in self.ranks]
