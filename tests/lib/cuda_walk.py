@@ -127,11 +127,11 @@ class Walk:
         left_out = (absent, int(absent >= 0))
         return self.library.kog_run(ctypes.byref(pointers), seed, *left_out, ctypes.c_long(MOST))
 
-    def store_late(self, region, rounds, rows=None):
+    def store_late(self, region, rounds, rows=None, memory=None):
         """In the next run stores to a region's words, or its first rows', land up to so many rounds late, in any
-        order."""
+        order; in this memory or another rank's."""
         words = self.layout.regions[region]
-        first = self.memory.words.data_ptr() + 4 * words.offset
+        first = (memory or self.memory).words.data_ptr() + 4 * words.offset
         stored = words.end - words.offset if rows is None else rows * words.stride
         count = ctypes.c_long(stored)
         self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))

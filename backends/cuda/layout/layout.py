@@ -202,7 +202,9 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
 
 def small_bytes(lowering: CudaLowering, of_usual: int) -> int:
     """Of the small things, which take `of_usual` bytes on GPUs of up to SMALL_BLOCKS blocks."""
-    blocks = min(lowering.num_blocks * lowering.schedule.num_ranks, THREADS)  # several a thread beyond
+    blocks = min(
+        lowering.num_blocks * lowering.schedule.num_ranks, THREADS
+    )  # several a thread beyond
     more = max(0, blocks - SMALL_BLOCKS)
     return of_usual + -(-more // 32) * CANDIDATE_BYTES
 

@@ -31,9 +31,10 @@ struct WarpState {
 };
 
 constexpr int kAllBlocks = kRanks * kBlocks;  // of all ranks
-// Warps that receive what each of all blocks has sent, a block a thread, or several.
-constexpr int kCandidateWarps = kAllBlocks < kConsumers ? (kAllBlocks + 31) / 32 : kWarps;
-constexpr int kBlocksAThread = (kAllBlocks + kConsumers - 1) / kConsumers;
+// Threads that may receive what each of all blocks has sent, warps of them that do, and blocks of one.
+constexpr int kTakers = kConsumers;
+constexpr int kCandidateWarps = ((kAllBlocks < kTakers ? kAllBlocks : kTakers) + 31) / 32;
+constexpr int kBlocksAThread = (kAllBlocks + kTakers - 1) / kTakers;
 
 // The end of shared memory: small things that warps tell each other.
 struct Small {

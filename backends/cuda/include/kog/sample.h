@@ -101,7 +101,7 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
 KOG_DEVICE void gather_candidates(Block& b, int heads) {
   if (b.warp < kCandidateWarps) {
     u32 control;
-    auto block = [&](int i) { return b.thread + i * kConsumers; };
+    auto block = [&](int i) { return b.thread + i * kTakers; };
     Candidate c = poll_candidates<kBlocksAThread>(
         b, head_number(heads), [&](int i) { return argmax_words(b, heads, block(i)); },
         [&](int i) { return block(i) < kAllBlocks; }, control);

@@ -46,10 +46,10 @@ KOG_DEVICE TopPCheck gather_top_p_check(Block& b, u64 number, u32* scratch) {
     for (int n = 1; n < kBlocksAThread; n++) {
       u64 more[2];
       poll_pairs(
-          b, Step::kTopPCheck, number, [&](int i) { return from + 6 * kConsumers * n + 2 * i; },
-          [&](int) { return b.thread + kConsumers * n < kAllBlocks; }, more);
+          b, Step::kTopPCheck, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
+          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
       Candidate other = {double_of(more[0]), static_cast<int>(more[1] >> 32)};
-      if (b.thread + kConsumers * n < kAllBlocks && beats(other, c)) c = other, v[1] = more[1];
+      if (b.thread + kTakers * n < kAllBlocks && beats(other, c)) c = other, v[1] = more[1];
     }
     Candidate best = best_of_warp(c);
     if (there && c.id == best.id) scratch[b.warp] = static_cast<u32>(v[1]);
@@ -109,10 +109,10 @@ KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
     for (int n = 1; n < kBlocksAThread; n++) {
       u64 more[3];
       poll_pairs(
-          b, Step::kShares, number, [&](int i) { return from + 6 * kConsumers * n + 2 * i; },
-          [&](int) { return b.thread + kConsumers * n < kAllBlocks; }, more);
+          b, Step::kShares, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
+          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
 #pragma unroll
-      for (int i = 0; i < 3; i++) sums[i] += b.thread + kConsumers * n < kAllBlocks ? more[i] : 0;
+      for (int i = 0; i < 3; i++) sums[i] += b.thread + kTakers * n < kAllBlocks ? more[i] : 0;
     }
 #pragma unroll
     for (int i = 0; i < 3; i++) {
