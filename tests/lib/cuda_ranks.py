@@ -23,10 +23,13 @@ from tests.lib.cuda_walk import (
 )
 
 ALL = slice(None)
+LIMIT = 1 << 14  # rounds that a wait may take
 
 
 class RankWalk(Walk):
     """One model on several emulated GPUs. `memory` is rank 0's, which tells the host."""
+
+    limit = LIMIT
 
     def __init__(
         self, spec, weights, ranks, num_blocks=0, max_context=64, include=INCLUDE, **changes
@@ -42,7 +45,7 @@ class RankWalk(Walk):
     def _compile(self, **changes):
         self.library = compile_walk(self.layout, **changes)
 
-    def run(self, request, prompt, seed=0, limit=1 << 20, logits=None, absent=ALL, control=0):
+    def run(self, request, prompt, seed=0, limit=LIMIT, logits=None, absent=ALL, control=0):
         """Rounds that it took, or -1. `absent`: the rank that is never launched, or a slice of no rank."""
         arguments = self.arguments(request, prompt, limit, logits, control)
         blocks = self.layout.lowering.num_blocks
@@ -60,9 +63,9 @@ class RankWalk(Walk):
         )
         return (RankPointers * count)(*each)
 
-    def forward_logits(self, tokens, seed=0, limit=1 << 20):
+    def forward_logits(self, tokens, seed=0, limit=None):
         """Logits [tokens, vocab], every position; of each rank its own columns."""
-        out = super().forward_logits(tokens, seed, limit)
+        out = super().forward_logits(tokens, seed, limit or self.limit)
         assert all(int(m.mailbox[2]) == 2 for m in self.ranks)
         return out
 
@@ -73,6 +76,8 @@ class RankWalk(Walk):
 
 class RankThreadWalk(RankWalk, ThreadWalk):
     """RankWalk with a CPU thread for every block of every rank; `limit` counts microseconds."""
+
+    limit = 1 << 26
 
     def __init__(self, spec, weights, ranks, num_blocks, judged=True, **changes):
         self._judged = judged
