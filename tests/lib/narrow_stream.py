@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
-from kog_triton.checkpoint.quantizing import quantize
+from kog_triton.checkpoint.narrow_random import nearest
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
 from kog_triton.schedule import wire
@@ -21,40 +21,6 @@ ROWS, QUARTERS = 8, 4
 _HALF = {Scale.BF16: DType.BF16, Scale.F16: DType.F16}
 
 
-def between_ends(wide, how) -> NarrowTensor:
-    """Codes that divide each group's values from the least to the largest, rounded to nearest."""
-    *lanes, rows, cols = wide.shape
-    groups = wide.float().reshape(*lanes, rows, cols // how.group_cols, how.group_cols)
-    least, largest = groups.amin(-1), groups.amax(-1)
-    top = 2**how.code.bits - 1
-    dtype = {Scale.F32: torch.float32, Scale.BF16: torch.bfloat16, Scale.F16: torch.float16}
-    scales = ((largest - least) / top).to(dtype[how.scale])
-    steps = groups / scales.float()[..., None]
-    if how.offset is Offset.MINIMUM:
-        offsets = least.to(scales.dtype)
-        codes = ((groups - offsets.float()[..., None]) / scales.float()[..., None]).round()
-    else:
-        points = (-least / scales.float()).round().clamp(0, top)
-        offsets, codes = points.to(torch.uint8), (steps + points[..., None]).round()
-    codes = codes.clamp(0, top).to(torch.uint8)
-    if how.code is Code.INT8:
-        codes = (codes.int() - 128).to(torch.int8)
-        offsets = (offsets.int() - 128).to(torch.int8)
-    return NarrowTensor(how, codes.reshape(wide.shape), scales, offsets)
-
-
-def nearest_e2m1(wide, how) -> NarrowTensor:
-    """By the published formula: a group's scale is a power of two, of its largest value's exponent less two."""
-    *lanes, rows, cols = wide.shape
-    groups = wide.float().reshape(*lanes, rows, cols // how.group_cols, how.group_cols)
-    exponents = torch.frexp(groups.abs().amax(-1)).exponent - 3
-    values = torch.ldexp(groups, -exponents[..., None])
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    codes = (values.abs()[..., None] - table).abs().argmin(-1) + 8 * (values < 0)
-    scales = (exponents + 127).clamp(0, 254).to(torch.uint8)
-    return NarrowTensor(how, codes.to(torch.uint8).reshape(wide.shape), scales)
-
-
 class NarrowWeights:
     """A `WeightSource` whose narrow weights are another's, round to nearest."""
 
@@ -62,12 +28,7 @@ class NarrowWeights:
         self.spec, self._wide, self._formats = spec, wide, dict(spec.narrow)
 
     def narrow(self, name) -> NarrowTensor:
-        how, wide = self._formats[name], self._wide.load(name)
-        if how.code is Code.E2M1:
-            return nearest_e2m1(wide, how)
-        if how.offset is Offset.NONE:
-            return quantize(wide, how)
-        return between_ends(wide, how)
+        return nearest(self._wide.load(name), self._formats[name])
 
     def load(self, name):
         if name in self._formats:

@@ -33,11 +33,11 @@ constexpr u32 kBase = kF16 ? 0x64006400u : 0x43004300u;  // 1024; 128
 constexpr u32 kOnes = kF16 ? 0x3c003c00u : 0x3f803f80u;
 // Those of a code that stands for zero, of one value that 16 bits hold.
 KOG_DEVICE u32 both_halves(u32 v) { return v | v << 16; }
-KOG_DEVICE u32 int4_pair(u32 q, u32 zero) { return subtract_pair<kF16>((q & 0x000f000fu) | kBase, kBase | zero); }
+KOG_DEVICE u32 int4_pair(u32 q, u32 zero) { return subtract_pair<kF16>(and_or(q, 0x000f000fu, kBase), kBase | zero); }
 // Two codes of int8, in bytes 0 and 2. bfloat16's mantissa has seven bits: a code's eighth becomes 128 less.
 KOG_DEVICE u32 int8_pair(u32 q) {
   if constexpr (kF16) return subtract_pair<kF16>(((q & 0x00ff00ffu) ^ 0x00800080u) | kBase, kBase | 0x00800080u);
-  return subtract_pair<kF16>((q & 0x007f007fu) | kBase, (q & 0x00800080u) | kBase);
+  return subtract_pair<kF16>(and_or(q, 0x007f007fu, kBase), and_or(q, 0x00800080u, kBase));
 }
 // Two codes of E2M1 of eight, woven (schedule/narrow_packing.py): as bfloat16 values times 2^-126; float16's exponent
 // has three bits less, and its values are off by 2^-14.
@@ -111,8 +111,8 @@ struct Scales {
     int n = (kTwoRows ? i % 2 * Weights::kGranules : 0) + granule;
     if constexpr (Weights::kScaleKind == kScaleF32) return float_of(w[n]);
     if constexpr (Weights::kScaleKind == kScaleE8m0) {
-      u32 exponent = w[n / 4] >> n % 4 * 8 & 0xffu;
-      return float_of(exponent == 0 ? 0x400000u : exponent << 23);
+      u32 four = w[n / 4], exponent = (n % 4 < 3 ? four << (23 - n % 4 * 8) : four >> 1) & 0x7f800000u;
+      return float_of(exponent < 0x400000u ? 0x400000u : exponent);  // 2^-127 is subnormal
     }
     u32 both = w[n / 2];
     if constexpr (Weights::kScaleKind == kScaleF16)
