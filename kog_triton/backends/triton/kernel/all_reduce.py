@@ -37,7 +37,7 @@ def pick(gathered, which: tl.constexpr):
 
 @triton.jit
 def all_gather(
-    values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = "all_reduce"
+    values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = tl.constexpr("all_reduce")
 ):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
