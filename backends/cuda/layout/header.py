@@ -16,7 +16,7 @@ from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
-from kog_triton.model.weight_format import Code, Scale
+from kog_triton.model.weight_format import Code, Offset, Scale
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import (
@@ -175,6 +175,7 @@ def _stages(layout: Layout) -> list[str]:
     lines = [
         *_enum("Codes", Code),
         *_enum("ScaleKind", Scale, "scale_"),
+        *_enum("OffsetKind", Offset, "offset_"),
         *(_constants(name, _weight_fields(kind)) for kind, name in names.items()),
     ]
     bias_at = 0
@@ -236,6 +237,8 @@ def _weight_fields(weights: StreamWeights) -> dict[str, int]:
         "scale_rows": weights.scale_rows,
         "scale_kind": int(how.scale) if how else -1,
         "scale_bytes": weights.scale_bytes,
+        "offset_kind": int(how.offset) if how else 0,
+        "offset_bytes": weights.offset_bytes,
         "record_bytes": weights.record_bytes,
     }
 

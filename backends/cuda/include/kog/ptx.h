@@ -234,6 +234,12 @@ KOG_DEVICE u32 round_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
   return w;
 }
+// (q & mask) | base in one instruction: of two numbers that are known, the compiler made two.
+KOG_DEVICE u32 and_or(u32 q, u32 mask, u32 base) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(q), "r"(mask), "r"(base));
+  return out;
+}
 // Of two values each, in 16 bits.
 template <bool kF16>
 KOG_DEVICE u32 subtract_pair(u32 a, u32 b) {

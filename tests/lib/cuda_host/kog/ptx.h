@@ -292,6 +292,7 @@ template <bool kF16>
 u32 round_pair(float low, float high) {
   return host::to_half(high, kF16) << 16 | host::to_half(low, kF16);
 }
+inline u32 and_or(u32 q, u32 mask, u32 base) { return (q & mask) | base; }
 template <bool kF16>
 u32 subtract_pair(u32 a, u32 b) {
   auto half = [&](int shift) {
