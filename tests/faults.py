@@ -239,6 +239,20 @@ FAULTS = (
         "host/test_walks.py",
         "ranks that share a KV head get different ones",
     ),
+    Fault(
+        "backends/cuda/include/kog/residual.h",
+        "if (kRanks > 1 && to_all)",
+        "if (false)",
+        "cuda/test_cuda_ranks.py",
+        "a rank's sums stay with it",
+    ),
+    Fault(
+        "backends/cuda/rank_memory.py",
+        "own = ranks[rank].pointers(",
+        "own = ranks[0].pointers(",
+        "cuda/test_cuda_ranks.py",
+        "every rank reads the first one's weights",
+    ),
     # ---- lowering, packing, wire ----
     Fault(
         "schedule/lowering.py",
