@@ -264,8 +264,8 @@ FAULTS = (
     ),
     Fault(
         "schedule/lowering.py",
-        "return rows.reshape(2, -1).T.reshape(-1)",
-        "return rows",
+        "order = rows.reshape(2, -1).T.reshape(-1) if pairs else rows",
+        "order = rows",
         "host/test_lowering.py",
         "gate and up are not woven",
     ),
