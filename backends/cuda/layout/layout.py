@@ -225,8 +225,6 @@ def check_model(lowering: CudaLowering) -> None:
         raise ModelError(
             f"{spec.num_kv_heads} KV heads on {ranks} GPUs: the cuda backend takes one for each"
         )
-    if ranks > 1 and spec.num_lanes > 1:
-        raise ModelError("the cuda backend runs lanes on one GPU: choose --gpus 1")
     if spec.head_dim > 256 or spec.head_dim % 8:
         raise ModelError(
             f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
