@@ -16,6 +16,7 @@ from kog_triton.sampling import History, SamplingParams, sample
 from tests.lib.cuda_sampling import SETTINGS, resolved
 from tests.lib.gpu_ranks import GpuRanks
 from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.machine_code import spec_named
 from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,17 @@ def test_ranks_leave_when_one_is_never_launched(small, rank):
     assert flag and told and layer == 0
     assert "attention_out_now" in small.layout.place_of(STEPS[step], word)
     assert small.generate([1, 2], 2)[1] == 2  # and the next request runs
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_tokens_are_stamped_as_they_come(name, devices):
+    """With -s it also prints the rate; on one GPU a rank has half of its SMs and of its bandwidth."""
+    spec = spec_named(name)
+    ours = GpuRanks(spec, RandomWeights(spec, device="cuda"), devices)
+    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, 32).tolist()
+    tokens, outcome = ours.generate(prompt, 256)
+    steps = ours.step_ns()
+    assert outcome == 2 and len(tokens) == 256 and len(steps) == 255 and (steps > 0).all()
+    p50, p99 = np.percentile(steps, (50, 99)) / 1e3
+    print(f"{name}, 2 ranks: {1e9 / steps.mean():.0f} tokens/s, p50 {p50:.0f} us, p99 {p99:.0f} us")
+    ours.close()

@@ -30,8 +30,8 @@ class GpuRanks(RankWalk):
         self.spec, self.devices, self.most_steps = spec, devices, {}
         gpu = gpu_of(devices[0])
         shared_by = max(devices.count(d) for d in devices)
-        blocks = gpu.num_sms // shared_by if shared_by > 1 else 0
-        lowering = lower(build(spec, len(devices)), gpu, blocks)
+        self.shared = shared_by > 1
+        lowering = lower(build(spec, len(devices)), gpu, gpu.num_blocks // shared_by)
         check_lowering(lowering)
         self.layout = lay_out(lowering, max_context)
         for device in set(devices):
@@ -56,10 +56,11 @@ class GpuRanks(RankWalk):
         for rank in order:
             if rank == absent:
                 continue
+            kernel, lowering = self.kernels[rank], self.layout.lowering
+            # Cooperative launches of one GPU might be put one behind the other. Blocks of all ranks fit side by side.
+            start = kernel.queue if self.shared else kernel.launch
             with torch.cuda.stream(self.streams[rank]):
-                self.kernels[rank].launch(
-                    self.layout.lowering.num_blocks, self.layout.threads, arguments[rank]
-                )
+                start(lowering.num_blocks, self.layout.threads, arguments[rank])
             if seed:
                 time.sleep(dice.uniform(0, MOST_DELAY_S))
         self.synchronize()
