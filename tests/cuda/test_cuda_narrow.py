@@ -194,8 +194,8 @@ PLANTED = {
     ),
     "the next code": (
         "fp8 channels",
-        "v.w[j + 1] = e4m3_pair(q << 8);",
-        "v.w[j + 1] = e4m3_pair(q);",
+        "v.w[j + 1] = e4m3_second(q);",
+        "v.w[j + 1] = e4m3_first(q);",
     ),
     "the nibbles of the next word": (
         "int4 g128",

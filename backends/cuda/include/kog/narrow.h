@@ -22,11 +22,12 @@ template <class... Stages>
 constexpr bool kSlotsFit = ((kFragments * kFragmentOfAll<typename Stages::Weights> <= kRingSlotBytes) && ...);
 static_assert(kSlotsFit<QkvProj, OProj, GateUpProj, DownProj, LmHead>);
 
-// Two codes of E4M3, in bytes 1 and 3, as 16-bit values: sign, exponent and mantissa shifted into place. They
-// are off by what the exponents' biases differ; subnormal codes become subnormal values.
-KOG_DEVICE u32 e4m3_pair(u32 q) {
-  if constexpr (kF16) return (q & 0x80008000u) | ((q >> 1) & 0x3f803f80u);
-  return (q & 0x80008000u) | ((q >> 4) & 0x07f007f0u);
+// Two codes of E4M3 of four, woven (schedule/narrow_packing.py), as 16-bit values: those that lie in place, and the
+// others, in two parts. They are off by what the exponents' biases differ; subnormal codes become subnormal values.
+KOG_DEVICE u32 e4m3_first(u32 q) { return q & (kF16 ? 0xbf80bf80u : 0x87f087f0u); }
+KOG_DEVICE u32 e4m3_second(u32 q) {
+  if constexpr (kF16) return and_or(q << 7, 0x3f803f80u, (q << 1) & 0x80008000u);
+  return and_or(q << 4, 0x80f080f0u, (q >> 4) & 0x07000700u);
 }
 
 // Whole numbers from 0 on in the mantissa of `kBase`, less `less`: exact, since all of them are small.
@@ -85,8 +86,8 @@ KOG_DEVICE Fragment unpack(const Fragment& codes, int step, u32 zero) {
         v.w[j + 1] = subtract_pair<kF16>(v.w[j + 1], zero);
       }
     } else {
-      v.w[j] = e4m3_pair(q);
-      v.w[j + 1] = e4m3_pair(q << 8);
+      v.w[j] = e4m3_first(q);
+      v.w[j + 1] = e4m3_second(q);
     }
   }
   return v;
