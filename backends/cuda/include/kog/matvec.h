@@ -151,8 +151,8 @@ constexpr int kKnownSlots =
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
-// registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
-constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
+// registers: beside more of x, or of what ranks sent, fewer are free. `kAllOrNone`: only if they are the whole run.
+constexpr int kAheadWords = kHeld <= 4 && kRanks <= 2 ? 64 : 36;
 constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // ring slots
 // Narrow ones take their scales along, and unpacking takes registers that those of 16 bits leave free. So few was
 // counted in spills (the compiler's), not timed.

@@ -95,7 +95,7 @@ struct BlockState {
 struct Fiber {
   void* stack_top = nullptr;
   BlockState* block;
-  int block_index, thread;
+  int rank, block_index, thread;
   bool heard_no = false;  // of a barrier (barrier_test), and has not waited for one since
   bool done = false;
 };
