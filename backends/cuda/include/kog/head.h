@@ -63,7 +63,7 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   } else {
     stage_x<LmHead>(b, walk.x, walk.gain);
   }
-  int first = kHeadByLane ? b.lane * LmHead::kRows : 0;
+  int first = first_id(b);
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;
