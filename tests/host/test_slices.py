@@ -194,8 +194,7 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
     assert beside + step <= max(GAP_S, GAP_STEPS * step)
     share.told(own, share.tokens())
     # the next slice is shorter by what this one was too long
-    late = own + beside + 0.1 * own
-    assert share.slice_s(1.0 + late) <= beside
+    assert share.slice_s(1.0 + own + beside + own) < beside - 0.1 * own
     share.told(1.0, 0)  # a launch that was called off
     share.alone()
     assert share.slice_s(9.0) == pytest.approx(beside)
