@@ -41,7 +41,7 @@ def test_no_loop_that_streams_or_waits_spills(name):
     [
         ("llama-3.2-1b", 2, 0),
         *(pytest.param(n, r, most, marks=pytest.mark.slow)
-          for n in ("llama-3.2-1b", "qwen3-8b") for r, most in ((2, 0), (4, LISTS_OF_FOUR), (8, 0))),
+          for n in ("llama-3.2-1b", "qwen3-8b", "laneformer-2b") for r, most in ((2, 0), (4, LISTS_OF_FOUR), (8, 0))),
     ],
 )  # fmt: skip
 def test_kernels_of_ranks_spill_no_more_and_ask_at_system_scope(name, ranks, in_polls):

@@ -13,12 +13,12 @@ from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType, Reduce
+from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import History, sample
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_ranks import RankThreadWalk, RankWalk
 from tests.lib.cuda_sampling import SETTINGS, resolved
-from tests.lib.lowering_cases import lanes
+from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import f16_spec, spec_of
 
 TWO = f16_spec(vocab_size=100)
@@ -38,8 +38,10 @@ MODELS = {  # spec, ranks, options of the walk, most that logits may be off
         {"split_least": 2},
         0.015,
     ),
-    "four ranks, FFN padded": (
-        f16_spec(num_heads=8, num_kv_heads=4, intermediate_size=90, mlp_bias=True, vocab_size=100),
+    "four ranks, two to a KV head, FFN padded": (
+        f16_spec(
+            num_heads=8, intermediate_size=90, mlp_bias=True, qkv_bias=True, qk_norm=True, vocab_size=100
+        ),
         4,
         {"num_blocks": 2},
         0.015,
@@ -63,6 +65,33 @@ def test_logits_are_the_references_on_as_many_ranks(name):
     expected = reference.forward_logits(tokens)
     assert expected.std() > 4
     assert np.sqrt(((ours - expected) ** 2).mean()) < limit
+
+
+@pytest.mark.parametrize(
+    ("head", "ranks", "num_blocks"),
+    [
+        (Head.SUM_THEN_NORM, 2, 4),
+        (Head.VOCAB_PARALLEL, 4, 2),
+        pytest.param(Head.MEAN, 2, 8, marks=pytest.mark.slow),
+        pytest.param(Head.CONCAT, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_lanes_are_the_same_function_on_any_number_of_ranks(head, ranks, num_blocks):
+    """Delayed tensor parallelism: modules that reduce late, at once and never, and lanes that are mixed for the head.
+    The reference knows of no ranks here."""
+    spec = mixed_lanes(head, lane_norms=head is Head.MEAN)
+    weights = RandomWeights(spec)
+    walk, tokens = RankWalk(spec, weights, ranks, num_blocks), tokens_of(spec, 5)
+    ours = walk.forward_logits(tokens)
+    expected = ReferenceBackend(weights, BackendOptions()).forward_logits(tokens)
+    assert expected.std() > 4
+    assert np.sqrt(((ours - expected) ** 2).mean()) < 0.02
+    for region in (
+        "mlp_out_delayed",
+        "attention_out_delayed",
+    ):  # of the last rank, which falls behind
+        walk.store_late(region, rounds=200, memory=walk.ranks[-1])
+        assert np.array_equal(ours, walk.forward_logits(tokens, seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +222,7 @@ def test_ranks_leave_when_one_leaves_behind_a_token(walk):
     ("spec", "ranks", "says"),
     [
         (f16_spec(vocab_size=101), 2, "vocab_size 101 does not divide over 2 GPUs"),
-        (TWO.replace(num_heads=8), 4, "2 KV heads on 4 GPUs"),
-        (lanes(2, dtype=DType.F16), 2, "runs lanes on one GPU"),
+        (mixed_lanes(Head.MEAN), 3, "4 lanes do not divide over 3 GPUs: choose one of 1, 2, 4"),
         (f16_spec(num_heads=6), 4, "6 heads with 2 KV heads do not divide over 4 GPUs"),
     ],
 )

@@ -68,6 +68,25 @@ def test_every_exchange_of_ranks_is_proved(ranks):
         check_kernel(kernel)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_late_sums_of_ranks_need_as_many_buffers_as_those_of_lanes(ranks):
+    spec = named_shape("laneformer-2b")
+    kernel = kernel_of(spec, "decode", ranks)
+    check_kernel(kernel, ends=ranks == 2)
+    for name in ("attention_out_delayed", "mlp_out_delayed"):
+        buffers = kernel.exchange(name).buffers
+        assert buffers == kernel_of(spec, "decode").exchange(name).buffers
+        with pytest.raises(ModelError, match=f"{name}: {buffers - 1} buffers rotate"):
+            check_kernel(change(kernel, name, buffers=buffers - 1))
+
+
+def test_a_mix_that_crosses_no_rank_is_proved_within_each():
+    """Each rank mixes for itself."""
+    kernel = kernel_of(MODELS["lanes, MEAN"], "decode", 2)
+    assert kernel.exchange("y").scope is Scope.RANK
+    check_kernel(kernel, ends=True)
+
+
 @pytest.mark.parametrize(
     ("which", "name"),
     [

@@ -77,13 +77,15 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> ex.Kernel:
         ]
     # fmt: on
     out += to_all
-    for name, words, rows in _splits(spec, lanes * schedule.shard_kv_heads, splits):
+    for name, words, rows in _splits(schedule.spread, lanes * schedule.shard_kv_heads, splits):
         out.append(ex.some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
     out += [*mixes, *_choice(lowering.num_blocks * schedule.num_ranks), CACHE]
     fences = (ex.Fence("down_proj", (last,)), ex.Fence("layer_end", (last,)))
     steps = ex.layer_steps(schedule, DECODE_STEPS)
-    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_delayed")
+    ranks = schedule.num_ranks
+    kernel = ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks)
+    return _with_buffers(kernel, "_delayed")
 
 
 def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kernel:
@@ -186,7 +188,7 @@ def _mix(
     joined = 0 if spec.head is Head.CONCAT else mixed
     part = ex.Reader("mix_lanes", ex.Of.SOME, ex.Who.FEW) if joined else ex.Reader("mix_gather")
     y, hint = (ex.Reader("mix_gather"),), (ex.Reader("mix_gather", ex.Of.SOME),)
-    joins, few = "mix_lanes" if joined else "", (ex.Who.FEW, Scope.ALL)
+    joins, few = "mix_lanes" if joined else "", (ex.Who.FEW, Scope.RANK)
     words = mixed if columns > 1 else joined
     out = [
         ex.Exchange("part", "mix", (part,), mixed, spec.num_lanes * columns, scope=Scope.ALL),

@@ -20,7 +20,7 @@ KOG_DEVICE void publish_stream(Block& b, Walk& walk) {
     int e = element(b, i / 4) + i % 4;
     float v = part_of(walk.x[i], walk.gain[i], [&] { return scale; });
     if (e < kHidden && e * kGroup / kHidden == b.group_index)
-      store_relaxed(part + e, pack_f32(v, phase_of(walk.heads)));
+      push(b, part + e, pack_f32(v, phase_of(walk.heads)));
   }
 }
 
