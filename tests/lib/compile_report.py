@@ -24,7 +24,9 @@ from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.triton import lower_tiles
 
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950")
+TARGETS = (
+    "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950",
+)  # fmt: skip
 # Triton's names of the pointers' types; HALVES have the model's own 16-bit type.
 FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits", "chunk")
 HALVES = ("kv", "half_weights", "half_embed", "half_chunk")
