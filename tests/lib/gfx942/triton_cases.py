@@ -27,12 +27,12 @@ TARGET = "gfx942"
 
 @dataclass(frozen=True)
 class Case:
-    """`small`: every tensor has less than 2 GiB, of which Triton makes other instructions for AMD."""
+    """`large`: the tensors of 2 GiB and more, of whose accesses Triton makes other instructions for AMD."""
 
     spec: ModelSpec
     num_blocks: int = 8
     max_context: int = CONTEXT
-    small: bool = True
+    large: tuple[str, ...] = ()
 
 
 CASES = {
@@ -42,7 +42,10 @@ CASES = {
         lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True)
     ),
 }
-FULL_SIZE = {"llama-3.2-1b": Case(named_shape("llama-3.2-1b"), 304, 4096, False)}
+FULL_SIZE = {
+    name: Case(named_shape(name), 304, 4096, ("weights", "half_weights"))
+    for name in ("llama-3.2-1b", "laneformer-2b", "qwen3-8b")
+}
 # What a kernel is made of, but for the case.
 FOLDERS = ("kog_triton/backends/triton", "kog_triton/schedule", "kog_triton/model")
 FILES = ("tests/lib/compile_report.py", "tests/lib/triton_cases.py", "tests/lib/ring_walker.py")
@@ -89,7 +92,7 @@ def compile_case(name: str, variant: str, file: str) -> None:
         dict.fromkeys(variant.split("+"), True) if variant else {},
     )
     kernel, num_warps = compile_kernel(
-        case.spec, TARGET, case.num_blocks, CONTEXT, **flags, small=True
+        case.spec, TARGET, case.num_blocks, case.max_context, **flags, large=case.large
     )
     facts = {"lds": kernel.metadata.shared, "num_warps": num_warps, "triton": version("triton")}
     Path(file).write_bytes(json.dumps(facts).encode() + b"\n" + kernel.asm["hsaco"])
