@@ -1,4 +1,4 @@
-"""Into which of a kernel's arguments each of its memory accesses points: a walk over its machine code, without running it.
+"""Into which of a kernel's arguments each of its memory accesses points, by a walk over its machine code.
 
 Every register holds the set of those arguments that are pointers and that its value may be made of. Arithmetic and
 choices give unions, comparisons and what comes from memory or LDS nothing; where paths meet, sets unite, and so they do
@@ -24,7 +24,7 @@ from tests.lib.gfx942.decode import (
     signed,
 )
 from tests.lib.gfx942.executor import PRELOAD_ENTRY
-from tests.lib.gfx942.lanes import COMBINES, EXEC, NOTHING, Blocks, Lanes, Mask, Untraced
+from tests.lib.gfx942.lanes import COMBINES, NOTHING, Blocks, Lanes, Mask, Untraced, join
 from tests.lib.gfx942.lanes import needed as needed_before
 
 CONSTANTS = range(128, VECTOR)  # operand codes of no register
@@ -65,7 +65,9 @@ class Moves(NamedTuple):
     """What an instruction makes of its operands, as registers: each of `written` of all of the values beside it."""
 
     written: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
-    address: tuple[tuple[int, int], tuple[int, ...]] | None = None  # of an access: both halves, offsets
+    address: tuple[tuple[int, int], tuple[int, ...]] | None = (
+        None  # of an access: both halves, offsets
+    )
     first_word: int = -1  # of the kernel's arguments, which it loads if they are at its address
 
 
@@ -81,17 +83,27 @@ class _Walk:
         self.moves = [_moves(inst, name) for _, name, inst in self.code]
         self.words = _words_of(code_object.kernels[kernel][".args"], names)
         d = code_object.descriptor(kernel)
-        state: State = {0: frozenset({"kernarg"}), 1: frozenset({"kernarg"})} if d.has_kernarg else {}
+        state: State = (
+            {0: frozenset({"kernarg"}), 1: frozenset({"kernarg"})} if d.has_kernarg else {}
+        )
         count, first = d.preloaded
-        held = {2 * d.has_kernarg + k: self.words[first + k] for k in range(count) if first + k in self.words}
+        held = {
+            2 * d.has_kernarg + k: self.words[first + k]
+            for k in range(count)
+            if first + k in self.words
+        }
         # Firmware that preloads arguments leaves out the first bytes, which load them.
         begin = d.entry - address
         begins = {self.index[begin]: state}
         if count:
             begins[self.index[begin + PRELOAD_ENTRY]] = state | held
         self.blocks = self._blocks(begins)
-        self.block_of = {i: first for first, (last, _) in self.blocks.items() for i in range(first, last)}
-        lanes = Lanes([_mask(inst, name) for _, name, inst in self.code], self.blocks, sorted(begins))
+        self.block_of = {
+            i: first for first, (last, _) in self.blocks.items() for i in range(first, last)
+        }
+        lanes = Lanes(
+            [_mask(inst, name) for _, name, inst in self.code], self.blocks, sorted(begins)
+        )
         self._follow(begins, lanes.rejoined)
 
     def _check_lanes(self) -> None:
@@ -99,9 +111,13 @@ class _Walk:
         held = {inst.vdst.offset for _, name, inst in self.code if name == "V_WRITELANE_B32"}
         for at, name, inst in self.code:
             single = name in ("V_READLANE_B32", "V_WRITELANE_B32")
-            register = inst.src0.offset if name == "V_READLANE_B32" else inst.vdst.offset if single else 0
+            register = (
+                inst.src0.offset if name == "V_READLANE_B32" else inst.vdst.offset if single else 0
+            )
             computed = single and register in held and inst.src1.offset not in CONSTANTS
-            if computed or (name != "V_WRITELANE_B32" and not held.isdisjoint(_written(inst, name))):
+            if computed or (
+                name != "V_WRITELANE_B32" and not held.isdisjoint(written_by(inst, name))
+            ):
                 raise Untraced(f"{name} at {at:#x} of a register that holds scalars in its lanes")
 
     def _blocks(self, begins: Iterable[int]) -> Blocks:
@@ -113,7 +129,9 @@ class _Walk:
             elif name.startswith(("S_BRANCH", "S_CBRANCH")):
                 to = self.index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
                 goes[i] = [to] if name == "S_BRANCH" else [to, i + 1]
-        leaders = sorted({0, *begins, *(i + 1 for i in goes), *(k for to in goes.values() for k in to)})
+        leaders = sorted(
+            {0, *begins, *(i + 1 for i in goes), *(k for to in goes.values() for k in to)}
+        )
         ends = [*leaders[1:], len(self.code)]
         return {
             first: (last, goes.get(last - 1, [last]))
@@ -126,14 +144,16 @@ class _Walk:
     def _follow(self, begins: dict[int, State], rejoined: dict[int, set[int]]) -> None:
         self.before: dict[int, State] = {}
         self.rejoined = rejoined
-        self.off: dict[int, State] = {i: {} for went in rejoined.values() for i in went}  # what lanes hold that are off
+        self.off: dict[int, State] = {
+            i: {} for went in rejoined.values() for i in went
+        }  # what lanes hold that are off
         back: dict[int, set[int]] = {i: set() for i in self.off}
         for i, went in rejoined.items():
             for k in went:
                 back[k].add(self.block_of[i])
         needed = self._needed()
         for i, state in begins.items():
-            _join(self.before.setdefault(i, {}), state)
+            join(self.before.setdefault(i, {}), state)
         waiting = set(begins)
         while waiting:
             first = min(waiting)
@@ -141,13 +161,15 @@ class _Walk:
             state = dict(self.before[first])
             last, following = self.blocks[first]
             for i in range(first, last):
-                if i in self.off and _join(self.off[i], {k: v for k, v in state.items() if k in self.off_needed[i]}):
+                if i in self.off and join(
+                    self.off[i], {k: v for k, v in state.items() if k in self.off_needed[i]}
+                ):
                     waiting |= back[i] & self.before.keys()
                 self._step(i, state)
             for i in following:
                 new = i not in self.before
                 known = {k: v for k, v in state.items() if k in needed[i]}
-                if _join(self.before.setdefault(i, {}), known) or new:
+                if join(self.before.setdefault(i, {}), known) or new:
                     waiting.add(i)
 
     def _needed(self) -> dict[int, set]:
@@ -184,7 +206,7 @@ class _Walk:
             else:
                 state.pop(code, None)
         for went in self.rejoined.get(i, ()):
-            _join(state, self.off[went])
+            join(state, self.off[went])
 
     def accesses(self) -> list[Access]:
         found = []
@@ -215,17 +237,6 @@ def _words_of(args: list[dict[str, Any]], names: Sequence[str]) -> dict[int, fro
     }
 
 
-def _join(into: State, other: State) -> bool:
-    """Whether `into` grew."""
-    grew = False
-    for key, value in other.items():
-        had = into.get(key, NOTHING)
-        if not value <= had:
-            into[key] = had | value
-            grew = True
-    return grew
-
-
 def _union(state: State, codes: Iterable[Any]) -> frozenset[str]:
     return NOTHING.union(*(state[code] for code in codes if code in state))
 
@@ -246,7 +257,9 @@ def _arguments(state: State, moves: Moves) -> frozenset[str]:
 
 def _span(inst: Any, field: str, name: str) -> list[int]:
     """The registers of an operand; of a constant its code alone."""
-    first = getattr(inst, field).offset
+    kind = type(inst).__name__
+    elsewhere = field == "src0" and ("DPP" in kind or "SDWA" in kind)
+    first = getattr(inst, "vsrc0" if elsewhere else field).offset
     if first in CONSTANTS:
         return [first]
     first += _shift(inst, field, name)
@@ -255,40 +268,45 @@ def _span(inst: Any, field: str, name: str) -> list[int]:
 
 def _shift(inst: Any, field: str, name: str) -> int:
     """From a field's code to the register's: accumulators stand above vector registers, some results are scalar."""
-    up, kind = ACCUMULATOR - VECTOR, type(inst).__name__
+    up = ACCUMULATOR - VECTOR
     if field == "vdst" and name in TO_SCALAR:
         return -VECTOR
     if name.startswith("V_MFMA"):
-        return up * bool(inst.acc_cd if field in ("vdst", "src2") else inst.acc >> int(field[3]) & 1)
+        accumulates = inst.acc_cd if field in ("vdst", "src2") else inst.acc >> int(field[3]) & 1
+        return up * bool(accumulates)
     if name.startswith("V_ACCVGPR"):
         return up * (name.endswith("MOV_B32") or (field == "vdst") == name.endswith("WRITE"))
     if field in ("vdst", "vdata"):
         return up * (name.startswith(("GLOBAL_", "BUFFER_", "DS_")) and inst.acc)
-    return -VECTOR * ("SDWA" in kind and field[-1] in "01" and getattr(inst, f"s{field[-1]}"))
+    scalar = "SDWA" in type(inst).__name__ and field[-1] in "01" and getattr(inst, f"s{field[-1]}")
+    return -VECTOR * scalar
 
 
-def _written(inst: Any, name: str) -> list[int]:
+def written_by(inst: Any, name: str) -> list[int]:
+    if "STORE" in name or ("ATOMIC" in name and not inst.sc0):
+        return []
     out = []
     for field in ("vdst", "sdst", "sdata", "vdata"):
-        stored = field == "vdata" and "LOAD" not in name
-        if field in inst.op_regs and not stored:
+        if field in inst.op_regs:
             out += _span(inst, field, name)
-    if name.startswith("V_CMP") or (name.startswith("V_") and "_CO_" in name):
-        if not any(code < VECTOR for code in out):
-            out += [VCC, VCC + 1]
+    gives_mask = name.startswith("V_CMP") or (name.startswith("V_") and "_CO_" in name)
+    if gives_mask and not any(code < VECTOR for code in out):
+        mask = inst.sdst.offset if "SDWA" in type(inst).__name__ and inst.sd else VCC
+        out += [mask, mask + 1]
     return out
 
 
-def _values(inst: Any, name: str) -> list[int]:
+def values_of(inst: Any, name: str) -> list[int]:
     """Registers that the result is made of: no masks, no carries."""
     out = []
     for field in SOURCES:
-        if field in inst.op_regs and not (field == "src2" and ("CNDMASK" in name or "_CO_" in name)):
+        carry = field == "src2" and ("CNDMASK" in name or "_CO_" in name)
+        if field in inst.op_regs and not carry:
             out += _span(inst, field, name)
     kind = type(inst).__name__
     keeps = "DPP" in kind or "SDWA" in kind or kind.startswith("SOPK") or name in ADDS_TO_ITS_RESULT
-    if keeps and name != "S_MOVK_I32":
-        out += _written(inst, name)
+    if (keeps and name != "S_MOVK_I32") or name.startswith(("S_CMOV", "S_BITSET")):
+        out += written_by(inst, name)
     return [code for code in out if code not in CONSTANTS]
 
 
@@ -307,27 +325,33 @@ def _address(inst: Any, name: str) -> tuple[tuple[int, int], tuple[int, ...]]:
 
 
 def _moves(inst: Any, name: str) -> Moves:
-    written = _written(inst, name)
+    written = written_by(inst, name)
     nothing = Moves(tuple((code, ()) for code in written))
     if _is_access(name):
         known = name.startswith("S_LOAD") and inst.imm and not inst.soffset_en
-        return nothing._replace(address=_address(inst, name), first_word=inst.offset // 4 if known else -1)
+        return nothing._replace(
+            address=_address(inst, name), first_word=inst.offset // 4 if known else -1
+        )
     if name.startswith(("DS_", "V_CMP", "V_MFMA")):
         return nothing
-    values = tuple(_values(inst, name))
+    values = tuple(values_of(inst, name))
     if name == "V_WRITELANE_B32":
         return Moves((((written[0], inst.src1.offset), (inst.src0.offset,)),))
     if name == "V_READLANE_B32":
         values = (inst.src0.offset, (inst.src0.offset, inst.src1.offset))
     if name in ("S_MOV_B64", "V_MOV_B64") and len(values) == 2:
         return Moves(tuple((code, (value,)) for code, value in zip(written, values, strict=True)))
-    masks = [code for code in written if code < VECTOR and name.startswith("V_") and name not in TO_SCALAR]
+    masks = [
+        code
+        for code in written
+        if code < VECTOR and name.startswith("V_") and name not in TO_SCALAR
+    ]
     return Moves(tuple((code, () if code in masks else values) for code in written))
 
 
 def _mask(inst: Any, name: str) -> Mask:
     """What the instruction does to masks (lanes.py)."""
-    written = _written(inst, name)
+    written = written_by(inst, name)
     scalars = tuple(code for code in written if code < VECTOR)
     if name == "V_WRITELANE_B32":
         return Mask("COPY", ((written[0], inst.src1.offset),), (inst.src0.offset,))
