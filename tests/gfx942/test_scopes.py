@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: Triton compiles for that", allow_module_level=True)
 
 from tests.lib.gfx942 import clang
-from tests.lib.gfx942.addresses import CONSTANTS, accesses, values_of, written_by
+from tests.lib.gfx942.addresses import CONSTANTS, SOURCES, accesses, values_of, written_by
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.decode import instructions, name_of
 from tests.lib.gfx942.executor import Memory
@@ -158,15 +158,16 @@ def test_what_the_walk_does_not_follow_is_refused_by_name(name):
 
 def test_operands_are_those_that_the_executor_decodes():
     """Of every instruction that moves values: what the walk takes them to be made of, and where it puts them."""
-    kernel, seen = decoded("laneformer", "rules"), set()
+    kernel, seen = decoded("llama", "chunks"), set()
     _, code = kernel.code_object.code(KERNEL)
     for record, (_, inst) in zip(kernel.records, instructions(code), strict=True):
         name = name_of(inst)
         if name.startswith(("S_", "V_")) and not name.startswith(
             ("S_LOAD", "V_CMP", "V_MFMA", "V_READLANE")
         ):
-            carry = "CNDMASK" in name or "_CO_" in name
-            read = {int(code) for code in record["src"][: 2 if carry else 3]} - {-1, *CONSTANTS}
+            carry = ("CNDMASK" in name or "_CO_" in name) and "src2" in inst.op_regs
+            count = sum(field in inst.op_regs for field in SOURCES) - carry
+            read = {int(code) for code in record["src"][:count]} - {-1, *CONSTANTS}
             assert read <= {*values_of(inst, name), EXEC}, (name, inst)
             written = {int(record["dst"])} - {-1}
             assert written <= {*written_by(inst, name)}, (name, inst)
