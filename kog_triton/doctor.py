@@ -51,6 +51,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "driver": driver(),
         "gpus": gpus(),
+        "unseen_gpu": unseen(),
         "backends": [asdict(candidate) for candidate in survey()],
         "demo": {"path": str(demo), "present": (demo / "config.json").is_file()},
         "optional": {
@@ -149,9 +150,14 @@ def system() -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, architecture and bytes of memory of each GPU that torch sees; none without torch."""
+    """Each GPU that torch sees, none without torch: name, architecture, bytes of memory, and which part of it is ours.
+
+    `share` is "" for all of it, and tells of a slice (MIG) or a share of its multiprocessors (MPS).
+    """
     try:
         import torch
+
+        from kog_triton.backends.device import gpu_of
     except ImportError:
         return []
     if not torch.cuda.is_available():
@@ -160,14 +166,26 @@ def gpus() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
         arch = getattr(seen, "gcnArchName", "") if torch.version.hip else ""
+        part = gpu_of(torch.device("cuda", index))
         rows.append(
             {
                 "name": seen.name,
                 "arch": arch or f"sm_{seen.major}{seen.minor}",
                 "memory_bytes": seen.total_memory,
+                "share": part.share if part else "",
             }
         )
     return rows
+
+
+def unseen() -> str | None:
+    """What this machine has that torch does not see, None if it sees all; it needs torch to say."""
+    try:
+        from kog_triton.backends.unseen_gpu import unseen_gpu
+    except ImportError:
+        return None
+    gpu = unseen_gpu()
+    return f"{gpu.name}: {gpu.advice}" if gpu else None
 
 
 def report(found: dict[str, Any]) -> str:
@@ -178,8 +196,11 @@ def report(found: dict[str, Any]) -> str:
     lines += ["", "GPUs"]
     lines += [
         f"  {i}  {g['name']}  {g['arch']}  {g['memory_bytes'] / 1e9:.0f} GB"
+        + (f"  {g['share']}" if g["share"] else "")
         for i, g in enumerate(found["gpus"])
     ] or [f"  none seen by torch {found['packages']['torch'] or '(not installed)'}"]
+    if found["unseen_gpu"]:
+        lines.append(f"  but there is: {found['unseen_gpu']}")
     lines.append(f"  driver: {found['driver'] or 'none'}")
     lines += ["", "backends"]
     for b in found["backends"]:

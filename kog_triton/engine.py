@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kog_triton.backends import Backend
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
@@ -178,9 +178,8 @@ class Engine:
             if mask is not None:
                 raise RequestError("a request has a mask or structured_outputs: leave out one")
             grammar = self._grammars.compile(*params.structured_outputs.constraint)
-        if params.seed is None:
-            params = replace(params, seed=draw_seed() if seed is None else seed)
-        params = params.resolve(self.backend.spec.vocab_size, self.eos_token_ids, self._encode)
+        vocab_size = self.backend.spec.vocab_size
+        params = params.resolve(vocab_size, self.eos_token_ids, self._encode, seed)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar)
 
@@ -406,8 +405,3 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
-
-
-def draw_seed() -> int:
-    """32 bits from the system: enough to differ, short enough to type again."""
-    return int.from_bytes(os.urandom(4))

@@ -50,6 +50,7 @@ class Generation:
         self._submitted = time.perf_counter()
         self._arrivals: list[float] = []
         self._device_ns: list[int] = []
+        self._whole: RequestOutput | None = None  # the output, once it is complete
 
     def __del__(self) -> None:
         self._claim.cancel()  # if it still runs, nobody will read what it says
@@ -139,6 +140,8 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """What there is so far, as a request of one sample."""
+        if self._whole is not None:
+            return self._whole
         prompt_ids = list(self.request.prompt)
         whole = len(self._prompt_logprobs) == len(prompt_ids)  # not if cancelled on the way
         asked = self.request.prompt_logprobs is not None
@@ -193,7 +196,7 @@ class Generation:
         output = None
         if self.finished:
             self.cancel()  # after a stop string the backend goes on
-            output = self.output()
+            output = self._whole = self.output()
             if self._tell_finished is not None:
                 self._tell_finished(output)
         return Delta(

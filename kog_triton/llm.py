@@ -32,7 +32,7 @@ from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.hub import TOKENIZER_FILES, model_folder
 from kog_triton.demo import checkpoint_path
-from kog_triton.engine import MAX_WAITING, Engine, Job, draw_seed
+from kog_triton.engine import MAX_WAITING, Engine, Job
 from kog_triton.errors import DeviceError, RequestError, wrong
 from kog_triton.generation import Generation
 from kog_triton.llm_arguments import (
@@ -49,7 +49,7 @@ from kog_triton.outputs import CompletionOutput, RequestOutput
 from kog_triton.progress import Progress
 from kog_triton.prompts import ChatPrompt, Prompt, list_of_prompts, read_prompt
 from kog_triton.request_queue import QueueFull
-from kog_triton.sampling.params import SamplingParams
+from kog_triton.sampling.params import SamplingParams, draw_seed
 from kog_triton.stage_check import check_new_gpu
 from kog_triton.text import Tokenizer
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
@@ -491,8 +491,9 @@ def _log_stats(output: RequestOutput) -> None:
 def _join(samples: list[Generation]) -> RequestOutput:
     """One output of the samples of one prompt."""
     first = samples[0].output()
-    completions = [sample.completion() for sample in samples]
-    return replace(first, outputs=completions)
+    if len(samples) == 1:
+        return first
+    return replace(first, outputs=[sample.completion() for sample in samples])
 
 
 def _with_tool_calls(completion: CompletionOutput, parser_name: str) -> CompletionOutput:

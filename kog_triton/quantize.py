@@ -19,14 +19,13 @@ from kog_triton.cli.command import end_process, interruptible, run
 from kog_triton.cli.stderr_log import say
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import pattern_of
-from kog_triton.model.weight_format import FORMATS, Code
+from kog_triton.model.weight_format import FORMATS, WRITTEN
 
 if TYPE_CHECKING:
     import torch
 
     from kog_triton.checkpoint.folder import Checkpoint
 
-CHOICES = [name for name, how in FORMATS.items() if how.code is not Code.E2M1]
 FORGET_BYTES = 256 << 20  # of the files read, after which their pages are given back
 COPIED = (
     "generation_config.json",
@@ -128,7 +127,7 @@ def _check(checkpoint: "Checkpoint", format_name: str) -> None:
         raise ModelError(f"{format_name} does not go with lanes: choose fp8-channel")
     for name in filter(_is_projection, checkpoint.names()):
         if reason := how.undivided(spec.shapes[pattern_of(name)][-1]):
-            raise ModelError(f"{name}: {reason}: choose another of {', '.join(CHOICES)}")
+            raise ModelError(f"{name}: {reason}: choose another of {', '.join(WRITTEN)}")
 
 
 def _is_projection(name: str) -> bool:
@@ -184,7 +183,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--model", required=True, help="folder, .gguf file or Hugging Face id")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
-    parser.add_argument("--format", required=True, choices=CHOICES, help=", ".join(CHOICES))
+    parser.add_argument("--format", required=True, choices=WRITTEN, help=", ".join(WRITTEN))
     return parser
 
 

@@ -180,9 +180,11 @@ def takes_vllm_names(cls: type[_Class]) -> type[_Class]:
 
     @wraps(initialize)
     def init(self: _Class, *args: Any, **given: Any) -> None:
-        others = {name: value for name, value in given.items() if name not in own.parameters}
-        check_others(cls.__name__, others, initialize)
-        initialize(self, *args, **{n: v for n, v in given.items() if n not in others})
+        unknown = [name for name in given if name not in own.parameters]
+        others = {name: given.pop(name) for name in unknown}
+        if others:
+            check_others(cls.__name__, others, initialize)
+        initialize(self, *args, **given)
 
     cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls

@@ -48,6 +48,7 @@ from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
+from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES, ModelSpec
@@ -84,6 +85,9 @@ class CudaBackend:
     @classmethod
     def availability(cls) -> Availability:
         if not torch.cuda.is_available() or torch.version.hip:
+            gpu = unseen_gpu()
+            if gpu is not None and gpu.arch in ARCHS:
+                return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
             return Availability(
                 False, "torch sees no NVIDIA GPU", "run on a machine with a Hopper GPU"
             )

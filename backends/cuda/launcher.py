@@ -134,7 +134,7 @@ def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
 
 def check_waits(memory: Memory, layout: Layout) -> None:
     """RunError that names the first wait of a launch that expired."""
-    flag, block, step, layer, word, seen, wanted, reported = memory.error.tolist()
+    flag, block, step, layer, word, seen, wanted, reported, _ = memory.error.tolist()
     if not flag:
         return
     what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"

@@ -42,7 +42,7 @@ from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
 Tensor = torch.Tensor
 Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-ERROR_WORDS = 8
+ERROR_WORDS = 9  # what expired, and whether another rank's wait has (include/kog/ranks.h)
 
 BY_SLOT = ("cache", "tokens", "request", "states", "outbox")
 
@@ -138,7 +138,9 @@ def plan_of(layout: Layout, num_slots: int) -> MemoryPlan:
     return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
 
 
-def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torch.device) -> Memory:
+def allocate(
+    layout: Layout, weights: WeightSource, num_slots: int, device: torch.device, rank: int = 0
+) -> Memory:
     lo = layout.lowering
     spec = lo.schedule.spec
     dtype = HALF[spec.dtype]
@@ -169,7 +171,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
 
     positions = layout.max_context + 1
     return Memory(
-        weights=pack_arena(lo, get, embed, 0, partial(load_narrow, weights, device)),
+        weights=pack_arena(lo, get, embed, rank, partial(load_narrow, weights, device)),
         embed=padded(embed),
         gains=padded(torch.stack(gains)),
         biases=_biases(lo, get, partial(load_narrow, weights, device), device),

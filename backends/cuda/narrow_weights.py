@@ -52,14 +52,24 @@ def narrow_matrices(
     def stacked(tensors: list[Tensor]) -> Tensor:
         return torch.cat([shard_matrix(lo.schedule, stage, t) for t in tensors], -2)
 
+    def stored(values: list[Tensor]) -> Tensor:
+        by_row = stacked([_by_row(p, v) for p, v in zip(parts, values, strict=True)]).contiguous()
+        return by_row.view(torch.uint8).unflatten(-1, (-1, by_row.element_size()))
+
     codes = stacked([part.codes for part in parts]).view(torch.uint8)
-    scales = stacked([scales_of_rows(part, raw=True) for part in parts]).contiguous()
-    scales = scales.view(torch.uint8).unflatten(-1, (-1, scales.element_size()))
-    return [NarrowMatrix(c, s) for c, s in zip(codes, scales, strict=True)]
+    scales = stored([part.scales for part in parts])
+    beside = [part.offsets for part in parts if part.offsets is not None]
+    if not beside:
+        return [NarrowMatrix(c, s) for c, s in zip(codes, scales, strict=True)]
+    return [NarrowMatrix(*shard) for shard in zip(codes, scales, stored(beside), strict=True)]
 
 
-def scales_of_rows(part: Narrow, raw: bool = False) -> Tensor:
-    """A row's scales, [lanes, rows, groups along K], as they are stored or as float32."""
-    scales = part.scales if raw else part.scale_values()
-    by_row: Tensor = scales_by_row(part.format.group_rows, scales, part.codes.shape[-2])
+def scales_of_rows(part: Narrow) -> Tensor:
+    """A row's scales, float32 [lanes, rows, groups along K]."""
+    return _by_row(part, part.scale_values())
+
+
+def _by_row(part: Narrow, groups: Tensor) -> Tensor:
+    """What a scale group has, a row: [lanes, rows, groups along K]."""
+    by_row: Tensor = scales_by_row(part.format.group_rows, groups, part.codes.shape[-2])
     return by_row if by_row.ndim == 3 else by_row[None]

@@ -53,7 +53,8 @@ def die_with_parent() -> None:
 def _nvrtc() -> Any:
     """cupy's NVRTC, or None where cupy is not installed."""
     try:
-        from cupy.cuda import nvrtc
+        # cupy.cuda has the name too, behind all of cupy and scipy: 0.4 to 1 s of every start
+        from cupy_backends.cuda.libs import nvrtc
     except ImportError:
         return None
     return nvrtc

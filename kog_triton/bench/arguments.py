@@ -11,9 +11,8 @@ from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
 from kog_triton.errors import RequestError
-from kog_triton.model.weight_format import FORMATS, Code
+from kog_triton.model.weight_format import FORMATS
 
-MADE = tuple(name for name, how in FORMATS.items() if how.code is not Code.E2M1)
 DEPTH, MAX_TOKENS, PROMPT_TOKENS = 32, 128, 512
 REQUESTS = (1, 2, 4, 8)
 
@@ -205,8 +204,8 @@ def _common() -> Parser:
     out.add_argument(
         "--weights",
         metavar="FORMAT",
-        choices=MADE,
-        help=f"with --shape, what the layers' matrices are rounded to: {', '.join(MADE)}",
+        choices=FORMATS,
+        help=f"with --shape, what the layers' matrices are rounded to: {', '.join(FORMATS)}",
     )
     out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
     out.add_argument("--gpus", type=positive, default=1, metavar="N")

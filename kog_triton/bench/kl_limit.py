@@ -25,6 +25,7 @@ LEAST = 0.02  # nats: a limit near zero would be of a model that rounding hardly
 LANES = 0.005
 # Of narrow weights, whose kernel rounds no weight: times as much as the kernel of 16-bit weights may be off.
 UNPACKED = 1.1
+LARGE, MOST_OF_LARGE = 7e9, 1e-3  # parameters, and nats whatever 16 bits make of so many
 # A peer only shows that it runs the same model: its own rounding is its own affair. transformers differ by up to 0.1.
 PEER = 0.25
 
@@ -76,6 +77,8 @@ def unpacked_kl_limit(
     finally:
         engine.close()
     reason = f"{UNPACKED:g} x its own {kl:.1e} on the unpacked weights"
+    if weights.spec.num_parameters >= LARGE and UNPACKED * kl > MOST_OF_LARGE:
+        return KlLimit(MOST_OF_LARGE, f"of 7 billion parameters and more, less than {reason}")
     return KlLimit(UNPACKED * kl, reason)
 
 

@@ -4,9 +4,10 @@ What cannot be found is null, never guessed. `source` is a digest of the package
 files, so that a run names its code also where there is no git; `changed` are those of them that are not as
 the commit has them, so that a record of an exact commit says so whatever else lies in the folder.
 
-Clocks and counters are asked of nvidia-smi, which comes with the driver, and not of NVML by nvidia-ml-py (13.615): what
-holds a GPU back is a field there whose unit neither the package nor its names tell. nvidia-smi names microseconds, and
-kept records were read with it on an H200. Nobody asks while something is timed, so that a process costs nothing.
+Clocks and counters are asked of nvidia-smi, which comes with the driver, and not of NVML by nvidia-ml-py (13.615), one
+dependency more: what holds a GPU back is a field there whose unit neither the package nor its names tell, and whose
+number is not the same in all releases (slowdown by heat: 251, now 269). nvidia-smi names microseconds, and kept records
+were read with it on an H200. Nobody asks while something is timed, so that a process costs nothing.
 """
 
 import hashlib

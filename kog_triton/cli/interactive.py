@@ -15,6 +15,7 @@ from typing import Any
 
 from kog_triton.cli.activity import activity
 from kog_triton.cli.history import kept_lines
+from kog_triton.cli.panics import panics_unsaid
 from kog_triton.cli.stats import stats, summary
 from kog_triton.cli.stderr_log import STDERR_LOG, say
 from kog_triton.errors import RequestError, printable
@@ -156,10 +157,12 @@ class Talk:
             raise RequestError(f"no command {name}: /help lists them")
 
     def _answer(self, text: str) -> None:
-        prompt: Any = text
-        if self._chats:
-            asked = [*self._messages, {"role": "user", "content": text}]
-            prompt, asked = self._fitting(asked)
+        asked = [*self._messages, {"role": "user", "content": text}]
+        with panics_unsaid():
+            if self._chats:
+                prompt, asked = self._fitting(asked)
+            else:
+                prompt = self._llm.tokenizer.encode(text, most=self._llm.engine.max_context)
         output = show(self._llm.stream(prompt, self._params), end="\n", quiet=self._quiet)
         if self._chats:
             self._messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]

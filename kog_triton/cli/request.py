@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.checkpoint.hub import gguf_file, model_folder
+from kog_triton.cli.panics import panics_unsaid
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import ModelError, RequestError, shown
 from kog_triton.json_file import read_json
@@ -138,12 +139,13 @@ def check_request(
         return tokenizer
     assert text is not None, "a prompt was given"
     most = args.max_model_len or context
-    if args.chat:
-        arguments = how.get("chat_template_kwargs", {})
-        given = arguments | {"tools": how.get("tools"), "chat_template": template}
-        ids = tokenizer.encode_chat(messages_of(args, text), most, **given)
-    else:
-        ids = tokenizer.encode(text, most=most)
+    with panics_unsaid():
+        if args.chat:
+            arguments = how.get("chat_template_kwargs", {})
+            given = arguments | {"tools": how.get("tools"), "chat_template": template}
+            ids = tokenizer.encode_chat(messages_of(args, text), most, **given)
+        else:
+            ids = tokenizer.encode(text, most=most)
     if not ids:
         raise RequestError("the prompt is empty: give at least one token")
     if most is not None and len(ids) >= most:

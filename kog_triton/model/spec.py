@@ -14,6 +14,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import WeightFormat
@@ -219,7 +220,7 @@ class ModelSpec:
             for name, shape in self.shapes.items()
         )
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Weight bytes that one decode step must read: every matrix once, one row of the embedding."""
         skipped = 0 if self.tied_embeddings else (self.vocab_size - 1) * self.hidden_size

@@ -97,7 +97,7 @@ class WeightFormat:
         return -(-bits // 8)
 
 
-# Those that have a name on a command line: `kog quantize --format`, `kog plan --format`.
+# Those that have a name on a command line: `kog plan --format`, `kog bench --weights`.
 FORMATS = {
     "fp8-block": WeightFormat(Code.E4M3, 128, 128, Scale.F32),
     "fp8-channel": WeightFormat(Code.E4M3, 1, 0, Scale.F32),
@@ -106,4 +106,10 @@ FORMATS = {
     "int4-g64": WeightFormat(Code.UINT4, 1, 64, Scale.BF16),
     "int4-g128": WeightFormat(Code.UINT4, 1, 128, Scale.BF16),
     "mxfp4": WeightFormat(Code.E2M1, 1, 32, Scale.E8M0),
+    "int4-g128-zp": WeightFormat(Code.UINT4, 1, 128, Scale.F16, Offset.ZERO_POINT),  # as AWQ has it
+    "q8_0": WeightFormat(Code.INT8, 1, 32, Scale.F16),  # GGUF's
+    "q4_0": WeightFormat(Code.UINT4, 1, 32, Scale.F16),
+    "q4_1": WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.MINIMUM),
 }
+# Those that `kog quantize` writes: checkpoints of compressed-tensors, without offsets.
+WRITTEN = ("fp8-block", "fp8-channel", "int8-channel", "int4-g32", "int4-g64", "int4-g128")

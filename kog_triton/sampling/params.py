@@ -212,8 +212,9 @@ class SamplingParams:
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
         encode: Callable[[str], Sequence[int]] | None = None,
+        seed: int | None = None,
     ) -> "SamplingParams":
-        """These parameters for one request to one model.
+        """These parameters for one request to one model, with `seed` or one drawn from the system if they have none.
 
         `encode` turns text into ids without special tokens; only bad_words need it. RequestError if
         an id is outside the vocabulary or a bad word cannot be told in the model's tokens.
@@ -225,7 +226,10 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 _integer(name, token, 0, vocab_size - 1)
-        seed = int.from_bytes(os.urandom(8), "little") if self.seed is None else self.seed
+        if self.seed is not None:
+            seed = self.seed
+        elif seed is None:
+            seed = draw_seed()
         # some checkpoints name end tokens beyond their vocabulary, which no step can choose
         eos = {token for token in eos_token_ids if token < vocab_size}
         return replace(
@@ -234,6 +238,11 @@ class SamplingParams:
             end_token_ids=tuple(sorted(eos | set(self.stop_token_ids or ()))),
             bad_words_token_ids=_bad_words(self.bad_words or (), encode, vocab_size),
         )
+
+
+def draw_seed() -> int:
+    """32 bits from the system: enough to differ, short enough to type again."""
+    return int.from_bytes(os.urandom(4))
 
 
 def _bad_words(

@@ -7,6 +7,8 @@ shared memory suffices and all blocks are resident
 What blocks exchange depends on the kernel: exchanges.py proves it.
 """
 
+import numpy as np
+
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import PADDING, Partition
@@ -47,14 +49,15 @@ def check_partition(partition: Partition) -> None:
             )
         for layer in range(segment.repeat):
             for rank in range(schedule.num_ranks):
-                owned: list[int] = []
+                owned = []
                 for block in range(partition.group_size(stage)):
-                    units = partition.block_units(stage, layer, block, rank)
-                    if any(partition.owner(stage, layer, u, rank) != block for u in units):
+                    units = np.asarray(partition.block_units(stage, layer, block, rank))
+                    if np.any(partition.owner(stage, layer, units, rank) != block):
                         raise ModelError(f"{stage.name}: owner and block {block} disagree")
-                    rows = partition.block_rows(stage, layer, block, rank)
-                    owned += [int(r) for r in rows if r != PADDING]
-                if sorted(owned) != list(range(partition.num_rows(stage, rank))):
+                    owned.append(partition.block_rows(stage, layer, block, rank))
+                rows = np.sort(np.concatenate(owned))
+                rows = rows[rows != PADDING]
+                if not np.array_equal(rows, np.arange(partition.num_rows(stage, rank))):
                     raise ModelError(
                         f"{stage.name}: rows without exactly one owner in layer {layer}"
                     )

@@ -86,11 +86,11 @@ class CudaLowering(Partition):
         most = max(self.fragment_bytes(stage) for stage in matrix_stages(self.schedule))
         return -(-self.fragments * most // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
-    @property
+    @cached_property
     def ring_slots(self) -> int:
         return (self.gpu.shared_bytes - self.fixed_shared_bytes) // (self.ring_slot_bytes + 16)
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether a layer of the block that reads most is more than two rings: then the stream sets the pace,
         else the exchanges do."""
@@ -101,16 +101,16 @@ class CudaLowering(Partition):
         )
         return most > 2 * self.ring_slots
 
-    @property
+    @cached_property
     def window_slots(self) -> int:
         wanted = self.slots_in_flight(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
         return min(wanted, max(self.least_window, self.ring_slots // 2))
 
-    @property
+    @cached_property
     def calm_slots(self) -> int:
         return self.slots_in_flight(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
 
-    @property
+    @cached_property
     def least_window(self) -> int:
         """Ring slots in flight of which a ring must hold two times as many: those of an H200 at most."""
         size = STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES
@@ -129,7 +129,7 @@ class CudaLowering(Partition):
         """As many as reach what `size` bytes are on an H200."""
         return max(1, math.ceil(size * self.pace / self.ring_slot_bytes))
 
-    @property
+    @cached_property
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring: partial sums twice, activations of the widest stage, words."""
         partials = 2 * PARTIAL_ROWS * WARPS * 4

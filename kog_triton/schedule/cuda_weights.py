@@ -8,8 +8,9 @@ both:
 
 A fragment's codes are `pack` steps of the tensor core along K. Steps that share a scale are a *granule*; a warp's
 scales of a fragment are [scale_rows][granules]: one a row, or one for the even and one for the odd rows where whole
-fragments share theirs (gate and up are woven row by row, and each has scales of its own). Scales that do not differ
-along K (a channel's, a tensor's) are no part of the stream: they multiply a row's sum in the end (`row_scales`).
+fragments share theirs (gate and up are woven row by row, and each has scales of its own); zero points and minimums lie
+behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
+they multiply a row's sum in the end (`row_scales`).
 
 Scales are stored as the checkpoint has them. What a code becomes in 16 bits is off by a power of two, `unit`, which
 the sums make good.
@@ -25,7 +26,6 @@ from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
-CODES = (Code.E4M3, Code.INT8, Code.UINT4)  # that the kernel unpacks
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class StreamWeights:
         """What a code stands for, over what it becomes in 16 bits of `dtype`."""
         if self.format is None:
             return 1.0
-        exponents = {Code.E4M3: {DType.BF16: 120, DType.F16: 8}}
+        exponents = {
+            Code.E4M3: {DType.BF16: 120, DType.F16: 8},
+            Code.E2M1: {DType.BF16: 126, DType.F16: 14},
+        }
         return 2.0 ** exponents.get(self.format.code, {}).get(dtype, 0)
 
     def why_not(self) -> str:
@@ -131,10 +134,10 @@ def _called(how: WeightFormat | None) -> str:
 def unreadable(schedule: Schedule) -> str:
     """Why the CUDA kernel does not read a model's narrow weights, "" if it does."""
     unknown = {
-        how.name: None for _, how in schedule.spec.narrow if how.code not in CODES or how.offset
+        how.name: None for _, how in schedule.spec.narrow if how.offset and not how.group_cols
     }
     if unknown:
-        return f"it does not read {', '.join(unknown)} weights yet"
+        return f"it does not read {', '.join(unknown)} weights with zero points or minimums"
     if schedule.spec.narrow and schedule.num_ranks > 1:
         return "narrow weights run on one GPU"
     try:

@@ -10,7 +10,8 @@ argument for all of them (docs/SYNC.md says what it rests on):
              and that the owner of the last use has written it, as does whoever waits for a phase
     wait     every word that a step waits for was written earlier in the walk: no wait is circular
 
-Blocks are followed through the walk, PLACES a lane in two lanes: more of either pass on more knowledge, not less.
+Blocks are followed through the walk, PLACES a lane in two lanes, or in two ranks of as many: more of each pass on more
+knowledge, not less.
 """
 
 import itertools
@@ -116,6 +117,7 @@ class Kernel:
     layer: tuple[str, ...]
     ends: tuple[tuple[str, ...], ...]
     fences: tuple[Fence, ...] = ()
+    ranks: int = 1  # that hold as many lanes each
 
     def exchange(self, name: str) -> Exchange:
         return next(e for e in self.exchanges if e.name == name)
@@ -222,8 +224,9 @@ def _fit(apart: frozenset[int], buffers: int) -> bool:
 def distances(kernel: Kernel, ends: bool = False) -> dict[str, frozenset[int]]:
     """Of each exchange by name: how many uses apart two may be that must not share a buffer."""
     used = (replace(e, words=1, rows=1, buffers=1) for e in kernel.exchanges if e.is_used)
-    lanes = min(2, kernel.lanes)
-    return _distances(replace(kernel, lanes=lanes, exchanges=tuple(used)), ends)
+    ranks = min(2, kernel.ranks)
+    lanes = ranks * min(2, kernel.lanes // kernel.ranks) if ranks > 1 else min(2, kernel.lanes)
+    return _distances(replace(kernel, lanes=lanes, ranks=ranks, exchanges=tuple(used)), ends)
 
 
 @lru_cache(maxsize=64)
@@ -263,7 +266,12 @@ class _Run:
         self.blocks = np.arange(kernel.lanes * PLACES)
         self.place, lane = self.blocks % PLACES, self.blocks // PLACES
         everywhere = np.ones((len(self.blocks), len(self.blocks)), bool)
-        self.near = {Scope.SHARD: lane[:, None] == lane, Scope.ALL: everywhere}
+        rank = lane // (kernel.lanes // kernel.ranks)
+        self.near = {
+            Scope.SHARD: lane[:, None] == lane,
+            Scope.RANK: rank[:, None] == rank,
+            Scope.ALL: everywhere,
+        }
         self.taking = {
             Who.EACH: self.place >= 0,
             Who.SOME: self.place >= 0,

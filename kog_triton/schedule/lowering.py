@@ -8,12 +8,15 @@ the blocks that take one more rotate from layer to layer, and none is always the
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 
 PADDING = -1  # a row that exists only to fill a unit
+Units = TypeVar("Units", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Partition:
         group_index = (block - layer - self.tilings[stage.name].shift) % size
         return range(group_index * units // size, (group_index + 1) * units // size)
 
-    def owner(self, stage: Stage, layer: int, unit: int, rank: int = 0) -> int:
-        """The group index of the block that computes a unit."""
+    def owner(self, stage: Stage, layer: int, unit: Units, rank: int = 0) -> Units:
+        """The group index of the block that computes a unit, or each of an array of units."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
         group_index = ((unit + 1) * size - 1) // units
         return (group_index + layer + self.tilings[stage.name].shift) % size
@@ -87,11 +90,16 @@ class Partition:
 
 
 def row_order(stage: Stage, num_rows: int) -> np.ndarray:
-    """The order in which a stage's rows are dealt out: gate and up of one output side by side."""
+    """The order in which a stage's rows are dealt out: gate and up of one output side by side. Not to be written to."""
+    return _row_order(stage.epilogue is Epilogue.SILU_MUL, num_rows)
+
+
+@lru_cache  # asked for by every block of every layer
+def _row_order(pairs: bool, num_rows: int) -> np.ndarray:
     rows = np.arange(num_rows)
-    if stage.epilogue is Epilogue.SILU_MUL:
-        return rows.reshape(2, -1).T.reshape(-1)
-    return rows
+    order = rows.reshape(2, -1).T.reshape(-1) if pairs else rows
+    order.flags.writeable = False
+    return order
 
 
 def matrix_stages(schedule: Schedule) -> list[Stage]:

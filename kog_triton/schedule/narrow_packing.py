@@ -6,6 +6,8 @@ that a shift and a mask make such words of all of a stored word at once:
 
     8 bits   bytes 1 and 3 become one target word, bytes 0 and 2 the next
     4 bits   nibbles 0 and 4 become one, 1 and 5 the next, 2 and 6, 3 and 7
+    e2m1     each half of a word is s0 s3 m3.2 s1 m3.1 m3.0 s2 m0 m1 m2 of its four codes' signs and magnitudes, three
+             bits each: a mask and a shift reach a sign and its magnitude at once
 
 Bits are only moved, and arrays may be numpy's or torch's: packing runs where the weights are.
 """
@@ -32,10 +34,12 @@ class NarrowMatrix:
 
     codes    uint8 [rows, cols]
     scales   uint8 [rows, groups along K, bytes], their bits as they are stored; empty where a row has one
+    offsets  of the same kind: zero points or minimums; None without
     """
 
     codes: Any
     scales: Any
+    offsets: Any = None
 
 
 def pack_narrow(
@@ -65,18 +69,25 @@ def pack_narrow(
     flat[index_like(w.codes, real), : stage.cols] = w.codes[taken]
     wide = weights.frag_k * weights.pack
     codes = by_fragment(flat, wide)[..., index_like(w.codes, stored_order(weights))]
-    if weights.pack == 4:
+    if weights.format.code is Code.E2M1:
+        codes = _woven(codes)
+    elif weights.pack == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     stored = [codes.reshape(count, units * each, WARPS * weights.warp_bytes)]
     if weights.scaled:
-        scales = new_like(w.scales, (rows.size, padded // weights.granule, weights.scale_bytes))
+        beside = [w.scales] if w.offsets is None else [w.scales, w.offsets]
         inside, of = group_of_granule(weights, stage.cols)
-        columns = w.scales[taken][:, index_like(w.scales, of)]
-        scales[index_like(w.scales, real)[:, None], index_like(w.scales, inside)] = columns
-        scales = by_fragment(scales, weights.granules)
-        if weights.scale_rows < MMA_ROWS:
-            scales = scales[..., : weights.scale_rows, :, :]
-        stored.append(scales.reshape(count, units * each, WARPS * weights.record_bytes))
+        record = new_like(w.scales, (count, units * each, WARPS, weights.record_bytes))
+        at = 0
+        for values in beside:
+            spread = new_like(values, (rows.size, padded // weights.granule, values.shape[-1]))
+            columns = values[taken][:, index_like(values, of)]
+            spread[index_like(values, real)[:, None], index_like(values, inside)] = columns
+            some = by_fragment(spread, weights.granules)[..., : weights.scale_rows, :, :]
+            size = weights.scale_rows * weights.granules * values.shape[-1]
+            record[..., at : at + size] = some.reshape(count, units * each, WARPS, size)
+            at += size
+        stored.append(record.reshape(count, units * each, WARPS * weights.record_bytes))
     slots = -(-units * each // lowering.fragments)
     out = new_like(w.codes, (count, slots * lowering.fragments, lowering.fragment_bytes(stage)))
     at = 0
@@ -84,6 +95,17 @@ def pack_narrow(
         out[:, : units * each, at : at + part.shape[-1]] = part
         at += part.shape[-1]
     return out.reshape(count, slots, lowering.fragments * out.shape[2])
+
+
+def _woven(codes: Any) -> Any:
+    """Codes of E2M1 [..., 4 n] as bytes [..., 2 n], the low one of each half of a word first."""
+    sign, m = [codes[..., i::4] >> 3 for i in range(4)], [codes[..., i::4] & 7 for i in range(4)]
+    low = (m[0] & 3) << 6 | m[1] << 3 | m[2]
+    high = sign[0] << 7 | sign[3] << 6 | m[3] >> 2 << 5 | sign[1] << 4
+    high = high | (m[3] & 3) << 2 | sign[2] << 1 | m[0] >> 2
+    both = new_like(codes, (*low.shape[:-1], 2 * low.shape[-1]))
+    both[..., 0::2], both[..., 1::2] = low, high
+    return both
 
 
 def stored_order(weights: StreamWeights) -> np.ndarray:

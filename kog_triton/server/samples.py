@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kog_triton.engine import draw_seed
 from kog_triton.errors import RunError
 from kog_triton.generation import Generation
 from kog_triton.outputs import Delta
-from kog_triton.sampling.params import SamplingParams
+from kog_triton.sampling.params import SamplingParams, draw_seed
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing

@@ -4,8 +4,12 @@ import re
 
 import pytest
 
+from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.weight_format import FORMATS
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import (
     SHAPES,
@@ -21,12 +25,31 @@ from tests.lib.ring_walker import spec_of
 from tests.lib.sass_hazards import Instruction, instructions
 
 MOST_SPILLS = 48  # loads and stores, once a token's included
+LISTS_OF_FOUR = (
+    21  # of the poll for the log-probabilities' lists of four ranks' blocks, by one block of all
+)
 
 
 @pytest.mark.parametrize("name", one_always([*SHAPES, "qwen2.5-0.5b", "odd"]))
 def test_no_loop_that_streams_or_waits_spills(name):
     spec = spec_of(hidden_size=54, num_heads=4, head_dim=8) if name == "odd" else named_shape(name)
     assert_no_loop_spills(machine_code(layout_of(spec, max_context=1024)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "in_polls"),
+    [
+        ("llama-3.2-1b", 2, 0),
+        *(pytest.param(n, r, most, marks=pytest.mark.slow)
+          for n in ("llama-3.2-1b", "qwen3-8b", "laneformer-2b") for r, most in ((2, 0), (4, LISTS_OF_FOUR), (8, 0))),
+    ],
+)  # fmt: skip
+def test_kernels_of_ranks_spill_no_more_and_ask_at_system_scope(name, ranks, in_polls):
+    lowering = lower(build(named_shape(name), ranks), GPUS["h200"])
+    code = machine_code(lay_out(lowering, 1024))
+    assert_no_loop_spills(code, in_polls=in_polls)
+    words = [what for _, what in code if re.search(r"\b(LDG|STG)\S*STRONG", what)]
+    assert len(words) > 100 and all("STRONG.SYS" in what for what in words)
 
 
 def used_too_early(code):

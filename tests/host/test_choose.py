@@ -1,4 +1,4 @@
-"""Which backend "auto" takes: torch, compiler and Triton are faked; the classes and what they say are the real ones."""
+"""Which backend "auto" takes: torch, driver, compiler, Triton are faked; the classes and what they say are real."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kog_triton import doctor
+from kog_triton.backends import unseen_gpu
 from kog_triton.backends.choose import choose, look_at, ranked
 from kog_triton.backends.cuda import backend as cuda
 from kog_triton.errors import DeviceError, RequestError
+from kog_triton.schedule.topology import Seen
 from tests.lib.fake_backend import install
 
 # name, capability or AMD's architecture, what "auto" takes
@@ -29,10 +32,24 @@ GPUS = {
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Lets torch see one of GPUS, or none; a compiler and Triton are there unless they are named as missing."""
+def machine(monkeypatch, tmp_path):
+    """Lets torch see one of GPUS, or none; a compiler and Triton are there unless they are named as missing.
 
-    def be(name="", compiler=True, triton=True):
+    `driver` is what the driver gives, as (name, architecture), and `build` the CUDA or ROCm of torch's build.
+    """
+    for variable in {name for names in unseen_gpu.HIDING.values() for name in names}:
+        monkeypatch.delenv(variable, raising=False)
+
+    def be(name="", compiler=True, triton=True, driver=None, build=None):
+        def read_gpu():
+            if driver is None:
+                raise DeviceError("no CUDA driver")
+            return Seen(driver[0], "nvidia", driver[1], 132, 227 << 10, 141 * 10**9)
+
+        monkeypatch.setattr(unseen_gpu, "read_gpu", read_gpu)
+        monkeypatch.setattr(unseen_gpu, "NVIDIA_DEVICE", tmp_path / "nvidia0")
+        monkeypatch.setattr(unseen_gpu, "AMD_NODES", tmp_path / "nodes")
+        monkeypatch.setattr(torch.version, "cuda", build)
         arch = GPUS[name][0] if name else ()
         amd = isinstance(arch, str)
         monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
@@ -86,6 +103,76 @@ def test_a_usable_gpu_that_lacks_software_is_said_and_never_a_slow_cpu_unasked(m
     assert "kog-triton[{}]".format("rocm" if "AMD" in name else "cuda") in words
     assert words.endswith("or choose --backend reference, which is slow")
     assert choose("auto", "cpu").name == choose("reference").name == "reference"
+
+
+H200 = ("NVIDIA H200", "sm_90a")
+REFUSED = (
+    "the GPU of this machine is not used: torch {} does not see the {} of this machine: {}; "
+    "or choose --backend reference, which is slow"
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "build", "advice"),
+    [
+        (H200, None, "it is built without CUDA: install torch's CUDA build"),
+        (("NVIDIA L40S", "sm_89"), None, "it is built without CUDA: install torch's CUDA build"),
+        (H200, "13.0", "it is built for CUDA 13.0: install a driver for that, or another build"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_said_and_never_a_slow_cpu_unasked(
+    machine, driver, build, advice
+):
+    machine(driver=driver, build=build)
+    advice = f"{advice} of torch" if build else advice
+    said = REFUSED.format(torch.__version__, driver[0], f"{advice} ({unseen_gpu.WHERE})")
+    for device in ("", "nvidia"):
+        with pytest.raises(DeviceError) as told:
+            choose("auto", device)
+        assert str(told.value) == said
+    assert choose("auto", "cpu").name == choose("reference").name == "reference"
+    assert doctor.unseen() == f"{driver[0]}: {advice} ({unseen_gpu.WHERE})"
+    for name in ["triton", *(["cuda"] if driver == H200 else [])]:
+        with pytest.raises(DeviceError, match=r"cannot run here: torch .* does not see the NVIDIA"):
+            choose(name)
+
+
+@pytest.mark.parametrize(("version", "arch"), [(90402, "gfx942"), (90010, "gfx90a")])
+def test_an_amd_gpu_that_torch_does_not_see_is_said(machine, monkeypatch, tmp_path, version, arch):
+    machine(build="13.0")  # the usual torch
+    for node, found in enumerate((0, version)):  # the first is a CPU
+        place = tmp_path / "nodes" / str(node)
+        place.mkdir(parents=True)
+        (place / "properties").write_text(f"simd_count 4\ngfx_target_version {found}\n")
+    advice = f"it is built without ROCm: install torch's ROCm build ({unseen_gpu.WHERE})"
+    with pytest.raises(DeviceError) as told:
+        choose("auto")
+    assert str(told.value) == REFUSED.format(torch.__version__, f"AMD GPU {arch}", advice)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
+    assert choose("auto").name == "reference"
+
+
+def test_a_gpu_whose_driver_does_not_answer_is_said(machine, tmp_path):
+    machine(build="13.0")
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(DeviceError, match="nor does the driver's libcuda: ask nvidia-smi what is"):
+        choose("auto")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", None])
+@pytest.mark.parametrize("driver", [("Tesla T4", "sm_75"), H200, None])
+def test_a_gpu_that_is_hidden_or_that_no_backend_takes_is_no_error(
+    machine, monkeypatch, tmp_path, driver, hidden
+):
+    machine(driver=driver)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        (tmp_path / "nvidia0").touch()
+    elif driver == H200:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and torch sees it
+        assert unseen_gpu.unseen_gpu() is None
+        return
+    assert choose("auto").name == "reference"
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,60 @@ def test_on_a_terminal_the_lines_of_a_log_wait_for_the_end_of_the_text(plugins, 
     at = lines.index("one line")
     assert lines[at + 1 : at + 3] == ["compiled columns.cu in 5.1 s", "no kernel of chunks"]
     assert "tokens/s" in lines[at + 3]
+
+
+def panicking(folder):
+    """A fake checkpoint whose pattern takes a text of many x apart for ever, until the library panics."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_panic_of_the_tokenizer_is_one_line(plugins, tmp_path, talk):
+    """Not the Rust library's own lines before ours; what others write to stderr meanwhile is not lost."""
+    model = panicking(make_checkpoint(tmp_path))
+    say = ["--interactive", "--raw", "--quiet"] if talk else ["-p", "x" * 400]
+    process = start(
+        plugins, "-m", "kog_triton", "generate", "--model", model, "--backend", "fake", *say,
+        stdin=subprocess.PIPE,
+    )  # fmt: skip
+    out, err = process.communicate(b"x" * 400 + b"\n", timeout=60)
+    assert (process.returncode, out) == (3, b"")
+    lines = [line for line in err.decode().splitlines() if not line.endswith(" ...")]
+    assert len(lines) == 1 and lines[0].startswith(
+        "error: tokenizer.json cannot encode this text: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [("None", True), ("RequestError('no')", True), ("PanicException('no')", False)],
+)
+def test_what_others_write_to_stderr_is_kept_but_for_a_panic(error, kept):
+    code = (
+        "import os, sys\n"
+        "from kog_triton.cli.panics import panics_unsaid\n"
+        "from kog_triton.errors import ModelError, RequestError\n"
+        "class PanicException(BaseException): pass\n"
+        "try:\n"
+        "    with panics_unsaid():\n"
+        "        os.write(2, b'lines\\n')\n"
+        "        print('at once', file=sys.stderr)\n"
+        f"        error = {error}\n"
+        "        if isinstance(error, PanicException): raise ModelError('said') from error\n"
+        "        if error: raise error\n"
+        "except Exception as error: print(error, file=sys.stderr)\n"
+        "print('after', file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    said = {"None": [], "RequestError('no')": ["no"]}.get(error, ["said"])
+    lines = ["at once", *(["lines"] if kept else []), *said, "after"]
+    assert (done.returncode, done.stderr.splitlines()) == (0, lines)

@@ -1,11 +1,15 @@
 """`kog doctor`: what can run here, by value."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import kog_triton
 from kog_triton import doctor
+from kog_triton.backends import device, nvidia_driver
+from kog_triton.schedule.topology import Seen
 
 
 def test_doctor_lists_every_backend(cli, capsys):
@@ -22,7 +26,11 @@ def test_doctor_lists_every_backend(cli, capsys):
 def test_doctor_tells_what_it_found_by_value():
     found = {
         "kog_triton": "1.2", "python": "3.12.1", "platform": "Linux", "packages": {"torch": "2.9", "triton": None},
-        "driver": "580.1", "gpus": [{"name": "G", "arch": "sm_90", "memory_bytes": 150_600_000_000}],
+        "driver": "580.1", "unseen_gpu": None,
+        "gpus": [
+            {"name": "G", "arch": "sm_90", "memory_bytes": 150_600_000_000, "share": ""},
+            {"name": "H", "arch": "sm_90", "memory_bytes": 18_000_000_000, "share": "a slice"},
+        ],
         "backends": [
             {"name": "cuda", "available": True, "reason": "", "advice": "do nothing"},
             {"name": "hip", "available": False, "reason": "not here", "advice": "buy one"},
@@ -36,6 +44,7 @@ def test_doctor_tells_what_it_found_by_value():
         "",
         "GPUs",
         "  0  G  sm_90  151 GB",
+        "  1  H  sm_90  18 GB  a slice",
         "  driver: 580.1",
         "",
         "backends",
@@ -50,6 +59,37 @@ def test_doctor_tells_what_it_found_by_value():
         found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
     )
     assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
+    unseen = doctor.report(found | {"gpus": [], "unseen_gpu": "NVIDIA H200: install it"})
+    assert "  none seen by torch 2.9\n  but there is: NVIDIA H200: install it\n" in unseen
+
+
+@pytest.mark.parametrize(
+    ("name", "percent", "share"),
+    [
+        ("NVIDIA H200", "", ""),
+        ("NVIDIA H200", "25", "an MPS share of 33 of 132 multiprocessors"),
+        ("NVIDIA H200 MIG 1g.18gb", "", "a MIG slice of 16 of 132 multiprocessors"),
+    ],
+)
+def test_doctor_says_which_part_of_a_gpu_is_ours(monkeypatch, name, percent, share):
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent)
+    sms = 16 if "MIG" in name else 132
+    seen = SimpleNamespace(name=name, major=9, minor=0, total_memory=18_000_000_000)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    asked = []
+
+    def read_gpu(index):
+        asked.append(index)
+        percent = nvidia_driver.mps_percent()
+        return Seen(name, "nvidia", "sm_90a", sms, 227 << 10, 18_000_000_000, percent=percent)
+
+    monkeypatch.setattr(device, "read_gpu", read_gpu)
+    rows = doctor.gpus()
+    assert asked == [0, 1] and [(g["name"], g["share"]) for g in rows] == [(name, share)] * 2
+    assert "unseen_gpu" in doctor.examine() and doctor.unseen() is None
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from kog_triton.schedule.schedule import Scope, build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.ring_walker import spec_of
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 ENDS = ("plain", "lanes, MEAN", "lanes, CONCAT")  # the ways in which tokens end
@@ -43,6 +44,47 @@ def without_fence(kernel, step):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_exchange_of_every_kernel_is_proved(model, which):
     check_kernel(kernel_of(MODELS[model], which), ends=model in ENDS)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_exchange_of_ranks_is_proved(ranks):
+    """Plain tensor parallelism: a lane a rank, all of whose outputs go to all at once."""
+    spec = spec_of(num_heads=8, num_kv_heads=8, vocab_size=104)
+    kernel = kernel_of(spec, "decode", ranks)
+    used = {
+        e.name for e in kernel.exchanges if e.is_used and e.name.startswith(("mlp_", "attention_"))
+    }
+    assert {n for n in used if kernel.exchange(n).layers != ()} == {
+        "attention_out_now",
+        "mlp_out_now",
+    }
+    check_kernel(kernel, ends=True)
+    with pytest.raises(ModelError, match="argmax: 1 buffers rotate"):
+        check_kernel(change(kernel, "argmax", buffers=1), ends=True)
+    for name in ("attention_out_now", "mlp_out_now"):
+        hasty = tuple(replace(r, of=Of.SOME) for r in kernel.exchange(name).readers)
+        kernel = change(kernel, name, readers=hasty)
+    with pytest.raises(ModelError, match="could rewrite one before"):
+        check_kernel(kernel)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_late_sums_of_ranks_need_as_many_buffers_as_those_of_lanes(ranks):
+    spec = named_shape("laneformer-2b")
+    kernel = kernel_of(spec, "decode", ranks)
+    check_kernel(kernel, ends=ranks == 2)
+    for name in ("attention_out_delayed", "mlp_out_delayed"):
+        buffers = kernel.exchange(name).buffers
+        assert buffers == kernel_of(spec, "decode").exchange(name).buffers
+        with pytest.raises(ModelError, match=f"{name}: {buffers - 1} buffers rotate"):
+            check_kernel(change(kernel, name, buffers=buffers - 1))
+
+
+def test_a_mix_that_crosses_no_rank_is_proved_within_each():
+    """Each rank mixes for itself."""
+    kernel = kernel_of(MODELS["lanes, MEAN"], "decode", 2)
+    assert kernel.exchange("y").scope is Scope.RANK
+    check_kernel(kernel, ends=True)
 
 
 @pytest.mark.parametrize(

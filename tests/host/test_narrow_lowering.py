@@ -11,7 +11,7 @@ from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
-from kog_triton.model.weight_format import FORMATS, Code, Scale, WeightFormat
+from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
 from kog_triton.plan import stream_bytes, weight_bytes, with_format
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
@@ -39,6 +39,10 @@ FP8_FORMATS = {
     "int4 g32": FORMATS["int4-g32"],
     "int4 channel": WeightFormat(Code.UINT4, 1, 0, Scale.F32),
     "rows g32": WeightFormat(Code.E4M3, 1, 32, Scale.F16),
+    "int4 g32, zero points": WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.ZERO_POINT),
+    "int8 g32, zero points": WeightFormat(Code.INT8, 1, 32, Scale.BF16, Offset.ZERO_POINT),
+    "int4 g32, minimums": WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.MINIMUM),
+    "mxfp4": FORMATS["mxfp4"],
 }
 LONG_K = (384, 896, 4864, 8960, 18944)
 ODD = {
@@ -144,5 +148,8 @@ def test_what_the_stream_cannot_hold_is_refused():
         match=r"q_proj is 16 bits wide and .* is fp8 128x128: the cuda backend takes one",
     ):
         lower(build(mixed), H200)
-    with pytest.raises(ModelError, match="does not read mxfp4 weights yet"):
-        lower(build(with_format(named_shape("llama-3.2-1b"), FORMATS["mxfp4"])), H200)
+    channel = WeightFormat(Code.INT8, 1, 0, Scale.BF16, Offset.ZERO_POINT)
+    with pytest.raises(
+        ModelError, match="does not read int8 channel weights with zero points or minimums"
+    ):
+        lower(build(with_format(named_shape("llama-3.2-1b"), channel)), H200)

@@ -207,7 +207,32 @@ def test_rows_of_all_lanes_are_waited_for():
     assert kernel.exchange("attention_out_delayed").readers[0].of is Of.OWN
 
 
-# ---- ranks: words in every rank's own memory (KCCL) ----
+# ---- ranks: words in every rank's own memory ----
+
+
+@pytest.mark.parametrize(
+    ("names", "layers", "end", "blocks"),
+    [
+        (("attention_out_now", "mlp_out_now"), 2, 0, 1),
+        (("attention_out_now", "mlp_out"), 3, 0, 1),
+        (("argmax",), 0, 1, 1),
+        pytest.param(("mlp_out_now",), 2, 0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_sums_and_candidates_of_two_ranks_are_never_overtaken(names, layers, end, blocks):
+    """Words of one use land in each rank's memory when they like. With one buffer they are, unless another sum of
+    both answers."""
+    spec = MODELS["plain"].replace(vocab_size=100)
+    kernel = replace(kernel_of(spec, "decode", ranks=2), layers=layers)
+    assert kernel.ends[1] == ("candidate", "argmax")
+    tokens = 3 if layers == 0 else 2 if blocks == 1 else 1
+    assert Machine(programs_of(kernel, names, tokens, blocks, end, ranks=True)).explore() == ""
+    fewer = change(kernel, names[0], buffers=1)
+    found = Machine(programs_of(fewer, names, tokens, blocks, end, ranks=True)).explore()
+    assert (found == HANGS) == (names[1:] != ("mlp_out_now",))
+
+
+# ---- ranks of KCCL's collectives ----
 
 RANKS = {  # policy, and what else: the smallest sizes in which every buffer and phase comes round
     **{f"{name}, two ranks": (name, {"uses": 6}) for name in POLICIES},

@@ -20,8 +20,15 @@ from kog_triton.checkpoint.formats.packed import pack_words, unpack_words
 from kog_triton.checkpoint.quantizing import quantize
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import ModelError, RequestError
-from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
-from kog_triton.quantize import CHOICES, quantize_checkpoint
+from kog_triton.model.weight_format import (
+    FORMATS,
+    WRITTEN,
+    Code,
+    Offset,
+    Scale,
+    WeightFormat,
+)
+from kog_triton.quantize import quantize_checkpoint
 from kog_triton.text import Tokenizer
 from tests.lib import gguf_cases, narrow_cases, text_samples, tiny
 
@@ -45,7 +52,7 @@ def model(tmp_path_factory):
 def written(model, tmp_path_factory):
     """format name -> the folder that was written."""
     out = tmp_path_factory.mktemp("narrow")
-    for name in CHOICES:
+    for name in WRITTEN:
         quantize_checkpoint(model, out / name, name)
     return lambda name: out / name
 
@@ -67,7 +74,7 @@ def groups_of(w, how):
     return padded.reshape(down, high, across, wide)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_codes_and_scales_are_the_packages(name, model, written):
     from compressed_tensors.quantization.lifecycle.forward import quantize as package_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -91,7 +98,7 @@ def test_codes_and_scales_are_the_packages(name, model, written):
 
 
 @pytest.mark.filterwarnings("ignore:You passed")
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_package_and_transformers_read_what_is_written(name, written):
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -119,7 +126,7 @@ def test_the_package_and_transformers_read_what_is_written(name, written):
     assert (torch.from_numpy(got).double() - want).norm() / want.norm() <= 1e-5
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_every_weight_is_within_half_a_step(name, model, written):
     wide, narrow = Checkpoint.open(model), Checkpoint.open(written(name))
     half = 0.5 if FORMATS[name].code is not Code.E4M3 else 16.0  # e4m3's largest step is 32
@@ -149,7 +156,7 @@ def test_edge_blocks_are_padded_with_zeros():
     assert got.scales[1, 1] == w[128:, 128:].abs().max() / 448
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_zeros_and_extremes(name):
     w = torch.zeros(256, 256)
     w[0, 0], w[130, 5] = 3e38, -1e-38

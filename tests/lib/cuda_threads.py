@@ -51,6 +51,12 @@ class Verdict:
         return set(re.findall(rf"#\d+ [^(]*?\bkog::(?!host\b){scopes}(\w+)[(<]", self.report))
 
 
+def thread_flags(source: str, judged: bool) -> tuple[str, ...]:
+    """What a kernel whose blocks are threads is compiled with."""
+    judge = JUDGED if judged else ()
+    return (*FLAGS[source], "-g", "-pthread", "-DKOG_THREADS", *judge)
+
+
 class ThreadWalk(Walk):
     """One model; `limit` of `run` counts microseconds."""
 
@@ -59,8 +65,7 @@ class ThreadWalk(Walk):
     def __init__(self, spec, weights, num_blocks, judged=True, include=INCLUDE, **changes):
         self.spec = spec
         self.layout = self._lay_out(num_blocks)
-        judge = ("-g", "-pthread", "-DKOG_THREADS", *(JUDGED if judged else ()))
-        flags = (*FLAGS[self.source], *judge)
+        flags = thread_flags(self.source, judged)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
         self.memory = memory.allocate(self.layout, weights, self.slots, torch.device("cpu"))
         self.verdict = Verdict(0, "")
@@ -75,25 +80,37 @@ class ThreadWalk(Walk):
         return self._launch([0], seed, limit, **others)
 
     def _launch(self, slots, seed, limit, **others):
-        m = self.memory
-        tensors = {name: getattr(m, name) for name in TENSORS} | others
-        pointers = m.pointers(slots, limit, UNLIMITED)
-        at = -(-ctypes.sizeof(pointers) // ALIGNMENT) * ALIGNMENT
-        places = {}
-        for name, tensor in tensors.items():
-            places[name] = at
-            setattr(pointers, name, at)
-            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        pointers = self.memory.pointers(slots, limit, UNLIMITED, **others)
+        tensors = {name: getattr(self.memory, name) for name in TENSORS} | others
+        return self._judge_launch([pointers], [tensors], seed)
+
+    def _judge_launch(self, arguments, memories, seed):
+        """One argument and the tensors that it points at, by name, of each rank; ranks may share some."""
+        size = sum(ctypes.sizeof(argument) for argument in arguments)
+        at = -(-size // ALIGNMENT) * ALIGNMENT
+        places = {}  # by address: offset in the file, and the tensor
+        for argument, tensors in zip(arguments, memories, strict=True):
+            for name, tensor in tensors.items():
+                if tensor.data_ptr() not in places:
+                    places[tensor.data_ptr()] = (at, tensor)
+                    at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+                setattr(argument, name, places[tensor.data_ptr()][0])
+        for argument in arguments:
+            for name in ("peers", "errors") if len(arguments) > 1 else ():
+                peers = getattr(argument, name)
+                for rank in range(len(arguments)):
+                    peers[rank] = places[peers[rank]][0]
         with tempfile.NamedTemporaryFile() as file:
             file.truncate(at)
-            file.write(bytes(pointers))
-            for name, tensor in tensors.items():
-                file.seek(places[name])
+            for argument in arguments:
+                file.write(bytes(argument))
+            for place, tensor in places.values():
+                file.seek(place)
                 file.write(bytes_of(tensor))
             file.flush()
             self.verdict = self._judge(file.name, seed)
-            for name, tensor in tensors.items():
-                file.seek(places[name])
+            for place, tensor in places.values():
+                file.seek(place)
                 bytes_of(tensor)[:] = file.read(tensor.nbytes)
         return -1 if self.verdict.code == 1 else 1
 

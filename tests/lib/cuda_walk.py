@@ -124,13 +124,14 @@ class Walk:
         """Rounds that one request's words in slot 0 took, or -1."""
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
-        return self.library.kog_run(ctypes.byref(pointers), seed, absent, ctypes.c_long(MOST))
+        left_out = (absent, int(absent >= 0))
+        return self.library.kog_run(ctypes.byref(pointers), seed, *left_out, ctypes.c_long(MOST))
 
-    def store_late(self, region, rounds, rows=None):
+    def store_late(self, region, rounds, rows=None, memory=None):
         """In the next run stores to a region's words, or its first rows', land up to so many rounds late, in any
-        order."""
+        order; in this memory or another rank's."""
         words = self.layout.regions[region]
-        first = self.memory.words.data_ptr() + 4 * words.offset
+        first = (memory or self.memory).words.data_ptr() + 4 * words.offset
         stored = words.end - words.offset if rows is None else rows * words.stride
         count = ctypes.c_long(stored)
         self.library.kog_store_late(ctypes.c_void_p(first), count, ctypes.c_long(rounds))
@@ -207,7 +208,7 @@ class FiberLaunch(threading.Thread):
     def __init__(self, library, argument, seed, absent):
         super().__init__(daemon=True)
         self._run = lambda: library.kog_run(
-            ctypes.byref(argument), seed, absent, ctypes.c_long(MOST)
+            ctypes.byref(argument), seed, absent, int(absent >= 0), ctypes.c_long(MOST)
         )
         self.start()
 

@@ -21,8 +21,8 @@ MODELS = {
 KERNELS = ("decode", "columns", "triton", "prompt")
 
 
-def kernel_of(spec, which):
-    schedule = build(spec)
+def kernel_of(spec, which, ranks=1):
+    schedule = build(spec, ranks)
     if which in ("triton", "prompt"):
         tiles = triton.lower_tiles(schedule, 132, 1024)
         make = triton.decode_kernel if which == "triton" else triton.prompt_kernel

@@ -7,8 +7,8 @@ and where which value lies is what the tensor core's fragment says (include/kog/
 import numpy as np
 import torch
 
-from kog_triton.checkpoint.narrow import NarrowTensor
-from kog_triton.checkpoint.quantizing import quantize
+from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
+from kog_triton.checkpoint.narrow_random import nearest
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
 from kog_triton.schedule import wire
@@ -28,7 +28,7 @@ class NarrowWeights:
         self.spec, self._wide, self._formats = spec, wide, dict(spec.narrow)
 
     def narrow(self, name) -> NarrowTensor:
-        return quantize(self._wide.load(name), self._formats[name])
+        return nearest(self._wide.load(name), self._formats[name])
 
     def load(self, name):
         if name in self._formats:
@@ -62,15 +62,20 @@ def matrices_of(schedule: Schedule, stage: Stage, parts: list[NarrowTensor]) -> 
         return np.concatenate([shard_matrix(schedule, stage, a) for a in arrays], -2)
 
     codes = stacked([part.codes.numpy().view(np.uint8) for part in parts])
-    scales = []
-    for part in parts:
-        bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[part.scales.element_size()]
-        by_row = part.scales.view(bits).numpy()
-        rows = np.arange(part.shape[-2]) // (part.format.group_rows or part.shape[-2])
-        scales.append(by_row[..., rows, :])
-    scales = np.ascontiguousarray(stacked(scales))
-    scales = scales.view(np.uint8).reshape(*scales.shape, scales.itemsize)
-    return [NarrowMatrix(c, s) for c, s in zip(codes, scales, strict=True)]
+
+    def by_row(values):
+        rows = []
+        for part, groups in zip(parts, values, strict=True):
+            bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[groups.element_size()]
+            index = np.arange(part.shape[-2]) // (part.format.group_rows or part.shape[-2])
+            rows.append(groups.view(bits).numpy()[..., index, :])
+        of_all = np.ascontiguousarray(stacked(rows))
+        return of_all.view(np.uint8).reshape(*of_all.shape, of_all.itemsize)
+
+    stored = [codes, by_row([part.scales for part in parts])]
+    if parts[0].offsets is not None:
+        stored.append(by_row([part.offsets for part in parts]))
+    return [NarrowMatrix(*shard) for shard in zip(*stored, strict=True)]
 
 
 def row_scales_of(schedule: Schedule, stage: Stage, parts: list[NarrowTensor]) -> np.ndarray:
@@ -95,6 +100,20 @@ def unpacked(code: Code, q: np.ndarray) -> np.ndarray:
         base = np.uint32(0x43004300)
         words = [(q >> np.uint32(4 * i)) & np.uint32(0x000F000F) | base for i in range(4)]
         return (np.stack([halves(w) for w in words], -2) - 136).reshape(*q.shape[:-1], -1, 2)
+    if code is Code.E2M1:
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+        def woven(half):  # of a word: s0 s3 m3.2 s1 m3.1 m3.0 s2 m0 m1 m2
+            bit = [(half >> np.uint32(i)) & np.uint32(1) for i in range(16)]
+            signs = (bit[15], bit[12], bit[9], bit[14])
+            places = ((8, 7, 6), (5, 4, 3), (2, 1, 0), (13, 11, 10))
+            return [
+                table[4 * bit[a] + 2 * bit[b] + bit[c]] * (1 - 2.0 * s)
+                for s, (a, b, c) in zip(signs, places, strict=True)
+            ]
+
+        pairs = zip(woven(q & np.uint32(0xFFFF)), woven(q >> np.uint32(16)), strict=True)
+        return np.stack([np.stack(pair, -1) for pair in pairs], -2).reshape(*q.shape[:-1], -1, 2)
     if code is Code.INT8:
 
         def whole(w):
@@ -126,7 +145,6 @@ def narrow_fragments(lo: CudaLowering, stage: Stage, slot: np.ndarray) -> np.nda
     """A ring slot's bytes as weights, float64 [fragments, warps, 8 rows, values of K]."""
     weights = lo.weights[stage.name]
     how: WeightFormat = weights.format
-    assert how.offset is Offset.NONE
     step, words = weights.frag_k, weights.frag_k // 8
     each = lo.fragment_bytes(stage)
     slot = slot[: lo.fragments * each].reshape(lo.fragments, each)
@@ -141,6 +159,21 @@ def narrow_fragments(lo: CudaLowering, stage: Stage, slot: np.ndarray) -> np.nda
     if not weights.scaled:
         return values
     shape = (lo.fragments, WARPS, weights.scale_rows, weights.granules, weights.scale_bytes)
-    scale = scale_values(how.scale, scales.reshape(shape))
-    scale = np.tile(scale, (1, 1, ROWS // weights.scale_rows, 1))  # even and odd rows in turn
-    return values * np.repeat(scale, values.shape[-1] // weights.granules, -1)
+    each_warp = scales.reshape(lo.fragments, WARPS, weights.record_bytes)
+    cut = weights.scale_rows * weights.granules * weights.scale_bytes
+
+    def spread(of_granules):  # even and odd rows in turn
+        of_granules = np.tile(of_granules, (1, 1, ROWS // weights.scale_rows, 1))
+        return np.repeat(of_granules, values.shape[-1] // weights.granules, -1)
+
+    scale = spread(scale_values(how.scale, each_warp[..., :cut].reshape(shape)))
+    beside = np.ascontiguousarray(each_warp[..., cut:])
+    if how.offset is Offset.ZERO_POINT:
+        points = beside.view(np.int8) if how.code is Code.INT8 else beside
+        points = spread(points.reshape(shape[:-1]).astype(np.float64))
+        return (values + (SYMMETRIC if how.code is Code.UINT4 else 0) - points) * scale
+    if how.offset is Offset.MINIMUM:
+        minimum = spread(scale_values(how.scale, beside.reshape(shape)))
+        return (values + (SYMMETRIC if how.code is Code.UINT4 else 0)) * scale + minimum
+    assert not beside.size
+    return values * scale

@@ -163,13 +163,22 @@ def _put(values: tuple, i: int, value: object) -> tuple:
 
 
 def programs_of(
-    kernel: Kernel, names: Sequence[str], tokens: int = 1, blocks: int = 2, end: int = 0
+    kernel: Kernel,
+    names: Sequence[str],
+    tokens: int = 1,
+    blocks: int = 2,
+    end: int = 0,
+    ranks: bool = False,
 ) -> list[list[Op]]:
     """A program a block, `blocks` a lane: its walk through tokens, of these exchanges. A block owns a row of each, and
-    where SOME take part it does."""
+    where SOME take part it does. `ranks`: a lane is one, with words of its own, into each of which a block stores."""
     chosen = [e for e in kernel.exchanges if e.name in names]
     assert len(chosen) == len(names)
     programs: list[list[Op]] = [[] for _ in range(kernel.lanes * blocks)]
+
+    def of_rank(lane: int) -> str:
+        return f" of rank {lane}" if ranks else ""
+
     uses: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
     for token in range(tokens):
         steps = [(step, layer) for layer in range(kernel.layers) for step in kernel.layer]
@@ -182,14 +191,18 @@ def programs_of(
                 for guarded in (False, True):
                     for e, of, n in reads:
                         if (e.mark is Mark.GUARDED) == guarded:
-                            program += _waits(e, of, n, block, blocks, len(programs))
+                            own = of_rank(block // blocks)
+                            program += _waits(e, of, n, block, blocks, len(programs), own)
                     if fenced and not guarded:
                         program.append(Op("fence"))
             for e in chosen:
                 if e.producer == step and (e.layers is None or layer in e.layers):
                     uses[e.name].append((token, layer))
                     for block, program in enumerate(programs):
-                        program.append(_op("store", e, len(uses[e.name]) - 1, block))
+                        crosses = ranks and e.scope is Scope.ALL
+                        for lane in range(kernel.lanes) if crosses else [block // blocks]:
+                            use = len(uses[e.name]) - 1
+                            program.append(_op("store", e, use, block, of_rank(lane)))
     return programs
 
 
@@ -205,15 +218,17 @@ def _reads(
                 yield e, reader.of, late[0] if reader.delay else len(uses[e.name]) - 1
 
 
-def _waits(e: Exchange, of: Of, n: int, block: int, blocks: int, count: int) -> list[Op]:
+def _waits(
+    e: Exchange, of: Of, n: int, block: int, blocks: int, count: int, where: str
+) -> list[Op]:
     """For the rows of other blocks."""
     lane = range(block // blocks * blocks, block // blocks * blocks + blocks)
     rows = lane if of is Of.LANE or e.scope is Scope.SHARD else range(count)
     kind = "load" if e.mark is Mark.GUARDED else "wait"
     mine = (r for r in rows if r != block and (of is not Of.OWN or r % blocks == block % blocks))
-    return [_op(kind, e, n, row) for row in mine]
+    return [_op(kind, e, n, row, where) for row in mine]
 
 
-def _op(kind: str, e: Exchange, n: int, row: int) -> Op:
+def _op(kind: str, e: Exchange, n: int, row: int, where: str) -> Op:
     phase = (n // e.buffers + 1) & 1 if e.mark is Mark.PHASE else 0
-    return Op(kind, (e.name, n % e.buffers, row), (n, phase), e.mark is Mark.PHASE)
+    return Op(kind, (f"{e.name}{where}", n % e.buffers, row), (n, phase), e.mark is Mark.PHASE)

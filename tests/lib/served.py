@@ -126,7 +126,7 @@ def served(
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+                "PYTHONPATH": os.pathsep.join([str(site), str(ROOT), *_python_path()]),
                 "KOG_SCRIPTS": str(folder / "scripts"),
                 **environment,
             },
@@ -140,6 +140,11 @@ def served(
         finally:
             process.kill()
             process.wait()
+
+
+def _python_path() -> list[str]:
+    """Where this process was told to look for packages."""
+    return list(filter(None, [os.environ.get("PYTHONPATH")]))
 
 
 def _port(process: subprocess.Popen[str], log: Path) -> int:

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from kog_triton.metrics import percentile
 from tests.lib.fake_checkpoint import make_checkpoint
-from tests.lib.served import Served, content, served
+from tests.lib.raw_stream import raw_stream, request_head
+from tests.lib.served import content, served
 from tests.server.fuzzing import fuzz
 from tests.server.reparsing import follow
 from tests.server.soak import memory_kib, soak
-from tests.server.ten_questions import agents, percent_cached
+from tests.server.ten_questions import agents, converse, percent_cached
 
 RATE = 3000  # tokens/s of the scripted engine
 TOKENS = 6000
@@ -36,38 +37,6 @@ def roomy(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
     return folder
-
-
-def request_head(length, path):
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-    ).encode()
-
-
-def raw_stream(server: Served, body, path="/v1/chat/completions"):
-    """[(arrival in ns, event)] of a stream, read as it comes and parsed afterwards."""
-    data = json.dumps(body | {"stream": True}).encode()
-    pieces = []
-    with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sent = time.perf_counter_ns()
-        raw.sendall(request_head(len(data), path) + data)
-        while piece := raw.recv(1 << 16):
-            pieces.append((time.perf_counter_ns(), piece))
-    whole, events, at = b"".join(piece for _, piece in pieces), [], 0
-    ends, total = [], 0
-    for arrived, piece in pieces:
-        total += len(piece)
-        ends.append((total, arrived))
-    i = 0
-    while (at := whole.find(b"data: {", at)) >= 0:
-        end = whole.index(b"\n\n", at)
-        while ends[i][0] < end:
-            i += 1
-        events.append((ends[i][1], json.loads(whole[at + 6 : end])))
-        at = end
-    return sent, events
 
 
 def ask(prompt, **fields):
@@ -280,7 +249,9 @@ def measure(args):
                 "soak": soak(server, args.soak),
             }
         with agents(folder / "agents") as server:
-            found["ten_questions_percent_cached"] = round(percent_cached(server), 1)
+            questions = converse(server)
+            assert all(question.warm == question.cold for question in questions)
+            found["ten_questions_percent_cached"] = round(percent_cached(questions), 1)
     return found
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.server import ten_questions
-from tests.server.ten_questions import QUESTIONS, RESULT, SYSTEM, ask
+from tests.server.ten_questions import QUESTIONS, RESULT, SYSTEM, ask, converse, percent_cached
 
 
 @pytest.fixture(scope="module")
@@ -20,36 +20,38 @@ def agents(tmp_path_factory):
 
 def test_an_agents_prefix_is_computed_once(agents, figure):
     """Ten questions with tool results: of all tokens after the first prompt 95 % are cached; answers are as cold."""
-    share = ten_questions.percent_cached(agents)
+    questions = converse(agents)
+    assert all(question.warm == question.cold for question in questions)
+    share = percent_cached(questions)
     assert share >= 95
     figure("A16", f"{QUESTIONS} questions: {share:.1f} % of prompt tokens cached; answers as cold")
 
 
 def test_a_prefix_survives_an_answer_that_was_cut_off(agents):
     messages = [{"role": "user", "content": SYSTEM}]
-    first, _, tokens = ask(agents, messages, max_tokens=400, stop=["e"])
+    first = ask(agents, messages, max_tokens=400, stop=["e"])
     again = [
         *messages,
-        {"role": "assistant", "content": first},
+        {"role": "assistant", "content": first.text},
         {"role": "user", "content": "go on"},
     ]
-    warm, cached, _ = ask(agents, again)
-    assert cached >= tokens
-    assert warm == ask(agents, again, cache_salt="cold")[0]
+    warm = ask(agents, again)
+    assert warm.cached >= first.tokens
+    assert warm.text == ask(agents, again, cache_salt="cold").text
 
 
 @pytest.mark.parametrize(("fault", "status"), [("nan", 500), ("inf", 500), ("memory", 503)])
 def test_a_pass_that_went_wrong_fails_its_request_alone(agents, figure, fault, status):
     """Its keys and values are gone: the next answer computes all, and is what a clean engine says."""
     messages = [{"role": "user", "content": f"{fault} {RESULT}"}]
-    clean = ask(agents, messages)[0]
-    assert ask(agents, messages)[1] > 0
+    clean = ask(agents, messages)
+    assert ask(agents, messages).cached > 0
     (agents.faults / fault).touch()
     body = {"messages": messages, "temperature": 0, "max_tokens": 24}
     response = agents.post("/v1/chat/completions", body)
     assert response.status_code == status
-    again, cached, _ = ask(agents, messages)
-    assert (again, cached) == (clean, 0)
+    again = ask(agents, messages)
+    assert (again.text, again.cached) == (clean.text, 0)
     figure(
         "R4",
         f"{fault} in a layer of the reference: {status}, nothing cached after it, next answer as clean",
@@ -67,8 +69,7 @@ def test_a_grammar_holds_what_a_model_says(agents):
     messages = [{"role": "user", "content": "Weather?"}]
     for seed in range(3):
         fields = {"temperature": 1, "seed": seed, "max_tokens": 200, "response_format": shape}
-        said, _, _ = ask(agents, messages, allowed_token_ids=None, **fields)
-        found = json.loads(said)
+        found = json.loads(ask(agents, messages, allowed_token_ids=None, **fields).text)
         assert set(found) == {"city", "rain"}
 
 
@@ -93,5 +94,5 @@ def test_an_idle_server_costs_next_to_nothing(agents, figure):
     assert (
         share < 0.1
     )  # the issue's 2 % are the figures command's to show: a tick of the clock is 10 ms
-    assert ask(agents, messages)[1] > 0
+    assert ask(agents, messages).cached > 0
     figure("idle", f"{100 * share:.1f} % of a core")

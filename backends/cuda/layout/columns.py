@@ -27,6 +27,8 @@ def lay_out_columns(
     `chunk`; ModelError if they do not fit."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
+    if schedule.num_ranks > 1:
+        raise ModelError(f"steps of {columns} tokens run on one GPU: choose --gpus 1")
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     splits = max(1, lowering.group_size(stages["qkv_proj"]) // spec.lane_kv_heads)
     kernel = column_kernel(lowering, splits, columns)

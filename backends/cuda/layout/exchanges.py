@@ -13,7 +13,7 @@ from kog_triton.model.spec import Head, ModelSpec, Reduce
 from kog_triton.schedule import exchanges as ex
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import matrix_stages
-from kog_triton.schedule.schedule import Scope
+from kog_triton.schedule.schedule import Schedule, Scope
 
 Layers = tuple[int, ...]
 Steps = tuple[str, ...]
@@ -65,7 +65,7 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> ex.Kernel:
         ex.some("mlp", "gate_up_proj", ("down_proj",), pairs["gate_up_proj"], lanes),
     ]
     for name, stage, step, _ in MODULES:
-        now, own, delayed = _reduces(spec, stage)
+        now, own, delayed = _reduces(schedule, stage)
         # Sent in every layer, behind the wait for what the others sent.
         later = (ex.Reader(stage, ex.Of.OWN, layers=delayed, delay=spec.delay),)
         words, buffers = (hidden, 3 * spec.delay) if late else (0, 1)
@@ -77,13 +77,15 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> ex.Kernel:
         ]
     # fmt: on
     out += to_all
-    for name, words, rows in _splits(spec, lanes * spec.lane_kv_heads, splits):
+    for name, words, rows in _splits(spec, lanes * schedule.shard_kv_heads, splits):
         out.append(ex.some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
-    out += [*mixes, *_choice(lowering.num_blocks), CACHE]
+    out += [*mixes, *_choice(lowering.num_blocks * schedule.num_ranks), CACHE]
     fences = (ex.Fence("down_proj", (last,)), ex.Fence("layer_end", (last,)))
     steps = ex.layer_steps(schedule, DECODE_STEPS)
-    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_delayed")
+    ranks = schedule.num_ranks
+    kernel = ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks)
+    return _with_buffers(kernel, "_delayed")
 
 
 def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kernel:
@@ -106,7 +108,7 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
         _hints("attention_flags", "attention_flag", "attention_join", heads * splits, lanes),
     ]
     for name, stage, step, other in MODULES:
-        now, _, delayed = _reduces(spec, stage)
+        now, _, delayed = _reduces(schedule, stage)
         needed = tuple(n for n in range(spec.num_layers) if n in now or n + spec.delay in delayed)
         words, to = hidden if needed and lanes > 1 else 0, f"{stage}_sum"
         # Who owns a row of the next module's adds to the stream, which begins with the embedding.
@@ -141,15 +143,16 @@ def _hows(spec: ModelSpec) -> set[Reduce]:
     return set(spec.reduce_attention + spec.reduce_mlp)
 
 
-def _reduces(spec: ModelSpec, stage: str) -> tuple[Layers, Layers | None, Layers]:
+def _reduces(schedule: Schedule, stage: str) -> tuple[Layers, Layers | None, Layers]:
     """Layers whose outputs of a module go to all lanes at once; to their own lane, None for all; and those that add
     what other lanes sent before."""
+    spec = schedule.spec
     how = spec.reduce_attention if stage == "o_proj" else spec.reduce_mlp
     now, own, late = (
         tuple(n for n, h in enumerate(how) if h in which)
         for which in ((Reduce.NOW,), (Reduce.OWN, Reduce.DELAYED), (Reduce.DELAYED,))
     )
-    return now, own if spec.num_lanes > 1 else None, late
+    return now, own if schedule.num_shards > 1 else None, late
 
 
 def _hints(name: str, producer: str, reader: str, words: int, rows: int) -> ex.Exchange:
@@ -185,7 +188,7 @@ def _mix(
     joined = 0 if spec.head is Head.CONCAT else mixed
     part = ex.Reader("mix_lanes", ex.Of.SOME, ex.Who.FEW) if joined else ex.Reader("mix_gather")
     y, hint = (ex.Reader("mix_gather"),), (ex.Reader("mix_gather", ex.Of.SOME),)
-    joins, few = "mix_lanes" if joined else "", (ex.Who.FEW, Scope.ALL)
+    joins, few = "mix_lanes" if joined else "", (ex.Who.FEW, Scope.RANK)
     words = mixed if columns > 1 else joined
     out = [
         ex.Exchange("part", "mix", (part,), mixed, spec.num_lanes * columns, scope=Scope.ALL),

@@ -16,7 +16,7 @@ from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
-from kog_triton.model.weight_format import Code, Scale
+from kog_triton.model.weight_format import Code, Offset, Scale
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
 from kog_triton.schedule.cuda import (
@@ -45,7 +45,9 @@ def render(layout: Layout) -> str:
     schedule, spec = layout.lowering.schedule, layout.lowering.schedule.spec
     reduces = {how.name: int(how) for how in Reduce}
     consumers = f"constexpr int kConsumers = {batches.THREADS};"
-    lines = [f"namespace kog {{ {consumers} }}", "#include <kog/ptx.h>", "", "namespace kog {"]
+    lines = [f"namespace kog {{ {consumers} }}"]
+    lines += ['#define KOG_WORD_SCOPE "sys"'] if schedule.num_ranks > 1 else []
+    lines += ["#include <kog/ptx.h>", "", "namespace kog {"]
     lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in _numbers(layout).items()]
     lines += [
         f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
@@ -55,7 +57,7 @@ def render(layout: Layout) -> str:
     lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
     lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
     lines += [f"{KNOWN} int {_camel('k_' + k.lower())} = {v};" for k, v in reduces.items()]
-    lines += protocol.declarations()
+    lines += protocol.declarations(schedule.num_ranks)
     lines += _sampling()
     lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
@@ -77,9 +79,11 @@ def _numbers(layout: Layout) -> dict[str, int]:
     return {
         "layers": spec.num_layers,
         "hidden": spec.hidden_size,
+        "ranks": schedule.num_ranks,
         "lanes": schedule.num_shards,
-        "heads": spec.num_heads // schedule.num_shards,
-        "kv_heads": spec.num_kv_heads // schedule.num_shards,
+        "rank_lanes": schedule.shards_per_rank,
+        "heads": schedule.shard_heads,
+        "kv_heads": schedule.shard_kv_heads,
         "head_dim": spec.head_dim,
         "vocab": spec.vocab_size,
         "max_context": layout.max_context,
@@ -171,6 +175,7 @@ def _stages(layout: Layout) -> list[str]:
     lines = [
         *_enum("Codes", Code),
         *_enum("ScaleKind", Scale, "scale_"),
+        *_enum("OffsetKind", Offset, "offset_"),
         *(_constants(name, _weight_fields(kind)) for kind, name in names.items()),
     ]
     bias_at = 0
@@ -179,7 +184,7 @@ def _stages(layout: Layout) -> list[str]:
         name, tiling = stage.name, lo.tilings[stage.name]
         rows = stage.rows * schedule.num_shards
         fields = {
-            "rows": stage.rows,
+            "rows": lo.num_rows(stage),
             "cols": stage.cols,
             "parts": tiling.k_parts,
             "unit_rows": tiling.unit_rows,
@@ -232,6 +237,8 @@ def _weight_fields(weights: StreamWeights) -> dict[str, int]:
         "scale_rows": weights.scale_rows,
         "scale_kind": int(how.scale) if how else -1,
         "scale_bytes": weights.scale_bytes,
+        "offset_kind": int(how.offset) if how else 0,
+        "offset_bytes": weights.offset_bytes,
         "record_bytes": weights.record_bytes,
     }
 

@@ -127,10 +127,9 @@ class Layout:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """A slot's keys and values: [layers, lanes, kv_heads, 2, positions, row_dim]."""
+        """A slot's keys and values on one rank: [layers, lanes, kv_heads, 2, positions, row_dim]."""
         schedule, spec = self.lowering.schedule, self.lowering.schedule.spec
-        lanes = schedule.num_shards
-        heads = spec.num_kv_heads // lanes
+        lanes, heads = schedule.shards_per_rank, schedule.shard_kv_heads
         return (spec.num_layers, lanes, heads, 2, self.max_context, row_dim(spec))
 
     def staged_bytes(self, stage: Stage) -> int:
@@ -181,7 +180,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
     check_model(lowering)
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // spec.lane_kv_heads)
+    splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // schedule.shard_kv_heads)
     kernel = decode_kernel(lowering, splits)
     check_kernel(kernel)
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
@@ -203,7 +202,10 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
 
 def small_bytes(lowering: CudaLowering, of_usual: int) -> int:
     """Of the small things, which take `of_usual` bytes on GPUs of up to SMALL_BLOCKS blocks."""
-    more = max(0, lowering.num_blocks - SMALL_BLOCKS)
+    blocks = min(
+        lowering.num_blocks * lowering.schedule.num_ranks, THREADS
+    )  # several a thread beyond
+    more = max(0, blocks - SMALL_BLOCKS)
     return of_usual + -(-more // 32) * CANDIDATE_BYTES
 
 
@@ -216,8 +218,13 @@ def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:
 def check_model(lowering: CudaLowering) -> None:
     """ModelError naming what no kernel of this folder can do."""
     schedule, spec = lowering.schedule, lowering.schedule.spec
-    if schedule.num_ranks != 1:
-        raise ModelError("the cuda backend runs on one GPU: choose --gpus 1")
+    ranks = schedule.num_ranks
+    if spec.vocab_size % ranks:
+        raise ModelError(f"vocab_size {spec.vocab_size} does not divide over {ranks} GPUs")
+    if schedule.kv_copies > 1:
+        raise ModelError(
+            f"{spec.num_kv_heads} KV heads on {ranks} GPUs: the cuda backend takes one for each"
+        )
     if spec.head_dim > 256 or spec.head_dim % 8:
         raise ModelError(
             f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"

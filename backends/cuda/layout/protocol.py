@@ -7,6 +7,7 @@ import ctypes
 from enum import IntEnum
 from typing import Any
 
+from kog_triton.backends.cuda.layout.collectives import MOST_RANKS
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
 
 MAX_REQUESTS = 16  # requests that one launch serves
@@ -52,6 +53,21 @@ class Pointers(ctypes.Structure):
         ("most_steps", ctypes.c_int64),
         ("num_requests", ctypes.c_int32),
         ("order", ctypes.c_int32 * MAX_REQUESTS),
+    )
+
+
+class RankPointers(Pointers):
+    """The argument of a launch that is one of several ranks'. Behind Pointers, so that those lie where they did:
+
+    peers   every rank's `words`, as this rank's GPU reaches them
+    errors  every rank's `error`
+    rank    this launch's
+    """
+
+    _fields_ = (
+        ("peers", ctypes.c_uint64 * MOST_RANKS),
+        ("errors", ctypes.c_uint64 * MOST_RANKS),
+        ("rank", ctypes.c_int32),
     )
 
 
@@ -106,11 +122,11 @@ class StageId(IntEnum):
 MAILBOX_WORDS = 8
 
 
-def declarations() -> list[str]:
+def declarations(ranks: int) -> list[str]:
     """What stands above as C++: Pointers, StageCall, Mailbox::kControl, kYield, StageId::kEmbed."""
     return [
-        *_structure(Pointers),
-        *_structure(StageCall),
+        *(_structure(Pointers) if ranks == 1 else _structure(RankPointers, "Pointers")),
+        *(_structure(StageCall) if ranks == 1 else []),
         f"struct Mailbox {{ static constexpr int {_members(Word)}; }};",
         f"enum Outcome : int {{ {_members(Outcome)} }};",
         f"constexpr int kOutcomeShift = {OUTCOME_SHIFT};",
@@ -118,12 +134,16 @@ def declarations() -> list[str]:
     ]
 
 
-def _structure(kind: type[ctypes.Structure]) -> list[str]:
+def _structure(kind: type[ctypes.Structure], name: str = "") -> list[str]:
     """An argument as C++, and that its members lie where ctypes has them."""
     pointers = TENSORS | {"x": "const float*", "out": "float*"}
+    pointers |= dict.fromkeys(("peers", "errors"), "u32*")
     numbers = {ctypes.c_int64: "i64", ctypes.c_int32: "int", Pointers: "Pointers"}
-    name, members, checks = kind.__name__, "", {f"sizeof({kind.__name__})": ctypes.sizeof(kind)}
-    for member, kept, *_ in kind._fields_:
+    name = name or kind.__name__
+    members, checks = "", {f"sizeof({name})": ctypes.sizeof(kind)}
+    own = vars(kind)["_fields_"]
+    inherited = () if kind.__base__ is ctypes.Structure else vars(kind.__base__)["_fields_"]
+    for member, kept, *_ in (*inherited, *own):
         held: Any = kept
         length = getattr(held, "_length_", 0)
         text = pointers.get(member) or numbers[held._type_ if length else held]

@@ -31,7 +31,7 @@ namespace walk = kog::columns;
 #else
 namespace walk = kog;
 #endif
-static const Argument* argument;
+static const Argument* argument;  // of each rank
 constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives; looks at a flag
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kBlockWarps = kThreads / 32;
@@ -83,7 +83,7 @@ static void run_thread() {
   sync_all(*current->block);
   run_stage(b, *argument);
 #else
-  Block b(*argument);
+  Block b(argument[current->rank]);
   init_ring(b);
   load_cursors(b);
   sync_all(*current->block);
@@ -115,12 +115,12 @@ class Dice {
 // One block, and which of its warps runs next.
 class BlockRunner {
  public:
-  explicit BlockRunner(int index) : fibers_(kThreads), shared_(kSharedBytes, 0xff) {
+  explicit BlockRunner(int rank, int index) : fibers_(kThreads), shared_(kSharedBytes, 0xff) {
     stacks_ = static_cast<u8*>(mmap(nullptr, kStackBytes * kThreads, PROT_READ | PROT_WRITE,
                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     state_.shared = shared_.data();
     for (int i = 0; i < kThreads; i++) {
-      fibers_[i] = {nullptr, &state_, index, i};
+      fibers_[i] = {nullptr, &state_, rank, index, i};
       start(fibers_[i], stacks_ + kStackBytes * static_cast<size_t>(i));
     }
   }

@@ -18,25 +18,26 @@ extern "C" const kog::host::Fetch* kog_fetches(long* count) {
   return kog::host::fetches.data();
 }
 
-// The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
+// `call` is the argument of each rank. The number of rounds it took, or -1 if the blocks did not end within `most`. Warps run in an
 // order that `seed` sets; in every round some blocks, drawn anew, do not run at all. Below 0 single
-// warps are held back as well, for many rounds. The block `absent` (-1: none) never runs: the others
-// must give up.
-extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, long most) {
+// warps are held back as well, for many rounds. Blocks [absent, absent + count), counted over all ranks, never run:
+// the others must give up.
+extern "C" long kog_run(const kog::host::Argument* call, int seed, int absent, int count, long most) {
   using namespace kog::host;
   argument = call;
   ticks = 0;
   fetches.clear();
-  BlockRunner* blocks[kog::kBlocks];
-  for (int i = 0; i < kog::kBlocks; i++) blocks[i] = new BlockRunner(i);
+  constexpr int kBlocks = kog::kRanks * kog::kBlocks;
+  BlockRunner* blocks[kBlocks];
+  for (int i = 0; i < kBlocks; i++) blocks[i] = new BlockRunner(i / kog::kBlocks, i % kog::kBlocks);
   Dice dice(seed);
   bool waits = true;
   while (waits && ticks < most) {
     ticks++;
     waits = false;
     for (BlockRunner* block : blocks) land_stores(block->state());
-    for (int i = 0; i < kog::kBlocks; i++) {
-      if (i == absent || blocks[i]->ended()) continue;
+    for (int i = 0; i < kBlocks; i++) {
+      if ((i >= absent && i < absent + count) || blocks[i]->ended()) continue;
       waits = true;
       if (seed == 0 || dice.below(4) != 0) blocks[i]->round(seed != 0 ? &dice : nullptr, seed < 0);
     }

@@ -3,7 +3,7 @@
 //
 //     threads IMAGE SEED MOST
 //
-// IMAGE is a file that is memory: the kernel's argument, whose pointers are offsets in the file, then
+// IMAGE is a file that is memory: the argument of each rank, whose pointers are offsets in the file, then
 // what they point at. The kernel works in the file itself. Exit code 0, 1 if the blocks did not end
 // within MOST rounds each, or the judge's.
 #include "fibers.h"
@@ -43,8 +43,20 @@ static void excuse(const kog::Small& small) {
   alike(small.chosen);
 }
 
+// Offsets in the image become addresses. A template, since the argument of one rank has no peers.
+template <class OfRank>
+static void relocate(OfRank& rank, kog::u64 image) {
+  auto* pointers = reinterpret_cast<kog::u64*>(&rank);
+  for (size_t i = 0; i < offsetof(Argument, limit) / sizeof(kog::u64); i++) pointers[i] += image;
+  if constexpr (kog::kRanks > 1)
+    for (int i = 0; i < kog::kRanks; i++) {
+      rank.peers[i] = reinterpret_cast<kog::u32*>(reinterpret_cast<kog::u64>(rank.peers[i]) + image);
+      rank.errors[i] = reinterpret_cast<kog::u32*>(reinterpret_cast<kog::u64>(rank.errors[i]) + image);
+    }
+}
+
 static void run_block(int index, int seed, long most, bool* ended) {
-  auto* block = new BlockRunner(index);  // until the process ends: to the judge, freeing is a write
+  auto* block = new BlockRunner(index / kog::kBlocks, index % kog::kBlocks);  // until the process ends: to the judge, freeing is a write
   auto* judged = new Witness;
   block->state().witness = judged;
   judged->dice = static_cast<kog::u32>(seed) * 977u + static_cast<kog::u32>(index);
@@ -67,15 +79,15 @@ int main(int argc, char** argv) {
   if (argc != 4) return 2;
   size_t bytes = 0;
   kog::u8* image = open_image(argv[1], bytes);
-  auto* pointers = reinterpret_cast<kog::u64*>(image);
-  for (size_t i = 0; i < offsetof(Argument, limit) / sizeof(kog::u64); i++)
-    pointers[i] += reinterpret_cast<kog::u64>(image);
-  argument = reinterpret_cast<const Argument*>(image);
+  auto* ranks = reinterpret_cast<Argument*>(image);
+  for (int i = 0; i < kog::kRanks; i++) relocate(ranks[i], reinterpret_cast<kog::u64>(image));
+  argument = ranks;
   shared.base = image;
   shared.fences = static_cast<kog::u32*>(calloc(bytes / 4 + 1, sizeof(kog::u32)));
-  bool ended[kog::kBlocks] = {};
+  constexpr int kBlocks = kog::kRanks * kog::kBlocks;
+  bool ended[kBlocks] = {};
   std::vector<std::thread> threads;
-  for (int i = 0; i < kog::kBlocks; i++)
+  for (int i = 0; i < kBlocks; i++)
     threads.emplace_back(run_block, i, atoi(argv[2]), atol(argv[3]), &ended[i]);
   for (auto& thread : threads) thread.join();
   for (bool one : ended)

@@ -30,7 +30,11 @@ struct WarpState {
   u32 kv_task;          // of attention
 };
 
-constexpr int kCandidateWarps = (kBlocks + 31) / 32;  // of 32 blocks each
+constexpr int kAllBlocks = kRanks * kBlocks;  // of all ranks
+// Threads that may receive what each of all blocks has sent, warps of them that do, and blocks of one.
+constexpr int kTakers = kConsumers;
+constexpr int kCandidateWarps = ((kAllBlocks < kTakers ? kAllBlocks : kTakers) + 31) / 32;
+constexpr int kBlocksAThread = (kAllBlocks + kTakers - 1) / kTakers;
 
 // The end of shared memory: small things that warps tell each other.
 struct Small {
@@ -54,10 +58,19 @@ struct Small {
 constexpr u32 kExpired = 2;
 static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew SMALL_BYTES of layout/layout.py");
 
+// The rank of this launch. A template, since the argument of one rank does not say.
+template <class Argument>
+KOG_DEVICE int rank_of(const Argument& p) {
+  if constexpr (kRanks > 1)
+    return p.rank;
+  else
+    return 0;
+}
+
 struct Block {
   const Pointers& p;
   const u32* request;  // the words of the request in hand
-  int block, lane, group_index;  // of the grid; the lane it works for; its index in that lane's group
+  int block, lane, group_index;  // of the grid; the lane, of all, it works for; its index in that lane's group
   int thread, warp, in_warp;
   u8* ring;
   u64* full;
@@ -87,8 +100,8 @@ struct Block {
   // would not fit in registers.
   KOG_DEVICE void begin_stage() {
     block = block_index();
-    lane = kLanes > 1 ? block / kGroup : 0;
-    group_index = kLanes > 1 ? block % kGroup : block;
+    lane = kLanes > 1 ? rank_of(p) * kRankLanes + block / kGroup : 0;
+    group_index = kRankLanes > 1 ? block % kGroup : block;
     thread = thread_index();
     KOG_ASSUME(block >= 0 && block < kBlocks && thread >= 0 && thread < kThreads);
     warp = thread / 32;
@@ -155,10 +168,12 @@ template <class Words>
 KOG_DEVICE u64* pairs_of(const Block& b) {
   return reinterpret_cast<u64*>(b.p.words + Words::kOffset);
 }
-// 64-bit words of one of a region's buffers, in which every block has kCount.
+// The block among those of all ranks.
+KOG_DEVICE int block_of_all(const Block& b) { return rank_of(b.p) * kBlocks + b.block; }
+// 64-bit words of one of a region's buffers, in which every block of all ranks has kCount.
 template <class Words, int kCount>
 KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
-  static_assert(Words::kStride == (2 * kCount * kBlocks + 3) / 4 * 4,
+  static_assert(Words::kStride == (2 * kCount * kAllBlocks + 3) / 4 * 4,
                 "a block has another number of words than the layout gives it");
   return pairs_of<Words>(b) + buffer * (Words::kStride / 2) + kCount * block;
 }

@@ -86,7 +86,8 @@ struct Values : TileRows<Values, kTileRows / 4, kValueWords, 8> {
 };
 
 KOG_DEVICE u16* cache_at(const Block& b, int slot, int layer, int head) {
-  u64 home = (static_cast<u64>(layer) * kLanes + b.lane) * kKvHeads + head;
+  int lane = b.lane - rank_of(b.p) * kRankLanes;  // of this rank's, which keep their own heads
+  u64 home = (static_cast<u64>(layer) * kRankLanes + lane) * kKvHeads + head;
   return b.p.cache + slot * kCacheStride + home * 2 * kMaxContext * kRowDim;
 }
 KOG_DEVICE u16* cache_of(const Block& b, int head) {

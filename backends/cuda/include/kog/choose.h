@@ -109,7 +109,7 @@ KOG_DEVICE_NOINLINE void choose(const Pointers& p, const u32* request, HeadStep 
     int token = agreed(b);
     if (token < 0) return;  // nothing was allowed
     publish_ahead(b, field.rows, raw, token, h.heads, made, scratch);
-    if (b.block == 0) tell_best(b, peaks.raw, h.heads, made, scratch);
+    if (block_of_all(b) == 0) tell_best(b, peaks.raw, h.heads, made, scratch);
   }
 }
 

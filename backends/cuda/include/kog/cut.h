@@ -140,17 +140,17 @@ KOG_DEVICE void count_own(Block& b, const Field& f, Level& level, bool coarse) {
 KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
   u64* parts = pairs_of<BinPartWords>(b);
   u64* totals = pairs_of<BinWords>(b);
-  auto put = [&](u64* to, const Sums& s) {
-    put_pair(to, number, static_cast<u32>(s.weight >> 32), static_cast<u32>(s.weight));
-    put_pair(to + 2, number, s.count, 0);
+  auto put = [&](int rank, u64* to, const Sums& s) {
+    put_pair_at_rank(b, rank, to, number, static_cast<u32>(s.weight >> 32), static_cast<u32>(s.weight));
+    put_pair_at_rank(b, rank, to + 2, number, s.count, 0);
   };
   for (int bin = b.thread; bin < kBins; bin += 32 * kWarps)
-    put(parts + 4 * (bin * kBlocks + b.block), level.sums(bin));
-  for (int bin = b.block + kBlocks * b.warp; bin < kBins; bin += kBlocks * kWarps) {
+    put(bin % kAllBlocks / kBlocks, parts + 4 * (bin * kAllBlocks + block_of_all(b)), level.sums(bin));
+  for (int bin = block_of_all(b) + kAllBlocks * b.warp; bin < kBins; bin += kAllBlocks * kWarps) {
     Sums sum;
-    for (int first = 0; first < kBlocks; first += 32) {
-      const u64* at = parts + 4 * (bin * kBlocks + first + b.in_warp);
-      bool there = first + b.in_warp < kBlocks;
+    for (int first = 0; first < kAllBlocks; first += 32) {
+      const u64* at = parts + 4 * (bin * kAllBlocks + first + b.in_warp);
+      bool there = first + b.in_warp < kAllBlocks;
       u64 v[2];
       poll_pairs(
           b, Step::kHistogram, number, [&](int i) { return at + 2 * i; },
@@ -159,7 +159,9 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
     }
     sum.weight = sum_of_warp(sum.weight);
     sum.count = sum_of_warp(sum.count);
-    if (b.in_warp == 0) put(totals + 4 * bin, sum);
+    if (b.in_warp == 0)
+#pragma unroll
+      for (int rank = 0; rank < kRanks; rank++) put(rank, totals + 4 * bin, sum);
   }
   for (int first = b.warp * 32; first < kBins; first += 32 * kWarps) {
     const u64* at = totals + 4 * (first + b.in_warp);

@@ -52,12 +52,12 @@ KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* 
   join(top, edited_top);
   u64 number = exchange_number(heads, 0);
   if (b.thread == 0)
-    put_pair(words_of_block<PeakWords, 2>(b, b.block), number, top, edited_top);
+    put_pair(b, words_of_block<PeakWords, 2>(b, block_of_all(b)), number, top, edited_top);
   top = edited_top = 0;
-  for (int first = b.warp * 32; first < kBlocks; first += 32 * kWarps) {
+  for (int first = b.warp * 32; first < kAllBlocks; first += 32 * kWarps) {
     int block = first + b.in_warp;
     u64 v = poll_pair(b, Step::kPeaks, number, words_of_block<PeakWords, 2>(b, block),
-                      block < kBlocks);
+                      block < kAllBlocks);
     u32 mine = static_cast<u32>(v >> 32), other = static_cast<u32>(v);
     top = mine > top ? mine : top;
     edited_top = other > edited_top ? other : edited_top;

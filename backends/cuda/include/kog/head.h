@@ -20,7 +20,7 @@ KOG_DEVICE void publish_stream(Block& b, Walk& walk) {
     int e = element(b, i / 4) + i % 4;
     float v = part_of(walk.x[i], walk.gain[i], [&] { return scale; });
     if (e < kHidden && e * kGroup / kHidden == b.group_index)
-      store_relaxed(part + e, pack_f32(v, phase_of(walk.heads)));
+      push(b, part + e, pack_f32(v, phase_of(walk.heads)));
   }
 }
 
@@ -63,7 +63,7 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   } else {
     stage_x<LmHead>(b, walk.x, walk.gain);
   }
-  int first = kHeadByLane ? b.lane * LmHead::kRows : 0;
+  int first = first_id(b);
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
   float scale = kNormedMix ? 1.f : 0.f;

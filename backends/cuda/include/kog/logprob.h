@@ -1,6 +1,6 @@
 // Log-probabilities of one token, delivered as kog_triton/backends/logprob_words.py lays them out.
 //
-// Every block ranks its own raw logits and adds their weights; block 0 joins what they bring. Once the
+// Every block ranks its own raw logits and adds their weights; block 0 of rank 0 joins what they bring. Once the
 // token is known, its block publishes its logit, and every block counts its own ids that are ahead of it.
 // A rank is 64 bits: the logit as an ordered integer, then the id, the lower the better.
 #pragma once
@@ -40,7 +40,7 @@ KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
   return words_of_block<BestWords, 2 * (kMostLogprobs + 1)>(b, block, heads & 1);
 }
 
-// What block 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `scratch`
+// What block 0 of rank 0 needs: the sum of this block's weights at temperature 1, and its best ranks. `scratch`
 // is kListed + kMostLogprobs words of shared memory.
 KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, int heads,
                              u64* scratch) {
@@ -52,10 +52,11 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
   sum = sum_of_warp(sum);
   if (b.in_warp == 0) scratch[b.warp] = sum;
   sync_consumers();
-  u64* to = best_words(b, heads, b.block);
+  u64* to = best_words(b, heads, block_of_all(b));
   if (b.warp == 0) {
     sum = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
-    if (b.in_warp == 0) put_pair(to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
+    if (b.in_warp == 0)
+      put_pair_at_rank(b, 0, to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
   sync_consumers();
   take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
@@ -69,7 +70,7 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
     join_lists(b, k, scratch, scratch + kListed);
     for (int i = b.in_warp; i < k; i += 32) {
       u64 rank = scratch[kListed + i];
-      put_pair(to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
+      put_pair_at_rank(b, 0, to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
     }
   }
   sync_consumers();
@@ -91,7 +92,7 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
   u64 number = exchange_number(heads, kExchanges - 1);
   u64* chosen = pairs_of<ChosenWords>(b) + (heads & 1) * (ChosenWords::kStride / 2);
   if (b.thread == 0 && rows.hold(token)) {
-    put_pair(chosen, number, 0, bits_of(raw[token]));
+    put_pair(b, chosen, number, 0, bits_of(raw[token]));
     store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
   }
   u64 logit = poll_pair(b, Step::kChosen, number, chosen, true);
@@ -103,20 +104,21 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
   sync_consumers();
   if (b.warp == 0) {
     ahead = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
-    if (b.in_warp == 0) put_pair(ahead_words(b, heads, b.block), number, 0, static_cast<u32>(ahead));
+    if (b.in_warp == 0)
+      put_pair_at_rank(b, 0, ahead_words(b, heads, block_of_all(b)), number, 0, static_cast<u32>(ahead));
   }
   sync_consumers();
 }
 
-// Block 0: what all blocks published, joined and told to the host.
+// Block 0 of rank 0: what all blocks published, joined and told to the host.
 KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 number = exchange_number(heads, kExchanges - 1), tag = static_cast<u64>(made + 1) << 32;
   u64* record = record_of(b, made);
   if (b.warp == 0) {
     u64 sum = 0, ahead = 0;
-    for (int block = b.in_warp; block - b.in_warp < kBlocks; block += 32) {
-      bool there = block < kBlocks;
+    for (int block = b.in_warp; block - b.in_warp < kAllBlocks; block += 32) {
+      bool there = block < kAllBlocks;
       u64 more = poll_pair(b, Step::kAhead, number, ahead_words(b, heads, block), there);
       sum += poll_pair(b, Step::kBest, number, best_words(b, heads, block), there);
       ahead += static_cast<u32>(more);
@@ -128,7 +130,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
       store_system(record + 2, tag | static_cast<u64>(log2_fixed(sum > 0 ? sum : 1)));
     }
   }
-  constexpr int kHeldRanks = (kBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
+  constexpr int kHeldRanks = (kAllBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
   u64 held[kHeldRanks];
   auto rank = [&](int i) { return i * 32 * kWarps + b.thread; };
   poll_pairs(
@@ -136,7 +138,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
       [&](int i) {
         return best_words(b, heads, rank(i) / kMostLogprobs) + 2 + 2 * (rank(i) % kMostLogprobs);
       },
-      [&](int i) { return rank(i) / kMostLogprobs < kBlocks && rank(i) % kMostLogprobs < k; },
+      [&](int i) { return rank(i) / kMostLogprobs < kAllBlocks && rank(i) % kMostLogprobs < k; },
       held);
   take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
     u64 best = 0;

@@ -151,8 +151,8 @@ constexpr int kKnownSlots =
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
-// registers: beside more of x fewer are free. `kAllOrNone`: only if they are the whole run.
-constexpr int kAheadWords = kHeld <= 4 ? 64 : 36;
+// registers: beside more of x, or of what ranks sent, fewer are free. `kAllOrNone`: only if they are the whole run.
+constexpr int kAheadWords = kHeld <= 4 && kRanks <= 2 ? 64 : 36;
 constexpr int kMostAhead = kAheadWords / (kFragments * kThreadWords);  // ring slots
 // Narrow ones take their scales along, and unpacking takes registers that those of 16 bits leave free. So few was
 // counted in spills (the compiler's), not timed.
@@ -233,6 +233,13 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
+KOG_DEVICE Fragment ones() {
+  Fragment v;
+#pragma unroll
+  for (int j = 0; j < kThreadWords; j++) v.w[j] = kOnes;
+  return v;
+}
+
 // Fragment f of a ring slot by the operands of its steps: row_at(i) of the i-th.
 template <class Stage, class RowAt>
 KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, int f, UnitSums<Stage>& c, RowAt row_at) {
@@ -243,20 +250,28 @@ KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, int f, UnitSums<Stage>
   } else if constexpr (Weights::kScaleRows == 0) {
 #pragma unroll
     for (int i = 0; i < Weights::kPack; i++)
-      multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), i, c);
+      multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, slot.zero(f, 0)), row_at(i), i, c);
   } else {
     constexpr int kEach = Weights::kPack / Weights::kGranules;  // steps of a granule
 #pragma unroll
     for (int g = 0; g < Weights::kGranules; g++) {
-      UnitSums<Stage> sums = {};
+      constexpr bool kMinimum = Weights::kOffsetKind == kOffsetMinimum;
+      UnitSums<Stage> sums = {};  // the second: of operands times one
+      u32 zero = slot.zero(f, g);
 #pragma unroll
-      for (int i = g * kEach; i < (g + 1) * kEach; i++)
-        multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), 0, sums);
+      for (int i = g * kEach; i < (g + 1) * kEach; i++) {
+        auto row = row_at(i);
+        multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, zero), row, 0, sums);
+        if constexpr (kMinimum) multiply_fragment<Stage>(ones(), row, 1, sums);
+      }
 #pragma unroll
       for (int set = 0; set < OperandLayout<Stage>::kSets; set++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          c[set][f & 1][i] = fused(slot.scales[f].at(g, i), sums[set][0][i], c[set][f & 1][i]);
+        for (int i = 0; i < 4; i++) {
+          float& to = c[set][f & 1][i];
+          to = fused(slot.scales[f].at(g, i), sums[set][0][i], to);
+          if constexpr (kMinimum) to = fused(slot.offsets[f].at(g, i), sums[set][1][i], to);
+        }
     }
   }
 }

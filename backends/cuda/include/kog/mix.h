@@ -2,7 +2,7 @@
 // them side by side, which every block stages for itself.
 //
 //   part   [lane][column][row]: a lane's own streams, normed but for the sum, by the lane's blocks
-//   y      [column][row]: the mix, by all blocks
+//   y      [column][row]: the mix, by all blocks of a rank for themselves
 #pragma once
 #include <kog/outputs.h>
 

@@ -4,8 +4,9 @@
 //
 // Stage::Weights says how they lie (kog_triton/schedule/cuda_weights.py): a fragment of codes is kPack steps of K, of
 // which kGranules parts have scales of their own, for kScaleRows rows. A step's codes become a fragment of 16-bit
-// values, each off by a power of two that the sums make good (Stage::kSumUnit). What a granule's values sum up to is
-// multiplied by its scale and added to the unit's sums: by the same operations in all kernels.
+// values, less their zero points, each off by a power of two that the sums make good (Stage::kSumUnit). What a
+// granule's values sum up to is multiplied by its scale and added to the unit's sums, and so is what its operands sum
+// up to by its minimum (matvec.h): by the same operations in all kernels.
 #pragma once
 #include <kog/operands.h>
 #include <kog/ring.h>
@@ -29,22 +30,41 @@ KOG_DEVICE u32 e4m3_pair(u32 q) {
 
 // Whole numbers from 0 on in the mantissa of `kBase`, less `less`: exact, since all of them are small.
 constexpr u32 kBase = kF16 ? 0x64006400u : 0x43004300u;  // 1024; 128
-KOG_DEVICE u32 int4_pair(u32 q) { return subtract_pair<kF16>((q & 0x000f000fu) | kBase, kBase | 0x00080008u); }
+constexpr u32 kOnes = kF16 ? 0x3c003c00u : 0x3f803f80u;
+// Those of a code that stands for zero, of one value that 16 bits hold.
+KOG_DEVICE u32 both_halves(u32 v) { return v | v << 16; }
+KOG_DEVICE u32 int4_pair(u32 q, u32 zero) { return subtract_pair<kF16>(and_or(q, 0x000f000fu, kBase), kBase | zero); }
 // Two codes of int8, in bytes 0 and 2. bfloat16's mantissa has seven bits: a code's eighth becomes 128 less.
 KOG_DEVICE u32 int8_pair(u32 q) {
   if constexpr (kF16) return subtract_pair<kF16>(((q & 0x00ff00ffu) ^ 0x00800080u) | kBase, kBase | 0x00800080u);
-  return subtract_pair<kF16>((q & 0x007f007fu) | kBase, (q & 0x00800080u) | kBase);
+  return subtract_pair<kF16>(and_or(q, 0x007f007fu, kBase), and_or(q, 0x00800080u, kBase));
+}
+// Two codes of E2M1 of eight, woven (schedule/narrow_packing.py): as bfloat16 values times 2^-126; float16's exponent
+// has three bits less, and its values are off by 2^-14.
+KOG_DEVICE u32 e2m1_pair(u32 q, int which) {
+  constexpr u32 kSigned = 0x81c081c0u;
+  u32 v;
+  if (which < 3) {
+    v = (q << 3 * which) & kSigned;
+  } else {
+    v = (q >> 4) & 0x00c000c0u;
+    v |= (q >> 5) & 0x01000100u;
+    v |= (q << 1) & 0x80008000u;
+  }
+  if constexpr (kF16) v = (v & 0x80008000u) | (v & 0x01c001c0u) << 3;
+  return v;
 }
 
-// Step `step` of a fragment of codes.
+// Step `step` of a fragment of codes. `zero`: the code that stands for zero, as pairs have it (SlotScales).
 template <class Weights>
-KOG_DEVICE Fragment unpack(const Fragment& codes, int step) {
+KOG_DEVICE Fragment unpack(const Fragment& codes, int step, u32 zero) {
   Fragment v;
-  if constexpr (Weights::kCodes == kUint4) {
+  if constexpr (Weights::kCodes == kUint4 || Weights::kCodes == kE2m1) {
 #pragma unroll
     for (int j = 0; j < kThreadWords; j++) {
       int at = step * kThreadWords + j;
-      v.w[j] = int4_pair(codes.w[at / 4] >> at % 4 * 4);
+      u32 q = codes.w[at / 4];
+      v.w[j] = Weights::kCodes == kE2m1 ? e2m1_pair(q, at % 4) : int4_pair(q >> at % 4 * 4, zero);
     }
     return v;
   }
@@ -54,6 +74,10 @@ KOG_DEVICE Fragment unpack(const Fragment& codes, int step) {
     if constexpr (Weights::kCodes == kInt8) {
       v.w[j] = int8_pair(q >> 8);
       v.w[j + 1] = int8_pair(q);
+      if constexpr (Weights::kOffsetKind == kOffsetZeroPoint) {
+        v.w[j] = subtract_pair<kF16>(v.w[j], zero);
+        v.w[j + 1] = subtract_pair<kF16>(v.w[j + 1], zero);
+      }
     } else {
       v.w[j] = e4m3_pair(q);
       v.w[j + 1] = e4m3_pair(q << 8);
@@ -62,17 +86,16 @@ KOG_DEVICE Fragment unpack(const Fragment& codes, int step) {
   return v;
 }
 
-// A thread's scales of one fragment: of its row of weights or, where weights are the columns (operands.h, swapped),
-// of the two rows whose sums it has.
-template <class Weights, bool kTwoRows>
+// A thread's scales of one fragment, or minimums: of its row of weights or, where weights are the columns (operands.h,
+// swapped), of the two rows whose sums it has. Zero points (kTwoRows false) are of the row whose codes it has.
+template <class Weights, bool kTwoRows, int kEach = Weights::kScaleBytes>
 struct Scales {
-  static constexpr int kRows = kTwoRows ? 2 : 1, kValues = kRows * Weights::kGranules,
-                       kBytes = kValues * Weights::kScaleBytes;
+  static constexpr int kRows = kTwoRows ? 2 : 1, kValues = kRows * Weights::kGranules, kBytes = kValues * kEach;
   u32 w[(kBytes + 3) / 4];
 
   KOG_DEVICE void load(const Block& b, const u8* record) {
     int row = (kTwoRows ? b.in_warp % 4 * 2 : b.in_warp / 4) % Weights::kScaleRows;
-    const u8* from = record + row * (Weights::kGranules * Weights::kScaleBytes);
+    const u8* from = record + row * (Weights::kGranules * kEach);
     if constexpr (kBytes == 1) {
       w[0] = *from;
     } else if constexpr (kBytes == 2) {
@@ -88,22 +111,35 @@ struct Scales {
     int n = (kTwoRows ? i % 2 * Weights::kGranules : 0) + granule;
     if constexpr (Weights::kScaleKind == kScaleF32) return float_of(w[n]);
     if constexpr (Weights::kScaleKind == kScaleE8m0) {
-      u32 exponent = w[n / 4] >> n % 4 * 8 & 0xffu;
-      return float_of(exponent == 0 ? 0x400000u : exponent << 23);
+      u32 four = w[n / 4], exponent = (n % 4 < 3 ? four << (23 - n % 4 * 8) : four >> 1) & 0x7f800000u;
+      return float_of(exponent < 0x400000u ? 0x400000u : exponent);  // 2^-127 is subnormal
     }
     u32 both = w[n / 2];
     if constexpr (Weights::kScaleKind == kScaleF16)
       return widen_f16(static_cast<u16>(n % 2 == 0 ? both & 0xffffu : both >> 16));
     return float_of(n % 2 == 0 ? both << 16 : both & 0xffff0000u);
   }
+  // Where values are bytes.
+  KOG_DEVICE u32 byte_at(int granule) const { return w[granule / 4] >> granule % 4 * 8 & 0xffu; }
 };
+// What lies behind a fragment's scales.
+template <class Weights, bool kTwoRows, int kKind = Weights::kOffsetKind>
+struct Offsets {
+  KOG_DEVICE void load(const Block&, const u8*) {}
+};
+template <class Weights, bool kTwoRows>
+struct Offsets<Weights, kTwoRows, kOffsetZeroPoint> : Scales<Weights, false, 1> {};
+template <class Weights, bool kTwoRows>
+struct Offsets<Weights, kTwoRows, kOffsetMinimum> : Scales<Weights, kTwoRows> {};
 
 // Those of a slot; none where a row has one or weights are 16 bits wide.
 template <class Weights, bool kTwoRows, bool kScaled = (Weights::kScaleRows > 0)>
 struct SlotScales {};
 template <class Weights, bool kTwoRows>
 struct SlotScales<Weights, kTwoRows, true> {
+  static constexpr int kOffsetsAt = Weights::kScaleRows * Weights::kGranules * Weights::kScaleBytes;
   Scales<Weights, kTwoRows> scales[kFragments];
+  Offsets<Weights, kTwoRows> offsets[kFragments];
 };
 
 // One warp's part of the next ring slot. Fragments behind a stage's last one are whatever the ring held
@@ -127,9 +163,21 @@ struct SlotWeights : SlotScales<Weights, kTwoRows> {
     if constexpr (Weights::kScaleRows > 0) {
       const u8* record = ring.weights(b) + kWarps * kFragmentBytes + b.warp * Weights::kRecordBytes;
 #pragma unroll
-      for (int f = 0; f < kFragments; f++) this->scales[f].load(b, record + f * kFragmentOfAll<Weights>);
+      for (int f = 0; f < kFragments; f++) {
+        this->scales[f].load(b, record + f * kFragmentOfAll<Weights>);
+        this->offsets[f].load(b, record + f * kFragmentOfAll<Weights> + this->kOffsetsAt);
+      }
     }
     if (mine) ring.release(b);
+  }
+  // Of fragment f's granule, the code that stands for zero: in the mantissas' bits, of int8 as two values.
+  KOG_DEVICE u32 zero(int f, int granule) const {
+    if constexpr (Weights::kOffsetKind == kOffsetZeroPoint) {
+      u32 point = this->offsets[f].byte_at(granule);
+      if constexpr (Weights::kCodes == kInt8) return int8_pair(both_halves(point));
+      return both_halves(point);
+    }
+    return Weights::kOffsetKind == kOffsetMinimum ? 0 : 0x00080008u;
   }
 };
 template <class Stage>

@@ -8,6 +8,10 @@
 #define KOG_DEVICE_NOINLINE __device__ __noinline__
 #define KOG_KERNEL extern "C" __global__
 #define KOG_CONSTANT __constant__
+// Of words that blocks exchange (layout/header.py): "sys" where those of several GPUs do.
+#ifndef KOG_WORD_SCOPE
+#define KOG_WORD_SCOPE "gpu"
+#endif
 
 namespace kog {
 
@@ -56,12 +60,12 @@ KOG_DEVICE u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// ---- words that other blocks (gpu) or the host (sys) write and read (docs/SYNC.md): relaxed, past the L1
-// ----
+// ---- words that other blocks (gpu; of several ranks sys) or the host (sys) write and read (docs/SYNC.md): relaxed,
+// past the L1 ----
 
 KOG_DEVICE uint4 load_relaxed4(const u32* p) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed." KOG_WORD_SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p)
                : "memory");
@@ -73,7 +77,7 @@ KOG_DEVICE uint4 load_relaxed4(const u32* p, bool there, u32 other) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
       "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
-      "@p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      "@p ld.relaxed." KOG_WORD_SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
       : "l"(p), "r"(static_cast<u32>(there)), "r"(other)
       : "memory");
@@ -81,7 +85,7 @@ KOG_DEVICE uint4 load_relaxed4(const u32* p, bool there, u32 other) {
 }
 KOG_DEVICE uint2 load_relaxed2(const u32* p) {
   uint2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed." KOG_WORD_SCOPE ".global.v2.u32 {%0, %1}, [%2];"
                : "=r"(v.x), "=r"(v.y)
                : "l"(p)
                : "memory");
@@ -89,22 +93,22 @@ KOG_DEVICE uint2 load_relaxed2(const u32* p) {
 }
 KOG_DEVICE u32 load_relaxed(const u32* p) {
   u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed." KOG_WORD_SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 KOG_DEVICE ulonglong2 load_relaxed_pair(const u64* p) {
   ulonglong2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed." KOG_WORD_SCOPE ".global.v2.u64 {%0, %1}, [%2];"
                : "=l"(v.x), "=l"(v.y)
                : "l"(p)
                : "memory");
   return v;
 }
 KOG_DEVICE void store_relaxed(u32* p, u32 v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+  asm volatile("st.relaxed." KOG_WORD_SCOPE ".global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 KOG_DEVICE void store_relaxed_pair(u64* p, u64 a, u64 b) {
-  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+  asm volatile("st.relaxed." KOG_WORD_SCOPE ".global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 KOG_DEVICE void store_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
@@ -229,6 +233,12 @@ KOG_DEVICE u32 round_pair(float low, float high) {
   else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
   return w;
+}
+// (q & mask) | base in one instruction: of two numbers that are known, the compiler made two.
+KOG_DEVICE u32 and_or(u32 q, u32 mask, u32 base) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(q), "r"(mask), "r"(base));
+  return out;
 }
 // Of two values each, in 16 bits.
 template <bool kF16>

@@ -58,6 +58,27 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
       if (at[i] + j < kHidden) x[4 * i + j] += unpack_f32(word_of(q[i], j));
 }
 
+// x += the words of one vector a lane, in the lanes' order, once all of this warp's carry the phase. Several lanes' are
+// asked for in one poll, as many as there are registers for: those that other ranks sent take longer.
+constexpr int kLanesAtOnce = kLanes * kGroups <= 4 ? kLanes : kGroups < 4 ? 4 / kGroups : 1;
+template <int kStride>
+KOG_DEVICE void gather_lanes(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld]) {
+#pragma unroll 1
+  for (int lane = 0; lane < kLanes; lane += kLanesAtOnce) {
+    uint4 q[kLanesAtOnce * kGroups];
+    auto first = [&](int i) { return element(b, i % kGroups); };
+    auto there = [&](int i, int j) { return lane + i / kGroups < kLanes && first(i) + j < kHidden; };
+    poll_vectors(
+        b, step, [&](int i) { return base + (lane + i / kGroups) * kStride + first(i); },
+        [&](int i, int j) { return there(i, j) ? 1u : 0u; }, phase, q);
+#pragma unroll
+    for (int i = 0; i < kLanesAtOnce * kGroups; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (there(i, j)) x[4 * (i % kGroups) + j] += unpack_f32(word_of(q[i], j));
+  }
+}
+
 // A stream as kernels of columns send it, in words that carry their phase: without its lowest bit.
 KOG_DEVICE void drop_phase_bit(float (&x)[kHeld]) {
 #pragma unroll
@@ -111,14 +132,19 @@ struct Module {
     y = reduced(how, y, [&] { return kHasDelayed ? others(item, asked) : 0.f; });
     if constexpr (kHasDelayed)
       if (item.there)
-        store_relaxed(delayed(iteration, b.lane, item.row), pack_f32(own, delayed_phase(iteration)));
+        push(b, delayed(iteration, b.lane, item.row), pack_f32(own, delayed_phase(iteration)));
     u32* to = lane_words<Own>(b);
     u32 phase = phase_of(counts.own(iteration));
-    if (kHasNow && how == kNow) {
+    bool to_all = kHasNow && how == kNow;
+    if (to_all) {
       to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes + b.lane) * Now::kStride;
       phase = phase_of(counts.now >> 1);
     }
-    if (item.there) store_relaxed(to + item.row, pack_f32(y, phase));
+    if (!item.there) return;
+    if (kRanks > 1 && to_all)
+      push(b, to + item.row, pack_f32(y, phase));
+    else
+      store_relaxed(to + item.row, pack_f32(y, phase));
   }
   KOG_DEVICE void done(int) const {}
 
@@ -139,8 +165,11 @@ struct Module {
   KOG_DEVICE void join(Step step, float (&x)[kHeld]) const {
     if (kHasNow && how == kNow) {
       const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;
-      for (int j = 0; j < kLanes; j++)
-        gather(b, step, base + j * Now::kStride, phase_of(counts.now >> 1), x);
+      u32 phase = phase_of(counts.now >> 1);
+      if constexpr (kRanks > 1)
+        gather_lanes<Now::kStride>(b, step, base, phase, x);
+      else
+        for (int j = 0; j < kLanes; j++) gather(b, step, base + j * Now::kStride, phase, x);
       counts.now++;
     } else {
       gather(b, step, lane_words<Own>(b), phase_of(counts.own(iteration)), x);

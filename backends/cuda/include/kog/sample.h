@@ -50,10 +50,10 @@ KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<3
 // The number of a head's exchange.
 KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }
 // A block's best as words: its key, its id and what is reported with it.
-KOG_DEVICE void put_candidate(u64* to, u64 number, const Candidate& c, u32 reported) {
+KOG_DEVICE void put_candidate(const Block& b, u64* to, u64 number, const Candidate& c, u32 reported) {
   u64 key = bits_of(c.key);
-  put_pair(to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
-  put_pair(to + 2, number, static_cast<u32>(c.id), reported);
+  put_pair(b, to, number, static_cast<u32>(key >> 32), static_cast<u32>(key));
+  put_pair(b, to + 2, number, static_cast<u32>(c.id), reported);
 }
 // The best of a warp's candidates, N a thread: at(i) says where, there(i) whether there is one; and the
 // host's word of the first.
@@ -94,16 +94,17 @@ KOG_DEVICE void publish_candidate(Block& b, int heads, u32 control) {
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(argmax_words(b, heads, b.block), head_number(heads), best, control);
+  put_candidate(b, argmax_words(b, heads, block_of_all(b)), head_number(heads), best, control);
 }
 
 // The best of all blocks, known to every thread after the barrier at the token's end (`agreed`).
 KOG_DEVICE void gather_candidates(Block& b, int heads) {
-  if (b.warp * 32 < kBlocks) {
+  if (b.warp < kCandidateWarps) {
     u32 control;
-    Candidate c = poll_candidates<1>(
-        b, head_number(heads), [&](int) { return argmax_words(b, heads, b.thread); },
-        [&](int) { return b.thread < kBlocks; }, control);
+    auto block = [&](int i) { return b.thread + i * kTakers; };
+    Candidate c = poll_candidates<kBlocksAThread>(
+        b, head_number(heads), [&](int i) { return argmax_words(b, heads, block(i)); },
+        [&](int i) { return block(i) < kAllBlocks; }, control);
     if (b.thread == 0) b.small->control = control;
     if (b.in_warp == 0) b.small->global[b.warp] = c;
   }

@@ -26,22 +26,31 @@ KOG_DEVICE void publish_top_p_check(Block& b, const Field& f, u64 number, u32 co
   if (b.warp != 0) return;
   Candidate best = best_of_block(b);
   if (b.in_warp != 0 || must_leave(b)) return;  // as in publish_candidate
-  u64* to = words_of_block<TopPCheckWords, 6>(b, b.block);
+  u64* to = words_of_block<TopPCheckWords, 6>(b, block_of_all(b));
   u32 logit = f.rows.hold(best.id) ? ordered(f.logits[best.id]) : 0;
-  put_candidate(to, number, best, logit);
-  put_pair(to + 4, number, control, 0);
+  put_candidate(b, to, number, best, logit);
+  put_pair(b, to + 4, number, control, 0);
 }
 
 // The argmax of a check, known to every thread; `agreed` knows it, too. `scratch` holds a word a warp.
 KOG_DEVICE TopPCheck gather_top_p_check(Block& b, u64 number, u32* scratch) {
-  if (b.warp * 32 < kBlocks) {
+  if (b.warp < kCandidateWarps) {
     const u64* from = words_of_block<TopPCheckWords, 6>(b, b.thread);
-    bool there = b.thread < kBlocks;
+    bool there = b.thread < kAllBlocks;
     u64 v[3];
     poll_pairs(
         b, Step::kTopPCheck, number, [&](int i) { return from + 2 * i; },
         [&](int i) { return i < 2 ? there : b.thread == 0; }, v);
     Candidate c = there ? Candidate{double_of(v[0]), static_cast<int>(v[1] >> 32)} : nobody();
+#pragma unroll
+    for (int n = 1; n < kBlocksAThread; n++) {
+      u64 more[2];
+      poll_pairs(
+          b, Step::kTopPCheck, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
+          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
+      Candidate other = {double_of(more[0]), static_cast<int>(more[1] >> 32)};
+      if (b.thread + kTakers * n < kAllBlocks && beats(other, c)) c = other, v[1] = more[1];
+    }
     Candidate best = best_of_warp(c);
     if (there && c.id == best.id) scratch[b.warp] = static_cast<u32>(v[1]);
     if (b.in_warp == 0) b.small->global[b.warp] = best;
@@ -78,12 +87,12 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
   }
   sync_consumers();
   if (b.warp != 0) return;
-  u64* to = words_of_block<SharesWords, 6>(b, b.block);
+  u64* to = words_of_block<SharesWords, 6>(b, block_of_all(b));
 #pragma unroll
   for (int i = 0; i < 3; i++) {
     u64 sum = sum_of_warp(b.in_warp < kWarps ? scratch[3 * b.in_warp + i] : 0);
     if (b.in_warp == 0 && !must_leave(b))  // as in publish_candidate
-      put_pair(to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
+      put_pair(b, to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
 }
 
@@ -91,14 +100,23 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
 KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};
   sync_consumers();  // warp 0 has read this block's sums: the scratch is free
-  if (b.warp * 32 < kBlocks) {
+  if (b.warp < kCandidateWarps) {
     const u64* from = words_of_block<SharesWords, 6>(b, b.thread);
     poll_pairs(
         b, Step::kShares, number, [&](int i) { return from + 2 * i; },
-        [&](int) { return b.thread < kBlocks; }, sums);
+        [&](int) { return b.thread < kAllBlocks; }, sums);
+#pragma unroll
+    for (int n = 1; n < kBlocksAThread; n++) {
+      u64 more[3];
+      poll_pairs(
+          b, Step::kShares, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
+          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
+#pragma unroll
+      for (int i = 0; i < 3; i++) sums[i] += b.thread + kTakers * n < kAllBlocks ? more[i] : 0;
+    }
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-      sums[i] = sum_of_warp(b.thread < kBlocks ? sums[i] : 0);
+      sums[i] = sum_of_warp(b.thread < kAllBlocks ? sums[i] : 0);
       if (b.in_warp == 0) scratch[3 * b.warp + i] = sums[i];
     }
   }

@@ -1,6 +1,6 @@
 // One warp a block that bounds all waits of the others, so that they need no clocks of their own.
 #pragma once
-#include <kog/block.h>
+#include <kog/ranks.h>
 
 namespace kog {
 
@@ -21,9 +21,10 @@ KOG_DEVICE void watch(Block& b) {
       store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
       compare_and_swap(&b.small->waits[b.in_warp], began, kExpired);  // unless it has ended
       store_volatile(&b.small->leave, 1);
+      tell_ranks_to_leave(b.p);
     }
     sync_warp();
-    if (b.in_warp == 0 && load_volatile(&b.small->leave) == 0 && load_relaxed(b.p.error) != 0)
+    if (b.in_warp == 0 && load_volatile(&b.small->leave) == 0 && (load_relaxed(b.p.error) != 0 || told_to_leave(b.p)))
       store_volatile(&b.small->leave, 1);
   }
 }

@@ -1,7 +1,7 @@
 // Words that carry their own readiness (kog_triton/schedule/wire.py defines them) and the polls
 // that wait for them.
 #pragma once
-#include <kog/block.h>
+#include <kog/ranks.h>
 
 namespace kog {
 
@@ -165,12 +165,7 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 
   });
 }
 
-// Two words under the number of an exchange of all blocks, which grows from one to the next (exchange.h).
-KOG_DEVICE void put_pair(u64* to, u64 number, u32 x, u32 y) {
-  store_relaxed_pair(to, number | x, number | y);
-}
-
-// N pairs a thread: address(i) says where, need(i) whether the thread asks for it; others are zero.
+// N pairs (put_pair) a thread: address(i) says where, need(i) whether the thread asks for it; others are zero.
 template <int N, class Address, class Need>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
                            u64 (&v)[N]) {

@@ -19,6 +19,7 @@ from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_li
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
+from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
@@ -26,7 +27,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import VENDORS
 from kog_triton.schedule.triton import lower_tiles
 
-OLDEST = (8, 0)  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
+OLDEST = 80  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 # AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
 AMD_ARCHS = ("gfx90a", "gfx942", "gfx950")
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
@@ -50,10 +51,13 @@ class TritonBackend:
     @classmethod
     def availability(cls) -> Availability:
         if not torch.cuda.is_available():
+            gpu = unseen_gpu()
+            if gpu is not None and not _not_compiled_for(gpu.name, gpu.arch):
+                return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
             return Availability(
                 False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
             )
-        if reason := _not_compiled_for(torch.device("cuda")):
+        if reason := _not_compiled_for(*_name_and_arch(torch.device("cuda"))):
             return Availability(False, reason, "choose --backend reference")
         if importlib.util.find_spec("triton") is None:
             advice = 'pip install "kog-triton[{}]"'.format("rocm" if torch.version.hip else "cuda")
@@ -78,7 +82,7 @@ class TritonBackend:
             if not torch.cuda.is_available():
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
             device = torch.device("cuda")
-        if reason := _not_compiled_for(device):
+        if reason := _not_compiled_for(*_name_and_arch(device)):
             raise DeviceError(
                 f"the triton backend cannot run: {reason}; choose --backend reference"
             )
@@ -301,14 +305,19 @@ class TritonBackend:
         return took
 
 
-def _not_compiled_for(device: torch.device) -> str:
-    """Why the kernel cannot run on this GPU; "" if it can, and on a CPU."""
+def _name_and_arch(device: torch.device) -> tuple[str, str]:
+    """Of a torch device; of a CPU the second is ""."""
     if device.type != "cuda":
-        return ""
+        return "CPU", ""
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:
-        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return name, torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return name, "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _not_compiled_for(name: str, arch: str) -> str:
+    """Why the kernel cannot run on a GPU; "" if it can, and where the architecture is not known."""
+    if arch.startswith("gfx"):
         return "" if arch in AMD_ARCHS else f"{name} is {arch}, and it takes {', '.join(AMD_ARCHS)}"
-    major, minor = torch.cuda.get_device_capability(device)
-    old = (major, minor) < OLDEST
-    return f"{name} is sm_{major}{minor}, and it takes sm_80 or newer" if old else ""
+    old = arch.startswith("sm_") and int(arch[3:].rstrip("a")) < OLDEST
+    return f"{name} is {arch}, and it takes sm_{OLDEST} or newer" if old else ""

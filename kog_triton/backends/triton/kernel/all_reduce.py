@@ -21,6 +21,9 @@ ROUNDS: tl.constexpr = tl.constexpr(
     64
 )  # at least those of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
 
+# A default that is no constexpr of itself reaches the callee as a plain str under Triton 3.6.
+ALL_REDUCE: tl.constexpr = tl.constexpr("all_reduce")
+
 
 @triton.jit
 def four(a, b, c, d):
@@ -36,9 +39,7 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(
-    values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = "all_reduce"
-):
+def all_gather(values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = ALL_REDUCE):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)

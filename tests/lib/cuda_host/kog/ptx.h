@@ -95,7 +95,7 @@ struct BlockState {
 struct Fiber {
   void* stack_top = nullptr;
   BlockState* block;
-  int block_index, thread;
+  int rank, block_index, thread;
   bool heard_no = false;  // of a barrier (barrier_test), and has not waited for one since
   bool done = false;
 };
@@ -292,6 +292,7 @@ template <bool kF16>
 u32 round_pair(float low, float high) {
   return host::to_half(high, kF16) << 16 | host::to_half(low, kF16);
 }
+inline u32 and_or(u32 q, u32 mask, u32 base) { return (q & mask) | base; }
 template <bool kF16>
 u32 subtract_pair(u32 a, u32 b) {
   auto half = [&](int shift) {

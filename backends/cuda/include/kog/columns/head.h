@@ -40,7 +40,7 @@ KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 ep
   if (b.warp >= b.p.num_requests) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(best_of_column(b, b.warp, b.block), epoch, best, control);
+  put_candidate(b, best_of_column(b, b.warp, b.block), epoch, best, control);
 }
 
 // The block whose warp 0 picks a column's argmax.
@@ -53,7 +53,7 @@ KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
       b, epoch, [&](int i) { return best_of_column(b, column, 32 * i + b.in_warp); },
       [&](int i) { return 32 * i + b.in_warp < kBlocks; }, control);
   if (b.in_warp != 0 || must_leave(b)) return;
-  put_pair(argmax_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
+  put_pair(b, argmax_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
 }
 
 // The tokens of plain columns to all threads, behind the next barrier; by one warp.

@@ -1,0 +1,113 @@
+"""The CUDA kernel on two ranks as machine code: on one GPU, half of its SMs each, and on two that reach each other."""
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.layout.names import STEPS
+from kog_triton.backends.cuda.peers import check_peers
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType, Head
+from kog_triton.sampling import History, SamplingParams, sample
+from tests.lib.cuda_sampling import SETTINGS, resolved
+from tests.lib.gpu_ranks import GpuRanks
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.machine_code import spec_named
+from tests.lib.ring_walker import spec_of
+
+pytestmark = pytest.mark.gpu
+SMALL = spec_of(dtype=DType.F16, vocab_size=100, max_context=512)
+SPECS = {  # positions compared, most that logits may be off
+    "fp16": (SMALL, 200, 0.03),
+    "bf16, biases": (
+        spec_of(vocab_size=100, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True),
+        60,
+        0.15,
+    ),
+    "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=512), 200, 0.04),
+    "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=512), 200, 0.04),
+    "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
+}
+
+
+@pytest.fixture(scope="module", params=["one GPU", "two GPUs"])
+def devices(request):
+    if request.param == "one GPU":
+        return [torch.device("cuda", 0)] * 2
+    try:
+        check_peers(2)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return [torch.device("cuda", i) for i in range(2)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_agree_with_the_reference_and_repeat(name, devices):
+    spec, count, limit = SPECS[name]
+    weights = RandomWeights(spec, device="cuda")
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
+    ours = GpuRanks(spec, weights, devices, min(spec.max_context, 512))
+    got = ours.forward_logits(tokens)
+    for seed in (1, 2):
+        assert np.array_equal(got, ours.forward_logits(tokens, seed))
+    options = BackendOptions(device="nvidia", num_gpus=1 if spec.num_lanes > 1 else 2)
+    expected = ReferenceBackend(weights, options).forward_logits(tokens)
+    assert expected.std() > 4
+    assert np.sqrt(((got - expected) ** 2).mean()) < limit
+    ours.close()
+
+
+@pytest.fixture(scope="module")
+def small(devices):
+    made = GpuRanks(SMALL, RandomWeights(SMALL, device="cuda"), devices)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "top_k", "top_p", "penalties", "all at once"])
+def test_sampled_tokens_are_the_definitions(small, name):
+    prompt, params = [1, 2, 3, 2], resolved(SMALL.vocab_size, **SETTINGS[name])
+    tokens, outcome = small.generate(prompt, 12, params)
+    assert outcome in (1, 2) and tokens
+    logits = small.forward_logits(prompt + tokens)
+    history = History(tuple(prompt))
+    for token in tokens:
+        position = len(prompt) + len(history.output)
+        assert token == sample(logits[position - 1], params, history, position).token
+        history.append(token)
+
+
+def test_a_thousand_requests_with_random_delays_between_launches(small):
+    greedy = SamplingParams(temperature=0)
+    expected = small.generate([5, 17, 60], 8, greedy)
+    assert expected[1] == 2
+    for seed in range(1, 1001):
+        assert small.generate([5, 17, 60], 8, greedy, seed=seed) == expected, small.reports()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_leave_when_one_is_never_launched(small, rank):
+    took = small.run(small.words([1, 2], 40), [1, 2], limit=50_000_000, absent=rank)
+    assert 50e6 < took < 500e6
+    flag, _, step, layer, word, _, _, told, _ = small.reports()[1 - rank]
+    assert flag and told and layer == 0
+    assert "attention_out_now" in small.layout.place_of(STEPS[step], word)
+    assert small.generate([1, 2], 2)[1] == 2  # and the next request runs
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_tokens_are_stamped_as_they_come(name, devices):
+    """With -s it also prints the rate; on one GPU a rank has half of its SMs and of its bandwidth."""
+    spec = spec_named(name)
+    ours = GpuRanks(spec, RandomWeights(spec, device="cuda"), devices)
+    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, 32).tolist()
+    tokens, outcome = ours.generate(prompt, 256)
+    steps = ours.step_ns()
+    assert outcome == 2 and len(tokens) == 256 and len(steps) == 255 and (steps > 0).all()
+    p50, p99 = np.percentile(steps, (50, 99)) / 1e3
+    print(f"{name}, 2 ranks: {1e9 / steps.mean():.0f} tokens/s, p50 {p50:.0f} us, p99 {p99:.0f} us")
+    ours.close()

@@ -1,0 +1,88 @@
+"""Ranks of the CUDA kernel on real GPUs: several of them, or all on one, with as many of its SMs each."""
+
+import time
+
+import numpy as np
+import torch
+
+from kog_triton.backends.cuda.driver import Kernel, reach
+from kog_triton.backends.cuda.jit import compile_cubin
+from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.layout import lay_out
+from kog_triton.backends.cuda.rank_memory import allocate_ranks
+from kog_triton.backends.device import gpu_of
+from kog_triton.backends.request_words import encode_logits
+from kog_triton.schedule.check import check_lowering
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.schedule import build
+from tests.lib.cuda_ranks import ALL, RankWalk
+
+LIMIT_NS = 2_000_000_000  # that a wait may take
+MOST_DELAY_S = 2e-3  # of a rank's launch behind another's
+
+
+class GpuRanks(RankWalk):
+    """RankWalk on `devices`, one a rank; a device that stands there twice holds two ranks, half of its SMs each."""
+
+    limit = LIMIT_NS
+
+    def __init__(self, spec, weights, devices, max_context=512):
+        self.spec, self.devices, self.most_steps = spec, devices, {}
+        gpu = gpu_of(devices[0])
+        shared_by = max(devices.count(d) for d in devices)
+        self.shared = shared_by > 1
+        lowering = lower(build(spec, len(devices)), gpu, gpu.num_blocks // shared_by)
+        check_lowering(lowering)
+        self.layout = lay_out(lowering, max_context)
+        for device in set(devices):
+            for peer in set(devices) - {device}:
+                reach(device.index, peer.index)
+        self.ranks = allocate_ranks(self.layout, weights, 1, devices)
+        self.memory = self.ranks[0]
+        cubin = compile_cubin(render(self.layout), "decode.cu", gpu.arch)
+        self.kernels = []
+        for device in devices:
+            with torch.cuda.device(device):  # whose context takes the module
+                self.kernels.append(Kernel(cubin, "kog_decode", self.layout.shared_bytes, device))
+        self.streams = [torch.cuda.Stream(device) for device in devices]
+
+    def run(self, request, prompt, seed=0, limit=LIMIT_NS, logits=None, absent=ALL, control=0):
+        """Nanoseconds that it took. A seed other than 0 sets an order of the ranks' launches, and delays between."""
+        arguments = self.arguments(request, prompt, limit, logits, control)
+        self.synchronize()  # no rank writes words that another has yet to empty
+        dice = np.random.default_rng(seed)
+        order = dice.permutation(len(self.ranks)) if seed else range(len(self.ranks))
+        begun = time.perf_counter_ns()
+        for rank in order:
+            if rank == absent:
+                continue
+            kernel, lowering = self.kernels[rank], self.layout.lowering
+            # Cooperative launches of one GPU might be put one behind the other. Blocks of all ranks fit side by side.
+            start = kernel.queue if self.shared else kernel.launch
+            with torch.cuda.stream(self.streams[rank]):
+                start(lowering.num_blocks, self.layout.threads, arguments[rank])
+            if seed:
+                time.sleep(dice.uniform(0, MOST_DELAY_S))
+        self.synchronize()
+        return time.perf_counter_ns() - begun
+
+    def synchronize(self):
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
+
+    def forward_logits(self, tokens, seed=0, limit=LIMIT_NS):
+        """Logits [tokens, vocab]; every rank writes its own columns of one tensor."""
+        out = torch.full((len(tokens), self.spec.vocab_size), torch.nan, device=self.devices[0])
+        self.run(encode_logits(len(tokens)), tokens, seed, limit, logits=out)
+        assert [int(m.mailbox[2]) for m in self.ranks] == [2] * len(self.ranks), self.reports()
+        return out.cpu().numpy()
+
+    def step_ns(self):
+        """Between the tokens of the last request, by the GPU's own stamps."""
+        words = self.memory.outbox[0].numpy()
+        return np.diff(words[: int((words[:, 0] != 0).sum()), 1])
+
+    def close(self):
+        for device, kernel in zip(self.devices, self.kernels, strict=True):
+            with torch.cuda.device(device):
+                kernel.close()
