@@ -41,7 +41,7 @@ class ReadPrompt:
     cache_salt: str = ""
 
 
-def list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def list_of_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
     """One prompt or several as a list; a list that begins with a number is the ids of one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]

@@ -33,7 +33,10 @@ def build_parser() -> Parser:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
     what = parser.add_argument_group("model")
     what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
-    what.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME")
+    what.add_argument(
+        "--served-model-name", nargs="+", default=(), metavar="NAME",
+        help="what clients call it; the first is told (default: the folder's name)",
+    )  # fmt: skip
     what.add_argument("--max-model-len", type=int, metavar="N", help="positions of a slot")
     what.add_argument(
         "--max-num-seqs", type=positive, default=NUM_SLOTS, metavar="N",
@@ -47,20 +50,27 @@ def build_parser() -> Parser:
     what.add_argument("--backend", default="auto", help=f"auto, {', '.join(backend_names())}")
     what.add_argument("--device", help="cpu, nvidia, amd or a GPU such as h200")
     what.add_argument(
-        "--tensor-parallel-size", "-tp", "--gpus", type=positive, default=1, metavar="N"
-    )
-    what.add_argument("--prefill", default="auto", choices=PREFILLS)
+        "--tensor-parallel-size", "-tp", "--gpus", type=positive, default=1, metavar="N",
+        help="how many GPUs (default: 1)",
+    )  # fmt: skip
+    what.add_argument(
+        "--prefill", default="auto", choices=PREFILLS,
+        help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
+    )  # fmt: skip
     what.add_argument("--seed", type=int, help="make a session repeatable")
     where = parser.add_argument_group("address")
     where.add_argument("--host", default="127.0.0.1", help="(default: this machine alone)")
-    where.add_argument("--port", type=int, default=8000)
+    where.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     where.add_argument("--uds", type=Path, help="a socket file instead of host and port")
     where.add_argument(
         "--api-key", nargs="+", default=None, metavar="KEY", help="(default: $KOG_API_KEY)"
     )
     chat = parser.add_argument_group("conversations")
     chat.add_argument("--chat-template", metavar="FILE|TEXT", help="instead of the model's own")
-    chat.add_argument("--default-chat-template-kwargs", metavar="JSON", default="{}")
+    chat.add_argument(
+        "--default-chat-template-kwargs", metavar="JSON", default="{}",
+        help='what the template takes where a request does not say, such as \'{"enable_thinking": false}\'',
+    )  # fmt: skip
     chat.add_argument(
         "--tool-call-parser",
         default="auto",
@@ -77,8 +87,14 @@ def build_parser() -> Parser:
         metavar="N",
         help="beyond the slots (default: 4 a slot, at least 8)",
     )
-    limits.add_argument("--shutdown-timeout", type=not_negative, default=30.0, metavar="S")
-    limits.add_argument("--sse-keep-alive-interval", type=not_negative, default=15.0, metavar="S")
+    limits.add_argument(
+        "--shutdown-timeout", type=not_negative, default=30.0, metavar="S",
+        help="that what runs may take after a first SIGTERM (default: 30)",
+    )  # fmt: skip
+    limits.add_argument(
+        "--sse-keep-alive-interval", type=not_negative, default=15.0, metavar="S",
+        help="of silence in a stream, after which a comment is sent; 0 for none (default: 15)",
+    )  # fmt: skip
     limits.add_argument(
         "--engine-timeout", type=not_negative, metavar="S",
         help="without a sign of the engine (default: 5 on a GPU, 60 on a CPU)",

@@ -112,6 +112,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 # values that ask for nothing, beside None, False, 0, "", "auto" and what is empty
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
+    "guided_json": (),  # an empty schema is any JSON
     "load_format": ("auto", "safetensors"),
     "logprobs_mode": ("raw_logprobs",),
     "pipeline_parallel_size": (1,),

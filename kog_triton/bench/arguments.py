@@ -139,7 +139,9 @@ def build_parser() -> Parser:
     _number(between, "--uses", USES, "all-reduces in one kernel (%(default)s)")
     between.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
-    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    table.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="of kept records (%(default)s)"
+    )
     table.add_argument(
         "--into",
         type=Path,
@@ -208,7 +210,7 @@ def _common() -> Parser:
         help=f"with --shape, what the layers' matrices are rounded to: {', '.join(FORMATS)}",
     )
     out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
-    out.add_argument("--gpus", type=positive, default=1, metavar="N")
+    out.add_argument("--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     out.add_argument(
         "--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json"

@@ -267,7 +267,9 @@ def _body(argv: Sequence[str] | None) -> int:
         if one.json:
             write(record, one.json)
         if one.save:
-            write(record, kept_file(record, one.save + "-interrupted" * bool(interrupted)))
+            file = kept_file(record, one.save + "-interrupted" * bool(interrupted))
+            write(record, file)
+            _say(one)(f"kept as {file}")
         if not one.quiet:
             from kog_triton.bench.show import show
 

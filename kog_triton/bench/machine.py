@@ -198,7 +198,7 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def _say(argv: list[str]) -> str | None:

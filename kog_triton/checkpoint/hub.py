@@ -4,6 +4,7 @@ Nothing is downloaded for a path that exists. The cache, its location and access
 huggingface_hub's own.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,12 +90,30 @@ def _download(
 
     try:
         where: dict[str, Any] = {} if cache is None else {"cache_dir": cache}
-        found = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), **where)
-        return Path(found)
+        where["revision"] = revision
+        found = Path(snapshot_download(hub_id, allow_patterns=list(files), **where))
+        if INDEX in files and (others := _others_of_index(found / INDEX)):
+            snapshot_download(hub_id, allow_patterns=others, **where)
+        return found
     except Exception as error:  # its kinds of errors differ between versions and transports
+        if type(error).__name__ == "LocalEntryNotFoundError":
+            raise ModelError(
+                f"{hub_id}: no such folder, not fetched before, and the hub cannot be reached: "
+                "is there a network? Or download it elsewhere and pass the folder"
+            ) from error
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
         raise ModelError(
             f"{hub_id}: no such folder, and the hub did not give it ({reason}):"
             " download it elsewhere and pass the folder"
         ) from error
+
+
+def _others_of_index(index: Path) -> list[str]:
+    """Files with weights that an index names and _FILES does not; none if it is no index, which opening it tells."""
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return []
+    plain = (f for f in files if isinstance(f, str) and re.fullmatch(r"[\w.-]+\.safetensors", f))
+    return sorted(f for f in plain if f != SINGLE and not f.startswith("model-"))

@@ -30,7 +30,7 @@ class ChatAnswer:
         self._include_usage, self._continuous = include_usage, continuous
         self._created = int(time.time())
         self._told: defaultdict[int, Told] = defaultdict(lambda: Told(asked.parser()))
-        self._logprobs = asked.job.params.logprobs is not None
+        self._logprobs = asked.job.params.logprobs  # the likeliest to tell; None for no figures
         self._began: set[int] = set()
 
     # ---- a stream ----
@@ -52,9 +52,9 @@ class ChatAnswer:
             self._began.add(one.index)
             said = {"role": "assistant", "content": None if delta.calls else ""} | said
         choice: dict[str, Any] = {"index": one.index, "delta": said, "finish_reason": None}
-        if self._logprobs:
-            logprobs, told.logprobs = told.logprobs, []
-            choice["logprobs"] = chat_logprobs(self._model.tokenizer, logprobs)
+        if self._logprobs is not None:
+            choice["logprobs"] = self._told_logprobs(told)
+            told.logprobs = []
         now = progress(one.tokens, elapsed_s, len(self._asked.job.token_ids))
         chunk = self._chunk([choice]) | {"progress": now}
         if self._continuous:
@@ -63,7 +63,7 @@ class ChatAnswer:
             return sse(chunk)
         events = sse(chunk) if said else b""
         last = {"index": one.index, "delta": {}, "finish_reason": told.finish_reason}
-        if self._logprobs:
+        if self._logprobs is not None:
             last["logprobs"] = None
         end = self._chunk([last]) | {"progress": now, "timings": timings(told.output)}
         return events + sse(end)
@@ -143,13 +143,17 @@ class ChatAnswer:
                 self._call(index, number, call.name, call.arguments)
                 for number, call in enumerate(told.calls)
             ]
-        logprobs = chat_logprobs(self._model.tokenizer, told.logprobs) if self._logprobs else None
         return {
             "index": index,
             "message": message,
-            "logprobs": logprobs,
+            "logprobs": self._told_logprobs(told),
             "finish_reason": told.finish_reason,
         }
+
+    def _told_logprobs(self, told: Told) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        return chat_logprobs(self._model.tokenizer, told.logprobs, self._logprobs)
 
     def _output(self, index: int) -> Any:
         output = self._told[index].output

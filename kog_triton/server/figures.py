@@ -62,7 +62,11 @@ def _rounded(value: float | None, scale: float = 1.0) -> float | None:
     return None if value is None else round(value * scale, 3)
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]], most: int
+) -> dict[str, Any]:
+    """Of each token, and of the `most` likeliest in its place."""
+
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token)
         return {
@@ -75,7 +79,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]])
     for candidates in tokens:
         chosen, found = next(iter(candidates.items()))
         best = sorted(
-            (c for c in candidates.items() if c[1].rank is not None), key=lambda c: c[1].rank or 0
+            (c for c in candidates.items() if c[1].rank and c[1].rank <= most),
+            key=lambda c: c[1].rank or 0,
         )
         content.append(
             entry(chosen, found) | {"top_logprobs": [entry(*candidate) for candidate in best]}

@@ -69,7 +69,8 @@ def bind(settings: Settings) -> socket.socket:
     """The listening socket; RequestError if it cannot be had."""
     try:
         if settings.uds is not None:
-            settings.uds.unlink(missing_ok=True)
+            if settings.uds.is_socket():  # of a server that has gone
+                settings.uds.unlink()
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(settings.uds))
         else:

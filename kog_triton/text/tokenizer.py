@@ -78,7 +78,7 @@ class Tokenizer:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise ModelError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")
         with library_errors(f"{path} is not a readable tokenizer"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())  # a path may be no UTF-8
             check_growth(backend, path)
         config = _read_optional(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:

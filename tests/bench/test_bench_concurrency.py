@@ -165,6 +165,8 @@ def test_the_tables_show_each_figure_in_its_column():
         "tokens/s": ["1,234.5"], "device t/s": ["1,300.0"], "p50 us": ["600.0"], "p99 us": ["900.0"],
         "p99/p50": ["1.500 / 1.250"], "roofline us": ["550.0"], "MBU": ["50.0%"], "TTFT ms": ["2.50"],
     }  # fmt: skip
+    wrong_text = cells(speed_table({"test": {"tokens": 9}, "rows": [wrong]}))["text"]
+    assert wrong_text == ["WRONG"]
     prompt = row | {"host": None, "device": None}
     assert cells(speed_table({"test": {"tokens": 1}, "rows": [prompt]})) == shared | {
         "tokens/s": ["7,000.0"], "roofline ms": ["0.55"], "TTFT ms": ["2.50"],

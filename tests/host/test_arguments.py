@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from kog_triton.__main__ import commands
-from kog_triton.cli.arguments import check_output, not_negative, positive
+from kog_triton.cli.arguments import check_output, not_negative, positive, share
 from kog_triton.errors import RequestError
 
 
@@ -35,6 +35,8 @@ def test_a_wrong_usage_is_one_line_that_says_where_help_is(name, capsys):
         (not_negative, "nan", "nan is no number from 0 on"),
         (not_negative, "inf", "inf is no number from 0 on"),
         (not_negative, "", "'' is no number"),
+        (share, "0", "0 is not above 0 and at most 1"),
+        (share, "1.01", "1.01 is not above 0 and at most 1"),
     ],
 )
 def test_numbers_out_of_range(kind, text, says):
@@ -45,12 +47,16 @@ def test_numbers_out_of_range(kind, text, says):
 
 def test_numbers_in_range():
     assert positive("17") == 17 and not_negative("0") == 0 and not_negative("1e3") == 1000
+    assert share("1") == 1 and share("0.01") == 0.01
 
 
 def test_where_a_file_can_be_written(tmp_path, monkeypatch):
     check_output("--json", tmp_path / "new.json")
     (tmp_path / "old.json").write_text("{}")
     check_output("--json", tmp_path / "old.json")
+    # what was there stays, and nothing is left of what was tried
+    assert [f.name for f in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "{}"
     for file, says in (
         (tmp_path, "Is a directory: name a file in it"),
         (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),

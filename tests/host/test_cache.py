@@ -2,11 +2,14 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from kog_triton import cache, doctor
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.cli import caches
+from kog_triton.model.shapes import named_shape
 from tests.lib.fake_checkpoint import make_checkpoint
 
 
@@ -101,9 +104,11 @@ def test_doctor_shows_caches_memory_and_optional_packages(places, monkeypatch, c
 def test_memory_is_the_machine_s():
     found = doctor.memory()
     assert 0 < found["available_bytes"] <= found["total_bytes"]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert found["total_bytes"] == pytest.approx(pages, rel=0.001)
 
 
-def test_doctor_says_what_each_backend_would_do_with_a_model(tmp_path):
+def test_doctor_says_what_each_backend_would_do_with_a_model(tmp_path, monkeypatch):
     model = make_checkpoint(tmp_path)
     found = {
         "gpus": [{"memory_bytes": 30_000}],
@@ -123,3 +128,9 @@ def test_doctor_says_what_each_backend_would_do_with_a_model(tmp_path):
         "would not run it: not installed",
         "would take 0.0 MB of 10.0 GB",
     ]
+    # weights of 16 bits stay so on a GPU, and are float32 in the reference; the cache is as the model says
+    spec = named_shape("llama-3.2-1b")
+    monkeypatch.setattr(Checkpoint, "open", lambda model: SimpleNamespace(spec=spec))
+    cache_bytes = spec.kv_bytes_per_position * spec.max_context
+    wide = [row["bytes"] - cache_bytes for row in doctor.fits("x", found)["backends"]]
+    assert [n // spec.num_parameters for n in wide] == [2, 2, 4]

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from kog_triton.checkpoint.folder import Checkpoint, half_split_rows
-from kog_triton.checkpoint.hub import model_folder
+from kog_triton.checkpoint.hub import INDEX, model_folder
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
 from kog_triton.model.spec import DType
@@ -374,6 +374,24 @@ def hub(tmp_path, monkeypatch):
     return repository, fetched, asked
 
 
+def test_hub_fetches_files_of_other_names_that_the_index_names(hub):
+    repository, fetched, asked = hub
+    make_checkpoint(repository)
+    tiny.shard(repository)
+    index = json.loads((repository / INDEX).read_text())
+    old = sorted(set(index["weight_map"].values()))
+    new = {name: f"weights.{n}.safetensors" for n, name in enumerate(old)}
+    for name in old:
+        (repository / name).rename(repository / new[name])
+    index["weight_map"] = {k: new[v] for k, v in index["weight_map"].items()}
+    (repository / INDEX).write_text(json.dumps(index))
+    (repository / "consolidated.safetensors").touch()
+    checkpoint = Checkpoint.open("org/name", revision="v1")
+    assert asked["revision"] == "v1" and not (fetched / "consolidated.safetensors").exists()
+    local = Checkpoint.open(repository)
+    assert all(torch.equal(checkpoint.load(n), local.load(n)) for n in local.names())
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_hub_fetches_what_is_read_and_nothing_else(hub, sharded):
     repository, fetched, asked = hub
@@ -436,3 +454,15 @@ def test_hub_failure_is_one_line_with_advice(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     message = refusal("org/name")
     assert "cannot reach the host" in message and "pass the folder" in message
+
+    class LocalEntryNotFoundError(OSError):
+        """As huggingface_hub names it."""
+
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    assert refusal("org/name") == (
+        "org/name: no such folder, not fetched before, and the hub cannot be reached: is there a network? "
+        "Or download it elsewhere and pass the folder"
+    )

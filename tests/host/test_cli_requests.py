@@ -1,5 +1,6 @@
 """`kog generate` asked as people ask: refused before the weights load, shown as it goes, talked to for long."""
 
+import argparse
 import importlib
 import io
 import json
@@ -10,9 +11,12 @@ import time
 import jsonschema
 import pytest
 
-from kog_triton import LLM
+from kog_triton import LLM, SamplingParams
+from kog_triton.__main__ import commands
 from kog_triton.cli import activity, foreign_flags, generate_arguments
 from kog_triton.cli.activity import activity as shown_activity
+from kog_triton.cli.arguments import Parser
+from kog_triton.cli.stats import summary
 from kog_triton.cli.stderr_log import STDERR_LOG
 from tests import ROOT
 from tests.lib import gguf_cases
@@ -190,6 +194,25 @@ def test_a_flag_is_meant_by_its_whole_name(unopened):
 # ---- flags ----
 
 
+@pytest.mark.parametrize("name", commands())
+def test_every_flag_of_every_command_has_help(name, monkeypatch):
+    seen = []
+
+    def parse_args(parser, *args):
+        seen.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(Parser, "parse_args", parse_args)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"kog_triton.{name}").main([])
+    for parser in seen:  # which grows
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                seen += [one for one in action.choices.values() if one not in seen]
+            else:
+                assert action.help, (parser.prog, action.option_strings or action.dest)
+
+
 def test_every_flag_has_help():
     parser = generate_arguments.build_parser()
     assert [a.option_strings for a in parser._actions if not a.help] == []
@@ -260,6 +283,20 @@ def test_two_lines_after_a_text_say_how_fast_and_by_which_parameters(cli):
     assert greedy[-1] == "temperature 0; backend fake"
     told = cli("-p", "say:x", "-v")[2]
     assert "MBU unknown" in told and "KV depth" in told and "between tokens" in told
+
+
+def test_the_first_line_says_how_much_of_the_prompt_was_there_already(llm):
+    llm.generate("abcdefgh", SamplingParams(temperature=0, max_tokens=2))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    output = llm.generate("abcdefghij", params)[0]
+    assert 0 < output.num_cached_tokens < 10
+    assert f"; prompt 10 ({output.num_cached_tokens} cached); " in summary(output, params)
+
+
+def test_what_takes_half_a_second_is_told(capsys):
+    with shown_activity("loading the model"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "loading the model ...\n"
 
 
 def test_what_takes_long_is_told_and_gone_again(monkeypatch, capsys):

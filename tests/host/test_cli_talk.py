@@ -187,6 +187,14 @@ def test_a_full_context_forgets_what_is_oldest(cli, monkeypatch):
     assert "[user]6 x" in prompts[7]["prompt"]
 
 
+def test_a_talk_keeps_a_quarter_of_the_context_at_most_for_an_answer(cli, monkeypatch):
+    """However long an answer may be: two questions of 150 characters stay together in 512 positions."""
+    code, _, err = talk(cli, monkeypatch, f"{'x' * 150} say:a\n{'y' * 150} say:b\n", "-m", "300")
+    assert code == 0 and "the context is full" not in err
+    code, _, err = talk(cli, monkeypatch, f"{'x' * 190} say:a\n{'y' * 190} say:b\n", "-m", "300")
+    assert code == 0 and "the oldest 2 messages are forgotten" in err
+
+
 def test_ctrl_c_at_the_prompt_drops_the_line_and_keeps_the_talk(monkeypatch, capsys):
     typed = iter([KeyboardInterrupt, '"""', "half", KeyboardInterrupt, "whole"])
 
@@ -213,6 +221,13 @@ def test_what_was_typed_is_kept_for_the_user_alone(monkeypatch, tmp_path):
         raise KeyboardInterrupt
     assert history_file().read_text().strip() == "say:one"
     assert history_file().stat().st_mode & 0o77 == 0
+    history_file().unlink()  # and before anything is written into it
+    with monkeypatch.context() as patched, kept_lines():
+        patched.setattr(readline, "write_history_file", lambda file: None)
+    assert history_file().stat().st_mode & 0o77 == 0
+    readline.clear_history()
+    readline.add_history("say:one")
+    readline.write_history_file(history_file())
     readline.clear_history()
     with kept_lines():
         assert readline.get_history_item(1) == "say:one"

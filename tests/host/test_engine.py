@@ -115,6 +115,15 @@ def test_forward_logits(llm):
     assert logits[2].argmax() == next_logits(list(b"abc"), 3).argmax()
     with pytest.raises(RequestError, match="ids run from 0 to 259"):
         llm.forward_logits([9999])
+    assert len(llm.forward_logits([7] * MAX_CONTEXT)) == MAX_CONTEXT  # a context may be full
+    said = f"^{MAX_CONTEXT + 1} tokens do not fit the context of {MAX_CONTEXT}$"
+    with pytest.raises(RequestError, match=said):
+        llm.forward_logits([7] * (MAX_CONTEXT + 1))
+
+
+def test_a_length_beyond_the_context_ends_there(llm):
+    out = llm.generate("x" * (MAX_CONTEXT - 9), replace(GREEDY, ignore_eos=True, max_tokens=999))[0]
+    assert len(out.outputs[0].token_ids) == 9 and out.outputs[0].finish_reason == "length"
 
 
 def test_forward_logits_in_the_middle_of_a_stream_changes_neither(folder, narrow):

@@ -130,10 +130,23 @@ def test_the_caller_wins_over_the_checkpoint_and_the_checkpoint_over_the_default
     params = SamplingParams.from_generation_config(config, temperature=0.2, seed=None)
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.95, 0)
     assert params.max_tokens == 99
+    assert SamplingParams.from_generation_config({"temperature": 0, "top_k": None}).greedy
     with pytest.raises(RequestError, match="topp is not a sampling parameter"):
         SamplingParams.from_generation_config({}, topp=0.5)
     with pytest.raises(RequestError, match="top_p is 7"):
         SamplingParams.from_generation_config({"top_p": 7})
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high"),
+    [
+        ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("repetition_penalty", 1e-6, 1e6),
+        ("temperature", 1e-5, 1e5), ("top_p", 1e-9, 1), ("min_p", 0, 1), ("top_k", -1, 1 << 40),
+        ("logprobs", -1, 1 << 20), ("prompt_logprobs", -1, 1 << 20), ("n", 1, 1 << 14), ("min_tokens", 0, 16),
+    ],
+)  # fmt: skip
+def test_the_ends_of_a_range_are_in_it(field, low, high):
+    assert [getattr(SamplingParams(**{field: v}), field) for v in (low, high)] == [low, high]
 
 
 def test_resolve_draws_a_seed_once_and_keeps_a_given_one():

@@ -1,6 +1,7 @@
 """The tokenizer equals transformers on saved folders; missing and broken files are named."""
 
 import json
+import os
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -117,6 +118,14 @@ def test_missing_and_broken_files_are_named(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(bad))
         with pytest.raises(ModelError, match=r"tokenizer_config\.json: added_tokens_decoder"):
             Tokenizer.load(tmp_path)
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_read(tmp_path):
+    """As any name beyond ASCII is to Python where the locale is POSIX's."""
+    folder = tmp_path / os.fsdecode(b"m\xf6del")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(make_tokenizer("byte_level").to_str())
+    assert Tokenizer.load(folder).encode("a")
 
 
 def test_a_lone_surrogate_is_the_requests_fault():

@@ -96,6 +96,15 @@ def test_what_older_releases_took_says_what_there_is_instead(llm, where):
     assert not set(INSTEAD.get(where, {})) & own_names(where)
 
 
+def test_ids_beside_no_prompt_and_an_empty_schema_say_what_there_is_instead(llm):
+    with pytest.raises(RequestError, match=r'give {"prompt_token_ids": ids} as a prompt'):
+        llm.generate(prompt_token_ids=[[1, 2]], sampling_params=SamplingParams())
+    with pytest.raises(RequestError, match="prompts is None: it must be a prompt"):
+        llm.generate(sampling_params=SamplingParams())
+    with pytest.raises(RequestError, match=r"guided_json is {}: kog_triton has no guided_json"):
+        SamplingParams(guided_json={})
+
+
 def test_methods_that_we_do_not_have_are_refused_by_name(llm):
     have = {name for name in TABLE["LLM methods"] if hasattr(llm, name)}
     assert have == {"generate", "chat", "get_tokenizer", "get_default_sampling_params"}
@@ -114,6 +123,7 @@ def test_values_that_ask_for_nothing_pass(folder):
         warnings.simplefilter("error")
         # vLLM's own defaults, which are what happens here
         how = {"logprobs_mode": "raw_logprobs", "scheduling_policy": "fcfs", "load_format": "auto"}
+        how |= {"guided_decoding_backend": "auto", "kv_cache_dtype": "auto", "hf_overrides": {}}
         open_llm(folder, **how, pipeline_parallel_size=1, quantization=None).close()
         SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, extra_args={})
     with pytest.raises(RequestError, match="spaces_between_special_tokens is False"):
@@ -201,6 +211,7 @@ def test_parameters_can_be_cloned_and_assigned(llm):
 def test_from_optional_leaves_out_none_and_moves_biases_into_range():
     params = SamplingParams.from_optional(temperature=None, top_p=0.5, logit_bias={"3": 500})
     assert (params.temperature, params.top_p, params.logit_bias) == (1, 0.5, {3: 100})
+    assert SamplingParams.from_optional(logit_bias={3: -500}).logit_bias == {3: -100}
     assert set(TABLE["SamplingParams.from_optional"]) <= set(TABLE["SamplingParams"])
 
 

@@ -1,0 +1,143 @@
+"""Faults in schedules, lowerings, packed weights and words on the wire."""
+
+from tests.planted.fault import Fault
+
+FAULTS = (
+    # ---- schedule ----
+    Fault(
+        "schedule/rope.py",
+        "blend + (1 - blend) / rope.factor",
+        "blend / rope.factor + (1 - blend)",
+        "host/test_rope.py",
+        "llama3 scaling slows the short waves",
+    ),
+    Fault(
+        "schedule/rope.py",
+        "* rope.attention_factor",
+        "",
+        "host/test_rope.py",
+        "YaRN forgets its attention factor",
+    ),
+    Fault(
+        "schedule/exchanges.py",
+        "(known[:, None, :] >= use.read)",
+        "(known[:, None, :] >= use.at)",
+        "host/test_exchanges.py",
+        "the proof forgets who still reads a word",
+    ),
+    Fault(
+        "schedule/schedule.py",
+        "return rank * v // n, (rank + 1) * v // n",
+        "return rank * (v // n), (rank + 1) * (v // n)",
+        "host/test_schedule.py",
+        "the vocabulary's last rows belong to no rank",
+    ),
+    Fault(
+        "schedule/exchanges.py",
+        "        if some:\n            rows",
+        "        if False:\n            rows",
+        "host/test_exchanges.py",
+        "the proof learns from blocks that may not take part",
+    ),
+    Fault(
+        "schedule/check.py",
+        "if not np.array_equal(rows, np.arange(partition.num_rows(stage, rank))):",
+        "if not np.isin(rows, np.arange(partition.num_rows(stage, rank))).all():",
+        "host/test_partitions.py",
+        "check takes rows without an owner",
+    ),
+    Fault(
+        "schedule/shards.py",
+        "    out[1:] = 0\n",
+        "",
+        "host/test_walks.py",
+        "every shard adds the bias of a matrix that is cut along K",
+    ),
+    Fault(
+        "schedule/shards.py",
+        "    out[:, count:] = 0\n",
+        "",
+        "host/test_walks.py",
+        "an FFN is padded with its last output",
+    ),
+    Fault(
+        "schedule/shards.py",
+        "for head in range(spec.num_kv_heads) for _ in range(schedule.kv_copies)",
+        "for _ in range(schedule.kv_copies) for head in range(spec.num_kv_heads)",
+        "host/test_walks.py",
+        "ranks that share a KV head get different ones",
+    ),
+    Fault(
+        "backends/cuda/include/kog/residual.h",
+        "if (kRanks > 1 && to_all)",
+        "if (false)",
+        "cuda/test_cuda_ranks.py",
+        "a rank's sums stay with it",
+    ),
+    Fault(
+        "backends/cuda/rank_memory.py",
+        "own = ranks[rank].pointers(",
+        "own = ranks[0].pointers(",
+        "cuda/test_cuda_ranks.py",
+        "every rank reads the first one's weights",
+    ),
+    # ---- lowering, packing, wire ----
+    Fault(
+        "schedule/lowering.py",
+        "return range(group_index * units // size, (group_index + 1) * units // size)",
+        "return range(group_index * (units // size), (group_index + 1) * (units // size))",
+        "host/test_walks.py",
+        "a partition drops the units that do not divide",
+        quick=True,
+    ),
+    Fault(
+        "schedule/lowering.py",
+        "order = rows.reshape(2, -1).T.reshape(-1) if pairs else rows",
+        "order = rows",
+        "host/test_lowering.py",
+        "gate and up are not woven",
+    ),
+    Fault(
+        "schedule/packing.py",
+        "(0, 1, 5, 2, 4, 3, 6)",
+        "(0, 1, 5, 4, 2, 3, 6)",
+        "host/test_lowering.py",
+        "warps of row groups and of K parts change places",
+        quick=True,
+    ),
+    Fault(
+        "schedule/packing.py",
+        ": stage.cols] = w[index_like(w, rows.reshape(-1)[real])]",
+        ": stage.cols] = w[: len(real)]",
+        "host/test_lowering.py",
+        "every block packs the first rows",
+    ),
+    Fault(
+        "schedule/cuda.py",
+        "return rank * self.schedule.shards_per_rank + block // self.group_size(stage)",
+        "return block // self.group_size(stage)",
+        "host/test_lowering.py",
+        "every rank packs the first rank's lanes",
+    ),
+    Fault(
+        "schedule/wire.py",
+        "first + ((first >> 1) & 1)",
+        "first",
+        "host/test_wire.py",
+        "the first of a float16 pair is truncated",
+    ),
+    Fault(
+        "schedule/wire.py",
+        "np.where(first & EXPONENT_TOP, first, first & 0x8000)",
+        "first",
+        "host/test_wire.py",
+        "a tiny first of a bfloat16 pair becomes a huge one",
+    ),
+    Fault(
+        "schedule/wire.py",
+        "bits = np.where(np.isnan(values), np.uint32(LEAST_NAN_PAYLOAD), bits)\n",
+        "pass\n",
+        "host/test_wire.py",
+        "a NaN whose payload is the phase bit becomes an infinity",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Faults in the server."""
+
+from tests.planted.fault import Fault
+
+FAULTS = (
+    Fault(
+        "server/pacing.py",
+        "return max(0.0, self._last + self._interval.seconds - now)",
+        "return 0.0",
+        "server/test_pace_of_streams.py",
+        "a stream speaks as often as it can",
+        quick=True,
+    ),
+    Fault(
+        "server/samples.py",
+        "if not self._resting or claim.ended:",
+        "if not self._resting:",
+        "server/test_pace_of_streams.py",
+        "the end of a stream waits for the next event's time",
+    ),
+    Fault(
+        "server/samples.py",
+        "            if self.cancelled:\n                return\n",
+        "",
+        "server/test_pace_of_streams.py",
+        "a stream that was left waits for tokens",
+    ),
+    Fault(
+        "server/remote_claim.py",
+        "most = self._most if self._read_some else 1",
+        "most = self._most",
+        "server/test_pace_of_streams.py",
+        "the first token waits for others",
+    ),
+    Fault(
+        "text/reasoning.py",
+        " - overlap(self._held, CLOSE)",
+        "",
+        "host/test_answer_parsers.py",
+        "half a tag is reasoning",
+    ),
+    Fault(
+        "text/qwen3_coder.py",
+        "return max(0, len(self._held) - len(END_FUNCTION))",
+        "return len(self._held)",
+        "host/test_answer_parsers.py",
+        "an end of a call that was cut in two is not found",
+    ),
+    Fault(
+        "server/figures.py",
+        "if index % samples_a_job == 0:",
+        "if True:",
+        "server/test_chat.py",
+        "a prompt counts once a sample",
+    ),
+    Fault(
+        "server/limits.py",
+        'frozenset({"/health", "/ready", "/"})',
+        'frozenset({"/health", "/ready", "/", "/metrics"})',
+        "server/test_limits.py",
+        "a route is open without a key",
+    ),
+    Fault(
+        "server/limits.py",
+        'f"{matches.index(True)}:"',
+        '""',
+        "server/test_limits.py",
+        "keys share prefixes",
+    ),
+    Fault(
+        "server/admission.py",
+        "            self.num_inside -= 1",
+        "            pass",
+        "server/test_limits.py",
+        "a request keeps its place for ever",
+    ),
+    Fault(
+        "server/answering.py",
+        "            pass\n        self._samples.cancel()",
+        "            pass",
+        "server/test_limits.py",
+        "a client's disconnect ends nothing",
+    ),
+    Fault(
+        "server/supervisor.py",
+        " or beat.compiling:",
+        ":",
+        "server/test_engine_lost.py",
+        "a kernel's compiler is taken for an engine that stands still",
+    ),
+    Fault(
+        "server/routes/generation.py",
+        "            await service.check_shapes(jobs)\n",
+        "",
+        "server/test_hostile_grammars.py",
+        "a stranger's grammar goes to the engine untried",
+    ),
+    Fault(
+        "text/grammar.py",
+        "        if self._matcher.is_error():\n            why",
+        "        if False:\n            why",
+        "host/test_grammar.py",
+        "a grammar beyond llguidance's limits is the engine's error",
+    ),
+    Fault(
+        "server/supervisor.py",
+        "if beat.beats != self._beats or not beat.running or beat.compiling:",
+        "if True:",
+        "server/test_engine_lost.py",
+        "an engine that stands still is alive",
+    ),
+)

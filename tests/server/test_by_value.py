@@ -1,0 +1,310 @@
+"""What the server tells and reads, by value and without a process: figures, metrics, limits, flags, conversations."""
+
+import asyncio
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kog_triton import serve
+from kog_triton.errors import DeviceError, ModelError, RequestError, RunError
+from kog_triton.metrics import RequestMetrics
+from kog_triton.outputs import CompletionOutput, Logprob, RequestOutput
+from kog_triton.request_queue import QueueFull
+from kog_triton.server import figures
+from kog_triton.server.admission import Admission
+from kog_triton.server.asked import render
+from kog_triton.server.limits import BodyLimit
+from kog_triton.server.metrics import Counts, ServerMetrics
+from kog_triton.server.problems import Problem, problem_of
+from kog_triton.server.run import Settings, bind
+from kog_triton.server.schemas.chat import Message
+from kog_triton.server.supervisor import EngineLost
+
+
+def output(prompt=10, cached=4, made=5, reason="stop"):
+    """A request of 2 tokens/s, whose first token came after half a second."""
+    metrics = RequestMetrics(
+        backend="b", seed=1, prompt_tokens=prompt, cached_tokens=cached, output_tokens=made, total_s=2.5, ttft_s=0.5,
+        prompt_tokens_per_s=12.0, decode_tokens_per_s=2.0, itl_p50_us=5e5, itl_p99_us=6e5, itl_max_us=7e5,
+        clock="host", bytes_per_token=100, gb_per_s=2e-7, peak="toy", mbu=0.25, kv_depth_start=prompt,
+        kv_depth_end=prompt + made - 1,
+    )  # fmt: skip
+    return RequestOutput(
+        "0", "p", [1] * prompt, [CompletionOutput(0, "t", [2] * made, reason)], metrics
+    )
+
+
+# ---- figures ----
+
+
+def test_a_prompt_counts_once_however_many_samples_it_has():
+    """Two prompts of two samples each."""
+    told = figures.usage([(i, output(prompt=10 + i)) for i in range(4)], 2, reasoning_tokens=3)
+    assert told == {
+        "prompt_tokens": 10 + 12,
+        "completion_tokens": 20,
+        "total_tokens": 42,
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 3},
+    }
+
+
+def test_timings_by_value():
+    assert figures.timings(output()) == {
+        "cache_n": 4,
+        "prompt_n": 6,
+        "prompt_ms": 500.0,
+        "prompt_per_second": 12.0,
+        "predicted_n": 5,
+        "predicted_ms": 2000.0,  # of the four tokens behind the first
+        "predicted_per_token_ms": 500.0,
+        "predicted_per_second": 2.0,
+        "kv_depth": 14,
+        "itl_p50_us": 5e5,
+        "itl_p99_us": 6e5,
+        "mbu": 0.25,
+    }
+
+
+def test_a_token_of_a_completion_tells_where_its_text_begins():
+    tokens = [
+        None,
+        {3: Logprob(-0.5, 1, "bcd")},
+        {4: Logprob(-9e9, 7, "e"), 5: Logprob(-0.25, 1, "f")},
+    ]
+    assert figures.completion_logprobs(tokens, ["a", "bcd", "e"], 10) == {
+        "tokens": ["a", "bcd", "e"],
+        "token_logprobs": [None, -0.5, -9e9],
+        "top_logprobs": [None, {"bcd": -0.5}, {"e": -9e9, "f": -0.25}],
+        "text_offset": [10, 11, 14],
+    }
+
+
+def test_a_token_of_a_chat_has_as_many_others_as_were_asked_for(server):
+    """The chosen one is among them only if it is that likely."""
+    tokenizer = SimpleNamespace(token_bytes=lambda token: bytes([token]))
+    found = {9: Logprob(-3.0, 3, "c"), 7: Logprob(-0.5, 1, "a"), 8: Logprob(float("-inf"), 2, "b")}
+    for most, best in ((0, []), (1, ["a"]), (2, ["a", "b"]), (3, ["a", "b", "c"])):
+        (told,) = figures.chat_logprobs(tokenizer, [found], most)["content"]
+        assert (told["token"], told["logprob"], told["bytes"]) == ("c", -3.0, [9])
+        assert [one["token"] for one in told["top_logprobs"]] == best
+    assert told["top_logprobs"][1]["logprob"] == -9999.0
+    asked = server.chat(server.play("none", "hi"), logprobs=True)["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert [(one["token"], one["top_logprobs"]) for one in asked[:2]] == [("h", []), ("i", [])]
+
+
+# ---- metrics ----
+
+
+def test_the_buckets_of_a_histogram_are_cumulative():
+    counts = Counts((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 5.0):
+        counts.observe(seconds)
+    (family,) = [counts.family("x", "text")]
+    samples = {(s.name, s.labels.get("le")): s.value for s in family.samples}
+    assert samples == {
+        ("x_bucket", "0.1"): 2, ("x_bucket", "1.0"): 3, ("x_bucket", "+Inf"): 4,
+        ("x_count", None): 4, ("x_sum", None): 5.65,
+    }  # fmt: skip
+
+
+def test_metrics_tell_what_happened_under_our_names_and_those_of_routers():
+    metrics = ServerMetrics()
+    for reason in ("stop", "stop", "length", "abort"):
+        metrics.finished(output(reason=reason))
+    metrics.failed(RunError("NaN in a layer"))
+    metrics.failed(RunError("lost"))
+    metrics.supervisor = SimpleNamespace(
+        num_restarts=2, beats_total=70, state="ready", heartbeat_age_s=0.5, num_running=3, num_waiting=4, kv_usage=0.25
+    )  # fmt: skip
+    metrics.admission = SimpleNamespace(num_refused=6)
+    told = {
+        (s.name, *s.labels.values()): s.value
+        for family in metrics.collect()
+        for s in family.samples
+        if "bucket" not in s.name and "created" not in s.name
+    }
+    whole = ("kog:request_success_total", "stop"), ("kog:request_success_total", "length")
+    assert [told[w] for w in whole] == [2, 1] and told["kog:request_success_total", "abort"] == 1
+    by_name = {name: value for (name, *labels), value in told.items() if not labels}
+    assert by_name == {
+        "kog:prompt_tokens_total": 40, "kog:cached_prompt_tokens_total": 16, "kog:generation_tokens_total": 20,
+        "kog:request_errors_total": 2, "kog:corrupted_requests_total": 1, "kog:admission_rejections_total": 6,
+        "kog:engine_restarts_total": 2, "kog:decode_steps_total": 70, "kog:engine_up": 1,
+        "kog:device_heartbeat_age_seconds": 0.5, "kog:inter_token_latency_seconds_count": 0,
+        "kog:inter_token_latency_seconds_sum": 0, "kog:time_to_first_token_seconds_count": 4,
+        "kog:time_to_first_token_seconds_sum": 2.0, "kog:e2e_request_latency_seconds_count": 4,
+        "kog:e2e_request_latency_seconds_sum": 10.0,
+        "kog:num_requests_running": 3, "kog:num_requests_waiting": 4, "kog:kv_cache_usage_perc": 0.25,
+        "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 4, "vllm:kv_cache_usage_perc": 0.25,
+    }  # fmt: skip
+
+
+# ---- who may enter ----
+
+
+def test_who_finds_no_place_is_counted_and_told_why():
+    admission = Admission(1)
+    with ExitStack() as inside:
+        inside.enter_context(admission.enter())
+        for refused in (1, 2):
+            with pytest.raises(Problem) as told, admission.enter():
+                raise AssertionError("entered")
+            assert (told.value.status, told.value.code) == (503, "queue_full")
+            assert (admission.num_refused, admission.num_inside) == (refused, 1)
+    assert admission.num_inside == 0
+    admission.draining = True
+    with pytest.raises(Problem, match="shutting down"), admission.enter():
+        raise AssertionError("entered")
+    assert admission.num_refused == 2  # a draining server has places
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("size", "passes"), [(8, True), (9, False)])
+def test_a_body_may_have_the_bytes_that_it_may_have(size, passes, told):
+    """Told beforehand, or counted as it comes."""
+    sent, seen = [], []
+
+    async def app(scope, receive, send):
+        try:
+            seen.append(len((await receive())["body"]))
+        except Problem as problem:
+            seen.append(problem.status)
+
+    async def receive():
+        return {"type": "http.request", "body": b"x" * size}
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    headers = [(b"content-length", str(size).encode())] if told else []
+    scope = {"type": "http", "path": "/v1/x", "headers": headers}
+    asyncio.run(BodyLimit(app, 8)(scope, receive, send))
+    assert (seen, sent) == (([size], []) if passes else ([], [413, None]) if told else ([413], []))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry"),
+    [
+        (QueueFull("full"), 503, "queue_full", True),
+        (EngineLost("lost"), 503, "engine_lost", True),
+        (RequestError("no"), 400, "invalid_value", False),
+        (ModelError("no"), 400, "invalid_value", False),
+        (DeviceError("out of memory"), 503, "device_error", True),
+        (RunError("NaN"), 500, "engine_error", False),
+        (KeyError("a bug"), 500, "internal_error", False),
+    ],
+)
+def test_what_an_error_is_to_a_client(error, status, code, retry):
+    problem = problem_of(error)
+    assert (problem.status, problem.code) == (status, code)
+    assert (problem.headers or {}) == ({"Retry-After": "1"} if retry else {})
+    assert "a bug" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, or echo true"),
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"best_of": 2}, "best_of is not supported: use n"),
+        ({"stream": True, "echo": True, "logprobs": 1}, "echo with logprobs is not streamed"),
+        ({"n": 128, "prompt": ["a", "b"]}, "samples in all"),
+    ],
+)
+def test_what_a_completion_may_not_ask(server, fields, says):
+    response = server.post("/v1/completions", {"prompt": "x", **fields})
+    assert response.status_code == 400 and says in response.json()["error"]["message"]
+
+
+# ---- conversations ----
+
+
+def test_a_template_gets_the_arguments_of_a_call_as_an_object():
+    """Those that are no JSON, of a model's broken call, as they are."""
+    got = []
+    tokenizer = SimpleNamespace(
+        encode_chat=lambda messages, **how: got.append((messages, how)) or [1]
+    )
+    service = SimpleNamespace(
+        check_length=lambda length: None, model=SimpleNamespace(tokenizer=tokenizer)
+    )
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": a}}
+        for a in ('{"a": [1]}', "{bad", "", {"b": 2})
+    ]
+    asked = [Message(role="user", content="x"), Message(role="assistant", tool_calls=calls)]
+    assert asyncio.run(render(service, asked, (), True, {"enable_thinking": False})) == [1]
+    ((messages, how),) = got
+    assert how == {"tools": None, "add_generation_prompt": True, "enable_thinking": False}
+    assert messages[0] == {"role": "user", "content": "x"} and messages[1]["content"] == ""
+    told = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
+    assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
+
+
+# ---- flags ----
+
+
+def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
+    monkeypatch.delenv("KOG_API_KEY", raising=False)
+    flags = {
+        "--model": "m", "--max-model-len": 100, "--max-num-seqs": 3, "--gpu-memory-utilization": 0.5, "--dtype": "bf16",
+        "--backend": "reference", "--device": "cpu", "-tp": 2, "--prefill": "kernel", "--seed": 7, "--host": "::1",
+        "--port": 81, "--uds": tmp_path / "s", "--tool-call-parser": "hermes", "--reasoning-parser": "think",
+        "--chat-template": "{{ x }}", "--default-chat-template-kwargs": '{"enable_thinking": false}',
+        "--max-num-queued-reqs": 9, "--shutdown-timeout": 11.5, "--sse-keep-alive-interval": 12.5,
+        "--engine-timeout": 13.5, "--stream-interval": 6, "--stream-interval-ms": 14,
+    }  # fmt: skip
+    argv = [word for flag, value in flags.items() for word in (flag, str(value))]
+    argv += ["--served-model-name", "a", "b", "--api-key", "k1", "k2", "--enable-auto-tool-choice"]
+    settings = serve.parse(argv)
+    assert settings.llm == {
+        "model": "m", "backend": "reference", "devices": "cpu:2", "dtype": "bf16", "max_model_len": 100,
+        "num_slots": 3, "gpu_memory_utilization": 0.5, "seed": 7, "prefill": "kernel",
+    }  # fmt: skip
+    assert vars(settings) == vars(settings) | {
+        "host": "::1", "port": 81, "uds": tmp_path / "s", "keys": ("k1", "k2"), "names": ("a", "b"),
+        "tool_call_parser": "hermes", "reasoning_parser": "think", "chat_template": "{{ x }}",
+        "template_kwargs": {"enable_thinking": False}, "max_queued": 9, "keep_alive_s": 12.5, "drain_s": 11.5,
+        "silent_s": 13.5,
+    }  # fmt: skip
+    assert (settings.interval.seconds, settings.interval.tokens) == (0.014, 6)
+    every = {word for action in serve.build_parser()._actions for word in action.option_strings}
+    others = {
+        "-h",
+        "--help",
+        "--gpus",
+        "--tensor-parallel-size",
+        "--served-model-name",
+        "--api-key",
+    }
+    assert every == {*flags, *others, "--enable-auto-tool-choice"}
+
+
+def test_the_environment_has_a_key_where_no_flag_has(monkeypatch):
+    monkeypatch.setenv("KOG_API_KEY", "secret")
+    assert serve.parse([]).keys == ("secret",)
+    assert serve.parse(["--api-key", "other"]).keys == ("other",)
+    monkeypatch.setenv("KOG_API_KEY", "")
+    assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
+
+
+def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
+    place = Path(tmp_path / "s")
+    settings = Settings(llm={}, uds=place)
+    bind(settings).close()
+    assert place.is_socket()
+    listener = bind(settings)
+    with listener, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place))
+    place.unlink()
+    place.write_text(json.dumps("mine"))
+    with pytest.raises(RequestError, match=f"cannot listen on {place}"):
+        bind(settings)
+    assert place.read_text() == '"mine"'
