@@ -58,7 +58,7 @@ def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
     assert said(mailbox, 0) == alone(SHORT, 40)
     assert said(mailbox, 1) == alone(LONG, 3)
     long_slices = [n for n, at_once in enumerate(slices, 1) if not at_once]
-    assert len(long_slices) > 6 * (SPEC.num_layers + 1)
+    assert len(long_slices) > 30  # while the short one ran
     # behind every slice of the long prompt the short request gets tokens, as long as it runs
     between = {n for slot, n in outputs if slot == 0}
     first_of_long = min(n for slot, n in outputs if slot == 1)
