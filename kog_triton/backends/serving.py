@@ -15,7 +15,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -104,7 +104,7 @@ class Serving(ABC, Generic[R]):
         slot = one.request.slot
         if step.finish is not None:
             del self.running[slot]
-            step = replace(step, held=one.position)
+            step = step._replace(held=one.position)
         self.mailbox.push(slot, step)
 
     def fail(self, slot: int, error: Exception) -> None:
@@ -447,7 +447,7 @@ class LaunchServing(Serving[InSlot]):
             if logprobs is None:
                 return False
             logprob, top, rank = logprobs
-            step = replace(step, logprob=logprob, top=top, rank=rank)
+            step = step._replace(logprob=logprob, top=top, rank=rank)
         one.output.append(token)
         if one.error is None:
             if step.finish is not None:

@@ -104,6 +104,7 @@ inline void perform_atomic(Machine& m, Wave& w, Flight& f) {
         for (int k = 0; k < operands; k++)
             for (int r = 0; r < rows; r++) operand[k] |= u64(f.words[2 + (k * rows + r) * LANES + l]) << 32 * r;
         u8* place = m.atomic_place(*w.group, f.addresses[l], f.bytes, f.scope);
+        m.touch(f.inst);
         u64 old = 0;
         std::memcpy(&old, place, f.bytes);
         u64 now = modify(old, operand[0], operand[1]);
