@@ -1,8 +1,8 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
-For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding. AMD GPUs have no lowering of their
-own yet, nor have MXFP4 and zero points: their rows are dealt out evenly to blocks, which is enough for bytes and
-rooflines.
+For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding; `--backend triton` shows the Triton kernel's
+tiles, of any GPU. AMD GPUs have no other lowering of their own yet, nor have MXFP4 and zero points: their rows are
+dealt out evenly to blocks, which is enough for bytes and rooflines.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from kog_triton.backends import find_backend, refuse_narrow
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
@@ -24,6 +25,7 @@ from kog_triton.schedule.scaling import MOST_FITTED, PROTOTYPE_GPU, WORST_MISS, 
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
+from kog_triton.schedule.triton import StageTiles, Tiles, lower_tiles
 
 PAIR = 2  # rows: gate and up of one output stay together
 
@@ -136,6 +138,62 @@ def expectation(partition: Partition, gpu: Gpu) -> str:
     )
 
 
+# ---- the Triton kernel's tiles ----
+
+
+def tiles_table(schedule: Schedule, tiles: Tiles, gpu: Gpu, model: str) -> Table:
+    """One row a matrix stage: its tiles, rows by words along K, and what a token reads of them."""
+    names = ["stage", "runs", "rows", "cols", "blocks", "rows/block", "tile rows x words"]
+    names += ["KB on its way", "MB/token", "pad", "roofline us"]
+    table = plain_table(
+        names, f"{model} ({schedule.spec.family}) by Triton on {gpu.name}, one token"
+    )
+    for t, (repeat, real, read) in zip(tiles.stages, tile_bytes(schedule, tiles), strict=True):
+        blocks = tiles.num_blocks if t.name == "lm_head" else tiles.group
+        words = " + ".join(f"{n} x {t.widths[k]}" if n > 1 else f"{t.widths[k]}" for k, n in t.runs)
+        cells = [t.name, str(repeat), str(t.rows), str(t.cols), str(blocks), str(t.block_rows)]
+        cells += [f"{t.tile_rows} x ({words})", f"{bytes_on_their_way(t) / 1024:.0f}"]
+        cells += [
+            f"{real / 1e6:.1f}",
+            f"{read / real - 1:.1%}",
+            f"{read / gpu.bandwidth * 1e6:.1f}",
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def tile_bytes(schedule: Schedule, tiles: Tiles) -> list[tuple[int, int, int]]:
+    """Of every matrix stage how often a token runs it, the model's weight bytes, and those that the kernel reads."""
+    out = []
+    matrices = ((s, stage) for s, stage in schedule.walk() if stage.op is Op.MATVEC)
+    for t, (segment, stage) in zip(tiles.stages, matrices, strict=True):
+        parts = stage.cols // t.cols  # a concatenated head is read lane by lane
+        read = 4 * t.words * tiles.num_blocks * parts * segment.repeat
+        out.append((segment.repeat, weight_bytes(schedule, stage, segment.repeat), read))
+    return out
+
+
+def bytes_on_their_way(t: StageTiles) -> int:
+    """Of a block as the stage begins."""
+    places = (t.place(tile)[1] for tile in range(t.asked_before(0)))
+    return 4 * t.tile_rows * sum(t.widths[k] for k in places)
+
+
+def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:
+    """Floor and ceiling of the whole step, in words."""
+    real, read = (
+        sum(column) for column in list(zip(*tile_bytes(schedule, tiles), strict=True))[1:]
+    )
+    roofline = read / gpu.bandwidth
+    return (
+        f"{read / 1e9:.3f} GB a token, {read / real - 1:.1%} of it padding; "
+        f"{gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow {1 / roofline:,.0f} tokens/s: "
+        f"{roofline * 1e6:.0f} us a token, KV cache not counted.\n"
+        f"{tiles.num_blocks} blocks, {tiles.splits} splits of the context for a KV head of {tiles.kv_heads}; "
+        f"{schedule.spec.kv_bytes_per_position:,} bytes of KV cache a position."
+    )
+
+
 def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
     """Name and spec of a named shape, of a checkpoint, or of the demo."""
     if shape:
@@ -174,6 +232,12 @@ def _body(argv: Sequence[str] | None) -> int:
         choices=FORMATS,
         help="of the layers' matrices: bytes and roofline as if they were stored so",
     )
+    parser.add_argument(
+        "--backend",
+        choices=("cuda", "triton"),
+        default="cuda",
+        help="whose plan (default: cuda)",
+    )
     args = parser.parse_args(argv)
     gpu = find_gpu(args.device)
     name, spec = open_spec(args.model, args.shape)
@@ -181,8 +245,14 @@ def _body(argv: Sequence[str] | None) -> int:
         spec = spec.replace(dtype=DTYPES[args.dtype])
     if args.format:
         spec, name = with_format(spec, FORMATS[args.format]), f"{name} as {args.format}"
-    partition = plan(build(spec, args.gpus), gpu)
-    console = Output()
+    console, schedule = Output(), build(spec, args.gpus)
+    if args.backend == "triton":
+        refuse_narrow(find_backend("triton"), spec)
+        tiles = lower_tiles(schedule, gpu.num_blocks, spec.max_context, gpu.vendor)
+        console.write_table(tiles_table(schedule, tiles, gpu, name))
+        console.write_line(tiles_summary(schedule, tiles, gpu))
+        return 0
+    partition = plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))
     return 0

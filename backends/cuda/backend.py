@@ -137,17 +137,20 @@ class CudaBackend:
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._kernels: list[Kernel] = []
+        self._ahead: dict[
+            tuple[int, str], tuple[Layout, bytes]
+        ] = {}  # by the layout's id, which lives on here
         lowering = lower(build(self.spec), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
         check_memory(plan_of(self.layout, options.num_slots), self.device, options.memory_share)
-        compile_columns = partial(self._compile, "columns.cu")
+        compile_columns = partial(self._compile_ahead, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
         beside = Background(most=3)
         try:
-            compiled = beside.submit(self._compile, "decode.cu", self.layout)
+            compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
             self.chunks = Chunks(
@@ -211,8 +214,15 @@ class CudaBackend:
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)
 
+    def _compile_ahead(self, source: str, layout: Layout) -> None:
+        """For `_load`. To render a layout and find its kernel takes 0.1 s or more, in which the thread that launches
+        would leave every request without a token."""
+        self._ahead[id(layout), source] = layout, self._compile(source, layout)
+
     def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
-        return Kernel(self._compile(source, layout), entry, layout.shared_bytes, self.device)
+        _, cubin = self._ahead.pop((id(layout), source), (layout, b""))
+        cubin = cubin or self._compile(source, layout)
+        return Kernel(cubin, entry, layout.shared_bytes, self.device)
 
     # ---- entry points ----
 

@@ -67,20 +67,24 @@ class Kernel:
             finished.record(stream)
             return finished
 
-    def queue(self, blocks: int, threads: int, argument: ctypes.Structure) -> None:
-        """Put a launch on the current stream that may start before the last one there has ended: the kernel itself
-        waits for it (include/kog/prompt/hopper.h)."""
+    def queued(
+        self, blocks: int, threads: int, argument: ctypes.Structure
+    ) -> Callable[[int], None]:
+        """What puts a launch on a stream, by its address, with `argument` as it then is. The launch may start before
+        the last one there has ended: the kernel itself waits for it (include/kog/prompt/hopper.h)."""
         attribute = LaunchAttribute(EARLY)
         attribute.value[0] = 1
-        config = LaunchConfig(
-            (ctypes.c_uint * 6)(blocks, 1, 1, threads, 1, 1),
-            self._shared,
-            torch.cuda.current_stream(self._device).cuda_stream,
-            ctypes.pointer(attribute),
-            1,
-        )
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        self._call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
+        sizes = (ctypes.c_uint * 6)(blocks, 1, 1, threads, 1, 1)
+        config = LaunchConfig(sizes, self._shared, 0, ctypes.pointer(attribute), 1)
+        # of a type that keeps `argument` alive
+        pointers = (ctypes.POINTER(type(argument)) * 1)(ctypes.pointer(argument))
+        cuda, function, where = self._cuda, self._function, ctypes.byref(config)
+
+        def queue(stream: int) -> None:
+            config.stream = stream
+            call(cuda, "cuLaunchKernelEx", where, function, pointers, None)
+
+        return queue
 
     def time(
         self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]

@@ -1,6 +1,7 @@
 """Products of prompts with the matrices of the weight arena (prompt.cu)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,24 @@ from kog_triton.schedule.schedule import Stage
 
 Tensor = torch.Tensor
 MOST_GROUPS = 16  # of 8 rows, of a tile: a matrix's table is padded to whole tiles
+MOST_READY = 256  # 2 KB each: four stages of chunks, buckets and some ends of prompts
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A stage's launches for one number of tokens. Of their arguments only addresses differ from call to call: to make
+    these launches anew each time took a thread as long as a small model's GPU (benchmarks/cuda-log.md#eager-host).
+
+    arranged  values of x as the kernel takes it
+    """
+
+    rows: int
+    cols: int
+    arranged: int
+    arrange_call: ArrangeCall
+    call: ProductCall
+    arrange: Callable[[int], None]
+    multiply: Callable[[int], None]
 
 
 class ArenaProducts:
@@ -46,8 +65,11 @@ class ArenaProducts:
         }
         self._arrange = load(KERNELS[0], "kog_arrange", 0)
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
-        table, self._at = group_tables(lowering, self._stages)
+        table, at = group_tables(lowering, self._stages)
         self._table = torch.from_numpy(table).to(arena.device)
+        begin, row = self._table.data_ptr(), self._table.stride(0) * self._table.element_size()
+        self._groups = {where: [begin + row * n for n in rows] for where, rows in at.items()}
+        self._ready: dict[tuple[str, int], Ready] = {}
         most_bytes = max(k.partial_bytes for k in KERNELS)
         self._partials = torch.empty(self._most * most_bytes // 4, device=arena.device)
         self._arrived = torch.zeros(self._most, dtype=torch.int32, device=arena.device)
@@ -55,12 +77,21 @@ class ArenaProducts:
     def product(self, layer: int, stage: str, x: Tensor, bias: Tensor | None) -> Tensor:
         if stage not in self._stages:
             return self._unpacked.product(layer, stage, x, bias)
-        found = self._stages[stage]
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:2], found.rows)
-        for shard in range(len(x)):
-            groups = self._table[self._at[stage, layer][shard] :]
-            self._multiply(found, groups, x[shard], y[shard])
+        shards, tokens, _ = x.shape
+        way = self._ready.get((stage, tokens)) or self._make_ready(stage, tokens)
+        y = x.new_empty(shards, tokens, way.rows)
+        arranged = x.new_empty(way.arranged)
+        arrange, multiply = way.arrange_call, way.call
+        arrange.out = multiply.x = arranged.data_ptr()
+        arrange.x, multiply.y = x.data_ptr(), y.data_ptr()
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        for groups in self._groups[stage, layer]:
+            multiply.groups = groups
+            way.arrange(stream)
+            way.multiply(stream)
+            arrange.x += tokens * way.cols * x.element_size()
+            multiply.y += tokens * way.rows * x.element_size()
         return y if bias is None else y.add_(bias[:, None])
 
     @property
@@ -68,22 +99,18 @@ class ArenaProducts:
         held = (self._table, self._partials, self._arrived)
         return sum(t.nbytes for t in held) + self._unpacked.nbytes
 
-    def _multiply(self, stage: Stage, groups: Tensor, x: Tensor, y: Tensor) -> None:
-        lo, tokens = self._lowering, len(x)
+    def _make_ready(self, name: str, tokens: int) -> "Ready":
+        lo, stage = self._lowering, self._stages[name]
         way = deal(stage.rows, lo.padded_k(stage), tokens, self._most)
         padded = way.token_tiles * way.kernel.tokens
-        parts, steps = lo.tilings[stage.name].k_parts, lo.steps(stage)
-        arranged = x.new_empty(padded * lo.padded_k(stage))
-        arrange = ArrangeCall(
-            x.data_ptr(), arranged.data_ptr(), tokens, padded, stage.cols, parts, steps
-        )
-        items = padded * parts * steps
-        self._arrange.queue(-(-items // ARRANGE_THREADS), ARRANGE_THREADS, arrange)
+        parts, steps = lo.tilings[name].k_parts, lo.steps(stage)
+        arrange = ArrangeCall(None, None, tokens, padded, stage.cols, parts, steps)
+        blocks = -(-padded * parts * steps // ARRANGE_THREADS)
         call = ProductCall(
             self._arena.data_ptr(),
-            groups.data_ptr(),
-            arranged.data_ptr(),
-            y.data_ptr(),
+            None,
+            None,
+            None,
             self._partials.data_ptr(),
             self._arrived.data_ptr(),
             tokens,
@@ -97,7 +124,18 @@ class ArenaProducts:
             lo.fragments,
             lo.num_blocks * lo.fragments,
         )
-        self._kernels[way.kernel].queue(way.blocks, way.kernel.threads, call)
+        if len(self._ready) >= MOST_READY:
+            self._ready.clear()
+        ready = self._ready[name, tokens] = Ready(
+            stage.rows,
+            stage.cols,
+            padded * lo.padded_k(stage),
+            arrange,
+            call,
+            self._arrange.queued(blocks, ARRANGE_THREADS, arrange),
+            self._kernels[way.kernel].queued(way.blocks, way.kernel.threads, call),
+        )
+        return ready
 
 
 def group_tables(

@@ -15,13 +15,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from kog_triton.backends.device import clock
 from kog_triton.backends.launch_queue import LaunchQueue
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
@@ -42,8 +43,12 @@ SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
 MASK_S = 2.0
-GAP_S = 0.012  # from token to token of a request beside a prompt
-SLICE = 1.9  # of a prompt, in the time of the launch behind it: others get 1 / 2.9 of the time, a prompt takes 1.53
+# Of requests beside a prompt: the longest time from token to token, in seconds or in steps of their own, whichever is
+# more, and the part of the time that they get. A little less and more than what is promised, 12 ms, three and 0.3.
+GAP_S = 0.0118
+GAP_STEPS = 2.95
+OTHERS = 0.32
+LOST_S = 0.0004  # from a launch's end to the next slice, in which the GPU waits for the host
 UNKNOWN_S = 0.004  # of a slice before any launch has been timed
 
 
@@ -99,7 +104,7 @@ class Serving(ABC, Generic[R]):
         slot = one.request.slot
         if step.finish is not None:
             del self.running[slot]
-            step = replace(step, held=one.position)
+            step = step._replace(held=one.position)
         self.mailbox.push(slot, step)
 
     def fail(self, slot: int, error: Exception) -> None:
@@ -226,24 +231,49 @@ class Launcher(Protocol):
 class Share:
     """How long a slice of a prompt is and how many tokens the others get behind it.
 
-    The others get a third of the time, and wait for a token, with the launch that makes it, no longer than three of
-    their own steps or GAP_S, whichever is more. A prompt takes half as long again as alone.
+    The others wait for a token, with the launch that makes it, no longer than GAP_STEPS of their own steps or GAP_S,
+    whichever is more, and get the part OTHERS of the time from one slice to the next, or more if that would be too
+    long. What the prompt got too much of it, as when the GPU waited for the host, or too little, as pieces do not fill
+    a slice, counts for its next slice.
     """
 
     def __init__(self) -> None:
         self._step = 0.0  # seconds, of a launch's tokens; 0: not known
+        self._since: float | None = None  # the last slice's begin
+        self._given = 0.0  # seconds of launches since then
+        self._over = 0.0  # seconds that the prompt got too much
 
     def tokens(self) -> int:
         """Of each request, between two slices."""
-        return max(1, int(GAP_S / (1 + SLICE) / self._step)) if self._step else 1
+        return max(1, int((self._gap() - self._step) / self._due(self._step))) if self._step else 1
 
-    def slice_s(self) -> float:
-        return SLICE * self.tokens() * self._step if self._step else UNKNOWN_S
+    def slice_s(self, now: float) -> float:
+        """Of the slice that begins now."""
+        due = self._due(self.tokens() * self._step)
+        if self._since is not None:
+            self._over += now - self._since - self._given - self._due(self._given)
+            self._over = min(max(self._over, -due), due)
+        self._since, self._given = now, 0.0
+        if not self._step:
+            return UNKNOWN_S
+        return max(0.0, min(due - self._over, self._gap() - self._step - LOST_S))
 
     def told(self, seconds: float, tokens: int) -> None:
         """What a launch took for so many tokens of each request."""
         if tokens:
             self._step = seconds / tokens
+        self._given += seconds
+
+    def alone(self) -> None:
+        """No prompt is there any more, or nobody beside it."""
+        self._since, self._over = None, 0.0
+
+    def _gap(self) -> float:
+        return max(GAP_S, GAP_STEPS * self._step)
+
+    def _due(self, seconds: float) -> float:
+        """To a prompt, beside so many seconds of launches."""
+        return seconds * (1 - OTHERS) / OTHERS
 
 
 class LaunchServing(Serving[InSlot]):
@@ -253,10 +283,13 @@ class LaunchServing(Serving[InSlot]):
         self._heart: Heart | None = None  # of the launch in flight
         self._leaving = False  # it was told to
         self._share = Share()
+        self._last: PromptRun | None = None  # whose slice was queued last
 
     def run(self) -> None:
         with exact_sleeps():
             super().run()
+        if self._last is not None:
+            self._last.wait()  # a prompt that was called off may still be on its way into its slot
 
     def begin(self, request: Request) -> InSlot:
         one = InSlot(request, request.cached)
@@ -273,11 +306,18 @@ class LaunchServing(Serving[InSlot]):
             for slot, one in self.running.items():
                 if one.words is None and one.prompt is None:
                     return self.attempt(slot, partial(self._score_piece, one))
-            ahead = next((one for one in self.running.values() if one.prompt is not None), None)
-            if ahead is not None:
-                self.attempt(ahead.request.slot, partial(self._run_slice, ahead))
-            if self._ready():
+            if self._run_prompts():
                 self._launch()
+
+    def _run_prompts(self) -> bool:
+        """A slice of a prompt that a library runs, short ones first; while nobody has a token yet all short ones, and
+        those that come meanwhile. Whether a launch is next."""
+        ahead = [one for one in self.running.values() if one.prompt is not None]
+        short = [one for one in ahead if one.prompt and one.prompt.short]
+        streams = any(one.output for one in self._ready().values())
+        for one in short if short and not streams else (short or ahead)[:1]:
+            self.attempt(one.request.slot, partial(self._run_slice, one))
+        return bool(self._ready()) and not (short and not streams and self.mailbox.waiting())
 
     def _ready(self) -> dict[int, InSlot]:
         return {slot: one for slot, one in self.running.items() if one.words is not None}
@@ -286,8 +326,14 @@ class LaunchServing(Serving[InSlot]):
         """Some of a prompt, and its request's slot behind the last of it."""
         if one.prompt is None:
             return
-        beside = bool(self._ready())
-        ended = one.prompt.advance(self._share.slice_s() if beside else ALONE_S, not beside)
+        ready, share = self._ready().values(), self._share
+        beside = any(other.output for other in ready) if one.prompt.short else bool(ready)
+        if not beside:
+            share.alone()
+        alone_s = math.inf if one.prompt.short else ALONE_S
+        seconds = share.slice_s(time.monotonic()) if beside else alone_s
+        self._last = one.prompt
+        ended = one.prompt.advance(seconds, not beside)
         one.position = one.prompt.filled
         if ended:
             one.prompt = None
@@ -316,6 +362,10 @@ class LaunchServing(Serving[InSlot]):
         self._leaving = False
         others_wait = any(one.prompt is not None for one in self.running.values())
         most = self._share.tokens() if others_wait else None
+        if not others_wait:
+            self._share.alone()
+        # Of the launch alone: a slice may still run before it.
+        seconds = clock(launcher.device) if others_wait else None
         begun, tokens = time.monotonic(), 0
         launch = launcher.launch(self._ready(), most)
         heart, pace = Heart(before, launch.ended), Pace()
@@ -341,7 +391,7 @@ class LaunchServing(Serving[InSlot]):
                 time.sleep(COARSE_S)
             raise
         tokens += self.poll()  # what it left behind is complete
-        self._share.told(time.monotonic() - begun, tokens)
+        self._share.told(seconds() if seconds else time.monotonic() - begun, tokens)
         self._settle(launch)
 
     def poll(self) -> int:
@@ -397,7 +447,7 @@ class LaunchServing(Serving[InSlot]):
             if logprobs is None:
                 return False
             logprob, top, rank = logprobs
-            step = replace(step, logprob=logprob, top=top, rank=rank)
+            step = step._replace(logprob=logprob, top=top, rank=rank)
         one.output.append(token)
         if one.error is None:
             if step.finish is not None:

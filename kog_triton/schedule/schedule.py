@@ -141,6 +141,12 @@ class Schedule:
         return self.shard_kv_heads * self.num_shards // self.spec.num_kv_heads
 
     @property
+    def spread(self) -> ModelSpec:
+        """The model as its shards hold it: a KV head counts as often as it is held."""
+        held = self.shard_kv_heads * self.num_shards
+        return self.spec if self.kv_copies == 1 else self.spec.replace(num_kv_heads=held)
+
+    @property
     def shard_ffn(self) -> int:
         """Outputs of gate and up of one shard, those that pad the last one included."""
         total, shards = self.spec.intermediate_size, self.num_shards

@@ -1,7 +1,8 @@
 """The Triton megakernel's lowering: tiles of 32-bit words, read in one static order.
 
-A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Each block reads its tiles
-in the order of the layer; one tile is always on its way, also while the block waits for its inputs.
+A tile is [rows, words] of a stage's matrix; a word holds two neighboring weights. Both sizes are powers of two: a row
+of another length is read in tiles of several widths. Each block reads its tiles in the order of the layer; one large
+or several small ones are always on their way, also while the block waits for its inputs.
 
     layer:  qkv_proj | o_proj | gate_up_proj | down_proj
     memory: tile i of all blocks lie side by side
@@ -28,30 +29,57 @@ COLUMNS = 64
 UNROLLED = 32
 # What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
 # for 235); in those whose input is gathered it is not measured, and has to save more than that.
-LOOPED = 1.5
+LOOPED = 1.4
 # Of this many or more tiles that fit in one of the best size, several are on their way; two of half the size lost
-# (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there).
+# (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there), nor was
+# what follows: rows in tiles of several widths, of which MIXED times the best size may be on its way (#mixed-widths).
 SMALL_TILES = 4
 MOST_AHEAD = 8  # and no more, whose code is written out
+MIXED = 1.25
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
+# What is taken to cost a block as many bytes of its stream: a tile; a tensor of fewer words than threads, which a wait
+# reads in copies (backends/triton/kernel/words.py). With fewer bytes than FLIGHT on their way the stream itself slows.
+# None of these is measured: they leave the shapes that were timed as they were (Laneformer-2B's o_proj, 192 words wide,
+# in tiles of 128 and 64 has 17 barriers more on sm_90 and reads 1.7 % less of a layer).
+TILE_COST, NARROW_COST, THREADS, FLIGHT = 2048, 24 * 1024, 256, 32 * 1024
 
 
 @dataclass(frozen=True)
 class StageTiles:
-    """How one matrix stage is cut into tiles: `units` row tiles a block, of `k_tiles` tiles along K each."""
+    """How one matrix stage is cut into tiles: `units` row tiles a block, each in tiles along K of `widths` words.
+
+    A stage whose input is gathered (`wired`) reads all its row tiles at one place of K, then at the next; the others
+    one row tile after the other.
+    """
 
     name: str
     index: int
     rows: int  # of the group that shares them
     cols: int
     tile_rows: int
-    tile_words: int  # along K: two weights a word
-    k_tiles: int
+    widths: tuple[int, ...]  # the widest first; a word is two weights
     units: int
-    offset: int  # words from the start of the layer (or of the arena, for the head)
+    wired: bool
+    offset: int = 0  # words from the start of the layer (or of the arena, for the head)
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
-    ahead: int = 1  # tiles on their way while one is multiplied
+    flight: int = 0  # bytes that may be on their way; one tile is, whatever its size
+    most_first: int = MOST_AHEAD  # tiles that the stage before asks for
+
+    @property
+    def k_tiles(self) -> int:
+        return len(self.widths)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Tiles along K of one width: the first one, and how many."""
+        distinct = dict.fromkeys(self.widths)
+        return [(self.widths.index(width), self.widths.count(width)) for width in distinct]
+
+    @property
+    def row_words(self) -> int:
+        """Of a row, padded."""
+        return sum(self.widths)
 
     @property
     def tiles(self) -> int:
@@ -63,8 +91,50 @@ class StageTiles:
 
     @property
     def words(self) -> int:
-        """Of one tile."""
-        return self.tile_rows * self.tile_words
+        """Of one block."""
+        return self.block_rows * self.row_words
+
+    def place(self, tile: int) -> tuple[int, int]:
+        """The unit of a tile, and which of its tiles along K it is."""
+        if self.wired:
+            return tile % self.units, tile // self.units
+        return tile // self.k_tiles, tile % self.k_tiles
+
+    def first_word(self, k: int) -> int:
+        """Of tile `k` along K, in its row."""
+        return sum(self.widths[:k])
+
+    def begins(self, k: int) -> tuple[int, int]:
+        """Words of one block before the first unit's tile `k`, and from there to the next unit's."""
+        if self.wired:
+            return self.block_rows * self.first_word(k), self.tile_rows * self.widths[k]
+        return self.tile_rows * self.first_word(k), self.tile_rows * self.row_words
+
+    @property
+    def ahead(self) -> int:
+        """Tiles on their way as the stage begins."""
+        return min(self.asked_before(0), self.most_first)
+
+    def asked_before(self, tile: int, endless: bool = False) -> int:
+        """Tiles of the stage that have been asked for before `tile` is multiplied; of one with units without end."""
+        end, left = tile + 1, self.flight - 4 * self.tile_rows * self.widths[self.place(tile)[1]]
+        while (endless or end < self.tiles) and end - tile < MOST_AHEAD:
+            left -= 4 * self.tile_rows * self.widths[self.place(end)[1]]
+            if left < 0:
+                break
+            end += 1
+        return end
+
+    @property
+    def looped(self) -> int:
+        """Units of a stage that reads row by row all of whose tiles ask for tiles of the stage, as if it had no end."""
+        for tile in range(self.tiles):
+            if (
+                self.asked_before(tile) == self.tiles
+                or self.asked_before(tile + 1, True) > self.tiles
+            ):
+                return tile // self.k_tiles
+        return self.units
 
 
 @dataclass(frozen=True)
@@ -104,21 +174,23 @@ class Tiles:
         """What a block asks for when it has multiplied a tile: stage, first tile, how many, and whether they are of
         the next layer (or token).
 
-        It is the tile `ahead` of this one; behind the stage's end the next stage's first tiles, as many of them with
-        each of the stage's last ones as have come by its end.
+        They are the stage's own until all of those have been asked for; then the next stage's first tiles, as many of
+        them with each of the stage's last ones as have come by its end.
         """
         own, following = self.stages[stage], (stage + 1) % 4 if stage < 4 else 0
-        left = own.tiles - tile
-        if left > own.ahead:
-            return stage, tile + own.ahead, 1, False
+        asked = own.asked_before(tile)
+        if asked < own.tiles:
+            return stage, asked, own.asked_before(tile + 1) - asked, False
+        ends = range(max(0, own.tiles - MOST_AHEAD), own.tiles)
+        last = next(t for t in ends if own.asked_before(t) == own.tiles)
         count = self.stages[following].ahead
-        first, end = (count * (own.ahead - n) // own.ahead for n in (left, left - 1))
+        first, end = (count * (n - last) // (own.tiles - last) for n in (tile, tile + 1))
         return following, first, end - first, following == 0
 
     @property
     def head_words(self) -> int:
         """Of lm_head; a concatenated head is one of these a lane."""
-        return self.stages[4].tiles * self.stages[4].words * self.num_blocks
+        return self.stages[4].words * self.num_blocks
 
     # ---- the words arena ----
 
@@ -319,7 +391,7 @@ def lower_tiles(
         splits=max(1, group // spec.lane_kv_heads),
         max_context=max_context,
         stages=stages,
-        layer_words=sum(s.tiles * s.words for s in stages[:4]) * group * lanes,
+        layer_words=sum(s.words for s in stages[:4]) * group * lanes,
     )
     try:
         for kernel in (decode_kernel(tiles, schedule), prompt_kernel(tiles, schedule)):
@@ -371,7 +443,7 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
     blocks = group * schedule.shards_per_rank
     # The stages that read the residual stream hold it in one shape.
     options: list[Option] = []
-    for words in WIDTHS:
+    for widths in _cuts(spec.hidden_size):
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
         for index, stage in enumerate(matrix_stages(schedule)):
@@ -379,39 +451,56 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             if name == "lm_head" and spec.head is Head.CONCAT:
                 stage = replace(stage, cols=spec.hidden_size)  # lane by lane
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
-            # Fewer words than threads cost conversions (backends/triton/kernel/words.py): only for tiny inputs.
-            least = 256 if stage.cols > 256 else 32
-            widths = (words,) if shared else [w for w in WIDTHS if w >= least]
+            cuts = [widths] if shared else _cuts(stage.cols)
             size = blocks if stage.scope is Scope.ALL else group
-            tilings = [t for w in widths for t in _stage_tilings(stage, index, size, w, tile_bytes)]
+            tilings = [
+                t for cut in cuts for t in _stage_tilings(stage, index, size, cut, tile_bytes)
+            ]
             if name == "lm_head":  # see below
                 tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
             tiling = min(tilings, key=_cost, default=None)
             if tiling is None:
                 break
             base = 0 if name == "lm_head" else offset
-            tiling = replace(tiling, offset=base, ahead=_ahead(tiling, tile_bytes))
-            offset += tiling.tiles * tiling.words * blocks
+            offset += tiling.words * blocks
             cost += _cost(tiling) * (1 if name == "lm_head" else spec.num_layers)
-            stages.append(tiling)
+            stages.append(replace(tiling, offset=base))
         # The residual stream is held in registers, at most eight tensors a plane.
         if len(stages) == 5 and stages[0].k_tiles <= 8:
             # The tile before lm_head asks for its first as for qkv_proj's.
-            both = min(stages[0].ahead, stages[4].tiles)
-            stages[0], stages[4] = (replace(stages[i], ahead=both) for i in (0, 4))
-            options.append((cost, -group, -words, tuple(stages)))
+            both = min(stages[0].ahead, stages[4].ahead)
+            stages[0], stages[4] = (replace(stages[i], most_first=both) for i in (0, 4))
+            options.append((cost, -group, -widths[0], tuple(stages)))
     return options
 
 
-def _ahead(s: StageTiles, tile_bytes: int) -> int:
-    """Tiles on their way at once: where they are small, as many as make one of `tile_bytes`."""
-    fitting = tile_bytes // (4 * s.words)
-    return min(fitting, MOST_AHEAD, s.tiles) if fitting >= SMALL_TILES and not s.loop_units else 1
+def _cuts(cols: int) -> list[tuple[int, ...]]:
+    """Widths of tiles along K: equal ones, then smaller and smaller ones; the last may reach beyond the end."""
+    cuts: dict[tuple[int, ...], None] = {}
+    for words in WIDTHS:
+        for least in (w for w in WIDTHS if w <= words):
+            cut, left = [], -(-cols // (2 * least)) * least
+            for width in (w for w in WIDTHS if least <= w <= words):
+                cut += [width] * (left // width)
+                left %= width
+            cuts[tuple(cut)] = None
+    return list(cuts)
+
+
+def _flight(s: StageTiles, tile_bytes: int) -> int:
+    """Bytes of tiles that may be on their way: where tiles are small or mixed more than one of them."""
+    sizes = {4 * s.tile_rows * width for width in s.widths}
+    if s.loop_units or (len(sizes) == 1 and max(sizes) * SMALL_TILES > tile_bytes):
+        return 0
+    return tile_bytes if len(sizes) == 1 else int(MIXED * tile_bytes)
 
 
 def _cost(s: StageTiles) -> float:
-    """Bytes that a block reads, and what tiles and a loop cost beside them."""
-    return s.tiles * (4 * s.words + 2048) * (LOOPED if s.loop_units else 1.0)
+    """Bytes that a block reads, and what else a stage costs, as bytes."""
+    narrow = sum(width < THREADS for width in s.widths)
+    starved = max(1.0, FLIGHT / max(s.flight, 4 * s.words / s.tiles))
+    streamed = 4 * s.words * starved + s.tiles * TILE_COST
+    return (streamed + narrow * NARROW_COST) * (LOOPED if s.loop_units else 1.0)
 
 
 def _loop_units(units: int, k_tiles: int) -> int | None:
@@ -423,29 +512,29 @@ def _loop_units(units: int, k_tiles: int) -> int | None:
 
 
 def _stage_tilings(
-    stage: Stage, index: int, size: int, words: int, tile_bytes: int
+    stage: Stage, index: int, size: int, widths: tuple[int, ...], tile_bytes: int
 ) -> list[StageTiles]:
-    """Cuts of a stage with tiles `words` wide over `size` blocks."""
+    """Cuts of a stage with tiles of these widths over `size` blocks."""
     out = []
     rows = stage.rows
     woven = stage.epilogue is Epilogue.SILU_MUL
     step = 4 if woven else 2  # a block publishes whole words
     share = -(-rows // size)
     share = -(-share // step) * step
-    k_tiles = -(-stage.cols // (2 * words))
     wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
-        fits = 4 * tile_rows * words <= tile_bytes
-        loop_units = _loop_units(units, k_tiles) if wired else 0
+        fits = 4 * tile_rows * widths[0] <= tile_bytes
+        loop_units = _loop_units(units, len(widths)) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)
             fits = (
                 fits and units * tile_rows * (size - 1) < rows and (not loop_units or sums <= SUMS)
             )
         if fits and loop_units is not None:
-            shape = (rows, stage.cols, tile_rows, words, k_tiles, units)
-            out.append(StageTiles(stage.name, index, *shape, offset=0, loop_units=loop_units))
+            shape = (rows, stage.cols, tile_rows, widths, units, wired)
+            tiling = StageTiles(stage.name, index, *shape, loop_units=loop_units)
+            out.append(replace(tiling, flight=_flight(tiling, tile_bytes)))
         tile_rows *= 2
     return out

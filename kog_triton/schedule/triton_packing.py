@@ -1,6 +1,6 @@
 """Weights in the order in which the Triton lowering reads them, and back; runs on numpy's arrays or torch's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kog_triton.schedule.lowering import row_order
@@ -9,7 +9,7 @@ from kog_triton.schedule.triton import StageTiles
 
 
 def pack_tiles(stage: Stage, t: StageTiles, group: int, shards: Any) -> Any:
-    """All blocks' tiles of one stage, [tiles, blocks, tile_rows, 2 * tile_words].
+    """All blocks' tiles of one stage, one after the other, those of all blocks side by side: [words of all, 2].
 
     `shards` [S, rows, cols] are the matrices of the lanes on this GPU, gate above up; of a head that all
     blocks share, there is one, and `group` counts all of them.
@@ -18,28 +18,38 @@ def pack_tiles(stage: Stage, t: StageTiles, group: int, shards: Any) -> Any:
     order = row_order(stage, rows)
     if stage.epilogue is Epilogue.SILU_MUL:
         shards = shards[:, order.tolist()]
-    padded = _zeros(shards, (shards_on, group * t.block_rows, t.k_tiles * 2 * t.tile_words))
+    padded = _zeros(shards, (shards_on, group * t.block_rows, 2 * t.row_words))
     padded[:, :rows, :cols] = shards
-    shape = (shards_on, group, t.units, t.tile_rows, t.k_tiles, 2 * t.tile_words)
-    tiles = _permute(padded.reshape(shape), _axes(stage))
-    return tiles.reshape(t.tiles, shards_on * group, t.tile_rows, 2 * t.tile_words)
+    given = padded.reshape(shards_on, group, t.units, t.tile_rows, t.row_words, 2)
+    packed = _zeros(shards, (shards_on * group * t.words, 2))
+    for k, tiles in _tiles_of(t, shards_on * group, packed):
+        part = given[..., t.first_word(k) : t.first_word(k) + t.widths[k], :]
+        tiles[...] = _permute(part, (2, 0, 1, 3, 4, 5)).reshape(tiles.shape)
+    return packed
 
 
 def unpack_tiles(stage: Stage, t: StageTiles, group: int, packed: Any) -> Any:
     """What `pack_tiles` was given, [S, rows, cols], but rows as they are dealt out (`row_order`)."""
-    sizes = (packed.shape[1] // group, group, t.units, t.tile_rows, t.k_tiles, 2 * t.tile_words)
-    axes = _axes(stage)
-    tiles = packed.reshape([sizes[axis] for axis in axes])
-    shards = _permute(tiles, sorted(range(6), key=axes.__getitem__))
-    shape = (sizes[0], group * t.block_rows, t.k_tiles * 2 * t.tile_words)
-    return shards.reshape(shape)[:, : stage.rows, : stage.cols]
+    shards_on = len(packed) // (group * t.words)
+    padded = _zeros(packed, (shards_on, group, t.units, t.tile_rows, t.row_words, 2))
+    for k, tiles in _tiles_of(t, shards_on * group, packed):
+        part = tiles.reshape(t.units, shards_on, group, t.tile_rows, t.widths[k], 2)
+        padded[..., t.first_word(k) : t.first_word(k) + t.widths[k], :] = _permute(
+            part, (1, 2, 0, 3, 4, 5)
+        )
+    shape = (shards_on, group * t.block_rows, 2 * t.row_words)
+    return padded.reshape(shape)[:, : stage.rows, : stage.cols]
 
 
-def _axes(stage: Stage) -> tuple[int, ...]:
-    """Of [S, group, units, tile_rows, k_tiles, values], in the order in which they are packed."""
-    # stages that gather their input go K tile by K tile, the others row tile by row tile
-    wired = stage.epilogue is Epilogue.RESIDUAL
-    return (4, 2, 0, 1, 3, 5) if wired else (2, 4, 0, 1, 3, 5)
+def _tiles_of(t: StageTiles, blocks: int, packed: Any) -> Iterator[tuple[int, Any]]:
+    """Each tile along K, and where those of all units stand: a view [units, words, 2]."""
+    for k, width in enumerate(t.widths):
+        first, step = t.begins(k)
+        whole = t.units * step if t.wired else t.words  # in which they lie `step` words apart
+        begin = blocks * (first if t.wired else 0)
+        inside = 0 if t.wired else blocks * first
+        run = packed[begin : begin + blocks * whole].reshape(t.units, blocks * step, 2)
+        yield k, run[:, inside : inside + blocks * t.tile_rows * width]
 
 
 def _permute(array: Any, axes: Sequence[int]) -> Any:

@@ -9,7 +9,9 @@ import threading
 import pytest
 import torch
 
+from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import launcher
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError
 from kog_triton.sampling import SamplingParams
@@ -33,7 +35,7 @@ from tests.lib.cuda_requests import (
     timeless,
     without_a_block,
 )
-from tests.lib.cuda_walk import ColumnBackend, FiberBackend
+from tests.lib.cuda_walk import ColumnBackend, FiberBackend, layout_of
 from tests.lib.ring_walker import f16_spec
 
 
@@ -130,6 +132,24 @@ def test_requests_take_turns_where_the_compiler_fails(spec, expected, caplog):
             assert_alone(backend, slot, PROMPTS[slot], steps[slot], expected)
     assert not backend.columns.kernels
     assert "no kernel of 4 columns, requests take turns: the compiler is out" in caplog.text
+
+
+def test_what_was_compiled_ahead_is_loaded_as_it_is(spec, monkeypatch):
+    """To render a layout again and to find its kernel would take the thread that launches 0.1 s."""
+    compiled, layout = [], layout_of(spec)
+
+    def compile_it(self, source, layout):
+        compiled.append(source)
+        return source.encode()
+
+    monkeypatch.setattr(CudaBackend, "_compile", compile_it)
+    monkeypatch.setattr(cuda_backend, "Kernel", lambda cubin, *_: cubin)
+    backend = object.__new__(CudaBackend)
+    backend._ahead, backend.device = {}, torch.device("cpu")
+    backend._compile_ahead("columns.cu", layout)
+    for source in ("columns.cu", "decode.cu", "columns.cu"):
+        assert backend._load(source, "", layout) == source.encode()
+    assert compiled == ["columns.cu", "decode.cu", "columns.cu"]  # of the last one nothing was kept
 
 
 class UnloadableBackend(FiberBackend):

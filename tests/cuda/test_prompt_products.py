@@ -6,11 +6,13 @@ The kernel's own arithmetic runs on a GPU alone (tests/host/test_library_prefill
 import ctypes
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from kog_triton.backends.cuda import products
 from kog_triton.backends.cuda.layout.prompt import (
     KERNELS,
     ProductCall,
@@ -185,6 +187,61 @@ def test_both_ways_to_deal_are_taken():
     assert way.kernel.tokens == 256 and way.whole == 4 * 132 < way.row_tiles * way.token_tiles
     way = deal(3072, 2048, 512, 132)
     assert way.kernel.tokens == 128 and way.whole == way.row_tiles * way.token_tiles
+
+
+# ---- launches ----
+
+
+class Noted:
+    """A kernel whose launches are noted: its tile's tokens, blocks and a copy of the argument."""
+
+    def __init__(self, kernel, name, launches):
+        self.tokens, self.name, self.launches = kernel.tokens, name, launches
+
+    def queued(self, blocks, threads, argument):
+        def queue(stream):
+            copy = type(argument).from_buffer_copy(argument)
+            self.launches.append((self.name, self.tokens, blocks, stream, copy))
+
+        return queue
+
+
+def test_launches_are_made_ready_once_and_told_their_addresses(monkeypatch):
+    """Of every shard its own groups, tokens and outputs."""
+    schedule = build(SPECS["lanes"])
+    lowering = lower(schedule, find_gpu("h200"), 5 * schedule.num_shards)
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    launches, dealt_ways, right = [], [], products.deal
+    monkeypatch.setattr(products, "deal", lambda *asked: dealt_ways.append(asked) or right(*asked))
+    arena = torch.zeros(64, dtype=torch.uint8)
+    ours = products.ArenaProducts(
+        lowering, arena, torch.bfloat16, lambda kernel, name, _: Noted(kernel, name, launches)
+    )
+    stages = {s.name: s for s in layer_matrices(schedule) if takes(lowering, s)}
+    _, at = group_tables(lowering, stages)
+    stage = stages["o_proj"]
+    shards, x = (
+        schedule.num_shards,
+        {n: torch.zeros(schedule.num_shards, n, stage.cols).bfloat16() for n in (40, 3)},
+    )
+    for n, layer in ((40, 0), (40, 1), (3, 1), (40, 1)):
+        launches.clear()
+        y = ours.product(layer, "o_proj", x[n], None)
+        way = right(stage.rows, lowering.padded_k(stage), n, 132)
+        assert [name for name, *_ in launches] == ["kog_arrange", "kog_product"] * shards
+        for shard in range(shards):
+            arrange, multiply = (launches[2 * shard + i][-1] for i in (0, 1))
+            assert arrange.x == x[n][shard].data_ptr() and multiply.y == y[shard].data_ptr()
+            assert arrange.out == multiply.x and multiply.arena == arena.data_ptr()
+            row = (multiply.groups - ours._table.data_ptr()) // 16
+            assert row == at["o_proj", layer][shard]
+            _, tokens, blocks, where, _ = launches[2 * shard + 1]
+            assert (tokens, blocks, where) == (way.kernel.tokens, way.blocks, 7)
+            assert (multiply.tokens, multiply.steps, multiply.whole) == (n, way.steps, way.whole)
+    assert len(dealt_ways) == 2
 
 
 # ---- machine code ----

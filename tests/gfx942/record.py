@@ -1,9 +1,9 @@
 """Run everything on the executor with many seeds, and write down what was run and of which code objects.
 
-    TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000]
+    TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000] [--only accesses]
 
 record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and what went
-wrong: nothing, or this command fails.
+wrong: nothing, or this command fails. Of the objects of full size, which are not run, what each access touches.
 """
 
 import argparse
@@ -20,10 +20,12 @@ from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
 from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
+from tests.lib.gfx942.scopes import accesses_of, counted, wrong
 from tests.lib.gfx942.triton_backend import Conditions
-from tests.lib.gfx942.triton_cases import CASES, compiled
+from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, compiled
 
 RECORD = Path(__file__).parent / "record.json"
+PARTS = ("arithmetic", "requests", "litmus", "accesses")
 Row = dict[str, Any]
 
 
@@ -89,11 +91,29 @@ def litmus(seeds: int) -> list[Row]:
     return rows
 
 
+def walked() -> list[Row]:
+    """The accesses of every object of full size by the walk over its code: how many of a class, and which are wrong."""
+    rows = []
+    for case, variant in FULL_OBJECTS:
+        made = compiled(case, variant)
+        found = accesses_of(made.code_object)
+        row = {"case": case, "variant": variant, "object": made.code_object.sha256}
+        row |= {
+            "compiler": f"triton {made.triton}",
+            "accesses": counted(found),
+            "wrong": wrong(found),
+        }
+        rows.append(row)
+        print(case, variant, "wrong accesses:", row["wrong"], flush=True)
+    return rows
+
+
 def failures(record: dict[str, Any]) -> list[str]:
     """What the record tells of that must not be."""
+    names = ("case", "variant", "request", "compiler", "kernel")
     return [
-        f"{' '.join(str(row.get(k, '')) for k in ('case', 'request', 'compiler', 'kernel'))}: {key} {row[key]}"
-        for part in ("arithmetic", "requests", "litmus")
+        f"{' '.join(row[k] for k in names if row.get(k))}: {key} {row[key]}"
+        for part in PARTS
         for row in record[part]
         for key in ("wrong", "wrong in plain memory")
         if row.get(key)
@@ -111,15 +131,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=16, help="of inputs and of whole requests")
     parser.add_argument("--litmus", type=int, default=1000, help="of litmus kernels")
+    parser.add_argument(
+        "--only", choices=PARTS, help="run this part, and keep the others of the last record"
+    )
     args = parser.parse_args(argv)
     budget.main([])  # the gates first: they refuse what does not fit
-    record = {
+    runs: dict[str, Callable[[], list[Row]]] = {
+        "arithmetic": lambda: arithmetic(args.seeds),
+        "requests": lambda: requests(args.seeds),
+        "litmus": lambda: litmus(args.litmus),
+        "accesses": walked,
+    }
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if args.only else {}
+    record |= {
         "what": "executed on a CPU, instruction by instruction, in plain and adversarial memory; not on AMD hardware",
         "tinygrad": version("tinygrad"),
-        "arithmetic": arithmetic(args.seeds),
-        "requests": requests(args.seeds),
-        "litmus": litmus(args.litmus),
     }
+    record |= {part: run() for part, run in runs.items() if args.only in (None, part)}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     for failure in failures(record):
         print("WRONG", failure)

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from tests.gfx942.record import RECORD, asked, failures
+from tests.gfx942.record import PARTS, RECORD, asked, failures
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.litmus import LITMUS
-from tests.lib.gfx942.triton_cases import compiled
+from tests.lib.gfx942.scopes import accesses_of, counted
+from tests.lib.gfx942.triton_cases import FULL_OBJECTS, compiled
 
 
 def record():
@@ -20,7 +21,9 @@ def test_nothing_went_wrong_in_the_record():
     assert failures(kept) == []
     assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"])
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
-    assert all(len(row["object"]) == 64 for part in ("requests", "litmus") for row in kept[part])
+    assert all(len(row["object"]) == 64 for part in PARTS[1:] for row in kept[part])
+    assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
+    assert all(row["accesses"]["words: LOAD sc0 sc1"] for row in kept["accesses"])
 
 
 @pytest.mark.slow
@@ -29,6 +32,10 @@ def test_the_record_is_whole_and_of_todays_objects():
     objects = {(row["case"], row["request"]): row["object"] for row in record()["requests"]}
     for case, name, variant, _ in asked():
         assert objects[case, name] == compiled(case, variant).code_object.sha256, (case, name)
+    for row in record()["accesses"]:
+        made = compiled(row["case"], row["variant"]).code_object
+        assert row["object"] == made.sha256, (row["case"], row["variant"])
+        assert row["accesses"] == counted(accesses_of(made)), (row["case"], row["variant"])
     objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
     rows = {(row["compiler"], row["kernel"]) for row in record()["litmus"]}
     assert rows == {(compiler, name) for compiler in COMPILERS for name in LITMUS}
@@ -38,8 +45,8 @@ def test_the_record_is_whole_and_of_todays_objects():
 
 def test_a_wrong_seed_and_a_mutant_without_a_reason_are_failures():
     kept = copy.deepcopy(record())
-    for part in ("arithmetic", "requests", "litmus"):
+    for part in PARTS:
         kept[part][0]["wrong"] = [3]
     kept["litmus"][0]["wrong in plain memory"] = [4]
     kept["litmus"][0]["survive"] = {"no barrier before S_NOP": ""}
-    assert len(failures(kept)) == 5
+    assert len(failures(kept)) == 6

@@ -66,6 +66,22 @@ def test_half_precision_rounds_and_no_more(name, dtype):
     assert errors(held[..., :50, :], expected(name, dtype, 50)).max() > 1e-4
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "lanes of all kinds"])
+def test_attention_behind_many_positions_is_cut_by_their_numbers(name, monkeypatch):
+    """Into calls that see the keys of their own tokens and of those before."""
+    monkeypatch.setattr(walk, "DEEP", 20)
+    monkeypatch.setattr(walk, "DEEP_ROWS", 3)
+    calls, right = [], walk.attend
+    monkeypatch.setattr(
+        walk, "attend", lambda q, kv, mask: calls.append(q.shape[2]) or right(q, kv, mask)
+    )
+    ours, held = prefill_of(name), empty_cache(name)
+    ours.run(tokens_of(40), 0, held)
+    assert_filled(held, name, F32, 40)
+    attentions = SPECS[name].num_layers - 1
+    assert calls == [7] * 2 * attentions + [3, 3, 1] * 3 * attentions + [3, 2] * attentions
+
+
 def test_padding_may_pass_the_end_of_the_context():
     """And buckets that no prompt needs are not made."""
     ours = prefill_of("llama", buckets=(16, 40, 512), max_context=20)

@@ -200,3 +200,34 @@ def test_bytes_of_a_narrow_checkpoint(plan, tmp_path):
 def test_a_format_that_does_not_divide_is_refused(plan):
     code, _, err = plan("--shape", "smollm2-360m", "--format", "int4-g128")
     assert code == 3 and "layers.{}.q_proj: 960 columns do not divide into groups of 128" in err
+
+
+# ---- the Triton kernel's tiles ----
+
+
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-4b", "smollm2-135m", "laneformer-2b"])
+def test_triton_s_tiles_cover_the_matrices(plan, shape):
+    """Rows and words of the tiles by what the table says of them; what is read beyond the weights is its padding."""
+    code, out, _ = plan("--shape", shape, "--backend", "triton")
+    assert code == 0
+    rows, total = table(out), 0
+    assert list(rows) == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+    spec = named_shape(shape)
+    for stage, cells in rows.items():
+        high, words = re.fullmatch(r"(\d+) x \((.*)\)", cells["tile rows x words"]).groups()
+        widths = [[int(n) for n in part.split(" x ")] for part in words.split(" + ")]
+        width = sum(n[0] * n[1] if len(n) > 1 else n[0] for n in widths)
+        assert 2 * width >= int(cells["cols"]) and int(cells["rows/block"]) % int(high) == 0
+        blocks = int(cells["blocks"]) * (1 if stage == "lm_head" else spec.num_lanes)
+        read = 4 * width * int(cells["rows/block"]) * blocks * int(cells["runs"])
+        real = float(cells["MB/token"]) * 1e6
+        assert float(cells["pad"][:-1]) == pytest.approx(100 * (read / real - 1), abs=0.2)
+        total += real
+    assert total == pytest.approx(matrix_bytes(spec), rel=1e-3)
+
+
+def test_triton_has_no_tiles_for_several_gpus_or_narrow_weights(plan):
+    code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--gpus", "2")
+    assert code == 3 and "one GPU" in err
+    code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--format", "int4-g128")
+    assert code == 4 and "backend triton cannot run this checkpoint" in err

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kog_triton.model.spec import DType
+from kog_triton.schedule import triton
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import (
@@ -72,10 +73,16 @@ def test_cuda_matrices_come_out_as_they_went_in(name, num_blocks):
             assert np.array_equal(got, kept[stage.name, layer]), (stage.name, layer)
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"intermediate_size": 48}, {"hidden_size": 352, "intermediate_size": 1056}]
+)
 @pytest.mark.parametrize("name", ["llama", "lanes at once"])
-def test_triton_matrices_come_out_as_they_went_in(name):
-    schedule = build(SPECS[name].replace(dtype=DType.BF16, intermediate_size=48))
+def test_triton_matrices_come_out_as_they_went_in(name, sizes, monkeypatch):
+    """Also rows in tiles of several widths."""
+    monkeypatch.setattr(triton, "NARROW_COST", 0)  # small models have them, too
+    schedule = build(SPECS[name].replace(dtype=DType.BF16, **sizes))
     tiles = lower_tiles(schedule, 3 * schedule.num_shards, 64, "cpu")
+    assert any(len(stage.runs) > 1 for stage in tiles.stages) == ("hidden_size" in sizes)
     for stage, tiling in zip(layer_matrices(schedule), tiles.stages, strict=False):
         shards = random_shards(schedule, stage, 0)
         packed = pack_tiles(stage, tiling, tiles.group, shards)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.triton import lower_tiles
 
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950")
+TARGETS = (
+    "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950",
+)  # fmt: skip
 # Triton's names of the pointers' types; HALVES have the model's own 16-bit type.
 FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits", "chunk")
 HALVES = ("kv", "half_weights", "half_embed", "half_chunk")
@@ -67,12 +70,13 @@ def compile_kernel(
     rules: bool = False,
     chunks: bool = False,
     stage: str = "",
-    small: bool = False,
+    large: Collection[str] = Pointers._fields,
 ) -> tuple[Any, int]:
     """Triton's compiled kernel of a model for a target, sm_80 .. or gfx90a .. , and the warps of a block.
 
     With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts in chunks; with a
-    `stage`, that of run_stage. `small`: as Triton compiles it for AMD when every tensor has less than 2 GiB.
+    `stage`, that of run_stage. `large`: the pointers to 2 GiB and more, of whose accesses Triton makes other
+    instructions for AMD.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
     tiles = lower_tiles(build(spec), num_blocks, max_context, vendor)
@@ -86,13 +90,17 @@ def compile_kernel(
         known = {"STAGE": stage, "S": tiles}
     else:
         known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
-    aligned = [i for i, name in enumerate(Pointers._fields) if name != "limit"]
-    facts = [["tt.divisibility", 16]] + ([["tt.pointer_range", 32]] if small else [])
+    aligned = [["tt.divisibility", 16]]
+    facts = {
+        (0, i): aligned if name in large else [*aligned, ["tt.pointer_range", 32]]
+        for i, name in enumerate(Pointers._fields)
+        if name != "limit"
+    }
     source = ASTSource(
         fn=stage_kernel if stage else decode_kernel,
         signature=signature | dict.fromkeys(known, "constexpr"),
         constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
-        attrs={(0, i): facts for i in aligned},
+        attrs=facts,
     )
     machine = (
         GPUTarget("cuda", int(target[3:]), 32)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule import triton
 from tests.lib.concurrent_interpreter import concurrent
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.ring_walker import spec_of
@@ -47,12 +49,14 @@ class Case:
     split_least: int = 16  # attention.SPLIT_LEAST, BLOCK_N and FEW: small ones give a short context
     block_n: int = 64  # what a long one has
     few: int = 128
+    narrow_cost: int = triton.NARROW_COST  # what keeps a small model's rows in tiles of one width
 
 
 def backend_of(case: Case, weights=None, limit: int = 1 << 22, num_slots: int = 1) -> TritonBackend:
     options = BackendOptions(max_context=16, num_slots=num_slots)
     weights = weights or ArrayWeights(case.spec)
-    backend = TritonBackend(weights, options, case.num_blocks, CPU)
+    with patch.object(triton, "NARROW_COST", case.narrow_cost):
+        backend = TritonBackend(weights, options, case.num_blocks, CPU)
     backend.memory.pointers = backend.memory.pointers._replace(limit=limit)
     return backend
 

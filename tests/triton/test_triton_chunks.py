@@ -46,6 +46,9 @@ CASES = {
     "qwen3": Case(plain(2, qk_norm=True, num_heads=6), 2),
     "window": Case(plain(2, windows=(3, 0)), 2),
     "biases": Case(plain(2, qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36), 2),
+    "widths": Case(  # rows in tiles of several
+        plain(2, num_heads=3, num_kv_heads=3, hidden_size=288, intermediate_size=96), 2, narrow_cost=0
+    ),
     "lanes at once": Case(lanes((NOW, NOW), 0)),
     "lanes, own then late": Case(
         lanes((OWN, DELAYED, DELAYED), 1, o_bias=True, mlp_bias=True), 2
@@ -277,6 +280,9 @@ FAULTS = {
     "a meeting acquires nothing": Fault(
         "sync", 'tl.atomic_add(word, 1, sem="acq_rel"', 'tl.atomic_add(word, 1, sem="release"',
         memory="stale",
+    ),
+    "the narrow tiles of a row are read as wide ones": Fault(
+        "columns", "tl.where(k < FIRST[1], at, here)", "at", case="widths",
     ),
     "nobody waits": Fault(
         "chunk", "wait(arrivals, i, S.num_blocks", "wait(arrivals, i, 0",

@@ -43,6 +43,13 @@ CASES = {
     "longer": Case(plain(qk_norm=True, windows=(5,)), 2, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
     "window": Case(plain(windows=(3,)), 4, (3, 42, 12, 7, 8), 1, 2),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
+    "widths": Case(  # rows in tiles of several; lm_head's first tiles are fewer than qkv_proj has on its way
+        plain(num_heads=3, num_kv_heads=3, hidden_size=288, intermediate_size=96, dtype=BF16), 4, PROMPT[:2],
+        narrow_cost=0,
+    ),
+    "a width below a line": Case(
+        plain(hidden_size=352, intermediate_size=160), 3, PROMPT[:2], narrow_cost=0
+    ),
     "lanes at once": Case(lanes((NOW,), 0)),
     "lanes, own then late": Case(  # three blocks a lane: their rows in three tiles, which leave together
         lanes((OWN, DELAYED), 1, o_bias=True, mlp_bias=True), 6
@@ -117,6 +124,16 @@ def test_matrices_of_several_tiles_along_k(monkeypatch):
     case = Case(spec, tokens=PROMPT[:2])
     stages = backend_of(case).tiles.stages
     assert [(s.k_tiles, s.ahead) for s in stages] == [(2, 2), (1, 5), (2, 6), (3, 8), (2, 2)]
+    assert error_of(case, logits_of(case, 1, "stale", monkeypatch)) < 1
+
+
+@pytest.mark.parametrize("lines_axis", [0, 1])
+def test_fewer_rows_than_warps(lines_axis, monkeypatch):
+    """Whose lines the warps share: they are added once a unit, whichever axis they are on."""
+    monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
+    case = Case(plain(intermediate_size=1536), 8, PROMPT[:2])
+    down = backend_of(case).tiles.stages[3]
+    assert (down.tile_rows, down.widths) == (4, (512, 256))  # the two halves of eight warps
     assert error_of(case, logits_of(case, 1, "stale", monkeypatch)) < 1
 
 
@@ -202,6 +219,15 @@ FAULTS = {
     ),
     "a poll tests its first words alone": Fault(
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",
+    ),
+    "the narrow end of a row is left out": Fault(
+        "matvec", "        y += rest\n", "        y += rest * 0.0\n", "a width below a line",
+    ),
+    "the norm sums the widest tiles alone": Fault(
+        "residual", "total += sum_of_squares(x, S, run)", "total += 0.0", "widths",
+    ),
+    "a wait tests its widest words alone": Fault(
+        "words", "state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))", "state = state", "widths",
     ),
     "rows of units are interleaved": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",

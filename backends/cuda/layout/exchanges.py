@@ -77,7 +77,7 @@ def decode_kernel(lowering: CudaLowering, splits: int) -> ex.Kernel:
         ]
     # fmt: on
     out += to_all
-    for name, words, rows in _splits(spec, lanes * schedule.shard_kv_heads, splits):
+    for name, words, rows in _splits(schedule.spread, lanes * schedule.shard_kv_heads, splits):
         out.append(ex.some(name, "attention", ("attention_join", "o_proj"), words, rows))
     mixes, ends = _mix(spec, 1, AGREE)
     out += [*mixes, *_choice(lowering.num_blocks * schedule.num_ranks), CACHE]

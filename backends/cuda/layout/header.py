@@ -63,7 +63,8 @@ def render(layout: Layout) -> str:
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
     for name, region in layout.regions.items():
         lines.append(_constants(_camel(name, True) + "Words", asdict(region)))
-    lines.append(_constants("ScratchPlaces", attention.scratch_places(spec, layout.new_rows)))
+    places = attention.scratch_places(schedule.spread, layout.new_rows)
+    lines.append(_constants("ScratchPlaces", places))
     if layout.columns > 1:
         lines.append(_constants("HeadPlaces", layout.head_places))
     lines += _stages(layout)
@@ -110,7 +111,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "scratch_bytes": layout.scratch_bytes,
         "splits": layout.splits,
         "split_least": split_least(spec),
-        **attention.numbers(spec),
+        **attention.numbers(schedule.spread),
         "merged": min(MERGED, layout.splits),
         "merged_length": MERGED_LENGTH,
         "part_queries": layout.part_queries,
@@ -201,6 +202,7 @@ def _stages(layout: Layout) -> list[str]:
             "row_words": batches.row_words(lo, stage, layout.columns),
             "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
+            "operand_sums_at": lo.operand_bytes(stage),
             "sum_buffers": batches.sum_buffers(lo, stage, layout.columns),
             "checked_units": _checked_units(lo, stage),
             "unit_fragments": lo.unit_fragments(stage),

@@ -76,12 +76,12 @@ class Layout:
         """Query heads of a block where a kernel of several columns deals out a head's."""
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
-        return part_queries(schedule.spec, self.columns, group)
+        return part_queries(schedule.spread, self.columns, group)
 
     @property
     def head_parts(self) -> int:
         """Blocks that those queries keep busy."""
-        return -(-self.lowering.schedule.spec.group // self.part_queries)
+        return -(-self.lowering.schedule.spread.group // self.part_queries)
 
     @property
     def block_kv_tasks(self) -> int:
@@ -103,7 +103,7 @@ class Layout:
     @property
     def head_places(self) -> dict[str, int]:
         """Scratch of a head that one block walks, in a kernel of several columns."""
-        spec, merged = self.lowering.schedule.spec, min(MERGED, self.splits)
+        spec, merged = self.lowering.schedule.spread, min(MERGED, self.splits)
         return head_places(spec, self.part_queries, merged, self.new_rows)
 
     @property
@@ -157,7 +157,7 @@ class Layout:
             return False
         schedule = self.lowering.schedule
         room = self.staged_bytes(schedule.stage("o_proj"))
-        return room + attention_bytes(schedule.spec, self.splits) > self.scratch_bytes
+        return room + attention_bytes(schedule.spread, self.splits) > self.scratch_bytes
 
     @property
     def windows(self) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class Layout:
 def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
     check_model(lowering)
-    schedule, spec = lowering.schedule, lowering.schedule.spec
+    schedule, spec = lowering.schedule, lowering.schedule.spread
     splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // schedule.shard_kv_heads)
     kernel = decode_kernel(lowering, splits)
     check_kernel(kernel)
@@ -217,14 +217,10 @@ def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:
 
 def check_model(lowering: CudaLowering) -> None:
     """ModelError naming what no kernel of this folder can do."""
-    schedule, spec = lowering.schedule, lowering.schedule.spec
+    schedule, spec = lowering.schedule, lowering.schedule.spread
     ranks = schedule.num_ranks
     if spec.vocab_size % ranks:
         raise ModelError(f"vocab_size {spec.vocab_size} does not divide over {ranks} GPUs")
-    if schedule.kv_copies > 1:
-        raise ModelError(
-            f"{spec.num_kv_heads} KV heads on {ranks} GPUs: the cuda backend takes one for each"
-        )
     if spec.head_dim > 256 or spec.head_dim % 8:
         raise ModelError(
             f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"

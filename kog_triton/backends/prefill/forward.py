@@ -18,6 +18,12 @@ from kog_triton.model.spec import ModelSpec, Reduce
 
 Tensor = torch.Tensor
 FUSED = "kog_triton.backends.prefill.fused"
+# Of a product, by its time: what reads the weights alone takes as long as so many tokens
+# (benchmarks/cuda-log.md#one-copy: 190 of 8B's layer, 340 of 1B's).
+PASS_TOKENS = 256
+# Behind so many positions attention takes longer than a product, and is cut into calls of so many tokens: a slice ends
+# between them (slices.py). They still fill a GPU: 256 tiles of 128 rows of Llama's 32 heads.
+DEEP, DEEP_ROWS = 8192, 1024
 MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
 
 
@@ -40,14 +46,21 @@ class PrefillPass:
         self.matrices, self.dtype = matrices, embed.dtype
         self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
+        heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
+        # Of a token: queries, keys and values; the attention's outputs; a third of the MLP. And of a key that it
+        # sees: a multiply-add takes as long there (benchmarks/cuda-log.md#slices).
+        hidden, ffn = spec.hidden_size, spec.lane_intermediate_size
+        self._multiply_adds = hidden * (heads + 2 * kv) * d, hidden * heads * d, hidden * ffn
+        self._seen = 2 * heads * d
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """All of `layers_of`."""
         for _ in self.layers_of(ids, first, cache):
             pass
 
-    def layers_of(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[None]:
-        """Run tokens ids [T] at positions first.. layer by layer and put their keys and values in `cache`.
+    def layers_of(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[float]:
+        """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
+        attention after the other: gives first how long the next one will take, as a lane's multiply-adds.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         The last layer stops at its keys and values: nobody reads what it would add to the streams.
@@ -58,21 +71,30 @@ class PrefillPass:
         bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
         y = self._norm(x, self.layers[0].attention_norm)
+        (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
+            yield tokens * qkv
             q = self._queries(index, w, y, first, cache[index])
             if index == spec.num_layers - 1:
                 break
             start, mask = bounds[window]
-            a = attend(q, cache[index, :, :, :, start:end], mask)
+            parts = []
+            for rows in rows_at_once(first, end):
+                seen = first + rows.stop - start
+                yield (rows.stop - rows.start) * seen * self._seen
+                kv = cache[index, :, :, :, start : start + seen]
+                parts.append(attend(q[:, :, rows], kv, None if mask is None else mask[rows, :seen]))
+            a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            yield tokens * outputs
             o = self.matrices.product(index, "o_proj", a, w.o_bias)
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
+            yield tokens * 2 * mlp
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
+            yield tokens * mlp
             o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
             gain = self.layers[index + 1].attention_norm
             y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
-            yield
-        yield
 
     def _joined(
         self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor
@@ -138,6 +160,13 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+def rows_at_once(first: int, end: int) -> list[slice]:
+    """Of queries at [first, end), those whose attention is one call: a function of positions alone."""
+    count = end - first
+    step = DEEP_ROWS if end > DEEP else count
+    return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
 def band(

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass
-from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError
@@ -130,6 +130,7 @@ class LibraryPrefill:
         if fused is None:
             fused = device.type == "cuda" and find_spec("triton") is not None
         self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
+        self._rate = Rate()
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
@@ -156,11 +157,16 @@ class LibraryPrefill:
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
         pieces = partial(self._pieces, ids, first, cache)
-        return PromptRun(first, pieces, self._settings, self.device)
+        end, short = first + len(ids), first == 0 and self._size_for(len(ids)) > 0
+        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, short)
 
-    def _pieces(self, ids: Tensor, first: int, cache: Tensor, at_once: bool) -> Iterator[int]:
-        """Queue a layer after the other, or a graph of all; gives the positions that are filled."""
-        size = next((s for s in self._sizes if s >= len(ids)), 0)
+    def _size_for(self, count: int) -> int:
+        """The bucket of so many tokens; 0: none."""
+        return next((size for size in self._sizes if size >= count), 0)
+
+    def _pieces(self, ids: Tensor, first: int, cache: Tensor, at_once: bool) -> Iterator[Piece]:
+        """A product or an attention after the other, or a graph of all."""
+        size = self._size_for(len(ids))
         if size and first == 0:
             yield from self._bucket(ids, size, cache, at_once)
             return
@@ -168,10 +174,9 @@ class LibraryPrefill:
         upload(ids, there)
         while len(there):
             count = min(self.chunk - first % self.chunk, len(there))
-            for _ in self._pass.layers_of(there[:count], first, cache):
-                yield first
+            for work in self._pass.layers_of(there[:count], first, cache):
+                yield Piece(first, work)
             first, there = first + count, there[count:]
-            yield first
 
     def memory_bytes(self) -> int:
         """Bytes held beside what the kernel reads: the buckets' cache, graphs, tables, norms and
@@ -183,7 +188,7 @@ class LibraryPrefill:
 
     # ---- buckets ----
 
-    def _bucket(self, ids: Tensor, size: int, cache: Tensor, at_once: bool) -> Iterator[int]:
+    def _bucket(self, ids: Tensor, size: int, cache: Tensor, at_once: bool) -> Iterator[Piece]:
         count = len(ids)
         # Padded with a token of its own: another request's might hold NaN, which a weight of zero
         # does not undo.
@@ -192,10 +197,9 @@ class LibraryPrefill:
             self._graphs[size].replay()
         else:
             scratch = self._scratch[..., :size, :]
-            for _ in self._pass.layers_of(self._ids[:size], 0, scratch):
-                yield 0
+            for work in self._pass.layers_of(self._ids[:size], 0, scratch):
+                yield Piece(0, work)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
-        yield count
 
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])

@@ -65,7 +65,7 @@ def _fill(
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1
     record["src"] = -1
-    record["literal"] = _signed(getattr(inst, "literal", 0), 32)
+    record["literal"] = signed(getattr(inst, "literal", 0), 32)
     for refused in ("omod", "clmp", "cbsz", "abid", "blgp", "gds", "lds"):
         if "MFMA" in kind and refused == "clmp":  # the same bit is acc_cd
             continue
@@ -78,14 +78,14 @@ def _fill(
     else:
         raise Unknown(f"{name} in the encoding {kind} at {at:#x}")
     if name in ("S_BRANCH",) or name.startswith("S_CBRANCH"):
-        record["target"] = index[at + SHORTEST + 4 * _signed(inst.simm16, 16)]
+        record["target"] = index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
 
 
 def _has(inst: Any, field: str) -> bool:
     return any(name == field for name, _ in inst._fields)
 
 
-def _signed(value: int, bits: int) -> int:
+def signed(value: int, bits: int) -> int:
     return (value & (1 << bits) - 1) - ((value >> bits - 1 & 1) << bits)
 
 
@@ -102,7 +102,7 @@ def _scalar(record: Any, inst: Any, name: str) -> None:
 def _scalar_memory(record: Any, inst: Any, name: str) -> None:
     record["dst"], record["src"][0] = inst.sdata.offset, inst.sbase.offset
     if inst.imm:
-        record["offset"] = _signed(inst.offset, 21)
+        record["offset"] = signed(inst.offset, 21)
     if inst.soffset_en:
         record["src"][1] = inst.soffset.offset
     elif not inst.imm and name.startswith("S_LOAD"):
@@ -214,7 +214,7 @@ def _global(record: Any, inst: Any, name: str) -> None:
     if inst.sve:
         raise Unknown(f"{name} with sve")
     _place(record, inst, name, "data")
-    record["addr"], record["offset"] = inst.addr.offset, _signed(inst.offset, 13)
+    record["addr"], record["offset"] = inst.addr.offset, signed(inst.offset, 13)
     record["saddr"] = inst.saddr.offset if inst.saddr.offset < OFF else -1
 
 

@@ -89,6 +89,9 @@ class Execution:
     steps: int  # instructions, of all waves
     executed: np.ndarray = field(repr=False)  # how often each instruction ran
     awaited: np.ndarray = field(repr=False)  # how often each wait found something in flight
+    touched: np.ndarray = field(
+        repr=False
+    )  # by each vector load, store and atomic: a bit for each of the buffers
 
 
 @functools.cache
@@ -109,7 +112,9 @@ def library() -> ctypes.CDLL:
     ):
         getattr(built, f"gfx_{name}").restype = result
     built.gfx_steps.restype = ctypes.c_uint64
-    built.gfx_executed.restype = built.gfx_awaited.restype = ctypes.c_void_p
+    built.gfx_executed.restype = built.gfx_awaited.restype = built.gfx_touched.restype = (
+        ctypes.c_void_p
+    )
     assert built.gfx_inst_bytes() == RECORD.itemsize
     return built
 
@@ -220,7 +225,10 @@ class Kernel:
                 raise (NoEnd if ended == UNFINISHED else Fault)(lib.gfx_error(machine).decode())
             return Execution(
                 lib.gfx_steps(machine),
-                *(self._counts(f(machine)) for f in (lib.gfx_executed, lib.gfx_awaited)),
+                *(
+                    self._counts(f(machine))
+                    for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)
+                ),
             )
         finally:
             lib.gfx_free(machine)

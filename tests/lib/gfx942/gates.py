@@ -91,6 +91,7 @@ class Needs:
     mfma: int = 0
     dot2: int = 0
     non_temporal: int = 0
+    spilled: int = 0  # at most, into accumulators
     scoped_loads: int = 0
     scoped_stores: int = 0
 
@@ -110,7 +111,7 @@ def refused(gates: Gates, needs: Needs) -> dict[str, str]:
         if form[0] != "ATOMIC" and form[1:] not in (PLAIN, SYSTEM, STREAMED)
     ]
     wrong = {
-        "spills": gates.spilled and f"{gates.spilled} registers are spilled",
+        "spills": gates.spilled > needs.spilled and f"{gates.spilled} registers are spilled",
         "scratch": gates.scratch and f"{gates.scratch} bytes of scratch a lane",
         "registers": gates.vgprs > most and f"{gates.vgprs} registers: a workgroup has room for {most}",
         "LDS": gates.lds > LDS_BYTES and f"{gates.lds} bytes of LDS: a CU has {LDS_BYTES}",

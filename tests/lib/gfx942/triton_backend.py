@@ -48,7 +48,10 @@ def decoded(case: str, variant: str) -> Kernel:
 
 
 class ExecutedBackend(TritonBackend):
-    """`kernels` holds what ran, by variant; `steps` counts the instructions; `watch` is called while a kernel runs."""
+    """`kernels` holds what ran, by variant; `steps` counts the instructions; `watch` is called while a kernel runs.
+
+    touched   by variant, of the byte of an instruction, the pointers into whose memory it loaded or stored
+    """
 
     def __init__(
         self, case: str, conditions: Conditions, num_slots: int = 1, limit: int | None = None
@@ -56,6 +59,7 @@ class ExecutedBackend(TritonBackend):
         self.case, self.conditions = case, conditions
         self.kernels: dict[str, Kernel] = {}
         self.steps = 0
+        self.touched: dict[str, dict[int, set[str]]] = {}
         self.watch: Callable[[], None] = lambda: None
         options = BackendOptions(max_context=CONTEXT, num_slots=num_slots)
         for_amd = host_backend.lower_tiles
@@ -79,12 +83,12 @@ class ExecutedBackend(TritonBackend):
         pointers.error.copy_(self.memory.blank_error)
         variant = "+".join(name for name, on in (("rules", rules), ("chunks", chunks)) if on)
         made, kernel = compiled(self.case, variant), self.kernel(variant)
-        named = [(name, t) for name, t in pointers._asdict().items() if name not in SECOND_NAMES]
-        buffers = [
-            Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0))
-            for name, t in named
-            if isinstance(t, torch.Tensor)
+        named = [
+            (name, t)
+            for name, t in pointers._asdict().items()
+            if name not in SECOND_NAMES and isinstance(t, torch.Tensor)
         ]
+        buffers = [Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0)) for name, t in named]
         args = [t.data_ptr() if isinstance(t, torch.Tensor) else int(t) for t in pointers]
         launch = Launch(
             [*args, *[0] * SCRATCH_POINTERS],
@@ -99,6 +103,10 @@ class ExecutedBackend(TritonBackend):
         c = self.conditions
         done = kernel.run(launch, buffers, c.memory, c.seed, made.lds, c.xcc, host=host)
         self.steps += done.steps
+        seen = self.touched.setdefault(variant, {})
+        for i in done.touched.nonzero()[0]:
+            names = {name for k, (name, _) in enumerate(named) if done.touched[i] >> k & 1}
+            seen.setdefault(int(kernel.records["at"][i]), set()).update(names)
         return lambda: True
 
 

@@ -22,8 +22,6 @@ class TileMatrices(Unpacked):
     def unpack(self, layer: int, stage: str) -> Tensor:
         found, tiling = self._stages[stage]
         first = layer * self._tiles.layer_words + tiling.offset
-        words = tiling.tiles * tiling.words * self._tiles.num_blocks
-        packed = self._arena[2 * first : 2 * (first + words)]
-        blocks, values = self._tiles.num_blocks, 2 * tiling.tile_words
-        shape = (tiling.tiles, blocks, tiling.tile_rows, values)
-        return unpack_tiles(found, tiling, self._tiles.group, packed.reshape(shape))
+        words = tiling.words * self._tiles.num_blocks
+        packed = self._arena[2 * first : 2 * (first + words)].reshape(-1, 2)
+        return unpack_tiles(found, tiling, self._tiles.group, packed)

@@ -13,9 +13,10 @@ from kog_triton.backends.triton.kernel.partition import (
     pipelined,
     row_tile,
     row_tiles,
+    runs,
     span,
     step,
-    tile_strides,
+    tile_values,
     vector_width,
     width,
 )
@@ -33,26 +34,41 @@ def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
 
 
 @triton.jit
-def row_begins(base, row, lane, S: tl.constexpr, STAGE: tl.constexpr):
-    """Where rows of the stage begin, in the layer whose first weight is at `base`."""
+def row_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Where rows of the stage begin in their tiles K, from the layer's first weight on."""
     T: tl.constexpr = S.stages[STAGE]
-    TILES: tl.constexpr = 2 * T.words * S.num_blocks  # of all blocks
-    STRIDES: tl.constexpr = tile_strides(S, STAGE)
+    VALUES: tl.constexpr = tile_values(S, STAGE, K)
     owner, inner = row // T.block_rows, row % T.block_rows
     unit, r = inner // T.tile_rows, inner % T.tile_rows
-    own = 2 * T.offset + (lane * S.group + owner) * (2 * T.words) + r * (2 * T.tile_words)
-    return base + own + unit * (STRIDES[0] * TILES)
+    own = (lane * S.group + owner) * (VALUES[3] * T.tile_rows) + r * VALUES[3]
+    return VALUES[0] + own + unit * VALUES[1]
 
 
 @triton.jit
-def along(k, S: tl.constexpr, STAGE: tl.constexpr):
-    """From a row's begin to its value k, at which a step begins: a row goes on in the next tile along K."""
-    T: tl.constexpr = S.stages[STAGE]
-    TILE: tl.constexpr = 2 * T.tile_words
-    STRIDES: tl.constexpr = tile_strides(S, STAGE)
-    at = k // TILE * (STRIDES[1] * 2 * T.words * S.num_blocks) + k % TILE
+def along(k, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """From there to value k behind it, at which a step begins: a row goes on in the next tile along K."""
+    VALUES: tl.constexpr = tile_values(S, STAGE, K)
+    at = k // VALUES[3] * VALUES[2] + k % VALUES[3]
     # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
     return tl.multiple_of(at, step(S, STAGE))
+
+
+@triton.jit
+def weights_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
+    """Where value k of rows [M] of the stage stands, at which a step begins, from the layer's first weight on."""
+    RUNS: tl.constexpr = len(runs(S, STAGE))
+    at = row_begins(row, lane, S, STAGE, 0) + along(k, S, STAGE, 0)
+    for run in tl.static_range(1, RUNS):
+        at = narrower_at(at, row, k, lane, S, STAGE, run)
+    return at
+
+
+@triton.jit
+def narrower_at(at, row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, RUN: tl.constexpr):
+    """`at` before the run RUN of equally wide tiles along K, from there on where value k stands in these."""
+    FIRST: tl.constexpr = runs(S, STAGE)[RUN]
+    here = row_begins(row, lane, S, STAGE, FIRST[0]) + along(k - FIRST[1], S, STAGE, FIRST[0])
+    return tl.where(k < FIRST[1], at, here)
 
 
 @triton.jit
@@ -67,7 +83,6 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     STEPS: tl.constexpr = width(S, STAGE) // step(S, STAGE)
     PARTS: tl.constexpr = parts(S, STAGE)
     COLUMNS: tl.constexpr = S.columns
-    weights = row_begins(base, row, lane, S, STAGE)
     t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
     total = tl.zeros((COLUMNS, M), tl.float32)
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
@@ -75,7 +90,7 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
         at = i * STEP
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(
-            weights[:, None] + along(at, S, STAGE) + k[None, :],
+            base + (weights_at(row, at, lane, S, STAGE)[:, None] + k[None, :]),
             mask=owned[:, None],
             other=0.0,
             eviction_policy="evict_first",

@@ -4,7 +4,8 @@
     rowwise  stages that read the residual stream (qkv_proj, gate_up_proj, lm_head): row tile by row tile
 
 The order of tiles is static (schedule/triton.py), so a stage's last tiles ask for the next stage's first, which are on
-their way while the block publishes, waits and gathers. `stream` goes from stage to stage:
+their way while the block publishes, waits and gathers. A tile is known by its row tile (unit) and its place k along K.
+`stream` goes from stage to stage:
 
     base     first word of the layer's matrices, or of the head's
     behind   likewise, of what comes behind them: the next layer, the head, or the next token's first layer
@@ -34,49 +35,103 @@ def asked_by(S, stage, tile):
 
 @triton.constexpr_function
 def loop_iterations(S, stage, k):
-    """Iterations of the loop over the tiles of K tile `k` in which every tile asks for one of its own stage."""
+    """Iterations of the loop over the tiles of K tile `k` in which all ask for tiles as wide, of their own stage."""
     tiling = S.stages[stage]
     if not tiling.loop_units:
         return 0
-    last = k == tiling.k_tiles - 1
+    last = tiling.widths[k + 1 : k + 2] != tiling.widths[k : k + 1]
     return (tiling.units - last) // tiling.loop_units
 
 
+@triton.constexpr_function
+def begins(S, stage, k):
+    """Words of the arena before all blocks' tiles k of the first unit, and from one unit's to the next one's."""
+    T = S.stages[stage]
+    first, step = T.begins(k)
+    return T.offset + first * S.num_blocks, step * S.num_blocks
+
+
+@triton.constexpr_function
+def place(T, tile):
+    return T.place(tile)
+
+
+@triton.constexpr_function
+def split_lines(S, stage, k):
+    """Parts of tile k's lines that have warps of their own, where a tile has fewer rows than there are warps. A warp
+    has the same part of every tile: parts are added once a unit, not tile by tile through shared memory."""
+    T = S.stages[stage]
+    return max(1, min(S.sizes.warps // T.tile_rows, T.widths[k] // LINE.value))
+
+
+@triton.constexpr_function
+def sums_width(S, stage, k=0):
+    """Sums of a row that threads keep: those of tile k."""
+    return split_lines(S, stage, k) * min(S.stages[stage].widths[k], LINE.value) // 4
+
+
+@triton.constexpr_function
+def narrow(S, stage, k):
+    """Whether fewer threads have sums of tile k than of the first one: it is summed to the end at once."""
+    return sums_width(S, stage, k) < sums_width(S, stage)
+
+
+@triton.constexpr_function
+def has_narrow(S, stage):
+    T = S.stages[stage]
+    return narrow(S, stage, T.k_tiles - 1)
+
+
 @triton.jit
-def load_tile(base, tile, block, S: tl.constexpr, STAGE: tl.constexpr):
-    """Words of one tile, of which lines [tile_words / LINE] are LINES_AXIS and rows the other axis before [LINE].
+def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Words of one tile, of which lines [width / LINE] are LINES_AXIS and rows the other axis before [LINE].
 
     A warp has rows of its own: a row's sum needs few shuffles and no shared memory. `base` is the layer's
     (or the head's) first word.
     """
     T: tl.constexpr = S.stages[STAGE]
     ROWS: tl.constexpr = T.tile_rows
-    WORDS: tl.constexpr = T.tile_words
+    WORDS: tl.constexpr = T.widths[K]
     WIDE: tl.constexpr = min(WORDS, LINE)
+    BEGINS: tl.constexpr = begins(S, STAGE, K)
     r, k, c = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WORDS // WIDE)
     if LINES_AXIS == 1:
         offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
-    ptr = pin_address(base + T.offset + (tile * S.num_blocks + block) * T.words, S)
+    at = BEGINS[0] + unit * BEGINS[1] + block * (ROWS * WORDS)
+    ptr = pin_address(base + at, S)
     return load_once(ptr + offset, S)
 
 
 @triton.jit
+def load_after(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
+    """The tile that is TILE in the stage's order if `unit` is taken for the first one."""
+    PLACE: tl.constexpr = place(S.stages[STAGE], TILE)
+    return load_tile(base, unit + PLACE[0], block, S, STAGE, PLACE[1])
+
+
+@triton.jit
 def load_tiles(
-    base, block, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+    base,
+    unit,
+    block,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """A tuple of tiles."""
+    """A tuple of such tiles."""
     tiles = ()
     for i in tl.static_range(COUNT):
-        tiles = tiles + (load_tile(base, FIRST + i, block, S, STAGE),)
+        tiles = tiles + (load_after(base, unit, block, S, STAGE, FIRST + i),)
     return tiles
 
 
 @triton.jit
 def first_tiles(base, block, S: tl.constexpr, STAGE: tl.constexpr):
     """What is `fetched` where a stage begins."""
-    return load_tiles(base, block, S, STAGE, 0, S.stages[STAGE].ahead)
+    return load_tiles(base, 0, block, S, STAGE, 0, S.stages[STAGE].ahead)
 
 
 @triton.jit
@@ -85,31 +140,70 @@ def fetch(stream, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
     base, behind, block, _ = stream
     ASKED: tl.constexpr = asked_by(S, STAGE, TILE)
     if ASKED[3]:
-        return load_tiles(behind, block, S, ASKED[0], ASKED[1], ASKED[2])
+        return load_tiles(behind, 0, block, S, ASKED[0], ASKED[1], ASKED[2])
     else:
-        return load_tiles(base, block, S, ASKED[0], ASKED[1], ASKED[2])
+        return load_tiles(base, 0, block, S, ASKED[0], ASKED[1], ASKED[2])
 
 
 @triton.jit
-def multiply(w, x, S: tl.constexpr):
-    """Products of a tile and words x [lines, LINE], as far as a thread can sum them alone: [tile_rows, LINE / 4]."""
+def fetch_behind(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Tiles that are asked for behind tile K of a unit which many follow."""
+    FIRST: tl.constexpr = S.stages[STAGE].asked_before(K, True)
+    COUNT: tl.constexpr = S.stages[STAGE].asked_before(K + 1, True) - FIRST
+    return load_tiles(base, unit, block, S, STAGE, FIRST, COUNT)
+
+
+@triton.jit
+def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Products of tile K and words x [lines, LINE], as far as a thread can sum them alone: [tile_rows, parts of them].
+
+    Of a tile that is `narrow`, [tile_rows].
+    """
+    PARTS: tl.constexpr = split_lines(S, STAGE, K)
     x = tl.expand_dims(x, 1 - LINES_AXIS)
     products = low(w, S) * low(x, S) + high(w, S) * high(x, S)
     SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
-    return tl.sum(tl.sum(tl.reshape(products, SHAPE), axis=3), axis=LINES_AXIS)
+    sums = tl.sum(tl.reshape(products, SHAPE), axis=3)
+    if PARTS == 1:
+        sums = tl.sum(sums, axis=LINES_AXIS)
+    elif LINES_AXIS == 1:
+        SPLIT: tl.constexpr = (w.shape[0], w.shape[1] // PARTS, PARTS, sums.shape[2])
+        sums = tl.sum(tl.reshape(sums, SPLIT), axis=1)
+        sums = tl.reshape(sums, (SPLIT[0], PARTS * SPLIT[3]))
+    else:
+        SPLIT: tl.constexpr = (w.shape[0] // PARTS, PARTS, w.shape[1], sums.shape[2])
+        sums = tl.trans(tl.sum(tl.reshape(sums, SPLIT), axis=0), (1, 0, 2))
+        sums = tl.reshape(sums, (SPLIT[2], PARTS * SPLIT[3]))
+    if narrow(S, STAGE, K):
+        return tl.sum(sums, axis=1)
+    else:
+        return sums
 
 
 @triton.jit
-def add_k_tile(total, w, xs, S: tl.constexpr, HELD: tl.constexpr, K: tl.constexpr):
-    """The sums of a row tile with its tile K along K; the first one starts anew."""
-    if HELD:
-        part = multiply(w, xs[K], S)
-    else:
-        part = multiply(w, pin(xs[K], S), S)
+def add_k_tile(total, rest, w, xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """The sums of a row tile with its tile K along K, those of narrow tiles apart; the first one starts anew."""
+    x = xs[K]
+    if S.stages[STAGE].row_words > HELD_WORDS:
+        x = pin(x, S)
+    part = multiply(w, x, S, STAGE, K)
     if K == 0:
-        return part
+        return part, rest
+    elif narrow(S, STAGE, K):
+        if narrow(S, STAGE, K - 1):
+            part += rest
+        return total, part
     else:
-        return total + part
+        return total + part, rest
+
+
+@triton.jit
+def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
+    """[tile_rows] of what `add_k_tile` gave."""
+    y = tl.sum(total, axis=1)
+    if has_narrow(S, STAGE):
+        y += rest
+    return y
 
 
 @triton.jit
@@ -122,25 +216,34 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr):
     K_TILES: tl.constexpr = T.k_tiles
     LOOP_UNITS: tl.constexpr = T.loop_units
     ROWS: tl.constexpr = T.tile_rows
-    WIDE: tl.constexpr = min(T.tile_words, LINE)
-    sums = ()
+    WIDE: tl.constexpr = sums_width(S, STAGE)
+    sums, rests = (), ()
     for u in tl.static_range(UNITS):
-        sums = sums + (tl.zeros((ROWS, WIDE // 4), tl.float32),)
+        sums = sums + (tl.zeros((ROWS, WIDE), tl.float32),)
+        rests = rests + (tl.zeros((ROWS,), tl.float32),)
     for k in tl.static_range(K_TILES):
         x = pin(xs[k], S)  # every warp's copy of these words lives as long as their tiles
         # The sums that are next to grow stand first; then they go last.
         if loop_iterations(S, STAGE, k) > 0:
             for i in range(loop_iterations(S, STAGE, k)):
                 for u in tl.static_range(LOOP_UNITS):
-                    sums = sums[1:] + (sums[0] + multiply(fetched[0], x, S),)
-                    tile = k * UNITS + i * LOOP_UNITS + u + AHEAD
-                    fetched = fetched[1:] + (load_tile(base, tile, block, S, STAGE),)
+                    part = multiply(fetched[0], x, S, STAGE, k)
+                    if narrow(S, STAGE, k):
+                        rests = rests[1:] + (rests[0] + part,)
+                    else:
+                        sums = sums[1:] + (sums[0] + part,)
+                    tile = load_tile(base, i * LOOP_UNITS + u + AHEAD, block, S, STAGE, k)
+                    fetched = fetched[1:] + (tile,)
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
-            sums = sums[1:] + (sums[0] + multiply(fetched[0], x, S),)
+            part = multiply(fetched[0], x, S, STAGE, k)
+            if narrow(S, STAGE, k):
+                rests = rests[1:] + (rests[0] + part,)
+            else:
+                sums = sums[1:] + (sums[0] + part,)
             fetched = fetched[1:] + fetch(stream, S, STAGE, k * UNITS + u)
     ys = ()
     for u in tl.static_range(UNITS):
-        ys = ys + (unscaled(tl.sum(sums[u], axis=1), S),)
+        ys = ys + (unscaled(whole(sums[u], rests[u], S, STAGE), S),)
     return ys, (base, behind, block, fetched)
 
 
@@ -151,27 +254,29 @@ def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
+    # What the stage before could not ask for, whose tiles are as many as it has (lm_head's behind qkv_proj's).
+    FIRST: tl.constexpr = T.ahead
+    AHEAD: tl.constexpr = T.asked_before(0)
+    fetched = fetched + load_tiles(base, 0, block, S, STAGE, FIRST, AHEAD - FIRST)
     ROWS: tl.constexpr = T.tile_rows
-    WIDE: tl.constexpr = min(T.tile_words, LINE)
-    total = tl.zeros((ROWS, WIDE // 4), tl.float32)
-    HELD: tl.constexpr = T.k_tiles * T.tile_words <= HELD_WORDS
-    if HELD:
+    WIDE: tl.constexpr = sums_width(S, STAGE)
+    total, rest = tl.zeros((ROWS, WIDE), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if T.row_words <= HELD_WORDS:
         held = ()
         for k in tl.static_range(K_TILES):
             held = held + (pin(xs[k], S),)
         xs = held
-    AHEAD: tl.constexpr = T.ahead
-    LOOPED: tl.constexpr = UNITS - (AHEAD + K_TILES - 1) // K_TILES
+    LOOPED: tl.constexpr = T.looped
     # more row tiles an iteration lose (benchmarks/triton-log.md#tiles-a-turn)
-    for unit in range(LOOPED):
-        for k in tl.static_range(K_TILES):
-            total = add_k_tile(total, fetched[0], xs, S, HELD, k)
-            tile = load_tile(base, unit * K_TILES + k + AHEAD, block, S, STAGE)
-            fetched = fetched[1:] + (tile,)
-        EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
+    if LOOPED > 0:  # tiles in `fetched` are those of the loop
+        for unit in range(LOOPED):
+            for k in tl.static_range(K_TILES):
+                total, rest = add_k_tile(total, rest, fetched[0], xs, S, STAGE, k)
+                fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
+            EPILOGUE(whole(total, rest, S, STAGE), unit, out, S, T)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
-            total = add_k_tile(total, fetched[0], xs, S, HELD, k)
+            total, rest = add_k_tile(total, rest, fetched[0], xs, S, STAGE, k)
             fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
-        EPILOGUE(tl.sum(total, axis=1), unit, out, S, T)
+        EPILOGUE(whole(total, rest, S, STAGE), unit, out, S, T)
     return base, behind, block, fetched

@@ -20,7 +20,7 @@ WIRED = (1, 3)  # o_proj and down_proj
 @triton.constexpr_function
 def width(S: Any, stage: int) -> int:
     """Of a vector that the stage reads, padded."""
-    return S.stages[stage].k_tiles * 2 * S.stages[stage].tile_words
+    return 2 * S.stages[stage].row_words
 
 
 @triton.constexpr_function
@@ -53,7 +53,7 @@ def row_tiles(S: Any, stage: int) -> int:
 @triton.constexpr_function
 def step(S: Any, stage: int) -> int:
     """Values along K multiplied at once; a tile holds a whole number of steps."""
-    values = 2 * S.stages[stage].tile_words
+    values = 2 * S.stages[stage].widths[-1]
     while values > 64 and 2 * values * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
         values //= 2
     return values
@@ -66,10 +66,20 @@ def pipelined(S: Any) -> int:
 
 
 @triton.constexpr_function
-def tile_strides(S: Any, stage: int) -> tuple[int, int]:
-    """Tiles from one row tile to the next, and from one tile along K to the next."""
-    cut = S.stages[stage]
-    return (1, cut.units) if stage in WIRED else (cut.k_tiles, 1)
+def runs(S: Any, stage: int) -> list[tuple[int, int]]:
+    """Tiles along K in runs of one width: the first of each, and the values of a row before it."""
+    return [(k, 2 * S.stages[stage].first_word(k)) for k, _ in S.stages[stage].runs]
+
+
+@triton.constexpr_function
+def tile_values(S: Any, stage: int, k: int) -> tuple[int, int, int, int]:
+    """Of tile k along K: values before all blocks' tiles of the first unit, from one unit to the next, from one tile
+    along K to the next one as wide, and from a row to the next."""
+    T = S.stages[stage]
+    first, step = T.begins(k)
+    width = T.widths[k] * T.tile_rows * (T.units if T.wired else 1)
+    begins, units, along = (2 * words * S.num_blocks for words in (first, step, width))
+    return 2 * T.offset + begins, units, along, 2 * T.widths[k]
 
 
 # ---- where vectors stand ----

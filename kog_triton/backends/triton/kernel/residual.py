@@ -14,8 +14,10 @@ from kog_triton.backends.triton.kernel.words import (
     high,
     load_polled,
     low,
+    num_plane_runs,
     pack_f32,
     plane_index,
+    plane_run,
     plane_tiles,
     poll_on,
     record_more,
@@ -60,12 +62,23 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
+def sum_of_squares(x, S: tl.constexpr, RUN: tl.constexpr):
+    """Over the planes' tensors of one shape."""
+    FIRST: tl.constexpr = plane_run(S, RUN)[0]
+    COUNT: tl.constexpr = plane_run(S, RUN)[1]
+    square = x[2 * FIRST] * 0.0
+    for c in tl.static_range(FIRST, FIRST + COUNT):
+        square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
+    return tl.sum(square)
+
+
+@triton.jit
 def rms_norm(x, gains, S: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
-    square = x[0] * 0.0
-    for c in tl.static_range(plane_tiles(S)):
-        square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
-    scale = tl.rsqrt(tl.sum(square) / S.hidden_size + S.norm_eps)
+    total = sum_of_squares(x, S, 0)
+    for run in tl.static_range(1, num_plane_runs(S)):
+        total += sum_of_squares(x, S, run)
+    scale = tl.rsqrt(total / S.hidden_size + S.norm_eps)
     out = ()
     for i in tl.static_range(2 * plane_tiles(S)):
         out = out + (x[i] * scale * gains[i],)

@@ -60,11 +60,28 @@ def plane_tiles(S):
     return S.stages[0].k_tiles
 
 
+@triton.constexpr_function
+def num_plane_runs(S):
+    """Shapes that those tensors have."""
+    return len(S.stages[0].runs)
+
+
+@triton.constexpr_function
+def plane_run(S, run):
+    """Tensors of one of these shapes: the first, and how many."""
+    return S.stages[0].runs[run]
+
+
 @triton.jit
 def plane_index(c: tl.constexpr, S: tl.constexpr):
     """`index` of the words in tensor `c` of a plane of the residual stream."""
-    WORDS: tl.constexpr = S.stages[0].tile_words
-    return c * WORDS + index(WORDS)
+    return index_of(S.stages[0], c)
+
+
+@triton.jit
+def index_of(T: tl.constexpr, K: tl.constexpr):
+    """`index` of the words that meet tile K of a stage."""
+    return T.first_word(K) + index(T.widths[K])
 
 
 @triton.jit
@@ -197,17 +214,30 @@ def settle(w):
         return w
 
 
+@triton.constexpr_function
+def same(shape, other):
+    return list(shape) == list(other)
+
+
 @triton.jit
 def missing(ws, wanted):
-    """Where any of the tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above."""
+    """Where any of the tensors lacks what is wanted, 1, else 0: int32 words a phase, int64 ones a number above.
+
+    A tensor for each shape; those of one shape follow each other in `ws`.
+    """
     COUNT: tl.constexpr = len(ws)
     if ws[0].dtype == tl.int64:
-        return ((ws[0] >> 32) != wanted).to(tl.int32)
+        return (((ws[0] >> 32) != wanted).to(tl.int32),)
     else:
+        found = ()
         lacking = ws[0] ^ wanted
         for i in tl.static_range(1, COUNT):
-            lacking = lacking | (ws[i] ^ wanted)
-        return lacking & 1
+            if same(ws[i].shape, ws[i - 1].shape):
+                lacking = lacking | (ws[i] ^ wanted)
+            else:
+                found = found + (lacking & 1,)
+                lacking = ws[i] ^ wanted
+        return found + (lacking & 1,)
 
 
 @triton.jit
@@ -216,7 +246,11 @@ def poll_state(lacking, late):
 
     Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
     """
-    return tl.max(lacking * (1 + late))
+    COUNT: tl.constexpr = len(lacking)
+    state = tl.max(lacking[0] * (1 + late))
+    for i in tl.static_range(1, COUNT):
+        state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
+    return state
 
 
 @triton.jit
@@ -305,7 +339,7 @@ def wait_pairs(
     K_TILES: tl.constexpr = T.k_tiles
     ptrs, masks = (), ()
     for c in tl.static_range(K_TILES):
-        j = c * T.tile_words + index(T.tile_words)
+        j = index_of(T, c)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
     ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
     xs = ()

@@ -101,6 +101,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     m->code.assign(code, code + count);
     m->executed.assign(count, 0);
     m->awaited.assign(count, 0);
+    m->touched.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
     return m;
 }
@@ -187,6 +188,7 @@ int gfx_run(Machine* m, u64 budget) {
 const char* gfx_error(Machine* m) { return m->error.c_str(); }
 u64 gfx_steps(Machine* m) { return m->steps; }
 const u64* gfx_executed(Machine* m) { return m->executed.data(); }
+const u64* gfx_touched(Machine* m) { return m->touched.data(); }
 const u64* gfx_awaited(Machine* m) { return m->awaited.data(); }
 void gfx_free(Machine* m) { delete m; }
 }

@@ -16,11 +16,11 @@ inline void perform(Machine& m, Wave& w, Flight& f) {
     switch (f.kind) {
     case Flight::LOAD:
         for (int l = 0; l < LANES; l++)
-            if (f.mask >> l & 1) m.read(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope);
+            if (f.mask >> l & 1) m.read(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope), m.touch(f.inst);
         break;
     case Flight::STORE:
         for (int l = 0; l < LANES; l++)
-            if (f.mask >> l & 1) m.write(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope);
+            if (f.mask >> l & 1) m.write(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope), m.touch(f.inst);
         break;
     case Flight::ATOMIC: perform_atomic(m, w, f); break;
     case Flight::WRITE_BACK: m.write_back(g, f.scope); break;

@@ -37,6 +37,7 @@ struct Machine {
     std::vector<Inst> code;
     std::vector<u64> executed;  // how often each instruction was
     std::vector<u64> awaited;   // how often each wait found something in flight
+    std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
     std::vector<Workgroup> groups;
     Options options;
@@ -56,6 +57,8 @@ struct Machine {
         throw Fault("an access to " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
                     ", which no buffer holds");
     }
+
+    void touch(const Inst* i) { touched[i - code.data()] |= u64(1) << (last_range & 63); }
 
     bool checked(u64 address, int bytes, int scope) {
         const Range& range = range_of(address, bytes);

@@ -104,6 +104,7 @@ inline void perform_atomic(Machine& m, Wave& w, Flight& f) {
         for (int k = 0; k < operands; k++)
             for (int r = 0; r < rows; r++) operand[k] |= u64(f.words[2 + (k * rows + r) * LANES + l]) << 32 * r;
         u8* place = m.atomic_place(*w.group, f.addresses[l], f.bytes, f.scope);
+        m.touch(f.inst);
         u64 old = 0;
         std::memcpy(&old, place, f.bytes);
         u64 now = modify(old, operand[0], operand[1]);
@@ -329,6 +330,7 @@ static const Operation MEMORY_OPERATIONS[] = {
     LDS(DS_READ_U8, READ_U16, 1, 0),
     LDS(DS_READ2_B32, READ_TWO, 4, 4),
     LDS(DS_READ2_B64, READ_TWO, 8, 8),
+    LDS(DS_READ2ST64_B32, READ_TWO, 4, 256),
     LDS(DS_READ2ST64_B64, READ_TWO, 8, 512),
     LDS(DS_WRITE_B8, WRITE, 1, 0),
     LDS(DS_WRITE_B16, WRITE, 2, 0),
