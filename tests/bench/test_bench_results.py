@@ -101,7 +101,7 @@ def a_record():
         "schema": "kog_triton.bench/1",
         "kind": "compare",
         "created": "2026-01-01T00:00:00+00:00",
-        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
+        "model": {"name": "llama-3.2-1b", "dtype": "bf16", "weights": "random, seed 0"},
         "machine": {"gpu": "NVIDIA H200"},
         "test": {"name": "tg8 @ d4", "num_gpus": 1, "prompt_tokens": 4},
         "conditions": {"samples": [], "throttled": []},
@@ -114,6 +114,14 @@ def test_the_table_tells_who_was_not_timed():
     assert "| H200 | llama-3.2-1b bf16 | tg8 @ d4 | **triton** | 1 | 1 / 2 | 2.0 | 50% |" in text
     assert "Not timed with llama-3.2-1b bf16, tg8 @ d4 on H200: llama-bench (absent: not" in text
     assert table([]) == "No results are kept yet."
+
+
+def test_layers_that_were_rounded_are_another_model():
+    """A record of narrow weights never stands in the row of wide ones."""
+    narrow = a_record()
+    narrow["model"]["weights"] = "random, seed 0, made on cuda, layers round to nearest int4-g128"
+    text = table([a_record(), narrow])
+    assert "| H200 | llama-3.2-1b bf16 | " in text and "| H200 | llama-3.2-1b int4-g128 | " in text
 
 
 def test_a_gpu_that_was_held_back_marks_its_rows():
