@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +41,7 @@ class Request:
     mask: MaskHook | None = None  # output ids so far -> uint32[ceil(vocab / 32)] of allowed ids
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One token as it was made; -1 in a last step that brings none.
 
     `rank` is the token's own, 1 for the likeliest; with `logprob`, None without.
@@ -60,8 +59,7 @@ class Step:
     rank: int | None = None
 
 
-@dataclass(frozen=True)
-class PromptLogprob:
+class PromptLogprob(NamedTuple):
     """What the model thought of one token of the prompt, given those before it; as in a Step."""
 
     token: int
@@ -97,18 +95,25 @@ class Inbox:
 
         Empty also when the reader was woken for another reason.
         """
-        found: list[Step | Failure | None] = []
+        found: list[Step | Failure] = []
+        if timeout != 0 and (step := self._wait(timeout)) is not None:
+            found.append(step)
+        steps = self._steps
+        while not steps.empty():  # asked first: an exception a token would cost a microsecond
+            if (step := steps.get_nowait()) is not None:
+                found.append(step)
+        return found
+
+    def _wait(self, timeout: float | None) -> Step | Failure | None:
+        """The first one; None if the reader was woken for another reason, or the time is over."""
         begun = time.perf_counter()
-        if timeout != 0:
-            nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
+        nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
         if timeout is not None:
             timeout = max(timeout - (time.perf_counter() - begun), 0.0)
         try:
-            found.append(self._steps.get(timeout=timeout))
-            while True:
-                found.append(self._steps.get_nowait())
+            return self._steps.get(timeout=timeout)
         except Empty:
-            return [step for step in found if step is not None]
+            return None
 
     def read_prompt(self) -> list[PromptLogprob]:
         """What `push_prompt` brought that was not read before."""

@@ -15,7 +15,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -104,7 +104,7 @@ class Serving(ABC, Generic[R]):
         slot = one.request.slot
         if step.finish is not None:
             del self.running[slot]
-            step = replace(step, held=one.position)
+            step = step._replace(held=one.position)
         self.mailbox.push(slot, step)
 
     def fail(self, slot: int, error: Exception) -> None:
@@ -306,11 +306,18 @@ class LaunchServing(Serving[InSlot]):
             for slot, one in self.running.items():
                 if one.words is None and one.prompt is None:
                     return self.attempt(slot, partial(self._score_piece, one))
-            ahead = next((one for one in self.running.values() if one.prompt is not None), None)
-            if ahead is not None:
-                self.attempt(ahead.request.slot, partial(self._run_slice, ahead))
-            if self._ready():
+            if self._run_prompts():
                 self._launch()
+
+    def _run_prompts(self) -> bool:
+        """A slice of a prompt that a library runs, short ones first; while nobody has a token yet all short ones, and
+        those that come meanwhile. Whether a launch is next."""
+        ahead = [one for one in self.running.values() if one.prompt is not None]
+        short = [one for one in ahead if one.prompt and one.prompt.short]
+        streams = any(one.output for one in self._ready().values())
+        for one in short if short and not streams else (short or ahead)[:1]:
+            self.attempt(one.request.slot, partial(self._run_slice, one))
+        return bool(self._ready()) and not (short and not streams and self.mailbox.waiting())
 
     def _ready(self) -> dict[int, InSlot]:
         return {slot: one for slot, one in self.running.items() if one.words is not None}
@@ -319,10 +326,12 @@ class LaunchServing(Serving[InSlot]):
         """Some of a prompt, and its request's slot behind the last of it."""
         if one.prompt is None:
             return
-        beside, share = bool(self._ready()), self._share
+        ready, share = self._ready().values(), self._share
+        beside = any(other.output for other in ready) if one.prompt.short else bool(ready)
         if not beside:
             share.alone()
-        seconds = share.slice_s(time.monotonic()) if beside else ALONE_S
+        alone_s = math.inf if one.prompt.short else ALONE_S
+        seconds = share.slice_s(time.monotonic()) if beside else alone_s
         self._last = one.prompt
         ended = one.prompt.advance(seconds, not beside)
         one.position = one.prompt.filled
@@ -438,7 +447,7 @@ class LaunchServing(Serving[InSlot]):
             if logprobs is None:
                 return False
             logprob, top, rank = logprobs
-            step = replace(step, logprob=logprob, top=top, rank=rank)
+            step = step._replace(logprob=logprob, top=top, rank=rank)
         one.output.append(token)
         if one.error is None:
             if step.finish is not None:

@@ -136,8 +136,19 @@ class CudaLowering(Partition):
         return partials + max(map(self.staged_bytes, matrix_stages(self.schedule))) + 2 * KB
 
     def staged_bytes(self, stage: Stage) -> int:
-        """Of a stage's activations, as its warps read them."""
+        """Of a stage's activations, as its warps read them, and of what they sum up to where weights ask for it."""
+        return self.operand_bytes(stage) + self.operand_sum_bytes(stage)
+
+    def operand_bytes(self, stage: Stage) -> int:
         return self.padded_k(stage) * (4 if is_wide(stage) else 2)
+
+    def operand_sum_bytes(self, stage: Stage) -> int:
+        """Of each warp, for each granule of its part of K (include/kog/operands.h)."""
+        weights = self.weights[stage.name]
+        if not weights.sums_operands:
+            return 0
+        granules = self.unit_fragments(stage) * max(1, weights.granules)
+        return WARPS * granules * (16 if is_wide(stage) else 8)
 
     def padded_k(self, stage: Stage) -> int:
         return self.tilings[stage.name].padded_k(stage.cols)

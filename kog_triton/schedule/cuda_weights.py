@@ -88,6 +88,12 @@ class StreamWeights:
         """The codes of one warp's fragment."""
         return FRAGMENT_ROWS * self.frag_k * 2
 
+    @property
+    def sums_operands(self) -> bool:
+        """Whether the kernel multiplies sums of operands: by what codes are less, or by minimums."""
+        how = self.format
+        return how is not None and (how.code is Code.UINT4 or how.offset is Offset.MINIMUM)
+
     def unit(self, dtype: DType) -> float:
         """What a code stands for, over what it becomes in 16 bits of `dtype`."""
         if self.format is None:

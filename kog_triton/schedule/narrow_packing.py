@@ -5,6 +5,8 @@ quarter of a row of each of the fragment's steps, as words of two 16-bit values,
 that a shift and a mask make such words of all of a stored word at once:
 
     8 bits   bytes 1 and 3 become one target word, bytes 0 and 2 the next
+    e4m3     of the two codes a (byte 1 or 3) and b of each half of a word a lies where a 16-bit value has it, and b in
+             two parts: s_a b6.4 s_b a6.0 b3.0 for bfloat16, s_a s_b a6.0 b6.0 for float16
     4 bits   nibbles 0 and 4 become one, 1 and 5 the next, 2 and 6, 3 and 7
     e2m1     each half of a word is s0 s3 m3.2 s1 m3.1 m3.0 s2 m0 m1 m2 of its four codes' signs and magnitudes, three
              bits each: a mask and a shift reach a sign and its magnitude at once
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code
 from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
@@ -71,6 +74,8 @@ def pack_narrow(
     codes = by_fragment(flat, wide)[..., index_like(w.codes, stored_order(weights))]
     if weights.format.code is Code.E2M1:
         codes = _woven(codes)
+    elif weights.format.code is Code.E4M3:
+        codes = _paired(codes, lowering.schedule.spec.dtype)
     elif weights.pack == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     stored = [codes.reshape(count, units * each, WARPS * weights.warp_bytes)]
@@ -106,6 +111,19 @@ def _woven(codes: Any) -> Any:
     both = new_like(codes, (*low.shape[:-1], 2 * low.shape[-1]))
     both[..., 0::2], both[..., 1::2] = low, high
     return both
+
+
+def _paired(codes: Any, dtype: DType) -> Any:
+    """Codes of E4M3 [..., 2 n], b before a, as as many bytes, the low one of each half of a word first."""
+    a, b = codes[..., 1::2], codes[..., 0::2]
+    out = new_like(codes, codes.shape)
+    if dtype is DType.F16:
+        out[..., 0::2] = (a & 1) << 7 | b & 127
+        out[..., 1::2] = a & 128 | (b & 128) >> 1 | (a & 127) >> 1
+    else:
+        out[..., 0::2] = (a & 15) << 4 | b & 15
+        out[..., 1::2] = a & 128 | b & 112 | (b & 128) >> 4 | (a & 112) >> 4
+    return out
 
 
 def stored_order(weights: StreamWeights) -> np.ndarray:

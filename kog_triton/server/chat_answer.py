@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from kog_triton.server.answering import sse
+from kog_triton.server.answering import Events, sse
 from kog_triton.server.asked import Asked
 from kog_triton.server.figures import chat_logprobs, progress, timings, usage
 from kog_triton.server.model import ServedModel
@@ -32,6 +32,7 @@ class ChatAnswer:
         self._told: defaultdict[int, Told] = defaultdict(lambda: Told(asked.parser()))
         self._logprobs = asked.job.params.logprobs  # the likeliest to tell; None for no figures
         self._began: set[int] = set()
+        self._events = Events(self._head("chat.completion.chunk"))
 
     # ---- a stream ----
 
@@ -56,22 +57,22 @@ class ChatAnswer:
             choice["logprobs"] = self._told_logprobs(told)
             told.logprobs = []
         now = progress(one.tokens, elapsed_s, len(self._asked.job.token_ids))
-        chunk = self._chunk([choice]) | {"progress": now}
+        chunk = {"choices": [choice], "progress": now}
         if self._continuous:
             chunk["usage"] = self._usage_now(one)
         if told.output is None:
-            return sse(chunk)
-        events = sse(chunk) if said else b""
+            return self._events.event(chunk)
+        events = self._events.event(chunk) if said else b""
         last = {"index": one.index, "delta": {}, "finish_reason": told.finish_reason}
         if self._logprobs is not None:
             last["logprobs"] = None
-        end = self._chunk([last]) | {"progress": now, "timings": timings(told.output)}
-        return events + sse(end)
+        end = {"choices": [last], "progress": now, "timings": timings(told.output)}
+        return events + self._events.event(end)
 
     def last(self) -> bytes:
         end = b""
         if self._include_usage:
-            end = sse(self._chunk([]) | {"usage": self._usage()})
+            end = self._events.event({"choices": [], "usage": self._usage()})
         return end + b"data: [DONE]\n\n"
 
     def error(self, problem: Problem) -> bytes:
@@ -80,13 +81,12 @@ class ChatAnswer:
     def error_body(self, problem: Problem) -> dict[str, Any]:
         return problem.body()
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._id,
-            "object": "chat.completion.chunk",
+            "object": kind,
             "created": self._created,
             "model": self._model.name,
-            "choices": choices,
         }
 
     def _delta(self, index: int, delta: AnswerDelta, first_call: int) -> dict[str, Any]:
@@ -118,11 +118,7 @@ class ChatAnswer:
             self._told[one.index].take(one)
 
     def whole(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model.name,
+        return self._head("chat.completion") | {
             "choices": [self._choice(index) for index in sorted(self._told)],
             "usage": self._usage(),
             "timings": timings(self._output(0)),

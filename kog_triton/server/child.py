@@ -55,9 +55,9 @@ class Served:
             words.append(wire.Began(number, request.slot, request.cached))
         read = self.claim.read(0)
         if read and request.prompt_logprobs is not None and (told := self.claim.read_prompt()):
-            words.append(wire.scores(number, told))
+            words.append(wire.Scores(number, told))
         if steps := [step for step in read if isinstance(step, Step)]:
-            words.append(wire.steps(number, steps))
+            words.append(wire.Steps(number, steps))
         words += [wire.ended(number, step.error) for step in read if isinstance(step, Failure)]
         if words:
             self._outbox.send(b"".join(map(wire.frame, words)))

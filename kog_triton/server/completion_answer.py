@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kog_triton.outputs import Logprob, RequestOutput
-from kog_triton.server.answering import sse
+from kog_triton.server.answering import Events, sse
 from kog_triton.server.figures import completion_logprobs, progress, timings, usage
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
@@ -42,6 +42,7 @@ class CompletionAnswer:
         self._include_usage = include_usage
         self._created = int(time.time())
         self._samples: defaultdict[int, Sample] = defaultdict(Sample)
+        self._events = Events(self._head())
         self._n = jobs[0].params.n
 
     # ---- a stream ----
@@ -76,11 +77,11 @@ class CompletionAnswer:
         if sample.output is not None:
             choice["finish_reason"] = sample.output.outputs[0].finish_reason
             end["timings"] = timings(sample.output)
-        return sse(self._head() | {"choices": [choice], "progress": now} | end)
+        return self._events.event({"choices": [choice], "progress": now} | end)
 
     def last(self) -> bytes:
         end = (
-            sse(self._head() | {"choices": [], "usage": self._usage()})
+            self._events.event({"choices": [], "usage": self._usage()})
             if self._include_usage
             else b""
         )

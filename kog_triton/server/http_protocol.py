@@ -1,12 +1,13 @@
 """HTTP/1.1 connections with bounds that uvicorn does not set: of headers, and of the time they take to arrive."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADERS = 256
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers
+ABORT = "kog_abort"  # in a request's scope: ends the connection, with all that waits to be sent
 HEAD_S = 10.0  # for them to arrive
 
 
@@ -35,6 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
         if self._timer is None:
             self._wait_for_head()
 

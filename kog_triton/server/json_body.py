@@ -33,7 +33,11 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """Problem 400 for what is no JSON, or nested too deep."""
         try:
-            value = pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            value = pydantic_core.from_json(
+                await self.body(),
+                allow_inf_nan=False,
+                cache_strings="keys",  # a client's words are not kept
+            )
         except ValueError as error:
             raise Problem(
                 400, f"the body is no JSON: {first_line(error)}", code="invalid_json"

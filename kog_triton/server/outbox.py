@@ -8,6 +8,8 @@ import contextlib
 import socket
 import threading
 
+AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # the flags' own | costs a microsecond
+
 
 class Outbox:
     def __init__(self, channel: socket.socket) -> None:
@@ -28,7 +30,7 @@ class Outbox:
     def _try(self, data: bytes) -> int:
         """How many bytes the socket took."""
         try:
-            return self._channel.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._channel.send(data, AT_ONCE)
         except BlockingIOError:
             return 0
         except OSError:

@@ -19,7 +19,7 @@ from kog_triton.server.remote_claim import RemoteClaim
 from kog_triton.server.supervisor import Supervisor
 
 # Tokens that wait for a client who does not read, 200 bytes each; the socket's buffers hold 6 s of a stream before.
-MAX_UNREAD = 4096
+MAX_UNREAD = 2048
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Job:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class News:
     """What is new of one sample. `index` counts the samples of all jobs, in order."""
 
@@ -153,7 +153,7 @@ class Samples:
             return
 
     def _unread(self) -> int:
-        return max((claim.num_unread for _, claim in self._running.values()), default=0)
+        return max([claim.num_unread for _, claim in self._running.values()], default=0)
 
     def _read(self) -> list[News]:
         found = []

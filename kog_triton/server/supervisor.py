@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kog_triton.backends.mailbox import Failure, PromptLogprob, Request, Step
+from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import KogError, RunError
 from kog_triton.sampling.params import SamplingParams
@@ -161,8 +161,8 @@ class Supervisor:
         if isinstance(message, wire.Steps):
             self._beaten = time.monotonic()
             if (claim := self._claims.get(message.id)) is not None:
-                for fields in message.steps:
-                    claim.push(Step(*fields))
+                for step in message.steps:
+                    claim.push(step)
         elif isinstance(message, wire.Beat):
             self._hear(message)
         elif isinstance(message, wire.Opened | wire.NotOpened):
@@ -180,7 +180,7 @@ class Supervisor:
             claim.admit(message.slot, message.cached)
             self.kv_tokens[message.slot] = len(claim.request.prompt)
         elif isinstance(message, wire.Scores):
-            claim.push_prompt([PromptLogprob(*fields) for fields in message.tokens])
+            claim.push_prompt(message.tokens)
         else:
             self._fail(claim, wire.error_of(message.kind, message.message))
 

@@ -6,7 +6,6 @@
 A request ends with the Steps that hold a finish, or with Ended, which says what went wrong.
 """
 
-from dataclasses import astuple
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,7 +19,6 @@ from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 
 LENGTH_BYTES = 4
-Top: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
@@ -83,17 +81,17 @@ class Began(msgspec.Struct, tag=True, array_like=True):
 
 
 class Steps(msgspec.Struct, tag=True, array_like=True):
-    """Tokens as they were made, each the fields of a `Step`."""
+    """Tokens as they were made."""
 
     id: int
-    steps: list[tuple[int, str | None, float | None, Top, int, int, int | None]]
+    steps: list[Step]
 
 
 class Scores(msgspec.Struct, tag=True, array_like=True):
-    """Tokens of a prompt, each the fields of a `PromptLogprob`; before the first Steps."""
+    """Tokens of a prompt; before the first Steps."""
 
     id: int
-    tokens: list[tuple[int, float, Top, int | None]]
+    tokens: list[PromptLogprob]
 
 
 class Ended(msgspec.Struct, tag=True, array_like=True):
@@ -143,15 +141,6 @@ class Frames:
             at = end
         del buffer[:at]
         return bodies
-
-
-def steps(request: int, made: list[Step]) -> Steps:
-    fields = [(s.token, s.finish, s.logprob, s.top, s.device_ns, s.held, s.rank) for s in made]
-    return Steps(request, fields)
-
-
-def scores(request: int, tokens: list[PromptLogprob]) -> Scores:
-    return Scores(request, [astuple(token) for token in tokens])
 
 
 # ---- errors, by the name of their class ----

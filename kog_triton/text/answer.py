@@ -1,8 +1,7 @@
 """An answer's text as reasoning, content and tool calls: the parsers of one model, one behind the other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kog_triton.errors import RequestError
 from kog_triton.text.qwen3_coder import Qwen3CoderParser
@@ -13,8 +12,7 @@ TOOL_PARSERS = (*FORMATS, "qwen3_coder")
 REASONING_PARSERS = ("think",)
 
 
-@dataclass(frozen=True)
-class AnswerDelta:
+class AnswerDelta(NamedTuple):
     """What a piece of text made certain."""
 
     reasoning: str = ""

@@ -6,16 +6,15 @@ Some templates open the block in the prompt: then the text begins inside. White 
 the answer is dropped. What may still become a tag is held back, so how a stream was cut cannot change the result.
 """
 
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kog_triton.text.stop import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-@dataclass(frozen=True)
-class ReasoningDelta:
+class ReasoningDelta(NamedTuple):
     reasoning: str = ""
     content: str = ""
 

@@ -12,6 +12,7 @@ turns out to be none is content. White space alone before, between or after call
 import json
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kog_triton.errors import RequestError
 
@@ -24,8 +25,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True)
-class ToolDelta:
+class ToolDelta(NamedTuple):
     """What a piece of text made certain."""
 
     content: str = ""

@@ -193,12 +193,12 @@ def test_a_stop_id_or_the_limit_ends_a_request(name, model):
     tokens = [step.token for step in whole]
     for n in (1, count - 1):
         limited = alone(backend, request(0, SHORT, GREEDY, n))
-        last = replace(whole[n - 1], finish="length", held=len(SHORT) + n - 1)
+        last = whole[n - 1]._replace(finish="length", held=len(SHORT) + n - 1)
         assert limited == [*whole[: n - 1], last]
     for at in {tokens.index(token) for token in (tokens[0], tokens[1], tokens[-1])}:
         ids = {tokens[at], *range(VOID)} - set(tokens[:at])
         stopped = alone(backend, request(0, SHORT, GREEDY, count, stop_token_ids=frozenset(ids)))
-        assert stopped == [*whole[:at], replace(whole[at], finish="stop", held=len(SHORT) + at)]
+        assert stopped == [*whole[:at], whole[at]._replace(finish="stop", held=len(SHORT) + at)]
 
 
 @every_backend
@@ -325,7 +325,7 @@ def test_a_mask_that_takes_too_long_is_the_error_of_its_request(name, monkeypatc
     assert str(last.error) == (
         "the mask of this request took more than 0.2 s: find it faster, or before it is asked for"
     )
-    assert [replace(step, device_ns=0) for step in steps] == expected[0][:2]
+    assert [step._replace(device_ns=0) for step in steps] == expected[0][:2]
     assert [said(mailbox, r.slot) for r in beside] == expected[1:]
 
 

@@ -194,15 +194,16 @@ PLANTED = {
     ),
     "the next code": (
         "fp8 channels",
-        "v.w[j + 1] = e4m3_pair(q << 8);",
-        "v.w[j + 1] = e4m3_pair(q);",
+        "v.w[j + 1] = e4m3_second(q);",
+        "v.w[j + 1] = e4m3_first(q);",
     ),
     "the nibbles of the next word": (
         "int4 g128",
         "int4_pair(q >> at % 4 * 4, zero)",
         "int4_pair(q >> (at + 1) % 4 * 4, zero)",
     ),
-    "int4's zero": ("int4 g128", "? 0 : 0x00080008u", "? 0 : 0x00070007u"),
+    "int4's zero": ("int4 g128", "kOffsetMinimum ? 0 : 8));", "kOffsetMinimum ? 0 : 7));"),
+    "float16's zero of int4": ("int4 g32, float16", "? 0 : 0x00080008u", "? 0 : 0x00070007u"),
     "the zero point of the next row": (
         "int4 g128, zero points",
         "from = record + row * (Weights::kGranules * kEach);",

@@ -16,7 +16,7 @@ SHORT, LONG = (5, 6), tuple(tokens_of(41))
 
 
 def opened():
-    backend = FiberBackend(RandomWeights(SPEC), BackendOptions(num_slots=2, prefill="library"))
+    backend = FiberBackend(RandomWeights(SPEC), BackendOptions(num_slots=3, prefill="library"))
     backend.library.chunk, backend.library._sizes = 7, [4]
     return backend
 
@@ -63,6 +63,28 @@ def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
     between = {n for slot, n in outputs if slot == 0}
     first_of_long = min(n for slot, n in outputs if slot == 1)
     assert {n for n in long_slices if n < first_of_long} <= between | {first_of_long}
+
+
+def test_short_prompts_that_come_together_run_before_the_first_launch(monkeypatch):
+    """And before the rest of a long one that came first."""
+    backend, mailbox = opened(), Mailbox()
+    right, prompts = PromptRun.advance, []
+
+    def advance(self, seconds, at_once=False):
+        if not prompts:  # it comes while the first one runs
+            mailbox.post(request(2, SHORT[::-1], 4))
+        prompts.append((self.short, at_once, backend.kernel.launches))
+        return right(self, 0.0, at_once) if not self.short else right(self, seconds, at_once)
+
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    mailbox.post(request(1, LONG, 3))
+    mailbox.post(request(0, SHORT, 4))
+    backend.generate(mailbox)
+    monkeypatch.undo()
+    assert [p for p in prompts if p[0]] == [(True, True, 0), (True, True, 0)]
+    assert [short for short, *_ in prompts[:3]] == [True, True, False]
+    assert said(mailbox, 0) == alone(SHORT, 4) and said(mailbox, 1) == alone(LONG, 3)
+    assert said(mailbox, 2) == alone(SHORT[::-1], 4)
 
 
 def test_a_cancelled_prompt_keeps_what_it_had_filled(monkeypatch):

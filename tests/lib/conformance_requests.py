@@ -164,7 +164,7 @@ def said(mailbox, slot):
     """All steps that were not read before, without the times at which they were made."""
     steps = mailbox.read(slot, 0)
     assert not any(isinstance(step, Failure) for step in steps), steps
-    return [replace(step, device_ns=0) for step in steps]
+    return [step._replace(device_ns=0) for step in steps]
 
 
 def served(backend, *requests):

@@ -70,7 +70,7 @@ def run(backend, *requests):
 
 def timeless(steps):
     assert not (failed := [step for step in steps if isinstance(step, Failure)]), failed
-    return [replace(step, device_ns=0) for step in steps]
+    return [step._replace(device_ns=0) for step in steps]
 
 
 def tokens_of(steps):

@@ -57,10 +57,13 @@ class GpuRanks(RankWalk):
             if rank == absent:
                 continue
             kernel, lowering = self.kernels[rank], self.layout.lowering
+            launch = lowering.num_blocks, self.layout.threads, arguments[rank]
             # Cooperative launches of one GPU might be put one behind the other. Blocks of all ranks fit side by side.
-            start = kernel.queue if self.shared else kernel.launch
-            with torch.cuda.stream(self.streams[rank]):
-                start(lowering.num_blocks, self.layout.threads, arguments[rank])
+            if self.shared:
+                kernel.queued(*launch)(self.streams[rank].cuda_stream)
+            else:
+                with torch.cuda.stream(self.streams[rank]):
+                    kernel.launch(*launch)
             if seed:
                 time.sleep(dice.uniform(0, MOST_DELAY_S))
         self.synchronize()

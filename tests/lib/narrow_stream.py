@@ -94,7 +94,7 @@ def halves(words: np.ndarray) -> np.ndarray:
     return both.view(np.float32).astype(np.float64)
 
 
-def unpacked(code: Code, q: np.ndarray) -> np.ndarray:
+def unpacked(code: Code, q: np.ndarray, dtype: DType) -> np.ndarray:
     """The target words of stored ones, uint32 [..., words], as values [..., target words, 2]."""
     if code is Code.UINT4:
         base = np.uint32(0x43004300)
@@ -124,11 +124,23 @@ def unpacked(code: Code, q: np.ndarray) -> np.ndarray:
         return values.reshape(*q.shape[:-1], -1, 2)
     assert code is Code.E4M3
 
-    def pair(w):
-        return (w & np.uint32(0x80008000)) | ((w >> np.uint32(4)) & np.uint32(0x07F007F0))
+    # Of each half of a word the bits of two codes, from the sign down.
+    first, second = (
+        ((15, 13, 12, 11, 10, 9, 8, 7), (14, 6, 5, 4, 3, 2, 1, 0))
+        if dtype is DType.F16
+        else ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
+    )
 
-    values = np.stack([halves(pair(q)), halves(pair(q << np.uint32(8)))], -2) * 2.0**120
-    return values.reshape(*q.shape[:-1], -1, 2)
+    def value(half, places):
+        sign, *bits = ((half >> np.uint32(i)) & np.uint32(1) for i in places)
+        exponent = sum(bit * 2**i for bit, i in zip(bits[:4], (3, 2, 1, 0), strict=True))
+        mantissa = sum(bit * 2**i for bit, i in zip(bits[4:], (2, 1, 0), strict=True)) / 8.0
+        normal = (1 + mantissa) * 2.0 ** (exponent.astype(np.float64) - 7)
+        return np.where(exponent == 0, mantissa * 2.0**-6, normal) * (1 - 2.0 * sign)
+
+    low, high = q & np.uint32(0xFFFF), q >> np.uint32(16)
+    pairs = [np.stack([value(low, p), value(high, p)], -1) for p in (first, second)]
+    return np.stack(pairs, -2).reshape(*q.shape[:-1], -1, 2)
 
 
 def scale_values(kind: Scale, stored: np.ndarray) -> np.ndarray:
@@ -151,7 +163,7 @@ def narrow_fragments(lo: CudaLowering, stage: Stage, slot: np.ndarray) -> np.nda
     codes, scales = np.split(slot, [WARPS * weights.warp_bytes], 1)
     stored = np.ascontiguousarray(codes).view(np.uint32)
     stored = stored.reshape(lo.fragments, WARPS, ROWS, QUARTERS, words)
-    targets = unpacked(how.code, stored)
+    targets = unpacked(how.code, stored, lo.schedule.spec.dtype)
     # Target words in order: steps of K, each with so many of this quarter.
     targets = targets.reshape(lo.fragments, WARPS, ROWS, QUARTERS, weights.pack, words, 2)
     values = targets.transpose(0, 1, 2, 4, 3, 5, 6).reshape(lo.fragments, WARPS, ROWS, -1)

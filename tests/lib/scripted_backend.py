@@ -147,9 +147,9 @@ class ScriptedBackend:
             top = ((token, LOGPROB), ((token + 1) % 256, OTHER))[: request.params.logprobs]
         stamp = time.perf_counter_ns()
         one.stamps.append(stamp)
-        mailbox.push(request.slot, Step(token, finish, LOGPROB, top, stamp, len(held)))
-        if finish is not None and one.stamps_file:
+        if finish is not None and one.stamps_file:  # before the client hears of the end
             Path(os.environ["KOG_SCRIPTS"], one.stamps_file).write_text(json.dumps(one.stamps))
+        mailbox.push(request.slot, Step(token, finish, LOGPROB, top, stamp, len(held)))
         return finish is not None
 
     def run_stage(self, stage: str, layer: int, state: Any) -> dict[str, Any]:

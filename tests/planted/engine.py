@@ -310,8 +310,8 @@ FAULTS = (
     ),
     Fault(
         "backends/serving.py",
-        "step = replace(step, held=one.position)",
-        'step = replace(step, held=one.position if step.finish != "cancel" else 0)',
+        "step = step._replace(held=one.position)",
+        'step = step._replace(held=one.position if step.finish != "cancel" else 0)',
         "host/test_kv_reuse.py",
         "nothing is kept after a cancel",
     ),

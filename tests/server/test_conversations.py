@@ -9,6 +9,8 @@ import pytest
 from tests.server import ten_questions
 from tests.server.ten_questions import QUESTIONS, RESULT, SYSTEM, ask, converse, percent_cached
 
+INJECTIONS = 1000
+
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
@@ -55,6 +57,30 @@ def test_a_pass_that_went_wrong_fails_its_request_alone(agents, figure, fault, s
     figure(
         "R4",
         f"{fault} in a layer of the reference: {status}, nothing cached after it, next answer as clean",
+    )
+
+
+@pytest.mark.slow
+def test_a_thousand_passes_that_went_wrong(agents, figure):
+    """NaN and infinity by turns: none hangs, each fails its request, and what follows is as clean."""
+    messages = [{"role": "user", "content": "a short question"}]
+    clean = ask(agents, messages).text
+    before = agents.metric("kog:corrupted_requests_total")
+    body = {"messages": messages, "temperature": 0, "max_tokens": 24}
+    longest = 0.0
+    for number in range(INJECTIONS):
+        (agents.faults / ("nan", "inf")[number % 2]).touch()
+        begun = time.monotonic()
+        assert agents.post("/v1/chat/completions", body).status_code == 500
+        longest = max(longest, time.monotonic() - begun)
+        if number % 50 == 0:
+            again = ask(agents, messages)
+            assert (again.text, again.cached) == (clean, 0)
+    assert agents.metric("kog:corrupted_requests_total") == before + INJECTIONS
+    assert agents.metric("kog:engine_restarts_total") == 0
+    assert ask(agents, messages).text == clean
+    figure(
+        "R4", f"{INJECTIONS} injections: {INJECTIONS} errors, none took more than {longest:.2f} s"
     )
 
 

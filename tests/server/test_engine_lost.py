@@ -198,6 +198,42 @@ def test_what_keeps_a_server_from_starting_is_one_line(fragile, checkpoint, tmp_
         figure("R22", f"{what}: exit code {code} after {seconds:.1f} s")
 
 
+DRIVER = r"""
+#include <cstring>
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGet(int* device, int) { *device = 0; return 0; }
+int cuDeviceGetName(char* name, int, int) { std::strcpy(name, "NVIDIA H200"); return 0; }
+int cuDeviceTotalMem_v2(std::size_t* bytes, int) { *bytes = 150000000000; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int) { *value = attribute == 75 ? 9 : 0; return 0; }
+}
+"""  # cuda.h: attribute 75 is the capability's first number
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="torch sees this machine's own GPU")
+def test_a_driver_that_torch_cannot_use_is_one_line(checkpoint, tmp_path, figure):
+    """A machine with an H200 by its driver's word, of which torch sees nothing: no silent fall to the CPU."""
+    source = tmp_path / "driver.cpp"
+    source.write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    flags = ("--port", "0", "--model", str(checkpoint))
+    code, stderr, seconds = start(*flags, LD_LIBRARY_PATH=str(tmp_path))
+    last = stderr.strip().splitlines()[-1]
+    assert code == 4 and "NVIDIA H200" in last and "install" in last, stderr
+    assert "Traceback" not in stderr
+    figure("R22", f"a driver that torch cannot use: exit code {code} after {seconds:.1f} s")
+
+
+def test_a_server_needs_no_folder_that_it_can_write_to(checkpoint, tmp_path, figure):
+    nowhere = "/proc/none"  # not even root makes a folder there
+    places = {"XDG_CACHE_HOME": nowhere, "XDG_STATE_HOME": nowhere, "HOME": nowhere}
+    with served(tmp_path / "server", checkpoint, **places) as running:
+        assert running.chat("hello")["choices"][0]["message"]["content"] == "ok"
+        assert "Traceback" not in running.log.read_text()
+    figure("R22", "no cache that can be written to: it serves")
+
+
 def test_a_model_that_does_not_fit_ends_with_the_devices_exit_code(tmp_path, checkpoint, figure):
     from tests.lib import scripted_backend
 

@@ -8,15 +8,14 @@ import os
 import pytest
 
 from tests.lib.served import served
-from tests.server.fuzzing import fuzz
+from tests.server.fuzzing import FLAGS, fuzz
 
 CASES = 500
 
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory, checkpoint):
-    flags = ("--max-num-seqs", "4", "--tool-call-parser", "hermes", "--served-model-name", "m")
-    with served(tmp_path_factory.mktemp("fuzzed"), checkpoint, *flags) as running:
+    with served(tmp_path_factory.mktemp("fuzzed"), checkpoint, *FLAGS) as running:
         yield running
 
 

@@ -1,6 +1,8 @@
 """When a stream speaks, on a clock that only the test moves: exact at any rate, on any machine."""
 
 import asyncio
+import time
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 
@@ -8,6 +10,8 @@ import pytest
 
 from kog_triton.backends.mailbox import Failure, Request, Step
 from kog_triton.errors import RunError
+from kog_triton.server import answering
+from kog_triton.server.http_protocol import ABORT
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval
@@ -169,3 +173,44 @@ def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
     values = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
     assert (values["0.0003"], values["0.0005"], values["+Inf"]) == (0, 100, 100)
     assert sum(float(le) < 0.005 for le in values) >= 8
+
+
+def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch):
+    """A send that does not end is found by a look now and then, and the connection is cut, which ends the send."""
+    monkeypatch.setattr(answering, "SEND_S", 0.2)
+
+    class Told:
+        cancelled, started = False, 0.0
+
+        async def __aiter__(self):
+            yield ["news"]
+
+        def cancel(self):
+            self.cancelled = True
+
+    class Bytes:
+        begin = staticmethod(lambda: b"")
+        event = staticmethod(lambda news, elapsed_s: b"data: x\n\n")
+        last = staticmethod(lambda: b"data: [DONE]\n\n")
+
+    async def run():
+        cut, sent = asyncio.Event(), []
+
+        async def send(message):
+            sent.append(message)
+            if message.get("body"):
+                await cut.wait()  # as uvicorn's, of a connection whose buffers are full
+
+        async def receive():
+            await cut.wait()
+            return {"type": "http.disconnect"}
+
+        metrics = ServerMetrics()
+        answer = answering.Answer(
+            Told(), Bytes(), metrics, ExitStack(), stream=True, keep_alive_s=0, ignored=[]
+        )
+        begun = time.perf_counter()
+        await asyncio.wait_for(answer({"type": "http", ABORT: cut.set}, receive, send), 10)
+        return time.perf_counter() - begun
+
+    assert 0.2 <= asyncio.run(run()) < 5

@@ -203,6 +203,7 @@ def _stages(layout: Layout) -> list[str]:
             "row_words": batches.row_words(lo, stage, layout.columns),
             "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
+            "operand_sums_at": lo.operand_bytes(stage),
             "sum_buffers": batches.sum_buffers(lo, stage, layout.columns),
             "checked_units": _checked_units(lo, stage),
             "unit_fragments": lo.unit_fragments(stage),

@@ -157,12 +157,16 @@ class LibraryPrefill:
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
         pieces = partial(self._pieces, ids, first, cache)
-        end = first + len(ids)
-        return PromptRun(first, end, pieces, self._settings, self.device, self._rate)
+        end, short = first + len(ids), first == 0 and self._size_for(len(ids)) > 0
+        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, short)
+
+    def _size_for(self, count: int) -> int:
+        """The bucket of so many tokens; 0: none."""
+        return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(self, ids: Tensor, first: int, cache: Tensor, at_once: bool) -> Iterator[Piece]:
         """A product or an attention after the other, or a graph of all."""
-        size = next((s for s in self._sizes if s >= len(ids)), 0)
+        size = self._size_for(len(ids))
         if size and first == 0:
             yield from self._bucket(ids, size, cache, at_once)
             return

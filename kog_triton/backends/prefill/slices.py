@@ -57,6 +57,7 @@ class PromptRun:
                 as there can be
     settings    what holds meanwhile
     rate        of the device, over all its prompts
+    short       `at_once` it is one piece, and a short one: none begins before another has ended
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class PromptRun:
         settings: Callable[[], AbstractContextManager[None]],
         device: torch.device,
         rate: Rate,
+        short: bool = False,
     ) -> None:
+        self.short = short
         self.filled, self._end = first, end
         self._begin, self._settings, self._device, self._rate = pieces, settings, device, rate
         self._pieces: Iterator[Piece] | None = None

@@ -10,13 +10,19 @@ from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.pacing import Interval
 from kog_triton.server.routes.generation import answer, namespace_of, new_id
 from kog_triton.server.samples import Job
+from kog_triton.server.schemas.answers import ChatCompletion, answers
 from kog_triton.server.schemas.chat import ChatBody
 from kog_triton.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", operation_id="chat_completions", response_model=None)
+@router.post(
+    "/v1/chat/completions",
+    operation_id="chat_completions",
+    response_model=None,
+    responses=answers(ChatCompletion, stream=True),
+)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer a conversation; with `stream`, as server-sent events."""
     service: Service = request.app.state.service

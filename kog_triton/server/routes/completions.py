@@ -13,6 +13,7 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.problems import Problem
 from kog_triton.server.routes.generation import answer, namespace_of, new_id
 from kog_triton.server.samples import Job
+from kog_triton.server.schemas.answers import Completion, answers
 from kog_triton.server.schemas.completions import MAX_PROMPTS, CompletionBody
 from kog_triton.server.schemas.sampling import MAX_SAMPLES
 from kog_triton.server.service import Service
@@ -20,7 +21,12 @@ from kog_triton.server.service import Service
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions", operation_id="completions", response_model=None)
+@router.post(
+    "/v1/completions",
+    operation_id="completions",
+    response_model=None,
+    responses=answers(Completion, stream=True),
+)
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Continue one text or several; `echo` with `logprobs` and no tokens scores them."""
     service: Service = request.app.state.service

@@ -10,6 +10,7 @@ from kog_triton.server.messages_answer import MessagesAnswer
 from kog_triton.server.pacing import Interval
 from kog_triton.server.routes.generation import answer, namespace_of, new_id
 from kog_triton.server.samples import Job
+from kog_triton.server.schemas.answers import MessageAnswer, TokenCount, answers
 from kog_triton.server.schemas.chat import ChatBody
 from kog_triton.server.schemas.messages import Conversation, MessagesBody
 from kog_triton.server.service import Service
@@ -17,7 +18,12 @@ from kog_triton.server.service import Service
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/messages", operation_id="messages", response_model=None)
+@router.post(
+    "/v1/messages",
+    operation_id="messages",
+    response_model=None,
+    responses=answers(MessageAnswer, stream=True, anthropic=True),
+)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
@@ -30,7 +36,12 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     return await answer(service, prepare, stream=bool(body.stream), ignored=body.ignored)
 
 
-@router.post("/v1/messages/count_tokens", operation_id="count_tokens")
+@router.post(
+    "/v1/messages/count_tokens",
+    operation_id="count_tokens",
+    response_model=None,
+    responses=answers(TokenCount, anthropic=True),
+)
 async def count_tokens(request: Request, body: Conversation) -> dict[str, int]:
     """How many tokens a conversation has."""
     service: Service = request.app.state.service

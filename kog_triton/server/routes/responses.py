@@ -10,13 +10,19 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.responses_answer import ResponsesAnswer
 from kog_triton.server.routes.generation import answer, namespace_of, new_id
 from kog_triton.server.samples import Job
+from kog_triton.server.schemas.answers import ResponseObject, answers
 from kog_triton.server.schemas.responses import ResponsesBody
 from kog_triton.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/responses", operation_id="responses", response_model=None)
+@router.post(
+    "/v1/responses",
+    operation_id="responses",
+    response_model=None,
+    responses=answers(ResponseObject, stream=True),
+)
 async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation; nothing is stored."""
     service: Service = request.app.state.service

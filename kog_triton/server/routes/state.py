@@ -5,15 +5,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kog_triton import __version__
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.problems import Problem
+from kog_triton.server.schemas.answers import ModelCard, Models, Props, Status, Version, answers
 from kog_triton.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 STARTED = int(time.time())
+STATUS: dict[int | str, dict[str, Any]] = {200: {"model": Status}, 503: {"model": Status}}
 
 
 def _service(request: Request) -> Service:
@@ -21,7 +23,7 @@ def _service(request: Request) -> Service:
     return found
 
 
-@router.get("/health", operation_id="health")
+@router.get("/health", operation_id="health", response_model=None, responses=STATUS)
 async def health(request: Request) -> Response:
     """200 while the engine lives and goes on, 503 while it does not."""
     supervisor = _service(request).supervisor
@@ -30,7 +32,7 @@ async def health(request: Request) -> Response:
     return JSONResponse(told, 200 if alive else 503, None if alive else {"Retry-After": "1"})
 
 
-@router.get("/ready", operation_id="ready")
+@router.get("/ready", operation_id="ready", response_model=None, responses=STATUS)
 async def ready(request: Request) -> Response:
     """200 while new requests are taken, 503 while the model loads, restarts, or the server drains."""
     service = _service(request)
@@ -39,14 +41,19 @@ async def ready(request: Request) -> Response:
     return await health(request)
 
 
-@router.get("/v1/models", operation_id="models")
+@router.get("/v1/models", operation_id="models", response_model=None, responses=answers(Models))
 async def models(request: Request) -> dict[str, Any]:
     """The model, under each of its names."""
     model = _service(request).model
     return {"object": "list", "data": [_card(request, name) for name in model.names]}
 
 
-@router.get("/v1/models/{name:path}", operation_id="model")
+@router.get(
+    "/v1/models/{name:path}",
+    operation_id="model",
+    response_model=None,
+    responses=answers(ModelCard),
+)
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model; 404 for a name that is not served."""
     service = _service(request)
@@ -67,12 +74,14 @@ def _card(request: Request, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/version", operation_id="version")
+@router.get(
+    "/version", operation_id="version", response_model=None, responses={200: {"model": Version}}
+)
 async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/props", operation_id="props")
+@router.get("/props", operation_id="props", response_model=None, responses=answers(Props))
 async def props(request: Request) -> dict[str, Any]:
     """What llama.cpp's clients ask, and how this server was opened."""
     service = _service(request)
@@ -100,7 +109,7 @@ async def props(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/metrics", operation_id="metrics", response_class=Response)
+@router.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus's text."""
     registry = CollectorRegistry()

@@ -9,13 +9,14 @@ from kog_triton.engine import check_ids
 from kog_triton.server.asked import render, template_kwargs, usable_tools
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.problems import Problem
+from kog_triton.server.schemas.answers import Text, Tokens, answers
 from kog_triton.server.schemas.tokens import DetokenizeBody, TokenizeBody
 from kog_triton.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/tokenize", operation_id="tokenize")
+@router.post("/tokenize", operation_id="tokenize", response_model=None, responses=answers(Tokens))
 async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     """Ids of a text, or of a conversation as the model's template writes it."""
     service: Service = request.app.state.service
@@ -39,7 +40,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     return found
 
 
-@router.post("/detokenize", operation_id="detokenize")
+@router.post("/detokenize", operation_id="detokenize", response_model=None, responses=answers(Text))
 async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids, special tokens as they are written."""
     service: Service = request.app.state.service

@@ -240,37 +240,65 @@ KOG_DEVICE Fragment ones() {
   return v;
 }
 
-// Fragment f of a ring slot by the operands of its steps: row_at(i) of the i-th.
+// What one token's operands sum up to, of each granule of a warp's part of K, to shared memory: as kernels of columns,
+// whose scratch is full, make it anew for each unit (multiply_steps).
+template <class Stage>
+KOG_DEVICE void sum_operands(const Operands<Stage>& x, int in_warp) {
+  using X = Operands<Stage>;
+  constexpr int kEach = Stage::Weights::kPack / X::kGranules;
+#pragma unroll 4
+  for (int g = 0; g < X::kAllGranules; g++) {
+    UnitSums<Stage> sums = {};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) multiply_fragment<Stage>(ones(), x.load(g * kEach + i), 0, sums);
+    float2 mine = {sums[0][0][0], sums[0][0][1]};
+    if (in_warp < X::kGranuleSums / 2) *reinterpret_cast<float2*>(x.sums + g * X::kGranuleSums) = mine;
+  }
+  sync_warp();
+}
+
+// Fragment f of a ring slot, the unit's number `fragment`, by the operands of its steps: row_at(i) of the i-th.
 template <class Stage, class RowAt>
-KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, int f, UnitSums<Stage>& c, RowAt row_at) {
+KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, const Operands<Stage>& x, int f, int fragment,
+                               UnitSums<Stage>& c, RowAt row_at) {
   using Weights = typename Stage::Weights;
   if constexpr (Weights::kPack == 1) {
     auto row = row_at(0);
     multiply_fragment<Stage>(slot.w[f], row, f, c);
-  } else if constexpr (Weights::kScaleRows == 0) {
+  } else if constexpr (Weights::kScaleRows == 0 && !kSumsOperands<Weights>) {
 #pragma unroll
     for (int i = 0; i < Weights::kPack; i++)
       multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, slot.zero(f, 0)), row_at(i), i, c);
   } else {
-    constexpr int kEach = Weights::kPack / Weights::kGranules;  // steps of a granule
+    constexpr int kGranules = Operands<Stage>::kGranules, kEach = Weights::kPack / kGranules;  // steps of a granule
 #pragma unroll
-    for (int g = 0; g < Weights::kGranules; g++) {
-      constexpr bool kMinimum = Weights::kOffsetKind == kOffsetMinimum;
+    for (int g = 0; g < kGranules; g++) {
+      constexpr bool kSumsThem = kSumsOperands<Weights>;
       UnitSums<Stage> sums = {};  // the second: of operands times one
+      if constexpr (kSumsThem && kColumns == 1) {
+        auto two = WordVector<2>::load(x.sums + (fragment * kGranules + g) * Operands<Stage>::kGranuleSums);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[0][1][i] = float_of(two.w[i % 2]);
+      }
       u32 zero = slot.zero(f, g);
 #pragma unroll
       for (int i = g * kEach; i < (g + 1) * kEach; i++) {
         auto row = row_at(i);
         multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, zero), row, 0, sums);
-        if constexpr (kMinimum) multiply_fragment<Stage>(ones(), row, 1, sums);
+        if constexpr (kSumsThem && kColumns > 1) multiply_fragment<Stage>(ones(), row, 1, sums);
       }
 #pragma unroll
       for (int set = 0; set < OperandLayout<Stage>::kSets; set++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float& to = c[set][f & 1][i];
-          to = fused(slot.scales[f].at(g, i), sums[set][0][i], to);
-          if constexpr (kMinimum) to = fused(slot.offsets[f].at(g, i), sums[set][1][i], to);
+          float sum = sums[set][0][i], &to = c[set][f & 1][i];
+          if constexpr (kBiasedCodes<Weights>) sum = fused(-slot.bias(f, g, i), sums[set][1][i], sum);
+          if constexpr (Weights::kScaleRows > 0)
+            to = fused(slot.scales[f].at(g, i), sum, to);
+          else
+            to += sum;
+          if constexpr (Weights::kOffsetKind == kOffsetMinimum)
+            to = fused(slot.offsets[f].at(g, i), sums[set][1][i], to);
         }
     }
   }
@@ -285,7 +313,7 @@ KOG_DEVICE void multiply_ring_slot(Block& b, const SlotOf<Stage>& slot, const Op
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
     int at = i * kFragments + f, fragment = kPeriod == 1 ? at : at % kEach;
-    multiply_steps<Stage>(slot, f, c, [&](int n) {
+    multiply_steps<Stage>(slot, x, f, fragment, c, [&](int n) {
       int step = fragment * kPack + n;
       return kKnown ? x.at(step) : x.load(step);
     });
@@ -330,7 +358,7 @@ struct Reads {
         weights.template take<Stage>(b, ring);
 #pragma unroll
         for (int f = 0; f < kFragments; f++)
-          multiply_steps<Stage>(weights, f, c, [&](int i) {
+          multiply_steps<Stage>(weights, x, f, 0, c, [&](int i) {
             Row row = rows[n][f * Stage::Weights::kPack + i];
 #pragma unroll
             for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);

@@ -5,8 +5,9 @@
 // Stage::Weights says how they lie (kog_triton/schedule/cuda_weights.py): a fragment of codes is kPack steps of K, of
 // which kGranules parts have scales of their own, for kScaleRows rows. A step's codes become a fragment of 16-bit
 // values, less their zero points, each off by a power of two that the sums make good (Stage::kSumUnit). What a
-// granule's values sum up to is multiplied by its scale and added to the unit's sums, and so is what its operands sum
-// up to by its minimum (matvec.h): by the same operations in all kernels.
+// granule's values sum up to is multiplied by its scale and added to the unit's sums. Values that are off by a number
+// (kBiasedCodes), and minimums, multiply what a granule's operands sum up to (kSumsOperands, matvec.h): by the same
+// operations in all kernels.
 #pragma once
 #include <kog/operands.h>
 #include <kog/ring.h>
@@ -21,11 +22,12 @@ template <class... Stages>
 constexpr bool kSlotsFit = ((kFragments * kFragmentOfAll<typename Stages::Weights> <= kRingSlotBytes) && ...);
 static_assert(kSlotsFit<QkvProj, OProj, GateUpProj, DownProj, LmHead>);
 
-// Two codes of E4M3, in bytes 1 and 3, as 16-bit values: sign, exponent and mantissa shifted into place. They
-// are off by what the exponents' biases differ; subnormal codes become subnormal values.
-KOG_DEVICE u32 e4m3_pair(u32 q) {
-  if constexpr (kF16) return (q & 0x80008000u) | ((q >> 1) & 0x3f803f80u);
-  return (q & 0x80008000u) | ((q >> 4) & 0x07f007f0u);
+// Two codes of E4M3 of four, woven (schedule/narrow_packing.py), as 16-bit values: those that lie in place, and the
+// others, in two parts. They are off by what the exponents' biases differ; subnormal codes become subnormal values.
+KOG_DEVICE u32 e4m3_first(u32 q) { return q & (kF16 ? 0xbf80bf80u : 0x87f087f0u); }
+KOG_DEVICE u32 e4m3_second(u32 q) {
+  if constexpr (kF16) return and_or(q << 7, 0x3f803f80u, (q << 1) & 0x80008000u);
+  return and_or(q << 4, 0x80f080f0u, (q >> 4) & 0x07000700u);
 }
 
 // Whole numbers from 0 on in the mantissa of `kBase`, less `less`: exact, since all of them are small.
@@ -33,7 +35,12 @@ constexpr u32 kBase = kF16 ? 0x64006400u : 0x43004300u;  // 1024; 128
 constexpr u32 kOnes = kF16 ? 0x3c003c00u : 0x3f803f80u;
 // Those of a code that stands for zero, of one value that 16 bits hold.
 KOG_DEVICE u32 both_halves(u32 v) { return v | v << 16; }
-KOG_DEVICE u32 int4_pair(u32 q, u32 zero) { return subtract_pair<kF16>(and_or(q, 0x000f000fu, kBase), kBase | zero); }
+// float16's 1024 would cost the sums ten bits, so it is subtracted here, with the zero point; bfloat16's 128 costs seven,
+// and is taken from the sums (kBiasedCodes).
+KOG_DEVICE u32 int4_pair(u32 q, u32 zero) {
+  u32 both = and_or(q, 0x000f000fu, kBase);
+  return kF16 ? subtract_pair<kF16>(both, kBase | zero) : both;
+}
 // Two codes of int8, in bytes 0 and 2. bfloat16's mantissa has seven bits: a code's eighth becomes 128 less.
 KOG_DEVICE u32 int8_pair(u32 q) {
   if constexpr (kF16) return subtract_pair<kF16>(((q & 0x00ff00ffu) ^ 0x00800080u) | kBase, kBase | 0x00800080u);
@@ -79,15 +86,15 @@ KOG_DEVICE Fragment unpack(const Fragment& codes, int step, u32 zero) {
         v.w[j + 1] = subtract_pair<kF16>(v.w[j + 1], zero);
       }
     } else {
-      v.w[j] = e4m3_pair(q);
-      v.w[j + 1] = e4m3_pair(q << 8);
+      v.w[j] = e4m3_first(q);
+      v.w[j + 1] = e4m3_second(q);
     }
   }
   return v;
 }
 
 // A thread's scales of one fragment, or minimums: of its row of weights or, where weights are the columns (operands.h,
-// swapped), of the two rows whose sums it has. Zero points (kTwoRows false) are of the row whose codes it has.
+// swapped), of the two rows whose sums it has. Zero points that codes are taken from are of the row whose codes it has.
 template <class Weights, bool kTwoRows, int kEach = Weights::kScaleBytes>
 struct Scales {
   static constexpr int kRows = kTwoRows ? 2 : 1, kValues = kRows * Weights::kGranules, kBytes = kValues * kEach;
@@ -120,7 +127,10 @@ struct Scales {
     return float_of(n % 2 == 0 ? both << 16 : both & 0xffff0000u);
   }
   // Where values are bytes.
-  KOG_DEVICE u32 byte_at(int granule) const { return w[granule / 4] >> granule % 4 * 8 & 0xffu; }
+  KOG_DEVICE u32 byte_at(int granule, int i = 0) const {
+    int n = (kTwoRows ? i % 2 * Weights::kGranules : 0) + granule;
+    return w[n / 4] >> n % 4 * 8 & 0xffu;
+  }
 };
 // What lies behind a fragment's scales.
 template <class Weights, bool kTwoRows, int kKind = Weights::kOffsetKind>
@@ -128,7 +138,7 @@ struct Offsets {
   KOG_DEVICE void load(const Block&, const u8*) {}
 };
 template <class Weights, bool kTwoRows>
-struct Offsets<Weights, kTwoRows, kOffsetZeroPoint> : Scales<Weights, false, 1> {};
+struct Offsets<Weights, kTwoRows, kOffsetZeroPoint> : Scales<Weights, kTwoRows && kBiasedCodes<Weights>, 1> {};
 template <class Weights, bool kTwoRows>
 struct Offsets<Weights, kTwoRows, kOffsetMinimum> : Scales<Weights, kTwoRows> {};
 
@@ -178,6 +188,12 @@ struct SlotWeights : SlotScales<Weights, kTwoRows> {
       return both_halves(point);
     }
     return Weights::kOffsetKind == kOffsetMinimum ? 0 : 0x00080008u;
+  }
+  // What every value of fragment f's granule is more than its weight over the scale, for sum i of a thread's four.
+  KOG_DEVICE float bias(int f, int granule, int i) const {
+    if constexpr (Weights::kOffsetKind == kOffsetZeroPoint)
+      return low_of((kBase & 0xffffu) | this->offsets[f].byte_at(granule, i));
+    return low_of((kBase & 0xffffu) | (Weights::kOffsetKind == kOffsetMinimum ? 0 : 8));
   }
 };
 template <class Stage>

@@ -178,6 +178,12 @@ KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   reinterpret_cast<u16*>(step + at.low)[e % 2] = static_cast<u16>(parts.low);
 }
 
+// int4 of bfloat16 values, whose zero points the sums make good; and what asks for sums of operands (narrow.h).
+template <class Weights>
+constexpr bool kBiasedCodes = Weights::kCodes == kUint4 && !kF16;
+template <class Weights>
+constexpr bool kSumsOperands = kBiasedCodes<Weights> || Weights::kOffsetKind == kOffsetMinimum;
+
 // What a warp's part of K is multiplied with.
 template <class Stage>
 struct Operands {
@@ -186,11 +192,15 @@ struct Operands {
   // The first step in scratch; those of one token all come by it.
   static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
+  static constexpr int kGranuleSums = Stage::kWide ? 4 : 2;  // of one token: as many as it has columns
+  static constexpr int kGranules = Stage::Weights::kGranules > 0 ? Stage::Weights::kGranules : 1;
+  static constexpr int kAllGranules = Stage::kUnitFragments * kGranules;
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
   u32* staged;           // words of step kFirst
   const u32* in_memory;  // this thread's words of step 0, where some steps are read
+  float* sums;           // of one token: this thread's, of the operands of the part's first granule
   int offset;            // where this thread's begin in a step
   int first;             // wide: the first step, which sets the swizzle
 
@@ -199,6 +209,10 @@ struct Operands {
     staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
     offset = b.in_warp % S::kHolders * S::kThreadStride;
     first = part * Stage::kSteps;
+    if constexpr (kColumns == 1 && kSumsOperands<typename Stage::Weights>) {
+      sums = reinterpret_cast<float*>(b.scratch + Stage::kOperandSumsAt) + b.warp * (kAllGranules * kGranuleSums);
+      if (Stage::kWide) sums += b.in_warp % 2 * 2;
+    }
     if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
       offset = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;

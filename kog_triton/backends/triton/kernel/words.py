@@ -75,7 +75,8 @@ def plane_run(S, run):
 @triton.jit
 def plane_index(c: tl.constexpr, S: tl.constexpr):
     """`index` of the words in tensor `c` of a plane of the residual stream."""
-    return index_of(S.stages[0], c)
+    T: tl.constexpr = S.stages[0]  # a value of Triton's own: 3.6 takes no other as an argument
+    return index_of(T, c)
 
 
 @triton.jit
