@@ -89,7 +89,9 @@ class Memory:
             assert held == seen, f"{name}: {held} bytes an element, the kernel sees {seen}"
         order = (ctypes.c_int32 * protocol.MAX_REQUESTS)(*slots)
         addresses = (t.data_ptr() for t in tensors.values())
-        return protocol.Pointers(*addresses, limit, most_steps, len(slots), order)
+        positions = self.tokens.shape[1] - 1
+        plane = math.prod(self.cache.shape[-2:])
+        return protocol.Pointers(*addresses, limit, most_steps, positions, plane, len(slots), order)
 
     def write_request(
         self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int

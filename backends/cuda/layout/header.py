@@ -52,7 +52,7 @@ def render(layout: Layout) -> str:
     lines += [
         f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
     ]
-    lines.append(f"{KNOWN} long long kCacheStride = {math.prod(layout.cache_shape)};")
+    lines.append(f"{KNOWN} u32 kCachePlanes = {math.prod(layout.cache_shape[:4])};")
     lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
     lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
     lines.append(f"{KNOWN} float kRootLanes = {math.sqrt(schedule.num_shards)!r}f;")
@@ -87,7 +87,6 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "kv_heads": schedule.shard_kv_heads,
         "head_dim": spec.head_dim,
         "vocab": spec.vocab_size,
-        "max_context": layout.max_context,
         "delay": spec.delay,
         "blocks": lo.num_blocks,
         "group": lo.group_size(schedule.stage("qkv_proj")),

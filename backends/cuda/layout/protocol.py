@@ -43,6 +43,8 @@ class Pointers(ctypes.Structure):
 
     limit         nanoseconds that a wait may take, by the GPU's clock
     most_steps    tokens of any request after which the launch yields
+    positions     that a slot holds
+    plane         values of the cache from a head's keys to its values, and from one head's to the next's
     num_requests  requests that this launch serves
     order         their slots, the one that is due first
     """
@@ -51,6 +53,8 @@ class Pointers(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in TENSORS),
         ("limit", ctypes.c_int64),
         ("most_steps", ctypes.c_int64),
+        ("positions", ctypes.c_int32),
+        ("plane", ctypes.c_int32),
         ("num_requests", ctypes.c_int32),
         ("order", ctypes.c_int32 * MAX_REQUESTS),
     )

@@ -87,8 +87,10 @@ struct Values : TileRows<Values, kTileRows / 4, kValueWords, 8> {
 
 KOG_DEVICE u16* cache_at(const Block& b, int slot, int layer, int head) {
   int lane = b.lane - rank_of(b.p) * kRankLanes;  // of this rank's, which keep their own heads
-  u64 home = (static_cast<u64>(layer) * kRankLanes + lane) * kKvHeads + head;
-  return b.p.cache + slot * kCacheStride + home * 2 * kMaxContext * kRowDim;
+  u64 home = (static_cast<u64>(layer) * kRankLanes + lane) * kKvHeads + head, plane = static_cast<u32>(b.p.plane);
+  // Counted in 64 bits a kernel of columns spills less, and one of a token more: benchmarks/cuda-log.md#context-argument
+  if constexpr (kColumns > 1) return b.p.cache + slot * (kCachePlanes * plane) + 2 * home * plane;
+  return b.p.cache + (slot * kCachePlanes + 2 * static_cast<u32>(home)) * plane;
 }
 KOG_DEVICE u16* cache_of(const Block& b, int head) {
   return cache_at(b, b.small->slot, b.layer, head);
@@ -99,7 +101,7 @@ struct Cached {
   const u16 *keys, *values;
 
   KOG_DEVICE Cached(const Block& b, int head)
-      : keys(cache_of(b, head)), values(keys + static_cast<u64>(kMaxContext) * kRowDim) {}
+      : keys(cache_of(b, head)), values(keys + static_cast<u32>(b.p.plane)) {}
 };
 
 }  // namespace kog

@@ -59,7 +59,7 @@ KOG_DEVICE void select_request(Block& b, const RequestCursor& cursor, int positi
 
 // The token of a prompt at a position.
 KOG_DEVICE int prompt_token(const Block& b, const RequestCursor& cursor, int position) {
-  return b.p.tokens[static_cast<u64>(cursor.slot) * (kMaxContext + 1) + position];
+  return b.p.tokens[static_cast<u64>(cursor.slot) * (b.p.positions + 1) + position];
 }
 
 // Where every request stands, for the next launch; by one block. done(i): steps of request i.

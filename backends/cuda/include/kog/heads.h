@@ -192,7 +192,7 @@ struct NewRows {
       int row = kChunk ? (item - queries) * kRowDim : 0;
       u16* cache = cache_of(b, span.head) + static_cast<u64>(at) * kRowDim;
       if (!is_value) append(b, head, scratch.key + row, cache, own);
-      cache += static_cast<u64>(kMaxContext) * kRowDim;
+      cache += static_cast<u32>(b.p.plane);
       if (kChunk || is_value) append(b, kChunk ? value : head, scratch.value + row, cache, own);
     }
     stamp(b, Point::kAttentionQkv);

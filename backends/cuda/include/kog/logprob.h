@@ -77,7 +77,7 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
 }
 
 KOG_DEVICE u64* record_of(const Block& b, int made) {
-  u64 at = static_cast<u64>(b.small->slot) * (kMaxContext + 1) + static_cast<u64>(made);
+  u64 at = static_cast<u64>(b.small->slot) * (b.p.positions + 1) + static_cast<u64>(made);
   return b.p.logprobs + at * kRecordWords;
 }
 

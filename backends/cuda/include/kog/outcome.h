@@ -19,7 +19,7 @@ KOG_DEVICE void tell_host(const Block& b, int slot, int token, int outcome, int 
                           bool ends) {
   u64 now = nanoseconds();
   if (made > 0) {
-    u64 at = static_cast<u64>(slot) * (kMaxContext + 1) + static_cast<u64>(made - 1);
+    u64 at = static_cast<u64>(slot) * (b.p.positions + 1) + static_cast<u64>(made - 1);
     u64 high = static_cast<u64>(outcome << kOutcomeShift | made);
     store_system_pair(b.p.outbox + 2 * at, high << 32 | static_cast<u32>(token), now);
   }

@@ -12,11 +12,11 @@ KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span
   if (rows > kRoundRows) rows = kRoundRows;
   const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
   fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
-  fetch_to_l2(keys + static_cast<u64>(kMaxContext) * kRowDim, static_cast<u32>(rows) * kRowDim * 2);
+  fetch_to_l2(keys + static_cast<u32>(b.p.plane), static_cast<u32>(rows) * kRowDim * 2);
 }
 // Bring this block's part of a layer's attention into the L2.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
-  if (position >= kMaxContext) return;  // ahead of the end of a request
+  if (position >= b.p.positions) return;  // ahead of the end of a request
   for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup) {
     Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, kWindows[layer]);
     if (span.split < span.used) fetch_span(b, slot, layer, span);

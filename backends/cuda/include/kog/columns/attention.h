@@ -20,7 +20,7 @@ KOG_DEVICE void fetch_kv_tasks(const Block& b, int layer, int steps) {
 #pragma unroll 1
   for (int c = 0; c < b.p.num_requests; c++) {
     int position = position_of(b, c, steps), window = kWindows[layer];
-    if (position >= kMaxContext) continue;  // ahead of the end of a request
+    if (position >= b.p.positions) continue;  // ahead of the end of a request
     int blocks = blocks_of(position + 1 - first_position(position, window));
 #pragma unroll 1
     for (; n < kv_tasks_of_head(blocks) * kKvHeads; n += kGroup)
