@@ -199,7 +199,8 @@ def test_every_form_of_lds():
     run("lds_forms", a, o)
     # the second of its stores holds what the last lane's first does, 100 further
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(o, a + u32(3) * a + u32(5) * a + u32(7) * a + u32(11) * ~a)
+        want = a + u32(3) * a + u32(5) * a + u32(7) * a + u32(11) * ~a
+        np.testing.assert_array_equal(o, want + u32(13) * ~a + u32(17) * a)
 
 
 def test_branches_and_masks():

@@ -29,6 +29,7 @@ from tests.lib.gfx942.lanes import needed as needed_before
 
 CONSTANTS = range(128, VECTOR)  # operand codes of no register
 ZERO = 128
+WHOLE_WORD = 6  # of SDWA's selections
 SOURCES = ("src0", "src1", "src2", "vsrc0", "vsrc1", "ssrc0", "ssrc1")
 REFUSED = (
     *("V_CMPX", "V_SWAP", "S_GETPC", "S_SETPC", "S_SWAPPC", "S_CALL", "S_CBRANCH_G", "S_CBRANCH_J", "S_MOVREL"),
@@ -304,7 +305,8 @@ def values_of(inst: Any, name: str) -> list[int]:
         if field in inst.op_regs and not carry:
             out += _span(inst, field, name)
     kind = type(inst).__name__
-    keeps = "DPP" in kind or "SDWA" in kind or kind.startswith("SOPK") or name in ADDS_TO_ITS_RESULT
+    narrow = "SDWA" in kind and not name.startswith("V_CMP") and inst.dst_sel != WHOLE_WORD
+    keeps = "DPP" in kind or narrow or kind.startswith("SOPK") or name in ADDS_TO_ITS_RESULT
     if (keeps and name != "S_MOVK_I32") or name.startswith(("S_CMOV", "S_BITSET")):
         out += written_by(inst, name)
     return [code for code in out if code not in CONSTANTS]

@@ -84,6 +84,7 @@ static const Operation INTEGER_OPERATIONS[] = {
     V2(V_ASHRREV_I64, i64, u32, i64, b >> (a & 63)),
     V2(V_LSHRREV_B16, u16, u16, u16, u16(b >> (a & 15))),
     V2(V_LSHLREV_B16, u16, u16, u16, u16(b << (a & 15))),
+    V2(V_ASHRREV_I16, u16, u16, u16, u16(i16(b) >> (a & 15))),
     V2(V_ADD_U16, u16, u16, u16, u16(a + b)),
     V2(V_SUB_U16, u16, u16, u16, u16(a - b)),
     V2(V_MUL_LO_U16, u16, u16, u16, u16(u32(a) * b)),

@@ -214,7 +214,9 @@ KERNEL lds_forms(const u32* a, u32* o) {
     asm volatile("ds_write2_b64 %1, %2, %3 offset0:64 offset1:128\n s_waitcnt lgkmcnt(0)\n"
                  "ds_read2_b64 %0, %1 offset0:128 offset1:64\n s_waitcnt lgkmcnt(0)"
                  : "=&v"(p) : "v"(at), "v"(y), "v"(q) : "memory");
-    o[T] = r + 3 * p.x + 5 * p.y + 7 * p.z + 11 * p.w;
+    u64 z;
+    asm volatile("ds_read2st64_b32 %0, %1 offset0:2 offset1:4\n s_waitcnt lgkmcnt(0)" : "=&v"(z) : "v"(at + 4) : "memory");
+    o[T] = r + 3 * p.x + 5 * p.y + 7 * p.z + 11 * p.w + 13 * (u32)z + 17 * (u32)(z >> 32);
 }
 KERNEL branches(const u32* a, u32* o) {
     u32 r;
