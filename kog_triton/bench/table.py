@@ -159,7 +159,7 @@ def _rendered(lines: list[Line]) -> str:
             cells[timed] += f" [{limits.index(line.held_back) + 1}]"
         out.append("| " + " | ".join((*line.place[:3], *cells)) + " |")
     notes = [
-        f"\n[{n}] The GPU was held back while the rows with this mark were timed: {why}."
+        f"\n[{n}] The GPU was held back while these rows were timed: {why}."
         for n, why in enumerate(limits, 1)
     ]
     return "\n".join(out + notes)

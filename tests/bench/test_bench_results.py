@@ -136,7 +136,7 @@ def test_a_gpu_that_was_held_back_marks_its_rows():
     text = table(records)
     rates = [line.split("|")[5].strip() for line in text.splitlines()[2:6]]
     assert rates == ["1", "1 [1]", "1 [2]", "1 [2]"]
-    said = "The GPU was held back while the rows with this mark were timed:"
+    said = "The GPU was held back while these rows were timed:"
     assert f"[1] {said} power cap for 3.0 ms.\n" in text and f"[2] {said} hot.\n" in text
     assert "[3]" not in text
 
@@ -229,7 +229,7 @@ def test_the_headline_has_its_rows_in_its_order_and_its_own_notes():
     assert " [1] | " in lines[3] and "[" not in lines[2]
     assert lines[4:] == [
         "",
-        "[1] The GPU was held back while the rows with this mark were timed: power.",
+        "[1] The GPU was held back while these rows were timed: power.",
     ]
     assert "heat" in table(records)
 
