@@ -35,8 +35,8 @@ from kog_triton.checkpoint.shards import ShardWriter
 from kog_triton.llm import load_tokenizer
 from kog_triton.model.families import sources
 from kog_triton.model.shapes import SHAPES, named_shape
-from kog_triton.model.weight_format import FORMATS
-from kog_triton.quantize import CHOICES, quantize_checkpoint
+from kog_triton.model.weight_format import FORMATS, WRITTEN
+from kog_triton.quantize import quantize_checkpoint
 
 SCHEMA = "kog_triton.formats/1"
 WINDOW = 256  # tokens that are scored together; each sees those before it in its window
@@ -214,7 +214,7 @@ def main() -> None:
     two = kinds.add_parser("stream")
     two.add_argument("--folder", required=True)
     two.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
-    two.add_argument("--format", default="int4-g128", choices=CHOICES)
+    two.add_argument("--format", default="int4-g128", choices=WRITTEN)
     for kind in (one, two):
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     args = parser.parse_args()

@@ -9,6 +9,7 @@ import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.device import TORCH_DTYPES, gpu_of
+from kog_triton.bench.record import ROUNDED
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -75,7 +76,7 @@ def open_model(
         spec = spec if dtype == "auto" else spec.replace(dtype=DTYPES[dtype])
         if format:
             narrow = NarrowRandomWeights(with_format(spec, FORMATS[format]), SEED, device)
-            how = f"random, seed {SEED}, made on {device.type}, layers round to nearest {format}"
+            how = f"random, seed {SEED}, made on {device.type}, {ROUNDED}{format}"
             return Model(shape.lower(), narrow, how)
         weights = RandomWeights(spec, SEED, device)
         return Model(shape.lower(), weights, f"random, seed {SEED}, made on {device.type}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from kog_triton.errors import KogError, RequestError
 
+ROUNDED = "layers round to nearest "  # in a model's `weights`, before the format
 SCHEMA = "kog_triton.bench/1"
 RESULTS = Path("benchmarks") / "results"
 LONG = 8 << 10  # bytes of text from which on a kept record is compressed, to a sixth
@@ -89,6 +90,11 @@ def write(record: dict[str, Any], file: Path) -> None:
         file.write_bytes(lzma.compress(data, preset=PRESET) if file.suffix == ".xz" else data)
     except OSError as error:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def weights_of(model: dict[str, Any]) -> str:
+    """What the weights of a record's model are, in a word: the format its layers were rounded to, else their type."""
+    return str(model["weights"].partition(ROUNDED)[2] or model["dtype"])
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kog_triton.bench.record import SCHEMA, read, record_files
+from kog_triton.bench.record import SCHEMA, read, record_files, weights_of
 from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
@@ -159,7 +159,7 @@ def _rendered(lines: list[Line]) -> str:
             cells[timed] += f" [{limits.index(line.held_back) + 1}]"
         out.append("| " + " | ".join((*line.place[:3], *cells)) + " |")
     notes = [
-        f"\n[{n}] The GPU was held back while the rows with this mark were timed: {why}."
+        f"\n[{n}] The GPU was held back while these rows were timed: {why}."
         for n, why in enumerate(limits, 1)
     ]
     return "\n".join(out + notes)
@@ -170,7 +170,7 @@ def _key(record: dict[str, Any]) -> tuple[str, str, str]:
     gpus, sampling = test["num_gpus"], test.get("sampling", "greedy")
     name = test["name"] + (f", {sampling}" if sampling != "greedy" else "")
     gpu = (record["machine"]["gpu"] or "CPU").removeprefix("NVIDIA ")
-    model = f"{record['model']['name']} {record['model']['dtype']}"
+    model = f"{record['model']['name']} {weights_of(record['model'])}"
     return (f"{gpus} x {gpu}" if gpus > 1 else gpu), model, name
 
 

@@ -101,7 +101,7 @@ def a_record():
         "schema": "kog_triton.bench/1",
         "kind": "compare",
         "created": "2026-01-01T00:00:00+00:00",
-        "model": {"name": "llama-3.2-1b", "dtype": "bf16"},
+        "model": {"name": "llama-3.2-1b", "dtype": "bf16", "weights": "random, seed 0"},
         "machine": {"gpu": "NVIDIA H200"},
         "test": {"name": "tg8 @ d4", "num_gpus": 1, "prompt_tokens": 4},
         "conditions": {"samples": [], "throttled": []},
@@ -116,6 +116,14 @@ def test_the_table_tells_who_was_not_timed():
     assert table([]) == "No results are kept yet."
 
 
+def test_layers_that_were_rounded_are_another_model():
+    """A record of narrow weights never stands in the row of wide ones."""
+    narrow = a_record()
+    narrow["model"]["weights"] = "random, seed 0, made on cuda, layers round to nearest int4-g128"
+    text = table([a_record(), narrow])
+    assert "| H200 | llama-3.2-1b bf16 | " in text and "| H200 | llama-3.2-1b int4-g128 | " in text
+
+
 def test_a_gpu_that_was_held_back_marks_its_rows():
     """One mark a reason, and a sentence to it; of a reason that was timed only the time."""
     records = []
@@ -128,7 +136,7 @@ def test_a_gpu_that_was_held_back_marks_its_rows():
     text = table(records)
     rates = [line.split("|")[5].strip() for line in text.splitlines()[2:6]]
     assert rates == ["1", "1 [1]", "1 [2]", "1 [2]"]
-    said = "The GPU was held back while the rows with this mark were timed:"
+    said = "The GPU was held back while these rows were timed:"
     assert f"[1] {said} power cap for 3.0 ms.\n" in text and f"[2] {said} hot.\n" in text
     assert "[3]" not in text
 
@@ -221,7 +229,7 @@ def test_the_headline_has_its_rows_in_its_order_and_its_own_notes():
     assert " [1] | " in lines[3] and "[" not in lines[2]
     assert lines[4:] == [
         "",
-        "[1] The GPU was held back while the rows with this mark were timed: power.",
+        "[1] The GPU was held back while these rows were timed: power.",
     ]
     assert "heat" in table(records)
 
