@@ -108,7 +108,7 @@ def _generate(
     else:
         output = show_samples(llm.generate(prompt, params)[0], args.quiet, shown)
     if not args.quiet:
-        say(stats(output) if args.verbose else summary(output, params))
+        say(stats(output) if args.verbose else summary(output, params, llm.engine.max_context))
     if args.json:
         document = json.dumps(record(llm, params, output), indent=2, allow_nan=False) + "\n"
         if shown:

@@ -1,5 +1,6 @@
 """A record as a table for people, with the terms that it holds under."""
 
+import math
 from typing import Any
 
 from rich.table import Table
@@ -202,8 +203,11 @@ def notes(record: dict[str, Any]) -> list[str]:
 
 
 def _bandwidth(bandwidth: dict[str, Any]) -> str:
-    methods = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in bandwidth["methods"].items())
-    line = f"read bandwidth measured: {methods or 'nothing'} TB/s"
+    rates = bandwidth["methods"]
+    small = max(rates.values(), default=math.inf) < 1e11  # a CPU's
+    unit, scale, places = ("GB/s", 1e9, 1) if small else ("TB/s", 1e12, 3)
+    methods = ", ".join(f"{name} {rate / scale:.{places}f}" for name, rate in rates.items())
+    line = f"read bandwidth measured: {methods or 'nothing'} {unit}"
     if bandwidth["datasheet"]:
         line += f" (datasheet {bandwidth['datasheet'] / 1e12:.2f})"
     if bandwidth["scale"]:

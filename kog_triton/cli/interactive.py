@@ -166,7 +166,8 @@ class Talk:
         output = show(self._llm.stream(prompt, self._params), end="\n", quiet=self._quiet)
         if self._chats:
             self._messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]
-        self._tell(stats(output) if self._verbose else summary(output, self._params))
+        context = self._llm.engine.max_context
+        self._tell(stats(output) if self._verbose else summary(output, self._params, context))
 
     def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
         """The talk as a prompt, and its messages: without the oldest if there would be too little room to answer."""

@@ -19,20 +19,21 @@ from kog_triton.sampling.params import SamplingParams
 SCHEMA = "kog_triton.generate/1"
 
 
-def summary(output: RequestOutput, params: SamplingParams) -> str:
-    """Two lines for people: how fast, and by which parameters."""
+def summary(output: RequestOutput, params: SamplingParams, max_context: int) -> str:
+    """Two lines for people: how fast, and by which parameters, in a context of so many positions."""
     m, done = output.metrics, output.outputs[0]
     rate = "" if m.decode_tokens_per_s is None else f" at {m.decode_tokens_per_s:,.1f} tokens/s"
     first = "" if m.ttft_s is None else f", first after {m.ttft_s * 1e3:,.0f} ms"
     cached = f" ({m.cached_tokens} cached)" if m.cached_tokens else ""
     return (
         f"{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; {done.finish_reason}\n"
-        f"{', '.join(effective(params, m.seed))}; backend {m.backend}"
+        f"{', '.join(effective(params, m.seed, max_context - m.prompt_tokens))}; backend {m.backend}"
     )
 
 
-def effective(params: SamplingParams, seed: int) -> list[str]:
-    """The parameters that a request ran by: temperature and seed, and what is not vLLM's default."""
+def effective(params: SamplingParams, seed: int, room: int) -> list[str]:
+    """The parameters that a request ran by: temperature and seed, and what is not vLLM's default; of max_tokens as many
+    as the context had `room` for."""
     said = (
         ["temperature 0"]
         if params.greedy
@@ -46,7 +47,7 @@ def effective(params: SamplingParams, seed: int) -> list[str]:
         if field.name not in (*skip, *cuts) and value != field.default and value not in ((), None):
             said.append(f"{field.name} {value}")
     if params.max_tokens is not None:
-        said.append(f"max_tokens {params.max_tokens}")
+        said.append(f"max_tokens {min(params.max_tokens, room)}")
     if params.structured_outputs is not None:
         said.append(f"shape by {params.structured_outputs.constraint[0]}")
     return said

@@ -231,4 +231,6 @@ def test_notes_of_a_prompt_of_several_requests_and_of_nothing_known():
         record | {"bandwidth": nothing, "conditions": {"samples": [], "throttled": []}, "rows": []}
     )
     assert "read bandwidth measured: nothing TB/s" in bare
+    slow = nothing | {"measured": 1.7e10, "methods": {"loads": 1.7e10}}  # a CPU's
+    assert "read bandwidth measured: loads 17.0 GB/s" in show.notes(record | {"bandwidth": slow})
     assert "clocks, temperature and power: not known here" in bare

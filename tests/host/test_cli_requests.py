@@ -290,7 +290,13 @@ def test_the_first_line_says_how_much_of_the_prompt_was_there_already(llm):
     params = SamplingParams(temperature=0, max_tokens=2)
     output = llm.generate("abcdefghij", params)[0]
     assert 0 < output.num_cached_tokens < 10
-    assert f"; prompt 10 ({output.num_cached_tokens} cached); " in summary(output, params)
+    said = summary(output, params, llm.engine.max_context)
+    assert f"; prompt 10 ({output.num_cached_tokens} cached); " in said
+    # and the last one of max_tokens what the context had room for
+    much = SamplingParams(temperature=0, max_tokens=10**8)
+    assert f"max_tokens {llm.engine.max_context - 10};" in summary(
+        output, much, llm.engine.max_context
+    )
 
 
 def test_what_takes_half_a_second_is_told(capsys):
