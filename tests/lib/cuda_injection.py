@@ -33,9 +33,9 @@ SILENT = FAULTY - 1
 EDITS = (
     (
         "residual.h",
-        "if (item.there) store_relaxed(to + item.row,",
-        f"if (item.there && (b.block != 1 || b.p.limit % {FAULTY} != {SILENT}))\n"
-        "      store_relaxed(to + item.row,",
+        "    if (!item.there) return;\n    if (kRanks > 1 && to_all)",
+        f"    if (!item.there || (b.block == 1 && b.p.limit % {FAULTY} == {SILENT})) return;\n"
+        "    if (kRanks > 1 && to_all)",
     ),
     (
         "block.h",

@@ -21,9 +21,6 @@ ROUNDS: tl.constexpr = tl.constexpr(
     64
 )  # at least those of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
 
-# A default that is no constexpr of itself reaches the callee as a plain str under Triton 3.6.
-ALL_REDUCE: tl.constexpr = tl.constexpr("all_reduce")
-
 
 @triton.jit
 def four(a, b, c, d):
@@ -39,7 +36,7 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr = ALL_REDUCE):
+def all_gather(values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
@@ -87,7 +84,7 @@ def search(keys, weights, target, round, block, alive, p, S: tl.constexpr):
             weight_from(keys, weights, cut + (2 * one << shift)),
             weight_from(keys, weights, cut + (3 * one << shift)),
         )
-        gathered, alive = all_gather(own, round + step, block, alive, p, S)
+        gathered, alive = all_gather(own, round + step, block, alive, p, S, "all_reduce")
         reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift
     return cut, alive
@@ -112,7 +109,7 @@ def survivors(logit, left, top, flags, request, round, block, alive, p, S: tl.co
         whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
         weights = tl.where(left, weight(whole), 0)
         own = tl.sum(weights, axis=0)
-        gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S)
+        gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S, "all_reduce")
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
         target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
         cut, alive = search(keys, weights, target, round + 1, block, alive, p, S)

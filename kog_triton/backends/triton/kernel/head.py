@@ -221,7 +221,7 @@ def by_the_rules(
         round = epoch * ROUNDS
         bits, who = best_candidate(key, logit, left, ids)
         own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
-        gathered, alive = all_gather(own, round, block, alive, p, S)
+        gathered, alive = all_gather(own, round, block, alive, p, S, "all_reduce")
         round += 1
         if (flags & CUT) != 0:
             top = unordered(tl.max(pick(gathered, 0), axis=0))

@@ -47,7 +47,7 @@ def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.
     distance = (top.to(tl.float64) - logit.to(tl.float64)) * LOG2E_SCALE
     whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
     own = tl.sum(tl.where(mine, weight(whole), 0), axis=0)
-    gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S)
+    gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S, "all_reduce")
     if block == 0:
         total = tl.sum(pick(gathered, 0), axis=0).to(tl.uint64)
         length = bit_length_64(total)
@@ -59,7 +59,7 @@ def deliver(logit, mine, ids, top, request, round, slot, block, alive, p, S: tl.
         best_id = tl.min(tl.where(keys == best, ids, NO_LOGITS), axis=0)
         # a block that has no candidates left gives zero
         sent = four(best + 1, best_id.to(tl.int64), 0, 0)
-        gathered, alive = all_gather(sent, round + 1 + k, block, alive, p, S)
+        gathered, alive = all_gather(sent, round + 1 + k, block, alive, p, S, "all_reduce")
         values = pick(gathered, 0)
         largest = tl.max(values, axis=0)
         chosen = tl.min(tl.where(values == largest, pick(gathered, 1), NO_LOGITS), axis=0)

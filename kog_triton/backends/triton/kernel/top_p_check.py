@@ -95,13 +95,15 @@ def check_argmax(
             tl.sum(before.to(tl.int64), axis=0),
             tl.sum(left.to(tl.int64), axis=0),
         )
-        gathered, alive = all_gather(own, round, block, alive, p, S)
+        gathered, alive = all_gather(own, round, block, alive, p, S, "all_reduce")
         round += 1
         result = verdict(tl.sum(gathered, axis=1), level, top, flags, request)
         going = ((result == FALLS) & (checks < CHECKS)).to(tl.int32)
         if going != 0:
             bits, who = best_candidate(key, logit, before, ids)
-            gathered, alive = all_gather(four(0, 0, bits, who), round, block, alive, p, S)
+            gathered, alive = all_gather(
+                four(0, 0, bits, who), round, block, alive, p, S, "all_reduce"
+            )
             round += 1
             best_id, level = argmax_of(gathered, S)
             checks += 1
