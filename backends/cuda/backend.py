@@ -7,6 +7,7 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
-from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
+from kog_triton.backends.prefill.forward import FUSED
+from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
@@ -153,6 +155,8 @@ class CudaBackend:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
+                if fuses(self.device):
+                    beside.submit(import_module, FUSED)  # a second, while weights are read
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
@@ -176,6 +180,7 @@ class CudaBackend:
                     self.spec,
                     self.max_context,
                     self.memory.embed[:, : self.spec.hidden_size],
+                    self.memory.rope,
                     matrices,
                 )
             compiled.result()
@@ -337,6 +342,14 @@ class CudaBackend:
     def settle(self) -> None:
         self.columns.settle()
         self.chunks.settle(self.device)
+        while self.make_ready():
+            pass
+
+    def make_ready(self) -> bool:
+        if self.library is None:
+            return False
+        with self._entry.at_once():
+            return self.library.make_ready()
 
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory

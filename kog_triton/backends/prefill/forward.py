@@ -7,6 +7,7 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -44,7 +45,7 @@ class PrefillPass:
     ) -> None:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.matrices, self.dtype = matrices, embed.dtype
-        self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
+        self._fuses = fused
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
         heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
         # Of a token: queries, keys and values; the attention's outputs; a third of the MLP. And of a key that it
@@ -52,6 +53,11 @@ class PrefillPass:
         hidden, ffn = spec.hidden_size, spec.lane_intermediate_size
         self._multiply_adds = hidden * (heads + 2 * kv) * d, hidden * heads * d, hidden * ffn
         self._seen = 2 * heads * d
+
+    @cached_property
+    def _fused(self) -> Any:
+        """Imported by the first pass: Triton takes a second, of a start whose prompt needs none."""
+        return import_module(FUSED) if self._fuses else None
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """All of `layers_of`."""
