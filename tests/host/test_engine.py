@@ -303,8 +303,9 @@ def test_closing_ends_what_runs(folder):
     llm = LLM(folder, backend=FakeBackend)
     stream = llm.stream("slow a", replace(GREEDY, max_tokens=None))
     llm.close()
+    llm.engine.backend.closed = "by the first call alone"
     llm.close()
-    assert llm.engine.backend.closed
+    assert llm.engine.backend.closed == "by the first call alone"
     with pytest.raises(RunError, match="closed"):
         list(stream)
     with pytest.raises(RunError, match="closed"):
