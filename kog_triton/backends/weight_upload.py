@@ -79,5 +79,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def copy_in_pieces(source: Tensor, to: Tensor, pieces: Sequence[Piece]) -> None:
     """Bytes to as many bytes elsewhere, by pieces of one size in turn."""
     size = pieces[0].size
-    for turn, at in enumerate(range(0, len(source), size)):
-        pieces[turn % len(pieces)].bring(source[at : at + size], to[at : at + size])
+    for number, at in enumerate(range(0, len(source), size)):
+        pieces[number % len(pieces)].bring(source[at : at + size], to[at : at + size])
