@@ -406,3 +406,10 @@ def test_python_may_end_while_a_request_runs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_the_error_of_a_list_names_its_prompt(llm):
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: the prompt is empty"):
+        llm.generate(["a", "", "b", "c"], GREEDY)
+    with pytest.raises(RequestError, match=r"^the prompt is empty"):
+        llm.generate([""], GREEDY)

@@ -7,14 +7,14 @@ FAULTS = (
         "backends/launch_queue.py",
         "QUANTUM_S if len(self._line) > 1 else",
         "QUANTUM_S if len(self._line) > 0 else",
-        "host/test_launch_serving.py",
+        "cuda/test_cuda_launch_queue.py",
         "a launch leaves though nobody waits",
     ),
     Fault(
         "backends/memory_plan.py",
         "// (self.num_slots * self.position)",
         "// self.position",
-        "host/test_plan.py",
+        "cuda/test_memory_plan.py",
         "the context that fits is advised for one slot",
     ),
     Fault(
@@ -63,7 +63,7 @@ FAULTS = (
         "checkpoint/formats/patterns.py",
         " or module.endswith(n)\n",
         "\n",
-        "host/test_formats.py",
+        "host/test_formats_refused.py",
         "a module is not excluded by the end of its name",
     ),
     Fault(
@@ -119,14 +119,14 @@ FAULTS = (
         "doctor.py",
         "cache = spec.kv_bytes_per_position * spec.max_context",
         "cache = spec.kv_bytes_per_position",
-        "host/test_doctor.py",
+        "host/test_cache.py",
         "doctor counts the keys and values of one position",
     ),
     Fault(
         "doctor.py",
         'have = found["memory"]["available_bytes"] if on_cpu',
         'have = found["memory"]["total_bytes"] if on_cpu',
-        "host/test_doctor.py",
+        "host/test_cache.py",
         "doctor takes all memory for free memory",
     ),
     Fault(
@@ -189,7 +189,7 @@ FAULTS = (
         "sampling/definition.py",
         "if len(history.output) < params.min_tokens:",
         "if len(history.output) <= params.min_tokens:",
-        "host/test_sampling_definition.py",
+        "host/test_sampling_edits.py",
         "the end is banned for one token too many",
     ),
     Fault(
@@ -231,7 +231,7 @@ FAULTS = (
         "server/model.py",
         "                return at + len(end)",
         "                return at",
-        "server/test_by_value.py",
+        "server/test_chat.py",
         "the tag that ends reasoning is no reasoning token",
     ),
     Fault(
