@@ -31,7 +31,9 @@ from tests.planted import (  # noqa: E402
     model,
     reports,
     schedule,
+    second_sample,
     server,
+    third_sample,
 )
 from tests.planted.fault import Fault  # noqa: E402
 
@@ -48,6 +50,8 @@ FAULTS = (
     *edges.FAULTS,
     *reports.FAULTS,
     *server.FAULTS,
+    *second_sample.FAULTS,
+    *third_sample.FAULTS,
 )
 
 

@@ -7,7 +7,6 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
-from kog_triton.backends.prefill.forward import FUSED
+from kog_triton.backends.prefill.forward import import_fused
 from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
@@ -150,13 +149,13 @@ class CudaBackend:
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
-        beside = Background(most=3)
+        beside = Background(most=4)
         try:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
                 if fuses(self.device):
-                    beside.submit(import_module, FUSED)  # a second, while weights are read
+                    beside.submit(import_fused)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,

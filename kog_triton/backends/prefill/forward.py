@@ -7,6 +7,7 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,15 @@ PASS_TOKENS = 256
 # between them (slices.py). They still fill a GPU: 256 tiles of 128 rows of Llama's 32 heads.
 DEEP, DEEP_ROWS = 8192, 1024
 MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
+
+
+def import_fused() -> Any:
+    """Ahead of the first pass, in a thread: to import Triton takes a second, and half of one that it hashes its own
+    files, by which it finds the kernels that it kept."""
+    fused = import_module(FUSED)
+    with suppress(ImportError, AttributeError):  # of another release: its first kernel does it
+        import_module("triton.runtime.cache").triton_key()
+    return fused
 
 
 class PrefillPass:
