@@ -37,7 +37,7 @@ class GpuRanks(RankWalk):
         for device in set(devices):
             for peer in set(devices) - {device}:
                 reach(device.index, peer.index)
-        self.ranks = allocate_ranks(self.layout, weights, 1, devices)
+        self.ranks = allocate_ranks(self.layout, weights, 1, devices).each
         self.memory = self.ranks[0]
         cubin = compile_cubin(render(self.layout), "decode.cu", gpu.arch)
         self.kernels = []
