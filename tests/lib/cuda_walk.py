@@ -192,7 +192,8 @@ class FiberKernel:
         left_out = self.absent, int(self.absent >= 0)
         if self.absent_rank is not None:
             left_out = self.absent_rank * blocks, blocks
-        return FiberLaunch(self.library, each, self.seed + self.launches, left_out)
+        self.last = FiberLaunch(self.library, each, self.seed + self.launches, left_out)
+        return self.last
 
     def time(self, blocks, threads, argument, before):
         before()
