@@ -427,6 +427,10 @@ class LaunchServing(Serving[InSlot]):
         while len(one.output) < one.request.max_tokens and one.request.slot in self.running:
             if not self._read_one(one, words, len(one.output) + 1):
                 break
+            if (
+                one.request.mask is not None
+            ):  # the next token may come at once: a cancel is to be heard before it
+                break
         return len(one.output) - before
 
     def _read_one(self, one: InSlot, words: SlotWords, number: int) -> bool:
