@@ -10,6 +10,9 @@ from kog_triton.backends.device import gpu_of
 from kog_triton.errors import DeviceError, first_line
 from kog_triton.schedule.topology import Gpu
 
+# What torch's allocator can be told to take, which is mapped for one GPU: peer access to a context does not cover it.
+MAPPED_FOR_ONE = ("expandable_segments:true", "backend:cudamallocasync")
+
 
 def open_gpus(count: int) -> tuple[list[torch.device], Gpu]:
     """The current GPU, or the first `count`, which reach each other from now on; what they are. DeviceError as
@@ -68,11 +71,12 @@ def check_peers(count: int) -> None:
                     "joins (CUDA_VISIBLE_DEVICES; nvidia-smi topo -p2p r)"
                 )
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        # Such memory is mapped for one GPU; peer access to a context does not cover it.
-        if count > 1 and "expandable_segments:true" in os.environ.get(name, "").lower():
-            raise DeviceError(
-                f"{name} asks for expandable_segments, which other GPUs do not reach: leave it out"
-            )
+        asked = os.environ.get(name, "").lower()
+        for what in MAPPED_FOR_ONE if count > 1 else ():
+            if what in asked:
+                raise DeviceError(
+                    f"{name} asks for {what}, memory that other GPUs do not reach: leave it out"
+                )
 
 
 def reach_all(count: int) -> None:

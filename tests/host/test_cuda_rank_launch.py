@@ -348,10 +348,11 @@ def test_a_gpu_that_another_process_keeps_to_itself_is_named(machine, monkeypatc
         )
 
 
-def test_memory_that_no_other_gpu_reaches_is_refused(machine, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+@pytest.mark.parametrize("what", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_memory_that_no_other_gpu_reaches_is_refused(machine, monkeypatch, what):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"max_split_size_mb:64,{what}")
     gpus.open_gpus(1)
-    with pytest.raises(DeviceError, match=r"^PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments"):
+    with pytest.raises(DeviceError, match=f"^PYTORCH_CUDA_ALLOC_CONF asks for {what.lower()}"):
         gpus.open_gpus(2)
 
 
