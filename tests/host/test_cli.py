@@ -65,7 +65,7 @@ def test_figures_are_shown_by_value_and_unit(llm):
         "output  9 tokens, 64.00 tokens/s without the first; between tokens p50 2.00 ms, p99 4.00 ms, "
         "by the backend's stamps",
         "memory  3.0 MB a token, 6.50 GB/s, MBU 75.00 % of h200 datasheet; KV depth 7 to 15",
-        "end     stop; seed 5; backend fake; 1.25 s",
+        "end     stop; 1.25 s",
     ]
     metrics = replace(metrics, clock="host", ttft_s=None, gb_per_s=None, mbu=None)
     text = stats(replace(output, metrics=metrics))
