@@ -56,7 +56,7 @@ def test_figures_are_shown_by_value_and_unit(llm):
     output = llm.generate("say:x")[0]
     metrics = replace(
         output.metrics, backend="fake", seed=5, prompt_tokens=7, cached_tokens=3, output_tokens=9,
-        total_s=1.25, ttft_s=0.5, prompt_tokens_per_s=8.0, decode_tokens_per_s=64.0, itl_p50_us=2_000.0,
+        total_s=1.25, queue_s=0.0, ttft_s=0.5, prompt_tokens_per_s=8.0, decode_tokens_per_s=64.0, itl_p50_us=2_000.0,
         itl_p99_us=4_000.0, itl_max_us=9_000.0, clock="device", bytes_per_token=3_000_000,
         gb_per_s=6.5, peak="h200 datasheet", mbu=0.75, kv_depth_start=7, kv_depth_end=15,
     )  # fmt: skip
