@@ -117,6 +117,20 @@ def test_calls_come_whole_however_the_stream_is_cut(server, interval):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("interval", [1, 1000])
+def test_who_takes_one_call_at_a_time_gets_the_first(server, interval):
+    prompt = server.play("calls", f"One: {CALL} and {CALL.replace('Zürich', 'Bern')}")
+    alone = {"tools": TOOLS, "parallel_tool_calls": False}
+    events = server.stream_chat(prompt, **alone, stream_interval=interval)
+    calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert [c["function"]["arguments"] for c in calls] == ['{"city": "Zürich"}']
+    assert content(events) == "One:  and "
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    for more, count in (({}, 2), ({"parallel_tool_calls": True}, 2), (alone, 1)):
+        message = server.chat(prompt, **{"tools": TOOLS, **more})["choices"][0]["message"]
+        assert len(message["tool_calls"]) == count
+
+
 def test_a_call_that_was_cut_off_is_content_and_ends_by_length(server):
     choice = server.chat(server.play("cut", CALL), tools=TOOLS, max_tokens=20)["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -198,6 +212,7 @@ def test_what_is_not_known_is_named(server):
             "chat_template_kwargs.messages is not allowed",
         ),
         ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"max_tokens": 100000}, "exceeds the context"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"functions": []}, "functions is not supported"),
