@@ -138,8 +138,8 @@ FAULTS = (
     ),
     Fault(
         "cli/stats.py",
-        'return f"{stats(output) if verbose else summary(output)}\n{by};',
-        'return stats(output) if verbose else f"{summary(output)}\n{by};',
+        'return f"{stats(output) if verbose else summary(output)}\\n{by};',
+        'return stats(output) if verbose else f"{summary(output)}\\n{by};',
         "host/test_cli_requests.py",
         "-v leaves out what a text was sampled by",
     ),
