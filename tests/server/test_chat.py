@@ -232,6 +232,25 @@ def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
     assert error["type"] == ("not_found_error" if "model" in fields else "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; b=json"]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+def test_a_body_that_does_not_say_it_is_json_is_told_how(server, path, kind):
+    """curl -d says it is a form; a page of another site can send nothing else without asking first."""
+    headers = {} if kind is None else {"content-type": kind}
+    with server.client() as client:
+        response = client.post(path, content=b"{}", headers=headers)
+        said = response.json()["error"]["message"]
+        assert (response.status_code, said) == (
+            400,
+            f"the content-type is {kind or ''!r}: send the header content-type: application/json",
+        )
+        json_headers = {"content-type": "Application/JSON; charset=utf-8"}
+        found = client.post(path, content=b"[]", headers=json_headers)
+    assert found.status_code == 400 and "content-type" not in found.text
+
+
 def test_progress_tells_the_depth_and_a_cpu_has_no_share_of_a_peak(server):
     events = server.stream_chat(server.play("depth", "abcdef"), stream_interval=1)
     timings = next(e["timings"] for e in events if "timings" in e)

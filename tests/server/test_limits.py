@@ -317,25 +317,6 @@ def test_bodies_and_headers_that_are_too_large_are_refused_on_the_way(server, fi
     figure("R11", "413 for 33 MiB, told or chunked; 431 for 300 headers and for 70 kB of them")
 
 
-@pytest.mark.parametrize(
-    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; b=json"]
-)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
-def test_a_body_that_does_not_say_it_is_json_is_told_how(server, path, kind):
-    """curl -d says it is a form; a page of another site can send nothing else without asking first."""
-    headers = {} if kind is None else {"content-type": kind}
-    with server.client() as client:
-        response = client.post(path, content=b"{}", headers=headers)
-        said = response.json()["error"]["message"]
-        assert (response.status_code, said) == (
-            400,
-            f"the content-type is {kind or ''!r}: send the header content-type: application/json",
-        )
-        json_headers = {"content-type": "Application/JSON; charset=utf-8"}
-        found = client.post(path, content=b"[]", headers=json_headers)
-    assert found.status_code == 400 and "content-type" not in found.text
-
-
 def test_a_nul_is_text(server):
     assert server.chat("a\0b")["choices"][0]["message"]["content"] == "ok"
 
