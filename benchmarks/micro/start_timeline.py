@@ -45,7 +45,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "kog_triton.backends.prefill.weights": ("load_layer",),
     "kog_triton.backends.serving": ("LaunchServing.begin", "LaunchServing._launch"),
     "kog_triton.backends.cuda.backend": (
-        *("", "CudaBackend.__init__", "CudaBackend._open_device", "CudaBackend._open_kernel"),
+        *("", "CudaBackend.__init__", "CudaBackend._open_devices", "CudaBackend._open_kernel"),
         *("CudaBackend._open_matrices", "CudaBackend._admit", "CudaBackend._launch_slots"),
     ),
     "kog_triton.backends.cuda.chunks": ("Chunks.__init__", "Chunks.settle"),
