@@ -138,8 +138,19 @@ LOADED = {
     "masked": {"words", "own"},
     "left_early": {"words", "own"},
     "otherwise": {"words", "own"},
+    "spilled": {"words"},
+    "spilled_by_some": {"words", "own"},
+    "never_spilled": set(),
+    "jumped_over": {"words"},
+    "jumped_back": {"own"},
 }
-REFUSED = {"generic": "FLAT_LOAD_DWORD", "unknown_mask": "EXEC is widened by unknown lanes"}
+REFUSED = {
+    "generic": "FLAT_LOAD_DWORD",
+    "unknown_mask": "EXEC is widened by unknown lanes",
+    "spilled_at_an_index": "SCRATCH_STORE_DWORDX2 of more than a constant offset",
+    "jumped_by_a_register": "S_SETPC_B64 at .* to an unknown place",
+    "jumped_into": "a branch into the far jump",
+}
 
 
 @pytest.mark.parametrize("name", LOADED)

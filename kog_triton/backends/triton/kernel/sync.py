@@ -75,18 +75,20 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
-def settled(state, S: tl.constexpr):
-    """An int32 that a reduction before a loop of such reductions gave, kept apart from theirs.
+def uniform(value, S: tl.constexpr):
+    """An int32 that all threads have alike, where LLVM for AMD cannot know it, in a scalar register.
 
-    LLVM (Triton 3.7.1's) else lets both share the code behind them, which begins with a barrier, and parts the loop so
-    that on AMD threads meet there whose neighbors have yet to write: tests/gfx942 saw waves at different barriers.
+    An address that it chooses else differs by thread to LLVM, which then loads in loops over threads. And a reduction
+    before a loop of such reductions shares the code behind them with the loop (Triton 3.7.1), which begins with a
+    barrier: LLVM parts the loop so that threads meet there whose neighbors have yet to write: tests/gfx942 saw waves
+    at different barriers.
     """
     if S.vendor == "amd":
         return tl.inline_asm_elementwise(
-            "v_readfirstlane_b32 $0, $1", "=s,v", [state], tl.int32, False, 1
+            "v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, False, 1
         )
     else:
-        return state
+        return value
 
 
 @triton.jit
@@ -105,6 +107,10 @@ def pin_address(ptr, S: tl.constexpr):
 def fence(word, S: tl.constexpr):
     """Everything this block wrote is visible to a block that fences after seeing a later word of it."""
     meet(S)
+    if S.vendor == "amd":
+        # Nobody reads it. LLVM (Triton 3.7.1) leaves out the wait for an atomic's write-back where it knows of nothing
+        # of the thread's on its way; of `meet`'s wait it knows nothing, of its own it does.
+        tl.store(word + 1, 0)
     tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
 
