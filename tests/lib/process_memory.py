@@ -19,10 +19,11 @@ def gpu_memory() -> dict[str, int | None]:
     # Only with the next one does torch let go of pinned tensors that copies have read.
     torch.empty(1, pin_memory=True)
     gpu, pinned = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    # Of pinned tensors those in use: what torch keeps for the next one grows with the most there were at a time.
     return {
         "tensors": gpu["allocation.all.current"],
         "bytes": gpu["allocated_bytes.all.current"],
-        "pinned": pinned["allocated_bytes.current"],
+        "pinned": pinned["active_bytes.current"],
         "driver": _driver_bytes(),
     }
 
