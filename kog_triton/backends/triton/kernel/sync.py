@@ -9,6 +9,7 @@ writes and before it publishes, another after it has seen that publication and b
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 
 @triton.jit
@@ -184,8 +185,11 @@ def stamps_tokens(S):
 
 @triton.constexpr_function
 def calls_cheaply(S):
-    """Whether code may stand apart and be called: on AMD a call takes a stack."""
-    return S.vendor == "nvidia"
+    """Whether code may stand apart and be called: on AMD a call takes a stack, and where matrices are multiplied in
+    tensor memory (sm_100) Triton 3.7.1 compiles them in the kernel itself alone."""
+    target = current_target()
+    tensor_memory = target is not None and target.backend == "cuda" and 100 <= target.arch < 120
+    return S.vendor == "nvidia" and not tensor_memory
 
 
 @triton.jit
