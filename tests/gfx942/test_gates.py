@@ -11,7 +11,7 @@ from tests.lib.gfx942.backends import HERE
 from tests.lib.gfx942.gates import Gates, Needs, fences_of, gates_of, refused
 from tests.lib.gfx942.litmus import BLOCKS, LITMUS, THREADS
 from tests.lib.gfx942.triton_backend import KERNEL
-from tests.lib.gfx942.triton_cases import ALL, CASES, FULL_OBJECTS, FULL_SIZE, compiled
+from tests.lib.gfx942.triton_cases import ALL, CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
 FENCE = (
     "S_WAITCNT vmcnt(0)", "S_BARRIER",  # every wave drains its own, and all are here
@@ -166,6 +166,19 @@ def test_the_budget_adds_up(capsys):
     assert "llama-3.2-1b" in text and "Assumed" in text
     for latency in budget.LATENCIES:
         assert f"{latency:.1f} us" in text
+
+
+@pytest.mark.slow
+def test_other_models_are_within_the_budget(capsys):
+    assert budget.main([*MORE_SIZES]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{name}: " in text for name in MORE_SIZES)
+
+
+def test_a_model_that_has_no_object_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        budget.main(["llama"])
+    assert "no object of llama: have llama-3.2-1b" in capsys.readouterr().err
 
 
 def test_what_is_beyond_the_budget_is_named(monkeypatch):
