@@ -90,10 +90,13 @@ KERNEL spilled(u32* words, u32* own) {
     own[T] = x;
 }
 
+// No branch, as of `masked`.
 KERNEL spilled_by_some(u32* words, u32* own) {
     OWN_MEMORY;
     held[0] = words + T;
-    if (T & 1) held[0] = own + T;
+    asm volatile("v_cmp_eq_u32 vcc, 0, %1\ns_and_saveexec_b64 s[40:41], vcc\nscratch_store_dwordx2 off, %0, off\n"
+                 "s_or_b64 exec, exec, s[40:41]"
+                 : : "v"(own + T), "v"(T & 1) : "vcc", "s40", "s41", "memory");
     LOAD(held[0]);
     own[T] = x;
 }
