@@ -34,7 +34,8 @@ class RankColumnWalk(RankWalk):
 
     def write(self, requests):
         for m in self.ranks:
-            m.cache.zero_()
+            for tensor in (m.cache, m.logprobs):
+                tensor.zero_()
             for r in requests:
                 m.write_request(r.slot, encode(r, self.spec.vocab_size), r.prompt, r.cached)
 
@@ -83,7 +84,7 @@ class RankColumnThreadWalk(RankColumnWalk, RankThreadWalk):
 
 
 def left_by(walk, slot):
-    """What a request in a slot said, which all ranks agree on, its log-probabilities, and each rank's keys and values."""
+    """What a request in a slot said, which all ranks agree on, its log-probabilities, each rank's keys and values."""
     said = [m.outbox[slot, :, 0].numpy() for m in walk.ranks]
     assert all(np.array_equal(said[0], other) for other in said)
     words = said[0][: int((said[0] != 0).sum())]
@@ -98,8 +99,8 @@ def alone_on_ranks(walk, requests):
     found = {}
     for r in requests:
         for m in walk.ranks:
-            m.cache.zero_()
-            m.logprobs.zero_()
+            for tensor in (m.cache, m.logprobs):
+                tensor.zero_()
         words = encode(replace(r, slot=0), walk.spec.vocab_size)
         assert walk.run(words, r.prompt) > 0
         found[r.slot] = left_by(walk, 0)

@@ -29,7 +29,7 @@ LIMIT = 1 << 14  # rounds that a wait may take
 class RankWalk(Walk):
     """One model on several emulated GPUs. `memory` is rank 0's, which tells the host."""
 
-    limit, slots = LIMIT, 1
+    source, limit, slots = "decode.cu", LIMIT, 1
 
     def __init__(
         self, spec, weights, ranks, num_blocks=0, max_context=64, include=INCLUDE, **changes
