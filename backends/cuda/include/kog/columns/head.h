@@ -28,12 +28,14 @@ KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
   return pairs_of<ColumnArgmaxWords>(b) + 2 * column;
 }
 
-// This block's best of every column, from its threads' best of their own. Threads of a column lie side by
-// side.
+// This block's best of every column, from its threads' best of their own, and beside each the host's word, which
+// thread 0 of block 0 brings: whichever columns have logits, all hear it. Threads of a column lie side by side.
 KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
   constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
-  static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
+  u32* said = reinterpret_cast<u32*>(local + kColumns * kWarps);
+  static_assert(kColumns * kWarps * sizeof(Candidate) + sizeof(u32) <= kScratchBytes);
+  if (b.thread == 0) *said = control;
   if (b.in_warp < kColumns) local[b.in_warp * kWarps + b.warp] = nobody();
   sync_warp();
   Candidate own = best_of_threads<kRows>(mine);
@@ -43,7 +45,7 @@ KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 ep
   if (b.warp >= b.p.num_requests) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(b, best_of_column(b, epoch, b.warp, block_of_all(b)), epoch, best, control);
+  put_candidate(b, best_of_column(b, epoch, b.warp, block_of_all(b)), epoch, best, *said);
 }
 
 // The block whose warp 0 picks a column's argmax.
