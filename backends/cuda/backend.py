@@ -1,4 +1,4 @@
-"""CudaBackend: the monokernel of one model on one Hopper GPU.
+"""CudaBackend: the monokernel of one model on one Hopper GPU, or a rank of it on each of several.
 
 What the kernel cannot do is refused by name before anything runs. How requests share it, and how they come
 and go, is kog_triton/backends/serving.py's and launcher.py's.
@@ -18,25 +18,21 @@ from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
-from kog_triton.backends.cuda.launcher import (
-    UNLIMITED,
-    CudaLauncher,
-    Finished,
-    check_launch,
-    check_waits,
-)
+from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
 from kog_triton.backends.cuda.layout.columns import COUNTS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.memory import HALF, Memory, allocate, plan_of, stamp_tensors
+from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
+from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
-from kog_triton.backends.device import gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -64,10 +60,9 @@ PRODUCTS = (
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
-def _kernel_prompts(options: BackendOptions) -> BackendOptions:
-    """For narrow weights."""
+def _kernel_prompts(options: BackendOptions, whose: str) -> BackendOptions:
     if options.prefill == "library":
-        raise ModelError("prompts of narrow weights run in the kernel: choose --prefill kernel")
+        raise ModelError(f"prompts {whose} run in the kernel: choose --prefill kernel")
     return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
@@ -76,11 +71,9 @@ class CudaBackend:
     vendors = ("nvidia",)
     rank = 1
     plans_memory = True
-    num_devices = 1
     column_counts = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
-    _blank: torch.Tensor | None = None  # zeros
 
     @classmethod
     def availability(cls) -> Availability:
@@ -111,16 +104,16 @@ class CudaBackend:
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
         refuse_narrow(type(self), weights.spec)
-        if options.num_gpus != 1:
-            raise DeviceError("the cuda backend runs on one GPU: choose --gpus 1")
         available = self.availability()
         if not available.ok:
             raise DeviceError(
                 f"the cuda backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow:
-            options = _kernel_prompts(options)
-        self.options, self.spec = options, weights.spec
+            options = _kernel_prompts(options, "of narrow weights")
+        if options.num_gpus > 1:
+            options = _kernel_prompts(options, "on several GPUs")
+        self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
         if self.spec.dtype not in HALF:
@@ -130,25 +123,28 @@ class CudaBackend:
         if self.spec.kv_dtype not in (None, self.spec.dtype):
             raise ModelError("the cuda backend keeps keys and values in the type of the weights")
         free_what_was_kept()
-        self.device, self.gpu = self._open_device()
-        self._entry = GpuEntry(self.device)
+        self.devices, self.gpu = self._open_devices()
+        self.device = self.devices[0]
+        self._entry = GpuEntry(*self.devices)
         self.options = options = prompts_of(self.gpu, options)
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
-        self._kernels: list[Kernel] = []
+        self._kernels: list[Kernel | RankKernel] = []
+        self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
             tuple[int, str], tuple[Layout, bytes]
         ] = {}  # by the layout's id, which lives on here
-        lowering = lower(build(self.spec), self.gpu, num_blocks)
+        lowering = lower(build(self.spec, options.num_gpus), self.gpu, num_blocks)
         check_lowering(lowering)
         self.layout = lay_out(lowering, self.max_context)
-        check_memory(plan_of(self.layout, options.num_slots), self.device, options.memory_share)
+        self._check_memory()
         compile_columns = partial(self._compile_ahead, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
         beside = Background(most=3)
+        alone = options.num_gpus > 1  # the kernel of one token: there is no other on ranks yet
         try:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
@@ -156,19 +152,19 @@ class CudaBackend:
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
-                0 if options.prefill in ("library", "decode") else self.chunk_positions,
+                0 if alone or options.prefill in ("library", "decode") else self.chunk_positions,
                 beside,
                 compile_columns,
                 load_columns,
             )
-            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
+            counts = [c for c in self.column_counts if c < 2 * options.num_slots and not alone]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
             )
             if self.columns_ahead:
                 self.columns.begin()
             with self._entry.on_stream():
-                self.memory = allocate(self.layout, weights, options.num_slots, self.device)
+                self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 matrices = partial(self._open_matrices, lowering)
                 self.library = open_library(
                     options,
@@ -184,16 +180,24 @@ class CudaBackend:
             raise
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
 
-    def _open_device(self) -> tuple[torch.device, Gpu]:
-        device = torch.device("cuda", torch.cuda.current_device())
-        torch.zeros(1, device=device)  # makes torch's context, which the driver calls need
-        gpu = gpu_of(device)
-        assert gpu is not None
-        return device, gpu
+    @property
+    def memory(self) -> Memory:
+        """Rank 0's."""
+        return self.ranks.first
 
-    def _open_kernel(self, source: str, entry: str, layout: Layout) -> Kernel:
-        self._kernels.append(self._load(source, entry, layout))
-        return self._kernels[-1]
+    def _open_devices(self) -> tuple[list[torch.device], Gpu]:
+        return open_gpus(self.num_devices)
+
+    def _check_memory(self) -> None:
+        for rank, device in enumerate(self.devices):
+            plan = plan_of(self.layout, self.options.num_slots, rank)
+            where = f"GPU {device.index}: " if self.num_devices > 1 else ""
+            check_memory(plan, device, self.options.memory_share, where)
+
+    def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
+        kernel = self._load(source, entry, layout)
+        self._kernels.append(kernel)
+        return kernel
 
     def _compile_products(self) -> None:
         for kernel in KERNELS:
@@ -204,8 +208,9 @@ class CudaBackend:
     def _open_matrices(self, lowering: CudaLowering) -> Matrices:
         def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
-            self._kernels.append(Kernel(cubin, entry, shared, self.device))
-            return self._kernels[-1]
+            opened = Kernel(cubin, entry, shared, self.device)
+            self._kernels.append(opened)
+            return opened
 
         with waited_for("the kernels of products"):
             self._products_compiled.result()
@@ -219,10 +224,10 @@ class CudaBackend:
         would leave every request without a token."""
         self._ahead[id(layout), source] = layout, self._compile(source, layout)
 
-    def _load(self, source: str, entry: str, layout: Layout) -> Kernel:
+    def _load(self, source: str, entry: str, layout: Layout) -> RankKernel:
         _, cubin = self._ahead.pop((id(layout), source), (layout, b""))
         cubin = cubin or self._compile(source, layout)
-        return Kernel(cubin, entry, layout.shared_bytes, self.device)
+        return RankKernel(cubin, entry, layout.shared_bytes, self.devices)
 
     # ---- entry points ----
 
@@ -231,7 +236,7 @@ class CudaBackend:
         whole = self.options.prefill == "decode"
         launcher = CudaLauncher(
             self.spec,
-            self.memory,
+            self.ranks,
             self.columns,
             self.chunks,
             self._prompt,
@@ -245,7 +250,7 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self.memory.write_request(request.slot, words, request.prompt, position)
+        self.ranks.write_request(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
@@ -256,9 +261,8 @@ class CudaBackend:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""
         logits = torch.zeros(last - first, self.spec.vocab_size, device=self.device)
         words, prompt = encode_logits(last), request.prompt[:last]
-        self.memory.write_request(request.slot, words, prompt, first)
-        self._launch(self.memory, [request.slot], UNLIMITED, logits=logits).synchronize()
-        check_launch(self.memory, self.layout)
+        self.ranks.write_request(request.slot, words, prompt, first)
+        self._run(self.ranks, [request.slot], logits=logits)
         return logits.cpu().numpy()
 
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -271,11 +275,10 @@ class CudaBackend:
 
     def _logits(self, token_ids: Sequence[int]) -> np.ndarray:
         count = len(token_ids)
-        memory = self.memory.apart()
+        ranks = self.ranks.apart()
         logits = torch.zeros(count, self.spec.vocab_size, device=self.device)
-        memory.write_request(0, encode_logits(count), token_ids, 0)
-        self._launch(memory, [0], UNLIMITED, logits=logits).synchronize()
-        check_launch(memory, self.layout)
+        ranks.write_request(0, encode_logits(count), token_ids, 0)
+        self._run(ranks, [0], logits=logits)
         return logits.cpu().numpy()
 
     def run_stage(self, stage: str, layer: int, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,18 +294,23 @@ class CudaBackend:
             return runner.seconds
 
     def _stage_runner(self) -> StageRunner:
+        self._refuse_ranks("a stage alone runs")
         if self._stages is None:
             kernel = self._open_kernel("stage.cu", "kog_stage", self.layout)
-            memory = self.memory.apart()
+            ranks = self.ranks.apart()
 
             def launch(call: StageCall, before: Callable[[], None]) -> float:
                 blocks, threads = self.layout.lowering.num_blocks, self.layout.threads
                 seconds = kernel.time(blocks, threads, call, before)
-                check_waits(memory, self.layout)
+                check_waits(ranks, self.layout)
                 return seconds
 
-            self._stages = StageRunner(self.layout, memory, launch, self.wait_ns)
+            self._stages = StageRunner(self.layout, ranks.first, launch, self.wait_ns)
         return self._stages
+
+    def _refuse_ranks(self, what: str) -> None:
+        if self.num_devices > 1:
+            raise DeviceError(f"{what} on one GPU: leave --gpus out")
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
@@ -311,22 +319,17 @@ class CudaBackend:
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
+        self._refuse_ranks("the cuda backend takes a profile")
         with self._entry.at_once():
             return self._profile(prompt, tokens)
 
     def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
         layout = replace(self.layout, profile_tokens=tokens)
-        memory = replace(self.memory.apart(), **stamp_tensors(layout, self.device))
+        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.device))
         stamping = self._load("decode.cu", "kog_decode", layout)
-
-        def launch(kernel: Kernel) -> None:
-            self._launch(memory, [0], UNLIMITED, kernel).synchronize()
-            check_launch(memory, layout)
-
+        launches = [partial(self._run, ranks, [0], kernel) for kernel in (self.kernel, stamping)]
         try:
-            return record(
-                layout, memory, prompt, [partial(launch, k) for k in (self.kernel, stamping)]
-            )
+            return record(layout, ranks.first, prompt, launches)
         finally:
             stamping.close()
 
@@ -336,18 +339,19 @@ class CudaBackend:
 
     def settle(self) -> None:
         self.columns.settle()
-        self.chunks.settle(self.device)
+        self.chunks.settle(self.devices)
 
     def memory_bytes(self) -> dict[str, int]:
-        m = self.memory
-        weights = m.weights.nbytes + m.embed.nbytes
-        total = sum(getattr(m, name).nbytes for name in TENSORS)
-        blank = 0 if self._blank is None else self._blank.nbytes
-        other = total - weights - m.cache.nbytes + blank + self.columns.memory_bytes()
-        other += self.chunks.memory_bytes()
+        """Of all GPUs together."""
+        each = self.ranks.each
+        weights = sum(m.weights.nbytes + m.embed.nbytes for m in each)
+        cache = sum(m.cache.nbytes for m in each)
+        other = sum(getattr(m, name).nbytes for m in each for name in TENSORS) - weights - cache
+        other += sum(blank.nbytes for blank in self._blank.values())
+        other += self.columns.memory_bytes() + self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
-        return {"weights": weights, "kv_cache": m.cache.nbytes, "other": other}
+        return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:
         self._entry.close(self._free)
@@ -358,8 +362,8 @@ class CudaBackend:
             kernel.close()
         self._kernels, self._stages = [], None
         self.chunks.close()
-        self.library = self._blank = None
-        del self.memory
+        self.library, self._blank = None, {}
+        del self.ranks
 
     # ---- a launch ----
 
@@ -368,31 +372,45 @@ class CudaBackend:
     ) -> tuple[Layout, Finished]:
         """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
-            return self.layout, self._launch(self.memory, slots, most_steps)
-        memory = replace(self.memory, words=step.words, scores=step.scores)
+            return self.layout, self._launch(self.ranks, slots, most_steps)
+        ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
-        return step.layout, self._launch(memory, cursors, most_steps, step.kernel)
+        return step.layout, self._launch(ranks, cursors, most_steps, step.kernel)
+
+    def _run(
+        self,
+        ranks: Ranks,
+        slots: Sequence[int],
+        kernel: RankKernel | None = None,
+        **others: torch.Tensor,
+    ) -> None:
+        """A launch of a kernel of one token, to its end. RunError if it did not end well."""
+        finished = self._launch(ranks, slots, UNLIMITED, kernel, **others)
+        finished.synchronize()
+        check_launch(ranks, self.layout, finished)
 
     def _launch(
         self,
-        memory: Memory,
+        ranks: Ranks,
         slots: Sequence[int],
         most_steps: int,
-        kernel: Kernel | None = None,
+        kernel: RankKernel | None = None,
         **others: torch.Tensor,
     ) -> Finished:
-        """Start the kernel on slots of `memory`; what comes back says when it has ended."""
-        self._clear(memory)
-        pointers = memory.pointers(slots, self.wait_ns, most_steps, **others)
+        """Start the kernel on slots of all ranks' memory; what comes back says when it has ended on all."""
+        for rank, memory in enumerate(ranks.each):
+            self._clear(rank, memory)
+        arguments = ranks.arguments(slots, self.wait_ns, most_steps, **others)
         kernel = kernel or self.kernel
-        return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, pointers)
+        return kernel.launch(self.layout.lowering.num_blocks, self.layout.threads, arguments)
 
-    def _clear(self, memory: Memory) -> None:
+    def _clear(self, rank: int, memory: Memory) -> None:
         """Zero what a launch finds zero; on the GPU by copies, for a fill is a kernel beside ours."""
-        if self._blank is None or len(self._blank) < len(memory.words):
-            self._blank = torch.zeros_like(memory.words)
+        blank = self._blank.get(rank)
+        if blank is None or len(blank) < len(memory.words):
+            blank = self._blank[rank] = torch.zeros_like(memory.words)
         for tensor in (memory.words, memory.error):
-            tensor.copy_(self._blank[: len(tensor)])
+            tensor.copy_(blank[: len(tensor)])
         memory.mailbox.zero_()
 
 

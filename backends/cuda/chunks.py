@@ -7,16 +7,16 @@ its prompts go a token at a time, on that kernel alone; so do prompts that come 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
 from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
-from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout.columns import COUNTS, lay_out_columns
 from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering
@@ -67,7 +67,7 @@ class Chunks:
         positions: int,
         compiler: Submits,
         compile: Callable[[Layout], object],
-        load: Callable[[Layout], Kernel],
+        load: Callable[[Layout], RankKernel],
     ) -> None:
         self._compile, self._load = compile, load
         self._layout: Layout | None = None
@@ -82,7 +82,7 @@ class Chunks:
         if self._layout is not None:
             self._compiled = compiler.submit(self._run, self._layout)
 
-    def settle(self, device: torch.device) -> None:
+    def settle(self, devices: Sequence[torch.device]) -> None:
         """Wait for the compiler and load the kernel. Where one of them fails the log says so."""
         compiled, self._compiled = self._compiled, None
         if compiled is None:
@@ -91,16 +91,16 @@ class Chunks:
         if self._layout is None:
             return
         try:
-            self.kernel = make_kernel(self._layout, self._load(self._layout), device)
+            self.kernel = make_kernel(self._layout, self._load(self._layout), devices)
         except (DeviceError, torch.OutOfMemoryError) as error:
             self._give_up(error)
 
-    def for_prompt(self, tokens: int, device: torch.device) -> ColumnKernel | None:
+    def for_prompt(self, tokens: int, devices: Sequence[torch.device]) -> ColumnKernel | None:
         """The kernel, if it is there by now and for so many tokens that a prompt has left."""
         if tokens < CHUNKS_FROM:
             return None
         if self._compiled is not None and self._compiled.done():
-            self.settle(device)
+            self.settle(devices)
         return self.kernel
 
     def close(self) -> None:

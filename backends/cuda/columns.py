@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.cuda import CudaLowering
 
@@ -23,24 +23,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ColumnKernel:
-    """A kernel of several columns that is ready to run, with memory of its own layout."""
+    """A kernel of several columns that is ready to run, with memory of its own layout: a tensor a rank."""
 
     layout: Layout
-    kernel: Kernel
-    words: torch.Tensor
-    scores: torch.Tensor
+    kernel: RankKernel
+    words: Sequence[torch.Tensor]
+    scores: Sequence[torch.Tensor]
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scores.nbytes
+        return sum(tensor.nbytes for tensor in (*self.words, *self.scores))
 
 
-def make_kernel(layout: Layout, kernel: Kernel, device: torch.device) -> ColumnKernel:
-    vocab = layout.lowering.schedule.spec.vocab_size
-    words = torch.zeros(layout.total_words, dtype=torch.int32, device=device)
-    return ColumnKernel(
-        layout, kernel, words, torch.zeros(1 + layout.columns, vocab, device=device)
-    )
+def make_kernel(
+    layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
+) -> ColumnKernel:
+    size, vocab = layout.total_words, layout.lowering.schedule.spec.vocab_size
+    words = [torch.zeros(size, dtype=torch.int32, device=d) for d in devices]
+    scores = [torch.zeros(1 + layout.columns, vocab, device=d) for d in devices]
+    return ColumnKernel(layout, kernel, words, scores)
 
 
 class Columns:
@@ -58,7 +59,7 @@ class Columns:
         max_context: int,
         counts: Sequence[int],
         compile: Callable[[Layout], object],
-        load: Callable[[Layout], Kernel],
+        load: Callable[[Layout], RankKernel],
     ) -> None:
         self._compile, self._load = compile, load
         self._layouts: dict[int, Layout] = {}
@@ -101,14 +102,14 @@ class Columns:
         self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
         self._threads[count].start()
 
-    def take(self, requests: int, device: torch.device) -> ColumnKernel | None:
+    def take(self, requests: int, devices: Sequence[torch.device]) -> ColumnKernel | None:
         """The kernel of the fewest columns that hold so many requests, which is `ready`; None if it cannot be
         loaded."""
         count = self._count(requests)
         if count not in self._kernels:
             layout = self._layouts[count]
             try:
-                self._kernels[count] = make_kernel(layout, self._load(layout), device)
+                self._kernels[count] = make_kernel(layout, self._load(layout), devices)
             except (DeviceError, torch.OutOfMemoryError) as error:
                 self._give_up(count, error)
         return self._kernels.get(count)

@@ -128,6 +128,7 @@ def reach(device: int, peer: int) -> None:
     cuda, context = _library(), ctypes.c_void_p()
     call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), peer)
     with torch.cuda.device(device):
+        torch.cuda.synchronize()  # torch enters a device's context at its first use
         call(cuda, "cuCtxEnablePeerAccess", context, 0, allowed=ALREADY_REACHED)
 
 

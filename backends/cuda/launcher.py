@@ -8,7 +8,6 @@ goes first, alone and in chunks (chunks.py), while the others wait.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.cuda.layout.protocol import MAX_REQUESTS, Word
-from kog_triton.backends.cuda.memory import Memory
+from kog_triton.backends.cuda.rank_kernel import Finished, missing_of
+from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
@@ -30,14 +30,6 @@ UNLIMITED = 1 << 62
 # The kernel looks at the host's word where it has logits. A launch that has none for longer than this ends by
 # itself: 128 prompt tokens of a 1B model are 30 ms, against 0.2 ms for the next launch.
 MOST_SILENT = 128
-
-
-class Finished(Protocol):
-    """The end of a launch, as torch.cuda.Event says it."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class CudaLauncher:
     """
 
     spec: ModelSpec
-    memory: Memory
+    ranks: Ranks
     columns: Columns
     chunks: Chunks
     prompt: Callable[[Request], PromptRun | None]
@@ -64,10 +56,14 @@ class CudaLauncher:
 
     @property
     def device(self) -> torch.device:
-        return self.memory.words.device
+        return self._devices[0]
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [memory.words.device for memory in self.ranks.each]
 
     def words(self, slot: int) -> SlotWords:
-        m = self.memory
+        m = self.ranks.first
         outbox = m.outbox[slot].numpy()
         records = m.logprobs[slot].numpy().view(np.uint64)
         return SlotWords(outbox[:, 0], outbox[:, 1], records, m.masks[slot].numpy().view(np.uint64))
@@ -75,11 +71,11 @@ class CudaLauncher:
     def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
         for slot, one in running.items():
             ahead = len(one.request.prompt) - one.position
-            if step := self.chunks.for_prompt(ahead, self.device):
+            if step := self.chunks.for_prompt(ahead, self._devices):
                 return self._start([slot], MOST_CHUNKS, step)
         count = len(running)
         ready = self.columns.ready(count)
-        step = self.columns.take(count, self.device) if ready else None
+        step = self.columns.take(count, self._devices) if ready else None
         slots = list(running)[: self.columns.most if step else MAX_REQUESTS]
         alone = self.whole and count == 1
         steps = UNLIMITED if alone else _most_steps(running, slots)
@@ -91,19 +87,19 @@ class CudaLauncher:
         self, slots: list[int], most_steps: int, step: ColumnKernel | None, count: int = 0
     ) -> Launch:
         layout, finished = self.run(slots, most_steps, step)
-        settle = partial(self._settle, slots, layout)
+        settle = partial(self._settle, slots, layout, finished)
         return Launch(slots, finished.query, settle, lambda: not step and self.columns.ready(count))
 
     def leave(self) -> None:
-        self.memory.mailbox[Word.CONTROL] = Outcome.YIELD
+        self.ranks.first.mailbox[Word.CONTROL] = Outcome.YIELD
 
     def steps(self) -> int:
-        return int(self.memory.mailbox[Word.STEPS])
+        return int(self.ranks.first.mailbox[Word.STEPS])
 
-    def _settle(self, slots: Sequence[int], layout: Layout) -> Result:
-        positions = self.memory.states.cpu()[:, 0].tolist()
+    def _settle(self, slots: Sequence[int], layout: Layout, finished: Finished) -> Result:
+        positions = self.ranks.first.states.cpu()[:, 0].tolist()
         try:
-            outcome, last = check_launch(self.memory, layout)
+            outcome, last = check_launch(self.ranks, layout, finished)
         except RunError as error:
             return Result(positions, (), error=error)
         ended = () if outcome is Outcome.YIELD else (last,)
@@ -111,7 +107,7 @@ class CudaLauncher:
         return Result(positions, ended, slots[: slots.index(last) + 1] if round_robin else slots)
 
     def take_back(self, one: InSlot) -> None:
-        self.memory.recount(one.request.slot, one.request.prompt, one.output)
+        self.ranks.take_back(one.request.slot, one.request.prompt, one.output)
 
 
 def _most_steps(running: Mapping[int, InSlot], slots: Sequence[int]) -> int:
@@ -122,26 +118,71 @@ def _most_steps(running: Mapping[int, InSlot], slots: Sequence[int]) -> int:
     return MOST_SILENT if waiting or silent > MOST_SILENT else UNLIMITED
 
 
-def check_launch(memory: Memory, layout: Layout) -> tuple[Outcome, int]:
-    """Outcome and last slot of a launch that has ended; RunError if it did not end well."""
-    check_waits(memory, layout)
-    words = memory.mailbox.numpy()
+def check_launch(ranks: Ranks, layout: Layout, finished: Finished) -> tuple[Outcome, int]:
+    """Outcome and last slot of a launch that has ended; RunError if it did not end well, on any rank."""
+    check_waits(ranks, layout, finished)
+    words = ranks.first.mailbox.numpy()
     outcome = Outcome(int(words[Word.OUTCOME]))
-    if outcome in (Outcome.RUNNING, Outcome.FAILED):
-        raise RunError("the cuda kernel ended without an outcome")
+    for rank, memory in enumerate(ranks.each):
+        found = Outcome(int(memory.mailbox[Word.OUTCOME]))
+        if found in (Outcome.RUNNING, Outcome.FAILED) or found is not outcome:
+            where = f" on rank {rank}" if len(ranks.each) > 1 else ""
+            raise RunError(
+                f"the cuda kernel ended without an outcome{where}{_absent(ranks, finished)}"
+            )
     return outcome, int(words[Word.SLOT])
 
 
-def check_waits(memory: Memory, layout: Layout) -> None:
-    """RunError that names the first wait of a launch that expired."""
-    flag, block, step, layer, word, seen, wanted, reported, _ = memory.error.tolist()
-    if not flag:
+@dataclass(frozen=True)
+class Expired:
+    """What a rank noted of a wait that expired (Memory.error)."""
+
+    flag: int
+    block: int
+    step: int
+    layer: int
+    word: int
+    seen: int
+    wanted: int
+    reported: int  # what was waited for; 0: it came while it was given up
+    peer: int  # another rank's wait has expired
+
+
+def check_waits(ranks: Ranks, layout: Layout, finished: Finished | None = None) -> None:
+    """RunError that names the first wait of a launch that expired; of several ranks' one that is a cause: a wait for
+    the host, or else one whose place is known."""
+    notes = [(rank, Expired(*memory.error.tolist())) for rank, memory in enumerate(ranks.each)]
+    expired = [(rank, note) for rank, note in notes if note.flag]
+    if not expired:
         return
-    what = f"layer {layer}, {layout.place_of(STEPS[step], word)}, seen {seen}, wanted {wanted}"
-    if not reported:
-        what = "for a word that came while it gave up"
-    kind = LateMask if reported and STEPS[step] == "mask" else RunError
-    raise kind(
-        f"a wait of the cuda kernel expired: rank 0, block {block}, {what}, "
-        f"after {memory.mailbox[Word.STEPS]} steps"
+    rank, note = max(expired, key=lambda one: (_waits_for_mask(one[1]), one[1].reported))
+    what = (
+        f"layer {note.layer}, {layout.place_of(STEPS[note.step], note.word)}, seen {note.seen}, wanted {note.wanted}"
+        if note.reported
+        else "for a word that came while it gave up"
     )
+    kind = LateMask if _waits_for_mask(note) else RunError
+    raise kind(
+        f"a wait of the cuda kernel expired: rank {rank}, block {note.block}, {what}, "
+        f"after {ranks.each[rank].mailbox[Word.STEPS]} steps{_absent(ranks, finished)}"
+    )
+
+
+def _waits_for_mask(note: Expired) -> bool:
+    return note.reported != 0 and STEPS[note.step] == "mask"
+
+
+def _absent(ranks: Ranks, finished: Finished | None) -> str:
+    """Of ranks that others may have waited for: whose kernel was not launched, told nothing, or left before."""
+    missing, told = missing_of(finished), ""
+    if len(ranks.each) == 1:
+        return told
+    for rank, memory in enumerate(ranks.each):
+        outcome, steps = (int(memory.mailbox[word]) for word in (Word.OUTCOME, Word.STEPS))
+        if rank in missing:
+            told += f"; the kernel of rank {rank} was not launched: {missing[rank]}"
+        elif outcome == Outcome.RUNNING:
+            told += f"; the kernel of rank {rank} told nothing after {steps} steps"
+        elif outcome != Outcome.FAILED:
+            told += f"; rank {rank} left after {steps} steps"
+    return told

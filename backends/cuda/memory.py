@@ -130,11 +130,11 @@ def _zeros_like(t: Tensor) -> Tensor:
     return torch.zeros(t.shape, dtype=t.dtype, device=t.device, pin_memory=t.is_pinned())
 
 
-def plan_of(layout: Layout, num_slots: int) -> MemoryPlan:
-    """What `allocate` will take of the GPU, but for words and tables."""
+def plan_of(layout: Layout, num_slots: int, rank: int = 0) -> MemoryPlan:
+    """What `allocate` will take of a rank's GPU, but for words and tables."""
     lo = layout.lowering
     spec = lo.schedule.spec
-    arena = lo.stream_ring_slots() * lo.num_blocks * lo.ring_slot_bytes
+    arena = lo.stream_ring_slots(rank) * lo.num_blocks * lo.ring_slot_bytes
     embed = spec.vocab_size * (spec.hidden_size + -spec.hidden_size % 4) * 2
     position = math.prod(layout.cache_shape) * 2 // layout.max_context
     return MemoryPlan(arena + embed, position, num_slots, layout.max_context)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kog_triton.backends.cuda.driver import Kernel, reach
+from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.gpus import check_peers, reach_all
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.collectives import (
     MOST_RANKS,
@@ -18,7 +19,7 @@ from kog_triton.backends.cuda.layout.collectives import (
     Policy,
     channel_words,
 )
-from kog_triton.errors import DeviceError, RunError
+from kog_triton.errors import RunError
 
 THREADS, HELPERS = 256, 32  # of a block: those that reduce, and those that stream (kccl_bench.cu)
 MOST_BLOCKS, MOST_HELD = 128, 16  # blocks of a GPU; vectors that a thread asks for in one poll
@@ -57,26 +58,6 @@ class Timed:
     gigabytes_per_s: float
 
 
-def check_peers(count: int) -> None:
-    """DeviceError unless the first `count` GPUs are there, alike, and reach each other's memory."""
-    if count > MOST_RANKS:
-        raise DeviceError(f"{count} GPUs: collectives take {MOST_RANKS} at most")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there < count:
-        raise DeviceError(f"{count} GPUs were asked for, and torch sees {there}")
-    names = [torch.cuda.get_device_name(i) for i in range(count)]
-    for i, name in enumerate(names):
-        if name != names[0]:
-            raise DeviceError(f"GPU {i} is a {name} and GPU 0 a {names[0]}: ranks must be alike")
-    for i in range(count):
-        for peer in range(count):
-            if i != peer and not torch.cuda.can_device_access_peer(i, peer):
-                raise DeviceError(
-                    f"GPU {i} does not reach the memory of GPU {peer}: choose GPUs that NVLink or one PCIe root "
-                    "joins (CUDA_VISIBLE_DEVICES; nvidia-smi topo -p2p r)"
-                )
-
-
 def source_header(policy: Policy, ranks: int, vectors: int) -> str:
     """What stands before kccl_bench.cu."""
     held = max(1, min(MOST_HELD // ranks, -(-vectors // THREADS)))
@@ -90,10 +71,7 @@ def time_all_reduces(name: str, gpus: int, floats: int, uses: int, streams: bool
     was waited for, and for sums that are wrong.
     """
     check_peers(gpus)
-    for i in range(gpus):
-        for peer in range(gpus):
-            if i != peer:
-                reach(i, peer)
+    reach_all(gpus)
     policy = POLICIES[name]
     vectors = floats // policy.values
     blocks = min(MOST_BLOCKS, vectors)

@@ -18,10 +18,12 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     if options.dtype != "auto":
         spec = spec.replace(dtype=DTYPES[options.dtype])
     halves = spec.dtype is not DType.F32 and spec.kv_dtype in (None, spec.dtype)
-    if options.num_gpus != 1 or not halves or spec.narrow:
+    if not halves or spec.narrow:
         return
     gpu = describe(read_gpu())
     if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
-    layout = lay_out(lower(build(spec), gpu), options.max_context or spec.max_context)
+    layout = lay_out(
+        lower(build(spec, options.num_gpus), gpu), options.max_context or spec.max_context
+    )
     begin_cubin(render(layout), arch=gpu.arch)

@@ -1,5 +1,5 @@
-"""How the entry points of one backend reach its GPU: if it answers, in line with other
-backends, on a stream of the backend's own.
+"""How the entry points of one backend reach its GPU, or its GPUs: if they answer, in line with other
+backends, on a stream of the backend's own on each.
 
 On torch's default stream, which the process's other work shares, every other operation would wait for the end of a
 request, and a request for every other operation.
@@ -7,7 +7,7 @@ request, and a request for every other operation.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -18,26 +18,28 @@ _open: "weakref.WeakSet[GpuEntry]" = weakref.WeakSet()
 
 
 class GpuEntry:
-    """Of a backend on `device`. A CPU has no streams, and no two backends that share a `queue`."""
+    """Of a backend on `devices`, the first of which is the current one. A CPU has no streams, and no two backends that
+    share a `queue`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._answers, self.queue = Answers(), queue_of(device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, *devices: torch.device) -> None:
+        self._has_gpu = devices[0].type == "cuda"
+        self._answers, self.queue = Answers(), queue_of(*devices)
+        gpus = devices if self._has_gpu else ()
+        self._streams = [(device, torch.cuda.Stream(device)) for device in gpus]
         _open.add(self)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Inside, torch's current stream is the backend's. What is queued there comes after what the caller's has been
-        given by now, and before what that is given next."""
-        if self._stream is None:
+        """Inside, torch's current stream on each GPU is the backend's. What is queued there comes after what the
+        caller's has been given by now, and before what that is given next."""
+        pairs = [(own, torch.cuda.current_stream(device)) for device, own in self._streams]
+        with ExitStack() as stack:
+            for own, callers in reversed(pairs):  # the first one's GPU is the current one inside
+                own.wait_stream(callers)
+                stack.enter_context(torch.cuda.stream(own))
             yield
-            return
-        callers = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(callers)
-        with torch.cuda.stream(self._stream):
-            yield
-        callers.wait_stream(self._stream)
+        for own, callers in pairs:
+            callers.wait_stream(own)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -57,8 +59,8 @@ class GpuEntry:
         """Free the backend's memory, unless a kernel may still write there, and give it back to the driver."""
         self._answers.close(free)
         _open.discard(self)
-        if self.device.type != "cuda":
+        if not self._has_gpu:
             return
-        if not any(other.device.type == "cuda" for other in _open):
+        if not any(other._has_gpu for other in _open):
             torch._C._cuda_clearCublasWorkspaces()  # which torch keeps a stream; another engine may be in its own
         torch.cuda.empty_cache()

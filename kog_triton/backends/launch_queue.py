@@ -9,8 +9,8 @@ import ctypes
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -52,15 +52,42 @@ class LaunchQueue:
         return seconds > (QUANTUM_S if len(self._line) > 1 else self._longest_s)
 
 
+class LaunchQueues:
+    """The lines of several GPUs, for an engine that takes all of them at once. Each engine stands in line for one after
+    another in the same order, so that no two wait for each other."""
+
+    def __init__(self, queues: Sequence[LaunchQueue]) -> None:
+        self._queues = queues
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for queue in self._queues:
+                stack.enter_context(queue.first())
+            yield
+
+    def over(self, seconds: float) -> bool:
+        return any(queue.over(seconds) for queue in self._queues)
+
+
 _queues: dict[int, LaunchQueue] = {}  # by the index of the GPU
 _lock = threading.Lock()
 
 
-def queue_of(device: torch.device) -> LaunchQueue:
-    """The one line of all engines on this GPU; on a CPU, where nobody waits for another, a new one."""
-    if device.type != "cuda":
+def queue_of(*devices: torch.device) -> LaunchQueue | LaunchQueues:
+    """The one line of all engines on this GPU, or the lines of several; on a CPU, where nobody waits for another, a
+    new one."""
+    if devices[0].type != "cuda":
         return LaunchQueue()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    queues = [_queue(index) for index in sorted({_index(device) for device in devices})]
+    return queues[0] if len(queues) == 1 else LaunchQueues(queues)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _queue(index: int) -> LaunchQueue:
     with _lock:
         if index not in _queues:
             _queues[index] = LaunchQueue(KILLED_S if kills_long_kernels(index) else math.inf)

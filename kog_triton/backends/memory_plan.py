@@ -30,11 +30,11 @@ class MemoryPlan:
         """Positions a slot that `free` bytes leave room for; 0 or fewer: none."""
         return (free - self.weights - WORKSPACE) // (self.num_slots * self.position)
 
-    def check(self, free: int, why: str = "are free") -> None:
-        """DeviceError with what fits, if this does not; `why` there are no more than `free` bytes."""
+    def check(self, free: int, why: str = "are free", where: str = "") -> None:
+        """DeviceError with what fits, if this does not; `why` there are no more than `free` bytes, and `where`."""
         if self.total <= free:
             return
-        asked = f"{self.weights / GIB:.1f} GiB of weights and {self.max_context:,} positions a slot"
+        asked = f"{where}{self.weights / GIB:.1f} GiB of weights and {self.max_context:,} positions a slot"
         here = f"need {self.total / GIB:.1f} GiB, and {free / GIB:.1f} {why}"
         longest = self.longest_context(free)
         if longest < 1:
@@ -42,12 +42,14 @@ class MemoryPlan:
         raise DeviceError(f"{asked} {here}: choose max_model_len {longest} or less, or fewer slots")
 
 
-def check_memory(plan: MemoryPlan, device: torch.device, share: float = 1.0) -> None:
+def check_memory(
+    plan: MemoryPlan, device: torch.device, share: float = 1.0, where: str = ""
+) -> None:
     """As `MemoryPlan.check`, of what is free on a GPU now and what torch keeps for this process; and of `share` of
-    all its memory, as vLLM's gpu_memory_utilization bounds a model."""
+    all its memory, as vLLM's gpu_memory_utilization bounds a model. An error begins with `where`."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    plan.check(free + kept)
-    plan.check(int(share * total), f"is what gpu_memory_utilization {share:g} allows")
+    plan.check(free + kept, where=where)
+    plan.check(int(share * total), f"is what gpu_memory_utilization {share:g} allows", where)

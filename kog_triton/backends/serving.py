@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends.device import clock
-from kog_triton.backends.launch_queue import LaunchQueue
+from kog_triton.backends.launch_queue import LaunchQueue, LaunchQueues
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
@@ -277,7 +277,9 @@ class Share:
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue) -> None:
+    def __init__(
+        self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue | LaunchQueues
+    ) -> None:
         super().__init__(mailbox)
         self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
@@ -424,6 +426,10 @@ class LaunchServing(Serving[InSlot]):
         before = len(one.output)
         while len(one.output) < one.request.max_tokens and one.request.slot in self.running:
             if not self._read_one(one, words, len(one.output) + 1):
+                break
+            if (
+                one.request.mask is not None
+            ):  # the next token may come at once: a cancel is to be heard before it
                 break
         return len(one.output) - before
 

@@ -122,6 +122,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         absent=absent,
         gguf=args.gguf,
         one_kernel=args.no_kernel_switches,
+        checked=not args.no_check,
         profile_tokens=getattr(args, "profile", 0),
         sampling=sampling,
     )

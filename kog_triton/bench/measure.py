@@ -40,6 +40,7 @@ class Task(Common):
     peers: Sequence[type[Peer]]
     absent: Sequence[tuple[str, str]] = ()
     gguf: Path | None = None
+    checked: bool = True  # engines are compared with the fp32 reference before they are timed
     one_kernel: bool = False  # a request must be one kernel a GPU, which is counted
     profile_tokens: int = 0  # of each backend that takes stamps, after the timed rounds
     sampling: Sampling = GREEDY  # of what is timed, of our backends
@@ -132,6 +133,11 @@ def _opened(entry: _Entry, make: Callable[[], EngineUnderTest]) -> _Entry:
 
 def _check(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> None:
     """Compare every engine with the fp32 reference; one that is wrong is closed."""
+    if not task.checked:
+        for entry in entries:
+            if entry.engine:
+                entry.row["note"] = "not compared with the reference: --no-check"
+        return
     if not any(entry.engine for entry in entries):
         return
     say("the reference's logits")

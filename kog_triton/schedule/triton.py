@@ -38,6 +38,7 @@ MOST_AHEAD = 8  # and no more, whose code is written out
 MIXED = 1.25
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
+LINE = 128  # words that one warp reads at once where a thread reads four (backends/triton/kernel/words.py)
 # What is taken to cost a block as many bytes of its stream: a tile; a tensor of fewer words than threads, which a wait
 # reads in copies (backends/triton/kernel/words.py). With fewer bytes than FLIGHT on their way the stream itself slows.
 # None of these is measured: they leave the shapes that were timed as they were (Laneformer-2B's o_proj, 192 words wide,
@@ -511,6 +512,16 @@ def _loop_units(units: int, k_tiles: int) -> int | None:
     return max(fitting, default=None)
 
 
+def _sums_well(tile_rows: int, words: int) -> bool:
+    """Whether the warps that share a row of such a tile are numbered in one run.
+
+    Where threads have fewer than four words a line takes two warps; of several lines the rows' warps stand between
+    those two and the next line's, and Triton 3.6 then adds the wrong ones (a sum of 2 rows of 256 words on an H200
+    was another one each time).
+    """
+    return words <= LINE or tile_rows * words >= 4 * THREADS
+
+
 def _stage_tilings(
     stage: Stage, index: int, size: int, widths: tuple[int, ...], tile_bytes: int
 ) -> list[StageTiles]:
@@ -525,7 +536,9 @@ def _stage_tilings(
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
-        fits = 4 * tile_rows * widths[0] <= tile_bytes
+        fits = 4 * tile_rows * widths[0] <= tile_bytes and all(
+            _sums_well(tile_rows, words) for words in widths
+        )
         loop_units = _loop_units(units, len(widths)) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)

@@ -87,6 +87,13 @@ def test_decode_on_the_demo(cli):
     assert "tg4 @ d5" in out and "right" in out and "read bandwidth measured" in out
 
 
+def test_what_is_not_compared_says_so(cli):
+    code, record, out, _ = cli("decode", *FEW, "--no-check")
+    (row,) = record["rows"]
+    assert code == 0 and (row["status"], row["check"]) == ("timed", None)
+    assert row["note"] == "not compared with the reference: --no-check" and "right" not in out
+
+
 def test_every_depth_has_a_record_of_its_own(cli, llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ("decode", "--model", str(llama), "--rounds=2", "--warmup=1", "--max-tokens=3")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kog_triton import bench
+from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.cuda.layout.collectives import POLICIES
-from kog_triton.backends.cuda.peers import Timed, check_peers, check_reports, source_header
+from kog_triton.backends.cuda.peers import Timed, check_reports, source_header
 from kog_triton.bench import kccl
 from kog_triton.errors import DeviceError, RunError
 

@@ -21,6 +21,7 @@ from tests.lib.conformance_backends import BACKENDS
 from tests.lib.conformance_requests import (
     GREEDY,
     LANES,
+    RANKS,
     RULED,
     SHORT,
     TOGETHER,
@@ -42,7 +43,7 @@ from tests.lib.conformance_requests import (
     sizes_of,
 )
 
-NAMES = [*BACKENDS, TOGETHER]
+NAMES = [*BACKENDS, TOGETHER, RANKS]
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 
 # ---- several requests ----

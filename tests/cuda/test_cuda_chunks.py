@@ -197,7 +197,7 @@ def test_stores_that_land_late_change_nothing(spec, monkeypatch, region):
     regions = step.layout.regions
     places = [regions[region]] if region else [regions["qkv"], regions["mlp_flags"]]
     first, count = places[0].offset, places[-1].end - places[0].offset
-    at = ctypes.c_void_p(step.words.data_ptr() + 4 * first)
+    at = ctypes.c_void_p(step.words[0].data_ptr() + 4 * first)
     step.kernel.library.kog_store_late(at, ctypes.c_long(count), ctypes.c_long(100))
     assert run(backend, r) == steps
     assert torch.equal(backend.memory.cache, cache)

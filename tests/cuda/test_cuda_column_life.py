@@ -143,9 +143,9 @@ def test_what_was_compiled_ahead_is_loaded_as_it_is(spec, monkeypatch):
         return source.encode()
 
     monkeypatch.setattr(CudaBackend, "_compile", compile_it)
-    monkeypatch.setattr(cuda_backend, "Kernel", lambda cubin, *_: cubin)
+    monkeypatch.setattr(cuda_backend, "RankKernel", lambda cubin, *_: cubin)
     backend = object.__new__(CudaBackend)
-    backend._ahead, backend.device = {}, torch.device("cpu")
+    backend._ahead, backend.devices = {}, [torch.device("cpu")]
     backend._compile_ahead("columns.cu", layout)
     for source in ("columns.cu", "decode.cu", "columns.cu"):
         assert backend._load(source, "", layout) == source.encode()
@@ -188,7 +188,7 @@ def test_one_that_may_say_nothing_ends_alone(spec, expected):
     backend.wait_ns = 1 << 17
     said = run(backend, other)[1]
     for seed in range(-3, -33, -7):
-        (kernel,) = backend.columns.kernels or (backend.columns.take(2, backend.device),)
+        (kernel,) = backend.columns.kernels or (backend.columns.take(2, backend.devices),)
         kernel.kernel.seed = seed
         steps = serve(backend, request(0, PROMPTS[0], 3, nothing), other)
         assert "no token is allowed" in str(steps[0][-1].error)

@@ -51,7 +51,9 @@ def test_kernels_of_ranks_spill_no_more_and_ask_at_system_scope(name, ranks, chu
     assert_no_loop_spills(code, in_polls=in_polls)
     words = [what for _, what in code if re.search(r"\b(LDG|STG)\S*STRONG", what)]
     assert len(words) > 100 and all("STRONG.SYS" in what for what in words)
-    if ranks == 2:  # of more, lists of log-probabilities are spilled in a choice that is out of line
+    if (
+        ranks == 2
+    ):  # of more, lists of log-probabilities are spilled in a choice that is out of line
         assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
 
 

@@ -343,7 +343,7 @@ def test_stores_that_land_late_change_nothing(spec, region):
     run(backend, *requests)  # loads the kernel
     (step,) = backend.columns.kernels
     place = step.layout.regions[region]
-    at = ctypes.c_void_p(step.words.data_ptr() + 4 * place.offset)
+    at = ctypes.c_void_p(step.words[0].data_ptr() + 4 * place.offset)
     step.kernel.library.kog_store_late(at, ctypes.c_long(place.end - place.offset), 100)
     backend.memory.cache.zero_()
     assert run(backend, *requests) == steps

@@ -92,11 +92,11 @@ def test_launches_of_a_few_steps_change_nothing(backend, expected, monkeypatch, 
 def test_logits_after_every_relaunch_are_those_of_one_run(backend):
     tokens = [5, 17, 60, 31, 2]
     expected = backend.forward_logits(tokens)
-    memory, rows = backend.memory.apart(), []
-    memory.write_request(0, encode_logits(5), tokens, 0)
+    ranks, rows = backend.ranks.apart(), []
+    ranks.write_request(0, encode_logits(5), tokens, 0)
     for _ in tokens:
         row = torch.zeros(1, backend.spec.vocab_size)
-        backend._launch(memory, [0], 1, logits=row).synchronize()
+        backend._launch(ranks, [0], 1, logits=row).synchronize()
         rows.append(row)
     assert torch.equal(torch.cat(rows), torch.from_numpy(expected))
 
@@ -323,14 +323,14 @@ class RefusedBackend(FiberBackend):
 
 def test_a_compiler_that_fails_leaves_no_weights_behind(monkeypatch):
     """Nor until the collector comes: another backend may be next."""
-    packed, allocate = [], cuda_backend.allocate
+    packed, allocate = [], cuda_backend.allocate_ranks
 
     def watched(*arguments):
-        memory = allocate(*arguments)
-        packed.append(weakref.ref(memory.weights))
-        return memory
+        ranks = allocate(*arguments)
+        packed.append(weakref.ref(ranks.first.weights))
+        return ranks
 
-    monkeypatch.setattr(cuda_backend, "allocate", watched)
+    monkeypatch.setattr(cuda_backend, "allocate_ranks", watched)
     gc.disable()
     try:
         with pytest.raises(DeviceError, match="refuses"):

@@ -59,6 +59,7 @@ class Asking(FiberBackend):
             {"device": "h200", "dtype": "bfloat16"},
             BackendOptions(device="h200", dtype="bf16", prefill="kernel"),
         ),
+        ({"num_gpus": 2}, BackendOptions(num_gpus=2)),
     ],
 )
 def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options):
@@ -86,7 +87,7 @@ def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
         ("cuda", {"device": "h2OO"}),
         ("cuda", {"dtype": "fp32"}),
         ("cuda", {"dtype": "int3"}),
-        ("cuda", {"num_gpus": 2}),
+        ("cuda", {"num_gpus": 5}),
         ("cuda", {"max_model_len": 0}),
         ("cuda", {"max_model_len": 1 << 20}),
         ("cuda", {"model": ""}),

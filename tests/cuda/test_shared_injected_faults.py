@@ -52,7 +52,7 @@ def faulty(request, spec, tmp_path_factory):
     """The kernels of SHARED_EDITS."""
     backend = opened(request.param, RandomWeights(spec))
     include = plant(tmp_path_factory.mktemp("faulty"), *SHARED_EDITS)
-    step = backend.chunks.kernel or backend.columns.take(SLOTS[request.param], backend.device)
+    step = backend.chunks.kernel or backend.columns.take(SLOTS[request.param], backend.devices)
     step.kernel.library = compile_walk(step.layout, step.kernel.flags, include=include)
     backend.wait_ns = 1 << 13
     return backend

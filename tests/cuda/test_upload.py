@@ -51,12 +51,12 @@ def test_a_launch_finds_its_words_zero(longer):
     """Also one with more words than the one before: another kernel's."""
     backend = FiberBackend(RandomWeights(spec_of(dtype=DType.F16)), BackendOptions())
     memory = backend.memory
-    CudaBackend._clear(backend, memory)
+    CudaBackend._clear(backend, 0, memory)
     if longer:
         memory = replace(memory, words=torch.zeros(2 * len(memory.words) + 3, dtype=torch.int32))
     for tensor in (memory.words, memory.error, memory.mailbox):
         tensor.fill_(7)
-    CudaBackend._clear(backend, memory)
+    CudaBackend._clear(backend, 0, memory)
     assert not any(t.any() for t in (memory.words, memory.error, memory.mailbox))
     backend.close()
 

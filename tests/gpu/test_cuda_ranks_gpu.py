@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.cuda.layout.names import STEPS
-from kog_triton.backends.cuda.peers import check_peers
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError

@@ -90,7 +90,7 @@ def faulty(request, spec, tmp_path_factory):
         weights = RandomWeights(spec, device="cuda")
         backend = opened(KINDS[request.param], weights, SLOTS[request.param])
         if request.param == "columns":
-            backend.columns.take(SLOTS["columns"], backend.device)
+            backend.columns.take(SLOTS["columns"], backend.devices)
     yield backend
     backend.close()
 

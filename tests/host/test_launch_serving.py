@@ -29,9 +29,9 @@ class Kernel:
     def admit(self, request, position):
         count = request.max_tokens + 1
         tokens, stamps = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        none = np.zeros((count, 0), np.uint64)
+        none, mask = np.zeros((count, 0), np.uint64), np.zeros(1, np.uint64)
         self._words[request.slot], self._made[request.slot] = (
-            SlotWords(tokens, stamps, none, none),
+            SlotWords(tokens, stamps, none, mask),
             0,
         )
 
@@ -85,3 +85,24 @@ def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
     LaunchServing(kernel, mailbox, LaunchQueue()).run()
     assert heard[: len(said)] == said
     assert [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [2, 4]
+
+
+def test_a_cancel_is_heard_before_the_token_behind_the_next_mask(monkeypatch):
+    """However soon the kernel makes a token of the mask that it waited for."""
+    kernel, mailbox = Kernel(True), Mailbox()
+    bring = LaunchServing._bring_next_mask
+
+    def answered_at_once(self, one):
+        bring(self, one)
+        kernel.step()
+
+    def give_up(output):
+        if len(output) == 2:
+            mailbox.cancel(0)
+
+    monkeypatch.setattr(LaunchServing, "_bring_next_mask", answered_at_once)
+    monkeypatch.setattr(serving.Pace, "wait", lambda *_: kernel.step())
+    mailbox.post(Request(0, (1, 2), SamplingParams(temperature=0), 0, 20, mask=give_up))
+    LaunchServing(kernel, mailbox, LaunchQueue()).run()
+    *tokens, last = mailbox.read(0, 0)
+    assert (len(tokens), last.finish) == (3, "cancel")

@@ -26,6 +26,7 @@ SHAPES = {
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
     "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads
+    "two rows a block": (spec_of(hidden_size=52, intermediate_size=92), {"num_blocks": 132}),
     "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),
 }
 

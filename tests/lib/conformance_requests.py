@@ -22,7 +22,7 @@ from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import SamplingParams
 from tests.lib.conformance_backends import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_walk import ColumnBackend, compile_walk
+from tests.lib.cuda_walk import ColumnBackend, FiberBackend, compile_walk
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of
 
@@ -92,6 +92,8 @@ class TogetherBackend(ColumnBackend):
 
 
 TOGETHER = "cuda on a CPU, together"
+RANKS = "cuda on a CPU, two ranks"
+KINDS = BACKENDS | {TOGETHER: TogetherBackend, RANKS: FiberBackend}
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
-    kind = TogetherBackend if name == TOGETHER else BACKENDS[name]
+    if name == RANKS and spec.vocab_size % 2:
+        spec = spec.replace(vocab_size=spec.vocab_size - 1)  # an id that no test asks for
     context = sizes_of(name).context
     # A library rounds otherwise, so that its keys and values would not give the logits compared with.
-    options = BackendOptions(num_slots=3, max_context=context, device=device, prefill="kernel")
-    backend = kind(weights(spec), options)
+    options = BackendOptions(3, context, 2 if name == RANKS else 1, device, prefill="kernel")
+    backend = KINDS[name](weights(spec), options)
     if isinstance(backend, BackgroundCompiler):
         backend.settle()  # so that it is always the same kernel that is judged
     return backend

@@ -38,7 +38,8 @@ class RankWalk(Walk):
         lowering = lower(build(spec, ranks), GPUS["h200"], num_blocks)
         self.layout = self._lay_out_ranks(lowering, max_context)
         self._compile(include=include, **changes)
-        self.ranks = allocate_ranks(self.layout, weights, self.slots, [torch.device("cpu")] * ranks)
+        cpus = [torch.device("cpu")] * ranks
+        self.ranks = allocate_ranks(self.layout, weights, self.slots, cpus).each
         self.memory = self.ranks[0]
         self.most_steps = {}  # of a rank, if it is to leave earlier than the others
 

@@ -175,24 +175,30 @@ class Walk:
 
 
 class FiberKernel:
-    """The kernel on the emulated GPU behind the methods of driver.Kernel: a launch is a thread."""
+    """The kernel on the emulated GPU behind the methods of RankKernel: a launch is a thread."""
 
     def __init__(self, layout, flags, seed):
         self.layout, self.flags, self.seed = layout, flags, seed
-        self.launches, self.absent = 0, -1
+        self.launches, self.absent, self.absent_rank = 0, -1, None
 
     @functools.cached_property
     def library(self):
         return compile_walk(self.layout, self.flags)
 
-    def launch(self, blocks, threads, argument):
+    def launch(self, blocks, threads, arguments):
+        """`absent`: a block that never comes, of those of all ranks; `absent_rank`: all blocks of a rank."""
         self.launches += 1
-        return FiberLaunch(self.library, argument, self.seed + self.launches, self.absent)
+        each = (type(arguments[0]) * len(arguments))(*arguments)
+        left_out = self.absent, int(self.absent >= 0)
+        if self.absent_rank is not None:
+            left_out = self.absent_rank * blocks, blocks
+        self.last = FiberLaunch(self.library, each, self.seed + self.launches, left_out)
+        return self.last
 
     def time(self, blocks, threads, argument, before):
         before()
         begun = time.perf_counter()
-        self.launch(blocks, threads, argument).synchronize()
+        self.launch(blocks, threads, [argument]).synchronize()
         return time.perf_counter() - begun
 
     def resources(self):
@@ -205,10 +211,10 @@ class FiberKernel:
 class FiberLaunch(threading.Thread):
     """A launch in flight; what it cannot say as an error of its request fails the test."""
 
-    def __init__(self, library, argument, seed, absent):
+    def __init__(self, library, arguments, seed, left_out):
         super().__init__(daemon=True)
         self._run = lambda: library.kog_run(
-            ctypes.byref(argument), seed, absent, int(absent >= 0), ctypes.c_long(MOST)
+            ctypes.byref(arguments), seed, *left_out, ctypes.c_long(MOST)
         )
         self.start()
 
@@ -249,8 +255,8 @@ class FiberBackend(CudaBackend):
         with mock.patch.object(Pace, "wait", lambda *_: time.sleep(POLL_S)):
             super().generate(mailbox)
 
-    def _open_device(self):
-        return torch.device("cpu"), GPUS["h200"]
+    def _open_devices(self):
+        return [torch.device("cpu")] * self.num_devices, GPUS["h200"]
 
     def _compile(self, source, layout):
         compile_walk(layout, FLAGS[source])

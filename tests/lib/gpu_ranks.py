@@ -5,12 +5,16 @@ import time
 import numpy as np
 import torch
 
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.driver import Kernel, reach
+from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.rank_kernel import RankKernel, RankLaunch
 from kog_triton.backends.cuda.rank_memory import allocate_ranks
 from kog_triton.backends.device import gpu_of
 from kog_triton.backends.request_words import encode_logits
+from kog_triton.errors import DeviceError
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
@@ -38,7 +42,7 @@ class GpuRanks(RankWalk):
         for device in set(devices):
             for peer in set(devices) - {device}:
                 reach(device.index, peer.index)
-        self.ranks = allocate_ranks(self.layout, weights, self.slots, devices)
+        self.ranks = allocate_ranks(self.layout, weights, self.slots, devices).each
         self.memory = self.ranks[0]
         cubin = compile_cubin(render(self.layout), self.source, gpu.arch)
         self.kernels = []
@@ -98,3 +102,41 @@ class GpuRankColumns(GpuRanks, RankColumnWalk):
     def __init__(self, spec, weights, devices, columns, chunk=False, max_context=512):
         self.columns, self.chunk, self.slots = columns, chunk, 1 if chunk else columns
         GpuRanks.__init__(self, spec, weights, devices, max_context)
+
+
+class SharedBackend(CudaBackend):
+    """The backend with all its ranks on one GPU, as many of its SMs each: what two GPUs run, where there is one."""
+
+    def __init__(self, weights, options):
+        blocks = gpu_of(torch.device("cuda")).num_blocks
+        super().__init__(weights, options, blocks // options.num_gpus)
+
+    def _open_devices(self):
+        devices, gpu = open_gpus(1)
+        return devices * self.num_devices, gpu
+
+    def _load(self, source, entry, layout):
+        return SharedKernel(self._compile(source, layout), entry, layout.shared_bytes, self.devices)
+
+
+class SharedKernel(RankKernel):
+    """Ranks side by side: cooperative launches of one GPU might be put one behind the other, and so would those of
+    one stream."""
+
+    def __init__(self, cubin, name, shared_bytes, devices):
+        super().__init__(cubin, name, shared_bytes, devices)
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+
+    def launch(self, blocks, threads, arguments):
+        given = torch.cuda.current_stream(self._devices[0])
+        ends, missing = [], {}
+        for rank, stream in enumerate(self._streams):
+            stream.wait_stream(given)
+            try:
+                self._kernels[rank].queued(blocks, threads, arguments[rank])(stream.cuda_stream)
+            except DeviceError as error:
+                missing[rank] = str(error)
+            ends.append(stream.record_event())
+        for end in ends:
+            given.wait_event(end)
+        return RankLaunch(ends, missing)

@@ -27,6 +27,18 @@ def gpu_memory() -> dict[str, int | None]:
     }
 
 
+def leaked(before: dict[str, int | None], after: dict[str, int | None], requests: int) -> list[str]:
+    """What `gpu_memory` counts more or less of than before `requests`.
+
+    Pinned bytes may have become more, by less than a byte a request: what torch keeps for the next pinned tensor grows
+    with the most there were at a time, a few words where a copy came late.
+    """
+    grown = (after["pinned"] or 0) - (before["pinned"] or 0)
+    pinned = [] if 0 <= grown < requests else [f"pinned: {grown} bytes more"]
+    names = before.keys() - {"pinned"}
+    return pinned + [f"{n}: {before[n]} -> {after[n]}" for n in names if before[n] != after[n]]
+
+
 def _driver_bytes() -> int | None:
     """What NVIDIA's driver counts as this process', its context and kernels included.
 

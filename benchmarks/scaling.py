@@ -1,0 +1,115 @@
+"""What `kog plan --gpus N` predicts beside what `kog bench decode` measured: docs/SCALING.md's table, and the best fit.
+
+    for n in 1 2; do kog bench decode --shape llama-3.2-1b --gpus $n --max-tokens 256 --json llama-3.2-1b-$n.json; done
+    python benchmarks/scaling.py *.json [--fit llama-3.2-1b qwen3-8b laneformer-2b]
+
+Tokens/s are by the GPU's clock. The formula gets the bytes of a step at its mean depth, and the bandwidth that was
+measured in the same run. `--fit`: the constants of kog_triton/schedule/scaling.py that fit these shapes best, and what
+they say of all records; shapes that were not fitted test the formula.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kog_triton.bench.record import read
+from kog_triton.bench.timing import decode_bytes
+from kog_triton.errors import KogError, RequestError
+from kog_triton.model.shapes import named_shape
+from kog_triton.schedule.scaling import BLEND, HOP, SHARE, predict
+from kog_triton.schedule.schedule import build
+
+BLENDS, HOPS = np.arange(1.0, 6.01, 0.1), np.arange(0, 4.01e-6, 1e-7)  # that are tried
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of a record. `bandwidth`: of one GPU, bytes a second."""
+
+    shape: str
+    gpus: int
+    depth: int
+    tokens: int
+    bandwidth: float
+    rate: float
+
+    def predicted(self, blend: float = BLEND, hop: float = HOP) -> float:
+        """Tokens/s by the formula, which takes SHARE of a datasheet's bandwidth."""
+        spec = named_shape(self.shape)
+        per_gpu = decode_bytes(spec, self.depth, self.tokens) / self.gpus
+        schedule = build(spec, self.gpus)
+        return 1 / predict(schedule, per_gpu, self.bandwidth / SHARE, blend, hop)
+
+
+def rows_of(file: Path) -> list[Measured]:
+    """The CUDA backend's rows; RequestError for a file that is no record of decode of a shape, or has none."""
+    try:
+        record = read(file)
+        test, gpus = record["test"], record["test"]["num_gpus"]
+        if record["kind"] != "decode" or not record["bandwidth"]["measured"]:
+            raise ValueError("no decode on a GPU")
+        bandwidth = record["bandwidth"]["measured"] / gpus
+        shape, depth, tokens = record["model"]["name"], test["prompt_tokens"], test["tokens"]
+        rates = [
+            row["device"]["tokens_per_s"]
+            for row in record["rows"]
+            if row["name"] == "cuda" and row["device"]
+        ]
+        if not rates:
+            raise ValueError("it has no times of the cuda backend")
+        named_shape(shape)
+    except (OSError, ValueError, KeyError, TypeError, KogError) as error:
+        raise RequestError(f"{file}: not a record of kog bench decode --shape: {error}") from error
+    return [Measured(shape, gpus, depth, tokens, bandwidth, rate) for rate in rates]
+
+
+def best_fit(rows: Sequence[Measured]) -> tuple[float, float]:
+    """BLEND and HOP with the least sum of squares of log(predicted / measured)."""
+
+    def misses(blend: float, hop: float) -> float:
+        return sum(np.log(row.predicted(blend, hop) / row.rate) ** 2 for row in rows)
+
+    return min(((float(b), float(h)) for b in BLENDS for h in HOPS), key=lambda pair: misses(*pair))
+
+
+def table(rows: Sequence[Measured], blend: float, hop: float) -> str:
+    lines = [
+        "| shape | GPUs | measured, tokens/s | formula | off by |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda r: (r.shape, r.gpus)):
+        said = row.predicted(blend, hop)
+        lines.append(
+            f"| {row.shape} | {row.gpus} | {row.rate:,.0f} | {said:,.0f} | {100 * (said / row.rate - 1):+.1f}% |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD")
+    parser.add_argument("--fit", nargs="+", default=[], metavar="SHAPE")
+    args = parser.parse_args(argv)
+    try:
+        rows = [row for file in args.records for row in rows_of(file)]
+        if absent := sorted(set(args.fit) - {row.shape for row in rows}):
+            raise RequestError(f"--fit {absent[0]}: no record has it")
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"BLEND {BLEND:g}, HOP {HOP * 1e6:g} us, as they are:\n\n{table(rows, BLEND, HOP)}")
+    if args.fit:
+        blend, hop = best_fit([row for row in rows if row.shape in args.fit])
+        print(f"\nBLEND {blend:.1f}, HOP {hop * 1e6:.1f} us, fitted to {', '.join(args.fit)}:\n")
+        print(table(rows, blend, hop))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
