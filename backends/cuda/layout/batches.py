@@ -22,8 +22,9 @@ HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same where some are read from memory instead; and how many ring slots ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
 MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
-COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES; of so many blocks:
-SMALL_BLOCKS, CANDIDATE_BYTES = 160, 16  # a candidate for 32 of them (include/kog/block.h)
+COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
+# Of so many blocks; beyond, a candidate for 32 of them (include/kog/block.h).
+SMALL_BLOCKS, CANDIDATE_BYTES = 160, 16
 
 
 def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:

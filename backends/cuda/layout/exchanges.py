@@ -139,7 +139,9 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
         *(ex.Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
     )
     steps = ex.layer_steps(schedule, COLUMN_STEPS)
-    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks), "_sent")
+    return _with_buffers(
+        ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks), "_sent"
+    )
 
 
 def _hows(spec: ModelSpec) -> set[Reduce]:
