@@ -41,11 +41,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'kog_triton' has no attribute {name!r}")
+        raise import_module("kog_triton.vllm_names").no_name(name)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES})

@@ -5,6 +5,7 @@ with the last step it knows what the slot holds and frees it at once.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,8 +37,12 @@ class Claim(Inbox):
         self._on_end, self._withdraw, self._check = ended, withdraw, check
         self._on_news: Callable[[], None] | None = None
         self._made: list[int] = []
+        self.submitted = time.perf_counter()
+        self.queue_s: float | None = None  # that it waited for its slot; None as long as it waits
 
-    def admit(self, slot: int, cached: int) -> None:
+    def admit(self, slot: int, cached: int, queue_s: float | None = None) -> None:
+        """`queue_s` as the engine says it, where that is another process."""
+        self.queue_s = time.perf_counter() - self.submitted if queue_s is None else queue_s
         self.request = replace(self.request, slot=slot, cached=cached)
         self._tell_news()
 

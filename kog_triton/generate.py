@@ -98,7 +98,7 @@ def _generate(
     """One prompt: stream its text, or its samples one after the other; then show and record the figures."""
     from kog_triton.cli.arguments import write_text
     from kog_triton.cli.interactive import show, show_samples
-    from kog_triton.cli.stats import record, stats, summary
+    from kog_triton.cli.stats import record, report
 
     shown = str(args.json) != "-"
     # a pipe gets the text to the letter
@@ -108,7 +108,7 @@ def _generate(
     else:
         output = show_samples(llm.generate(prompt, params)[0], args.quiet, shown)
     if not args.quiet:
-        say(stats(output) if args.verbose else summary(output, params, llm.engine.max_context))
+        say(report(output, params, llm.engine.max_context, args.verbose))
     if args.json:
         document = json.dumps(record(llm, params, output), indent=2, allow_nan=False) + "\n"
         if shown:

@@ -48,7 +48,6 @@ class Generation:
         self._logprobs: list[dict[int, Logprob]] = []
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._cumulative = 0.0
-        self._submitted = time.perf_counter()
         self._arrivals, self._device_ns = array("d"), array("q")  # 16 bytes a token, not 72
         self._whole: RequestOutput | None = None  # the output, once it is complete
 
@@ -173,7 +172,8 @@ class Generation:
             seed=self.request.seed,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.request.cached,
-            submitted=self._submitted,
+            submitted=self._claim.submitted,
+            queue_s=self._claim.queue_s,
             arrivals=self._arrivals,
             device_ns=self._device_ns,
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -384,6 +384,9 @@ class LLM:
         where: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM is of one process: open another one there, instead of a copy")
 
     # ---- inside ----
 

@@ -40,8 +40,9 @@ class RequestMetrics:
     cached_tokens: int  # leading prompt tokens whose keys and values were already in the slot
     output_tokens: int
     total_s: float  # from submission to the last token's arrival
+    queue_s: float | None  # of TTFT, until it had a slot
     ttft_s: float | None
-    prompt_tokens_per_s: float | None  # tokens computed (not cached) over TTFT
+    prompt_tokens_per_s: float | None  # tokens computed (not cached) over the rest of TTFT
     decode_tokens_per_s: float | None
     itl_p50_us: float | None
     itl_p99_us: float | None
@@ -53,6 +54,13 @@ class RequestMetrics:
     mbu: float | None
     kv_depth_start: int  # positions held when the first token was made
     kv_depth_end: int
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From its slot to the first token."""
+        if self.ttft_s is None or self.queue_s is None:
+            return None
+        return self.ttft_s - self.queue_s
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -69,20 +77,22 @@ def measure(
     prompt_tokens: int,
     cached_tokens: int,
     submitted: float,
+    queue_s: float | None,
     arrivals: Sequence[float],
     device_ns: Sequence[int],
     peak: Peak | None,
 ) -> RequestMetrics:
     """The metrics of one sample.
 
-    `submitted` and `arrivals` (one a token) are seconds of one host clock; `device_ns` are the
-    steps' own stamps, used if every step has one.
+    `submitted` and `arrivals` (one a token) are seconds of one host clock, `queue_s` those until it had a slot;
+    `device_ns` are the steps' own stamps, used if every step has one.
     """
     tokens = len(arrivals)
     on_device = tokens > 0 and all(device_ns)
     times = [ns / 1e9 for ns in device_ns] if on_device else list(arrivals)
     gaps_us = [(b - a) * 1e6 for a, b in pairwise(times)]
     ttft = arrivals[0] - submitted if tokens else None
+    prefill = ttft - queue_s if ttft is not None and queue_s is not None else None
     rate = (tokens - 1) / (times[-1] - times[0]) if tokens > 1 and times[-1] > times[0] else None
     depth_end = prompt_tokens + max(tokens - 1, 0)
     bytes_per_token = spec.bytes_per_token + spec.kv_bytes_read((prompt_tokens + depth_end) // 2)
@@ -94,8 +104,9 @@ def measure(
         cached_tokens=cached_tokens,
         output_tokens=tokens,
         total_s=arrivals[-1] - submitted if tokens else 0.0,
+        queue_s=queue_s,
         ttft_s=ttft,
-        prompt_tokens_per_s=(prompt_tokens - cached_tokens) / ttft if ttft else None,
+        prompt_tokens_per_s=(prompt_tokens - cached_tokens) / prefill if prefill else None,
         decode_tokens_per_s=rate,
         itl_p50_us=percentile(gaps_us, 50) if gaps_us else None,
         itl_p99_us=percentile(gaps_us, 99) if gaps_us else None,

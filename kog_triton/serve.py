@@ -122,6 +122,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
         parser.error(f"--port {args.port}: ports run from 0 to 65535")
     if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:
         parser.error("--max-num-queued-reqs must be 0 or more")
+    if args.api_key is not None and not all(args.api_key):
+        parser.error("--api-key is empty: give a key, or leave the flag out")
     try:
         import uvloop  # noqa: F401  what `_body` needs is missed here too
 

@@ -53,8 +53,32 @@ _NO_BEAMS = "there is no beam search: sample with n"
 _LORA = "merge the adapter into the checkpoint"
 _TEXT = "models generate text alone"
 _CLOSED = "close() frees the memory"
-# function, class or "LLM methods" -> name -> what to do instead; of others: leave it out
+_ASYNC = "`async for` over LLM.stream(prompt, sampling_params) is asynchronous, and `kog serve` is a server"
+_ARGUMENTS = "give LLM the arguments themselves"
+# function, class, "LLM methods" or "vllm", the package -> name -> what to do instead; of others: leave it out
 INSTEAD: dict[str, dict[str, str]] = {
+    "vllm": {
+        "AsyncEngineArgs": _ARGUMENTS,
+        "AsyncLLM": _ASYNC,
+        "AsyncLLMEngine": _ASYNC,
+        "BeamSearchParams": _NO_BEAMS,
+        "ClassificationOutput": _TEXT,
+        "ClassificationRequestOutput": _TEXT,
+        "EmbeddingOutput": _TEXT,
+        "EmbeddingRequestOutput": _TEXT,
+        "EngineArgs": _ARGUMENTS,
+        "GuidedDecodingParams": "take StructuredOutputsParams",
+        "LLMEngine": "LLM.stream(prompt, sampling_params) starts a request, and its `poll` reads it",
+        "LoRARequest": _LORA,
+        "ModelRegistry": "a family of models is a file in kog_triton/model/families",
+        "PoolingOutput": _TEXT,
+        "PoolingParams": _TEXT,
+        "PoolingRequestOutput": _TEXT,
+        "PromptType": "a prompt is text, token ids, a TextPrompt or a TokensPrompt",
+        "ScoringOutput": _TEXT,
+        "ScoringRequestOutput": _TEXT,
+        "initialize_ray_cluster": "one process drives every GPU",
+    },
     "LLM": {
         "data_parallel_size": "open an LLM on each GPU",
         "device": "give devices: 'cpu', 'nvidia', 'amd' or a GPU",
@@ -161,6 +185,15 @@ def no_attribute(name: str) -> AttributeError:
         return AttributeError(f"'LLM' object has no attribute {name!r}", name=name)
     more = "" if instead is None else f": {instead}"
     return AttributeError(f"kog_triton's LLM has no {name}{more}", name=name)
+
+
+def no_name(name: str) -> Exception:
+    """What to say of a name that the package has not. An ImportError for vLLM's, with what there is instead: of an
+    AttributeError `from kog_triton import NAME` would drop the words."""
+    instead = INSTEAD["vllm"].get(name)
+    if instead is None:
+        return AttributeError(f"module 'kog_triton' has no attribute {name!r}")
+    return ImportError(f"kog_triton has no {name}: {instead}", name="kog_triton")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

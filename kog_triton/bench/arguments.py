@@ -1,6 +1,7 @@
 """The command line of `kog bench`, and what of it is checked before anything is measured."""
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ REQUESTS = (1, 2, 4, 8)
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments. RequestError for files and names that would fail only after the measurement."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.kind is None:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     if args.kind == "table":
         return args
     for one in each_depth(args):
@@ -57,7 +62,7 @@ def build_parser() -> Parser:
         epilog="Exit codes: 0 done, 2 usage or request, 3 model, 4 device, 5 wrong text, failed "
         "run or missed target, 130 Ctrl-C.",
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     common = _common()
     timed = _timed()
     deep = Parser(add_help=False)

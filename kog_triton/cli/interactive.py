@@ -16,9 +16,9 @@ from typing import Any
 from kog_triton.cli.activity import activity
 from kog_triton.cli.history import kept_lines
 from kog_triton.cli.panics import panics_unsaid
-from kog_triton.cli.stats import stats, summary
+from kog_triton.cli.stats import report
 from kog_triton.cli.stderr_log import STDERR_LOG, say
-from kog_triton.errors import RequestError, printable
+from kog_triton.errors import KogError, RequestError, printable, shown
 from kog_triton.generation import Generation
 from kog_triton.llm import LLM
 from kog_triton.outputs import RequestOutput
@@ -52,9 +52,9 @@ def cancel_on_interrupt(generation: Generation) -> Iterator[None]:
 
 
 def show(
-    generation: Generation, end: str, quiet: bool = False, shown: bool = True
+    generation: Generation, end: str, quiet: bool = False, visible: bool = True
 ) -> RequestOutput:
-    """Write the text to stdout as it comes, and `end` after it, if it is `shown`; the final output.
+    """Write the text to stdout as it comes, and `end` after it, if it is `visible`; the final output.
 
     Logs wait from its first sign on: before, a compiler may take long and say so.
     """
@@ -63,21 +63,25 @@ def show(
         waiting = stack.enter_context(contextlib.ExitStack())
         waiting.enter_context(activity("reading the prompt", quiet))
         opened = False
-        for delta in generation:
-            waiting.close()
-            if delta.text and not opened and shown:
-                opened = True
-                stack.enter_context(STDERR_LOG.held())
-            if shown:
-                write(delta.text)
-        if shown:
+        try:
+            for delta in generation:
+                waiting.close()
+                if delta.text and not opened and visible:
+                    opened = True
+                    stack.enter_context(STDERR_LOG.held())
+                if visible:
+                    write(delta.text)
+        except KogError:  # what it says begins a line
+            write(end if opened else "")
+            raise
+        if visible:
             write(end)
     return generation.output()
 
 
-def show_samples(output: RequestOutput, quiet: bool, shown: bool) -> RequestOutput:
+def show_samples(output: RequestOutput, quiet: bool, visible: bool) -> RequestOutput:
     """Write every sample to stdout, each on lines of its own; stderr says which."""
-    for done in output.outputs if shown else ():
+    for done in output.outputs if visible else ():
         if not quiet:
             say(f"sample {done.index + 1} of {len(output.outputs)}: {done.finish_reason}")
         write(done.text + "\n")
@@ -148,10 +152,7 @@ class Talk:
             field, _, value = rest.strip().partition(" ")
             if field not in SamplingParams.__dataclass_fields__ or not value:
                 raise RequestError("/set takes a sampling parameter and its value: /set top_p 0.9")
-            try:
-                setattr(self._params, field, json.loads(value))
-            except ValueError as error:
-                raise RequestError(str(error)) from error
+            setattr(self._params, field, _json_of(field, value))
             self._tell(f"{field} is {getattr(self._params, field)}")
         else:
             raise RequestError(f"no command {name}: /help lists them")
@@ -167,7 +168,7 @@ class Talk:
         if self._chats:
             self._messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]
         context = self._llm.engine.max_context
-        self._tell(stats(output) if self._verbose else summary(output, self._params, context))
+        self._tell(report(output, self._params, context, self._verbose))
 
     def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
         """The talk as a prompt, and its messages: without the oldest if there would be too little room to answer."""
@@ -193,6 +194,15 @@ class Talk:
         if dropped:
             self._tell(f"the context is full: the oldest {dropped} messages are forgotten")
         return prompt, kept
+
+
+def _json_of(field: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f'/set {field}: {shown(value)} is no JSON, as 0.5, true, null, "text" and ["a", "b"] are'
+        ) from error
 
 
 def _ask() -> str | None:

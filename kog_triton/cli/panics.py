@@ -1,4 +1,7 @@
-"""Where tokenizers panics, its Rust code writes lines of its own to stderr, before the error that says the same."""
+"""Where tokenizers panics, its Rust code writes lines of its own to stderr, before the error that says the same.
+
+Commands drop those lines. The Python API leaves them: the process's stderr is its program's, whose threads write to it.
+"""
 
 import contextlib
 import os

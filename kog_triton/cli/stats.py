@@ -19,15 +19,24 @@ from kog_triton.sampling.params import SamplingParams
 SCHEMA = "kog_triton.generate/1"
 
 
-def summary(output: RequestOutput, params: SamplingParams, max_context: int) -> str:
-    """Two lines for people: how fast, and by which parameters, in a context of so many positions."""
+def report(output: RequestOutput, params: SamplingParams, max_context: int, verbose: bool) -> str:
+    """What stderr says behind a text: two lines, or all figures, the last by which parameters it was made in a context
+    of so many positions."""
+    m = output.metrics
+    by = ", ".join(effective(params, m.seed, max_context - m.prompt_tokens))
+    return f"{stats(output) if verbose else summary(output)}\n{by}; backend {m.backend}"
+
+
+def summary(output: RequestOutput) -> str:
+    """One line for people: how many tokens, and how fast."""
     m, done = output.metrics, output.outputs[0]
+    of = "" if len(output.outputs) == 1 else f"sample 1 of {len(output.outputs)}: "
     rate = "" if m.decode_tokens_per_s is None else f" at {m.decode_tokens_per_s:,.1f} tokens/s"
     first = "" if m.ttft_s is None else f", first after {m.ttft_s * 1e3:,.0f} ms"
     cached = f" ({m.cached_tokens} cached)" if m.cached_tokens else ""
     return (
-        f"{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; {done.finish_reason}\n"
-        f"{', '.join(effective(params, m.seed, max_context - m.prompt_tokens))}; backend {m.backend}"
+        f"{of}{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; "
+        f"{done.finish_reason}"
     )
 
 
@@ -54,7 +63,7 @@ def effective(params: SamplingParams, seed: int, room: int) -> list[str]:
 
 
 def stats(output: RequestOutput) -> str:
-    """The figures of one output; a figure that has no meaning here is shown as -."""
+    """The figures of one output's first sample; a figure that has no meaning here is shown as -."""
     m, done = output.metrics, output.outputs[0]
     mbu = f"MBU {_number(m.mbu, 100)} % of {m.peak}" if m.mbu is not None else "MBU unknown"
     by = "by the backend's stamps" if m.clock == "device" else "as they arrived"
@@ -68,7 +77,7 @@ def stats(output: RequestOutput) -> str:
             f"the first; between tokens {between}, {by}",
             f"memory  {m.bytes_per_token / 1e6:,.1f} MB a token, {_number(m.gb_per_s)} GB/s, "
             f"{mbu}; KV depth {m.kv_depth_start} to {m.kv_depth_end}",
-            f"end     {done.finish_reason}; seed {m.seed}; backend {m.backend}; {m.total_s:.2f} s",
+            f"end     {done.finish_reason}; {m.total_s:.2f} s",
         )
     )
 

@@ -31,8 +31,8 @@ UNROLLED = 32
 # for 235); in those whose input is gathered it is not measured, and has to save more than that.
 LOOPED = 1.4
 # Of this many or more tiles that fit in one of the best size, several are on their way; two of half the size lost
-# (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there), nor was
-# what follows: rows in tiles of several widths, of which MIXED times the best size may be on its way (#mixed-widths).
+# (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there), rows in
+# tiles of several widths, of which MIXED times the best size may be on its way, were (#mixed-widths).
 SMALL_TILES = 4
 MOST_AHEAD = 8  # and no more, whose code is written out
 MIXED = 1.25
@@ -516,8 +516,7 @@ def _sums_well(tile_rows: int, words: int) -> bool:
     """Whether the warps that share a row of such a tile are numbered in one run.
 
     Where threads have fewer than four words a line takes two warps; of several lines the rows' warps stand between
-    those two and the next line's, and Triton 3.6 then adds the wrong ones (a sum of 2 rows of 256 words on an H200
-    was another one each time).
+    those two and the next line's, and Triton 3.6 then adds the wrong ones (benchmarks/triton-log.md#split-warps).
     """
     return words <= LINE or tile_rows * words >= 4 * THREADS
 

@@ -34,9 +34,12 @@ class Asked:
     tool_parser: str | None
     reasons: bool
     inside: bool
+    one_call: bool
 
     def parser(self) -> AnswerParser:
-        return AnswerParser(self.tool_parser, self.tools, self.reasons, self.inside)
+        return AnswerParser(
+            self.tool_parser, self.tools, self.reasons, self.inside, one_call=self.one_call
+        )
 
 
 async def read_chat(
@@ -60,7 +63,7 @@ async def read_chat(
     given = body.given()
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
-    elif body.max_tokens:
+    elif body.max_tokens is not None:
         given["max_tokens"] = body.max_tokens
     if cut_to_room and "max_tokens" in given:
         given["max_tokens"] = min(
@@ -93,6 +96,7 @@ async def read_chat(
         tool_parser,
         model.reasons,
         inside,
+        body.parallel_tool_calls is False,
     )
 
 

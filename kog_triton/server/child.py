@@ -52,7 +52,8 @@ class Served:
         words: list[wire.FromEngine] = []
         if not self._began and request.slot != WAITS:
             self._began = True
-            words.append(wire.Began(number, request.slot, request.cached))
+            assert self.claim.queue_s is not None, "a claim with a slot was admitted"
+            words.append(wire.Began(number, request.slot, request.cached, self.claim.queue_s))
         read = self.claim.read(0)
         if read and request.prompt_logprobs is not None and (told := self.claim.read_prompt()):
             words.append(wire.Scores(number, told))

@@ -30,13 +30,14 @@ def usage(
 
 
 def timings(output: RequestOutput) -> dict[str, Any]:
-    """llama.cpp's fields, and four more; ms, tokens/s, us; MBU from 0 to 1. A figure that has no meaning is null."""
+    """llama.cpp's fields, and five more; ms, tokens/s, us; MBU from 0 to 1. A figure that has no meaning is null."""
     m = output.metrics
     rate = m.decode_tokens_per_s
     return {
+        "queue_ms": _rounded(m.queue_s, 1e3),
         "cache_n": m.cached_tokens,
         "prompt_n": m.prompt_tokens - m.cached_tokens,
-        "prompt_ms": _rounded(m.ttft_s, 1e3),
+        "prompt_ms": _rounded(m.prefill_s, 1e3),
         "prompt_per_second": _rounded(m.prompt_tokens_per_s),
         "predicted_n": m.output_tokens,
         "predicted_ms": _rounded((m.output_tokens - 1) / rate if rate else None, 1e3),

@@ -1,4 +1,4 @@
-"""Request bodies as JSON: strict, of bounded depth, and read within a bound of time.
+"""Request bodies as JSON: called so, strict, of bounded depth, and read within a bound of time.
 
 pydantic's reader refuses NaN, lone surrogates and bad UTF-8, which json.loads lets in.
 """
@@ -21,7 +21,15 @@ BODY_S = 30.0  # for a body to arrive
 
 class JsonRequest(Request):
     async def body(self) -> bytes:
-        """Problem 408 for one that takes too long."""
+        """Problem 400 for one that does not say it is JSON, as a form of another site's page cannot, 408 for one that
+        takes too long."""
+        kind = self.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise Problem(
+                400,
+                f"the content-type is {kind[:80]!r}: send the header content-type: application/json",
+                code="invalid_content_type",
+            )
         try:
             async with asyncio.timeout(BODY_S):
                 return await super().body()

@@ -55,7 +55,9 @@ class ServerMetrics(Collector):
 
     def __init__(self) -> None:
         self.inter_token = Counts(ITL_BUCKETS)
-        self._first_token, self._whole = Counts(TIME_BUCKETS), Counts(TIME_BUCKETS)
+        self._queue, self._prefill, self._first_token, self._decode, self._whole = (
+            Counts(TIME_BUCKETS) for _ in range(5)
+        )
         self._ended = dict.fromkeys(FINISH_REASONS, 0)
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self.num_errors = 0
@@ -70,8 +72,13 @@ class ServerMetrics(Collector):
         self._prompt_tokens += m.prompt_tokens
         self._cached_tokens += m.cached_tokens
         self._output_tokens += m.output_tokens
+        if m.queue_s is not None:
+            self._queue.observe(m.queue_s)
+        if m.prefill_s is not None:
+            self._prefill.observe(m.prefill_s)
         if m.ttft_s is not None:
             self._first_token.observe(m.ttft_s)
+            self._decode.observe(m.total_s - m.ttft_s)
         self._whole.observe(m.total_s)
 
     def failed(self, error: BaseException) -> None:
@@ -82,8 +89,14 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()
         yield self.inter_token.family("kog:inter_token_latency_seconds", "between two tokens")
-        yield self._first_token.family("kog:time_to_first_token_seconds", "to the first token")
-        yield self._whole.family("kog:e2e_request_latency_seconds", "to the last token")
+        for name, text, times in (
+            ("request_queue_time", "until a sample has a slot", self._queue),
+            ("request_prefill_time", "from its slot to its first token", self._prefill),
+            ("time_to_first_token", "to the first token", self._first_token),
+            ("request_decode_time", "from the first token to the last", self._decode),
+            ("e2e_request_latency", "to the last token", self._whole),
+        ):
+            yield times.family(f"kog:{name}_seconds", text)
         if self.supervisor is not None:
             yield from self._state(self.supervisor)
 

@@ -157,7 +157,7 @@ class ResponsesAnswer(BlockStream):
             "max_output_tokens": body.max_output_tokens,
             "model": self._model.name,
             "output": list(self._items),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": not self._asked.one_call,
             "previous_response_id": None,
             "reasoning": {
                 "effort": body.reasoning.effort if body.reasoning else None,

@@ -109,6 +109,7 @@ async def serve(settings: Settings) -> int:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level=logging.ERROR,  # its warnings are about what clients send
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,

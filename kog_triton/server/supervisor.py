@@ -177,7 +177,7 @@ class Supervisor:
             if not claim.accepted.done():
                 claim.accepted.set_result(None)
         elif isinstance(message, wire.Began):
-            claim.admit(message.slot, message.cached)
+            claim.admit(message.slot, message.cached, message.queue_s)
             self.kv_tokens[message.slot] = len(claim.request.prompt)
         elif isinstance(message, wire.Scores):
             claim.push_prompt(message.tokens)

@@ -73,11 +73,12 @@ class Accepted(msgspec.Struct, tag=True, array_like=True):
 
 
 class Began(msgspec.Struct, tag=True, array_like=True):
-    """The request has a slot, which holds the first `cached` tokens of its prompt."""
+    """The request has a slot, after `queue_s` seconds in line; it holds the first `cached` tokens of its prompt."""
 
     id: int
     slot: int
     cached: int
+    queue_s: float
 
 
 class Steps(msgspec.Struct, tag=True, array_like=True):

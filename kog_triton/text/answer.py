@@ -25,6 +25,7 @@ class AnswerParser:
 
     tool_parser  a name of TOOL_PARSERS, None to leave calls in the text; RequestError for another name
     reasoning    whether reasoning is told apart; `inside`: the prompt has begun it
+    one_call     only the first call is told
     """
 
     def __init__(
@@ -33,9 +34,12 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]] = (),
         reasoning: bool = False,
         inside: bool = False,
+        *,
+        one_call: bool = False,
     ) -> None:
         self._reasoning = ReasoningParser(inside) if reasoning else None
         self._tools = open_tool_parser(tool_parser, tools) if tool_parser else None
+        self._one_call, self._called = one_call, False
 
     def feed(self, text: str) -> AnswerDelta:
         if self._reasoning is None:
@@ -52,13 +56,19 @@ class AnswerParser:
         if self._tools is None:
             return rest
         last = self._tools.finish()
-        return AnswerDelta(rest.reasoning, rest.content + last.content, rest.calls + last.calls)
+        calls = rest.calls + self._wanted(last.calls)
+        return AnswerDelta(rest.reasoning, rest.content + last.content, calls)
 
     def _answer(self, reasoning: str, text: str) -> AnswerDelta:
         if self._tools is None or not text:
             return AnswerDelta(reasoning, text)
         delta = self._tools.feed(text)
-        return AnswerDelta(reasoning, delta.content, delta.calls)
+        return AnswerDelta(reasoning, delta.content, self._wanted(delta.calls))
+
+    def _wanted(self, calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
+        wanted = calls if not self._one_call else () if self._called else calls[:1]
+        self._called |= bool(calls)
+        return wanted
 
 
 def open_tool_parser(

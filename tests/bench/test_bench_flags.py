@@ -56,6 +56,13 @@ def asked(monkeypatch, tmp_path, capsys):
     return call
 
 
+def test_no_kind_is_answered_by_the_list_of_them(capsys):
+    with pytest.raises(SystemExit):
+        bench.main([])
+    out, err = capsys.readouterr()
+    assert out == "" and "tokens/s behind a prompt" in err and "the results kept so far" in err
+
+
 def test_decode(asked):
     said = "--depth 48 --max-tokens 24 --rounds 3 --warmup 4 --temperature 0.5 --top-p 0.75 --gpus 2 --profile 5"
     task, record = asked(

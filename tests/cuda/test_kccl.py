@@ -127,6 +127,19 @@ def test_a_planted_fault_is_noticed(name, tmp_path):
     assert noticed(tmp_path, *FAULTS[name]) in ("expired", "wrong")
 
 
+def test_a_place_that_several_senders_share_loses_a_number(tmp_path):
+    """A sender's own store lands after the next sender's, which nobody then finds."""
+    place = (
+        "collectives.h",
+        "return offset + 2 * static_cast<u32>(from);",
+        "(void)from;\n    return offset;",
+    )
+    program = build("EpochPairs", 4, include=plant(tmp_path, *place))
+    assert any(
+        run(program, "chosen", 1, 100, seed, limit_ms=LIMIT).code == 1 for seed in range(1, 40)
+    )
+
+
 def test_a_plain_load_is_a_race(tmp_path):
     plain = "policies.h", "return load_words(p);", "return *reinterpret_cast<const Vector*>(p);"
     assert noticed(tmp_path, "PhaseWords", "reduce", *plain, judged=True) == "race"

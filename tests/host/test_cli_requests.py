@@ -16,7 +16,7 @@ from kog_triton.__main__ import commands
 from kog_triton.cli import activity, foreign_flags, generate_arguments
 from kog_triton.cli.activity import activity as shown_activity
 from kog_triton.cli.arguments import Parser
-from kog_triton.cli.stats import summary
+from kog_triton.cli.stats import report, summary
 from kog_triton.cli.stderr_log import STDERR_LOG
 from tests import ROOT
 from tests.lib import gguf_cases
@@ -257,6 +257,7 @@ def test_several_samples_come_one_after_the_other(cli, tmp_path):
     texts = [done["text"] for done in record["output"]["outputs"]]
     assert code == 0 and out == "".join(f"{text}\n" for text in texts) and len(set(texts)) == 3
     assert [f"sample {i} of 3: length" in err for i in (1, 2, 3)] == [True] * 3
+    assert err.splitlines()[-2].startswith("sample 1 of 3: 6 tokens at ")
 
 
 def test_a_record_on_stdout_takes_the_place_of_the_text(cli):
@@ -281,8 +282,9 @@ def test_two_lines_after_a_text_say_how_fast_and_by_which_parameters(cli):
     )
     greedy = cli("-p", "say:x", "--temp", "0", "--top-k", "7")[2].splitlines()
     assert greedy[-1] == "temperature 0; backend fake"
-    told = cli("-p", "say:x", "-v")[2]
+    told = cli("-p", "abc", *flags, "--temp", "0.5", "-v")[2]
     assert "MBU unknown" in told and "KV depth" in told and "between tokens" in told
+    assert told.splitlines()[-1] == err[-1]  # whoever asks for more gets no less
 
 
 def test_the_first_line_says_how_much_of_the_prompt_was_there_already(llm):
@@ -290,13 +292,13 @@ def test_the_first_line_says_how_much_of_the_prompt_was_there_already(llm):
     params = SamplingParams(temperature=0, max_tokens=2)
     output = llm.generate("abcdefghij", params)[0]
     assert 0 < output.num_cached_tokens < 10
-    said = summary(output, params, llm.engine.max_context)
+    said = summary(output)
     assert f"; prompt 10 ({output.num_cached_tokens} cached); " in said
     # and the last one of max_tokens what the context had room for
     much = SamplingParams(temperature=0, max_tokens=10**8)
-    assert f"max_tokens {llm.engine.max_context - 10};" in summary(
-        output, much, llm.engine.max_context
-    )
+    for verbose in (False, True):
+        told = report(output, much, llm.engine.max_context, verbose)
+        assert f"max_tokens {llm.engine.max_context - 10};" in told.splitlines()[-1]
 
 
 def test_what_takes_half_a_second_is_told(capsys):

@@ -143,6 +143,19 @@ def test_a_talk_greets_and_has_commands(cli, monkeypatch):
     assert err.count("error: ") == 4
 
 
+@pytest.mark.parametrize("value", ["warm", "[" * 100_000])
+def test_a_value_that_is_no_json_says_what_is(cli, monkeypatch, value):
+    code, out, err = talk(cli, monkeypatch, f"/set stop {value}\nsay:one\n", "--raw", "--quiet")
+    assert (code, out) == (0, "one\n")
+    assert err.startswith("error: /set stop: '") and err.count("\n") == 1
+    assert err.endswith(""" is no JSON, as 0.5, true, null, "text" and ["a", "b"] are\n""")
+
+
+def test_an_error_behind_a_text_begins_a_line(cli, monkeypatch):
+    code, out, err = talk(cli, monkeypatch, "slow fail\n", "--raw", "--quiet")
+    assert (code, out) == (5, f"{out.strip()}\n") and len(out) > 1 and err.startswith("error: ")
+
+
 def test_a_text_of_several_lines(cli, monkeypatch):
     lines = '"""\nfirst\n\nsay:last\n"""\nsay:one\n"""\nsay:unfinished'
     code, out, _ = talk(cli, monkeypatch, lines, "--raw", "--quiet")

@@ -32,6 +32,7 @@ def figures(**changes):
         "prompt_tokens": 10,
         "cached_tokens": 4,
         "submitted": 100.0,
+        "queue_s": 0.1,
         "arrivals": [100.5, 100.6, 100.7, 101.0],
         "device_ns": [0, 0, 0, 0],
         "peak": None,
@@ -42,7 +43,8 @@ def figures(**changes):
 def test_figures_follow_their_formulas():
     m = figures(peak=Peak("toy", 1e6))
     assert m.ttft_s == pytest.approx(0.5) and m.total_s == pytest.approx(1.0)
-    assert m.prompt_tokens_per_s == pytest.approx(6 / 0.5)
+    assert (m.queue_s, m.prefill_s) == (0.1, pytest.approx(0.4))
+    assert m.prompt_tokens_per_s == pytest.approx(6 / 0.4)
     assert m.decode_tokens_per_s == pytest.approx(3 / 0.5)
     assert m.itl_p50_us == pytest.approx(1e5) and m.itl_p99_us == pytest.approx(3e5)
     assert (m.kv_depth_start, m.kv_depth_end, m.clock) == (10, 13, "host")
@@ -66,7 +68,10 @@ def test_device_stamps_are_used_when_every_step_has_one():
 def test_figures_without_meaning_are_none(tokens):
     m = figures(arrivals=[100.5][:tokens], device_ns=[7][:tokens])
     assert m.decode_tokens_per_s is None and m.itl_p50_us is None and m.gb_per_s is None
-    assert (m.ttft_s is None) == (tokens == 0) and m.output_tokens == tokens
+    assert (m.ttft_s is None) == (m.prefill_s is None) == (tokens == 0)
+    assert m.output_tokens == tokens and m.queue_s == 0.1
+    waits = figures(queue_s=None, arrivals=[], device_ns=[])
+    assert (waits.queue_s, waits.prefill_s, waits.prompt_tokens_per_s) == (None, None, None)
 
 
 def test_percentile_is_nearest_rank():

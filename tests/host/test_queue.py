@@ -146,6 +146,17 @@ def test_who_came_first_is_served_first(narrow):
     assert made == sorted(made)
 
 
+def test_the_time_in_line_is_told_apart_from_the_prompts(narrow):
+    first = narrow.stream("slow a", replace(GREEDY, max_tokens=20, ignore_eos=True))
+    second = narrow.stream("b", GREEDY)
+    assert (first.metrics().queue_s is None, second.metrics().queue_s) == (False, None)
+    (*_, a), (*_, b) = first, second
+    waited, m = b.output.metrics.queue_s, b.output.metrics
+    assert a.output.metrics.queue_s < 0.2 < 20 * 0.02 <= waited + 0.02 and waited < m.ttft_s
+    assert m.prefill_s == m.ttft_s - waited
+    assert m.prompt_tokens_per_s == pytest.approx(m.prompt_tokens / m.prefill_s)
+
+
 def test_a_list_of_many_prompts_lets_others_in_between(narrow):
     prompts = [f"slow say:{i}" for i in range(40)]
     batch = Together(narrow.generate, [prompts])

@@ -1,8 +1,10 @@
 """vLLM's names mean vLLM's arguments: each is honoured, refused by name, or ignored with a warning."""
 
+import copy
 import inspect
 import json
 import logging
+import pickle
 import re
 import warnings
 from dataclasses import fields
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import kog_triton
 from kog_triton import (
     LLM,
     CompletionOutput,
@@ -118,6 +121,24 @@ def test_methods_that_we_do_not_have_are_refused_by_name(llm):
         llm.generat  # noqa: B018
 
 
+def test_names_of_the_package_that_we_do_not_have_say_what_there_is_instead():
+    assert set(TABLE["vllm"]) - set(kog_triton.__all__) <= set(INSTEAD["vllm"])
+    assert not set(INSTEAD["vllm"]) & set(kog_triton.__all__)
+    for name, instead in INSTEAD["vllm"].items():
+        with pytest.raises(ImportError, match=f"^kog_triton has no {name}: {re.escape(instead)}$"):
+            __import__("kog_triton", fromlist=[name])  # as `from kog_triton import NAME` does
+    with pytest.raises(ImportError, match="cannot import name 'Nobodys'"):
+        from kog_triton import Nobodys  # noqa: F401
+    assert not hasattr(kog_triton, "Nobodys")
+    assert len(dir(kog_triton)) == len(set(dir(kog_triton)))
+
+
+def test_an_llm_is_not_copied(llm):
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="an LLM is of one process: open another one there"):
+            copied(llm)
+
+
 def test_values_that_ask_for_nothing_pass(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,6 +166,7 @@ def test_outputs_have_vllms_attributes(llm):
 
 def test_the_table_is_what_its_script_reads_out_of_a_wheel():
     files = {
+        "__init__.py": "import typing\nMODULE_ATTRS = {'LLM': '.llm:LLM', 'EngineArgs': '.args:E'}\n",
         "entrypoints/llm.py": "class LLM(X):\n def __init__(self, model, *, seed=0, **kw): ...\n"
         " def generate(self, prompts, /, a=1): ...\n def chat(self, messages, b): ...\n",
         "engine/arg_utils.py": "class EngineArgs:\n model: str = ''\n max_num_seqs: int = 1\n",
@@ -160,6 +182,7 @@ def test_the_table_is_what_its_script_reads_out_of_a_wheel():
     files |= {file: f"class {name}:\n def {name}_(self): ...\n" for file, name in MIXINS.items()}
     read = vllm_names.names_of(files.__getitem__)
     assert read == {
+        "vllm": ["LLM", "EngineArgs"],
         "LLM methods": ["generate", "chat", *(f"{name}_" for name in MIXINS.values())],
         "LLM": ["model", "seed", "max_num_seqs"],
         "LLM.generate": ["prompts", "a"],

@@ -3,7 +3,8 @@
     pip download --no-deps vllm==0.33.0 -d /tmp/wheel
     python -m tests.lib.vllm_names /tmp/wheel/vllm-*.whl
 
-writes kog_triton/vllm_names.json: names alone, a list a function or class, and the methods of LLM.
+writes kog_triton/vllm_names.json: names alone, a list a function or class, the methods of LLM, and what the package
+exports.
 """
 
 import ast
@@ -34,7 +35,9 @@ def names_of(read):
         for field in fields_of(class_of(inputs, name))
     ]
     mixins = [methods_of(class_of(read(file), name)) for file, name in MIXINS.items()]
+    package = constant_of(read("__init__.py"), "MODULE_ATTRS")
     return {
+        "vllm": list(package),
         "LLM methods": merged(methods_of(llm), *mixins),
         # its **kwargs are those of EngineArgs
         "LLM": merged(arguments_of(llm, "__init__"), fields_of(class_of(engine, "EngineArgs"))),
@@ -54,6 +57,12 @@ def names_of(read):
 
 def merged(*lists):
     return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def constant_of(text, name):
+    """The value of an assignment at the top of a file."""
+    found = (n for n in ast.parse(text).body if isinstance(n, ast.Assign))
+    return next(ast.literal_eval(n.value) for n in found if n.targets[0].id == name)
 
 
 def class_of(text, name):

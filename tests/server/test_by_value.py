@@ -26,9 +26,10 @@ from kog_triton.server.supervisor import EngineLost
 
 
 def output(prompt=10, cached=4, made=5, reason="stop"):
-    """A request of 2 tokens/s, whose first token came after half a second."""
+    """A request of 2 tokens/s, whose first token came after half a second, of which it waited an eighth."""
     metrics = RequestMetrics(
-        backend="b", seed=1, prompt_tokens=prompt, cached_tokens=cached, output_tokens=made, total_s=2.5, ttft_s=0.5,
+        backend="b", seed=1, prompt_tokens=prompt, cached_tokens=cached, output_tokens=made, total_s=2.5,
+        queue_s=0.125, ttft_s=0.5,
         prompt_tokens_per_s=12.0, decode_tokens_per_s=2.0, itl_p50_us=5e5, itl_p99_us=6e5, itl_max_us=7e5,
         clock="host", bytes_per_token=100, gb_per_s=2e-7, peak="toy", mbu=0.25, kv_depth_start=prompt,
         kv_depth_end=prompt + made - 1,
@@ -55,9 +56,10 @@ def test_a_prompt_counts_once_however_many_samples_it_has():
 
 def test_timings_by_value():
     assert figures.timings(output()) == {
+        "queue_ms": 125.0,
         "cache_n": 4,
         "prompt_n": 6,
-        "prompt_ms": 500.0,
+        "prompt_ms": 375.0,
         "prompt_per_second": 12.0,
         "predicted_n": 5,
         "predicted_ms": 2000.0,  # of the four tokens behind the first
@@ -139,7 +141,10 @@ def test_metrics_tell_what_happened_under_our_names_and_those_of_routers():
         "kog:engine_restarts_total": 2, "kog:decode_steps_total": 70, "kog:engine_up": 1,
         "kog:device_heartbeat_age_seconds": 0.5, "kog:inter_token_latency_seconds_count": 0,
         "kog:inter_token_latency_seconds_sum": 0, "kog:time_to_first_token_seconds_count": 4,
-        "kog:time_to_first_token_seconds_sum": 2.0, "kog:e2e_request_latency_seconds_count": 4,
+        "kog:time_to_first_token_seconds_sum": 2.0, "kog:request_queue_time_seconds_count": 4,
+        "kog:request_queue_time_seconds_sum": 0.5, "kog:request_prefill_time_seconds_count": 4,
+        "kog:request_prefill_time_seconds_sum": 1.5, "kog:request_decode_time_seconds_count": 4,
+        "kog:request_decode_time_seconds_sum": 8.0, "kog:e2e_request_latency_seconds_count": 4,
         "kog:e2e_request_latency_seconds_sum": 10.0,
         "kog:num_requests_running": 3, "kog:num_requests_waiting": 4, "kog:kv_cache_usage_perc": 0.25,
         "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 4, "vllm:kv_cache_usage_perc": 0.25,
@@ -287,10 +292,17 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     assert every == {*flags, *others, "--enable-auto-tool-choice"}
 
 
-def test_the_environment_has_a_key_where_no_flag_has(monkeypatch):
+def test_the_environment_has_a_key_where_no_flag_has(monkeypatch, capsys):
     monkeypatch.setenv("KOG_API_KEY", "secret")
     assert serve.parse([]).keys == ("secret",)
     assert serve.parse(["--api-key", "other"]).keys == ("other",)
+    for keys in (
+        [""],
+        ["other", ""],
+    ):  # of a variable of the shell that is not set: not an open door
+        with pytest.raises(SystemExit):
+            serve.parse(["--api-key", *keys])
+        assert "--api-key is empty: give a key, or leave the flag out" in capsys.readouterr().err
     monkeypatch.setenv("KOG_API_KEY", "")
     assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
 

@@ -117,6 +117,20 @@ def test_calls_come_whole_however_the_stream_is_cut(server, interval):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("interval", [1, 1000])
+def test_who_takes_one_call_at_a_time_gets_the_first(server, interval):
+    prompt = server.play("calls", f"One: {CALL} and {CALL.replace('Zürich', 'Bern')}")
+    alone = {"tools": TOOLS, "parallel_tool_calls": False}
+    events = server.stream_chat(prompt, **alone, stream_interval=interval)
+    calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert [c["function"]["arguments"] for c in calls] == ['{"city": "Zürich"}']
+    assert content(events) == "One:  and "
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    for more, count in (({}, 2), ({"parallel_tool_calls": True}, 2), (alone, 1)):
+        message = server.chat(prompt, **{"tools": TOOLS, **more})["choices"][0]["message"]
+        assert len(message["tool_calls"]) == count
+
+
 def test_a_call_that_was_cut_off_is_content_and_ends_by_length(server):
     choice = server.chat(server.play("cut", CALL), tools=TOOLS, max_tokens=20)["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -198,6 +212,7 @@ def test_what_is_not_known_is_named(server):
             "chat_template_kwargs.messages is not allowed",
         ),
         ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"max_tokens": 100000}, "exceeds the context"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"functions": []}, "functions is not supported"),
@@ -215,6 +230,25 @@ def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
     assert says in error["message"]
     assert "\n" not in error["message"]
     assert error["type"] == ("not_found_error" if "model" in fields else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; b=json"]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+def test_a_body_that_does_not_say_it_is_json_is_told_how(server, path, kind):
+    """curl -d says it is a form; a page of another site can send nothing else without asking first."""
+    headers = {} if kind is None else {"content-type": kind}
+    with server.client() as client:
+        response = client.post(path, content=b"{}", headers=headers)
+        said = response.json()["error"]["message"]
+        assert (response.status_code, said) == (
+            400,
+            f"the content-type is {kind or ''!r}: send the header content-type: application/json",
+        )
+        json_headers = {"content-type": "Application/JSON; charset=utf-8"}
+        found = client.post(path, content=b"[]", headers=json_headers)
+    assert found.status_code == 400 and "content-type" not in found.text
 
 
 def test_progress_tells_the_depth_and_a_cpu_has_no_share_of_a_peak(server):

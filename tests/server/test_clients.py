@@ -139,6 +139,8 @@ def test_openai_errors(oai):
         oai.responses.create(model="", input="x", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="log-probabilities are not told here"):
         oai.responses.create(model="", input="x", top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="input is empty: give a text"):
+        oai.responses.create(model="", input=[])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         oai.chat.completions.create(
             model="", messages=[{"role": "user", "content": "x"}], temperature=5
@@ -191,6 +193,26 @@ def test_anthropic_stream_of_a_tool_call_and_its_result(claude, server):
     ]
     last = claude.messages.create(model=model, max_tokens=200, tools=tools, messages=history)
     assert last.content[0].text == "Sun."
+
+
+def test_both_apis_of_others_take_one_call_at_a_time(claude, oai, server):
+    model = server.get("/v1/models").json()["data"][0]["id"]
+    asked = says(server, "claude_calls", f"{CALL}{CALL}")
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    for alone, count in ((False, 2), (True, 1)):
+        choice = {"type": "auto", "disable_parallel_tool_use": alone}
+        answer = claude.messages.create(
+            model=model, max_tokens=300, tools=tools, messages=asked, tool_choice=choice
+        )
+        assert [block.type for block in answer.content] == ["tool_use"] * count
+        found = oai.responses.create(
+            model=model,
+            input=asked[0]["content"],
+            tools=[{"type": "function", "name": "weather", "parameters": SCHEMA}],
+            parallel_tool_calls=not alone,
+        )
+        assert [item.type for item in found.output] == ["function_call"] * count
+        assert found.parallel_tool_calls is not alone
 
 
 def test_anthropic_counts_tokens(claude, server):

@@ -92,6 +92,37 @@ def test_a_flood_is_refused_and_who_was_taken_is_served(guarded, figure):
     figure("R8", f"{len(refused)} of 30 refused, {len(taken)} served")
 
 
+def test_the_time_in_line_is_counted_and_told(guarded):
+    """One slot: whoever comes second waits for all of the first."""
+
+    def metric(name):
+        lines = guarded.get("/metrics", **key(0)).text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"kog:{name} "))
+
+    histograms = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    whole = (*histograms, "time_to_first_token", "e2e_request_latency")
+    before = [[metric(f"{name}_seconds_{of}") for of in ("count", "sum")] for name in whole]
+    prompt = guarded.play("waited", "x" * 20, tokens_per_s=40)
+    body = {"messages": [{"role": "user", "content": prompt}]}
+
+    def timings(_):
+        return guarded.post("/v1/chat/completions", body, **key(0)).json()["timings"]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = sorted(pool.map(timings, range(2)), key=lambda found: found["queue_ms"])
+    after = [[metric(f"{name}_seconds_{of}") for of in ("count", "sum")] for name in whole]
+    assert first["queue_ms"] < 450 <= second["queue_ms"]
+    for found in (first, second):
+        rate = 1e3 * found["prompt_n"] / found["prompt_ms"]
+        assert found["prompt_per_second"] == pytest.approx(rate, rel=0.01)
+    counts = [b[0] - a[0] for a, b in zip(before, after, strict=True)]
+    queue, prefill, decode, ttft, total = (b[1] - a[1] for a, b in zip(before, after, strict=True))
+    assert counts == [2] * 5
+    assert queue == pytest.approx((first["queue_ms"] + second["queue_ms"]) / 1e3, abs=1e-4)
+    assert prefill == pytest.approx((first["prompt_ms"] + second["prompt_ms"]) / 1e3, abs=1e-4)
+    assert queue + prefill == pytest.approx(ttft) and ttft + decode == pytest.approx(total)
+
+
 # ---- R5, R6: clients that leave ----
 
 
@@ -329,9 +360,10 @@ def test_what_a_client_sends_makes_no_line_of_the_log(server, figure):
             "/v1/chat/completions", json={evil: 1, "messages": [{"role": "user", "content": "x"}]}
         )
         client.get("/v1/models/a%0aINJECTED%1b[31m")
+        client.get("/v1/realtime", headers={"connection": "upgrade", "upgrade": "websocket"})
+    assert raw_request(server, b"nonsense\r\n\r\n")[0] == 400
     told = server.log.read_text()[len(before) :]
-    assert "\x1b" not in told
-    assert not [line for line in told.splitlines() if line.startswith("INJECTED")]
+    assert told == ""
     names = [n for n in server.get("/metrics").text.splitlines() if "INJECTED" in n]
     assert not names
     figure("R19", "no line of the log and no label is a client's")

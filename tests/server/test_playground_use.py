@@ -278,7 +278,13 @@ def test_a_gpu_and_its_share_of_bandwidth_are_shown(browser, server):
             "mbu": 0.957,
             "kv_depth": 289,
         }
-        timings |= {"prompt_ms": 2.8, "itl_p50_us": 586.2, "itl_p99_us": 12345, "cache_n": 3}
+        timings |= {
+            "queue_ms": 0.5,
+            "prompt_ms": 2.3,
+            "itl_p50_us": 586.2,
+            "itl_p99_us": 12345,
+            "cache_n": 3,
+        }
         choice = {"index": 0, "delta": {"content": "yes"}, "finish_reason": "stop"}
         data = json.dumps({"choices": [choice], "timings": timings})
         route.fulfill(body=f"data: {data}\n\ndata: [DONE]\n\n", content_type="text/event-stream")

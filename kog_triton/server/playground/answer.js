@@ -9,7 +9,7 @@ import { render } from "./markdown.js";
 export function figuresOf(timings) {
   return {
     rate: timings.predicted_per_second,
-    ttft_ms: timings.prompt_ms,
+    ttft_ms: timings.prompt_ms === null ? null : timings.queue_ms + timings.prompt_ms,
     tokens: timings.predicted_n,
     cached: timings.cache_n,
     kv_depth: timings.kv_depth,

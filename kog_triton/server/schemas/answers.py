@@ -29,6 +29,7 @@ class AnthropicErrorAnswer(BaseModel):
 class Timings(BaseModel):
     """llama.cpp's names. ms, tokens/s, us; MBU from 0 to 1; null where a figure has no meaning."""
 
+    queue_ms: float | None
     cache_n: int
     prompt_n: int
     prompt_ms: float | None

@@ -27,12 +27,14 @@ class Tool(Body):
 
 class ChatBody(SamplingBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

@@ -43,6 +43,7 @@ class Conversation(Body):
             "messages": messages,
             "tools": [_tool(tool) for tool in tools] or None,
             "tool_choice": self._tool_choice() if tools else None,
+            "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "chat_template_kwargs": kwargs,
         }
 

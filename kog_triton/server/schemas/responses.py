@@ -39,6 +39,7 @@ class ResponsesBody(Body):
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
@@ -77,12 +78,15 @@ class ResponsesBody(Body):
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
         messages += chat_messages(self.input)
+        if not messages:
+            raise Problem(400, "input is empty: give a text, or at least one item", param="input")
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "max_tokens": self.max_output_tokens,
             "tools": None if self.tools is None else [_tool(tool) for tool in self.tools],
             "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }

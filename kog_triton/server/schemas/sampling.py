@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 WITHOUT_EFFECT = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prediction", "parallel_tool_calls", "verbosity", "betas"),
+        *("prompt_cache_retention", "prediction", "verbosity", "betas"),
         *("container", "context_management", "inference_geo"),
     }
 )

@@ -110,7 +110,7 @@ int main(int argc, char** argv) {
   if (argc != 8) return 2;
   Run run{argv[1], atoi(argv[2]), 0, 0, atoi(argv[3]), atoi(argv[4]), nullptr};
   int absent = atoi(argv[6]);
-  u32 words = std::max(Sums::kWords, LateSums::kWords) * kVectors + 4;
+  u32 words = std::max(Sums::kWords, LateSums::kWords) * kVectors + (Broadcast<kRanks>::kWords + 3) / 4 * 4;
   struct Line {
     alignas(16) u32 w[4];
   };

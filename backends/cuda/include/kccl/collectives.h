@@ -55,32 +55,37 @@ struct DelayedAllReduce : AllReduce<Policy, kRanks, kDelay> {
 template <class Policy, int kRanks>
 using AllGather = Channel<Policy, kRanks>;
 
-// A word for all ranks, beside the number of its use. Any rank may send a use. Nobody answers, so the next may be sent
-// only by who has since read something that each reader sent after it found this one, such as an all-reduce's vectors.
+// A word for all ranks, beside the number of its use. Any rank may send a use, each to a place of its own: a sender's
+// own store may land after another rank's next one, which must not be lost under it. Nobody answers, so a rank may send
+// its next only when it has since read something that each reader sent after it found this one, such as an all-reduce's
+// vectors.
+//
+//     words of each rank   rank that sent [kRanks] > value, number of the use
 template <int kRanks>
 struct Broadcast {
-  static constexpr u32 kWords = 2;
+  static constexpr u32 kWords = 2 * kRanks;
 
   const Comm& comm;
   u32 offset;  // among a rank's words, a multiple of 2
 
   KCCL_DEVICE static u32 mark(u64 epoch) { return static_cast<u32>(epoch + 1); }
+  KCCL_DEVICE u32 place(int from) const { return offset + 2 * static_cast<u32>(from); }
 
   // By one thread of one rank.
   KCCL_DEVICE void send(u64 epoch, u32 value) const {
 #pragma unroll
-    for (int rank = 0; rank < kRanks; rank++) store_pair(comm.words[rank] + offset, join(value, mark(epoch)));
+    for (int rank = 0; rank < kRanks; rank++) store_pair(comm.words[rank] + place(comm.rank), join(value, mark(epoch)));
   }
-  // By whole warps; `from` is the rank that sends, for the report.
+  // By whole warps; `from` is the rank that sends.
   KCCL_DEVICE bool fetch(u64 epoch, int from, u32& value) const {
     u64 pair = 0;
     bool found = wait_until(
         comm,
         [&] {
-          pair = load_pair(comm.words[comm.rank] + offset);
+          pair = load_pair(comm.words[comm.rank] + place(from));
           return static_cast<u32>(pair >> 32) != mark(epoch);
         },
-        [&] { return Late{from, offset, static_cast<u32>(pair >> 32), mark(epoch)}; });
+        [&] { return Late{from, place(from), static_cast<u32>(pair >> 32), mark(epoch)}; });
     value = static_cast<u32>(pair);
     return found;
   }
