@@ -12,6 +12,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import (
+    LISTS_OF_FOUR,
     SHAPES,
     WEIGHTS,
     assert_no_loop_spills,
@@ -25,9 +26,6 @@ from tests.lib.ring_walker import spec_of
 from tests.lib.sass_hazards import Instruction, instructions
 
 MOST_SPILLS = 48  # loads and stores, once a token's included
-LISTS_OF_FOUR = (
-    21  # of the poll for the log-probabilities' lists of four ranks' blocks, by one block of all
-)
 
 
 @pytest.mark.parametrize("name", one_always([*SHAPES, "qwen2.5-0.5b", "odd"]))

@@ -1,6 +1,6 @@
 """What the gfx942 object of the Triton kernel could keep on its way, and issue, on an MI300X: a budget, no measurement.
 
-python -m tests.gfx942.budget
+python -m tests.gfx942.budget [MODEL ..]
 """
 
 import argparse
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.lib.gfx942.gates import CUS, LDS_BYTES, Gates, gates_of
 from tests.lib.gfx942.triton_backend import KERNEL
-from tests.lib.gfx942.triton_cases import FULL_SIZE, compiled
+from tests.lib.gfx942.triton_cases import FULL_SIZE, MORE_SIZES, compiled
 
 BANDWIDTH = 4.2e12  # bytes/s that AMD's roofline tool reads on an MI300X (ROCm issue 5070); nobody here has measured it
 LATENCIES = (
@@ -51,17 +51,24 @@ def exceeded(gates: Gates, weights: int, layers: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m tests.gfx942.budget", description=__doc__).parse_args(
-        argv
+    sizes = FULL_SIZE | MORE_SIZES
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gfx942.budget", description=__doc__.splitlines()[0]
     )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(sizes)}; {', '.join(FULL_SIZE)}"
+    )
+    asked = parser.parse_args(argv).models or [*FULL_SIZE]
+    if unknown := [name for name in asked if name not in sizes]:
+        parser.error(f"no object of {', '.join(unknown)}: have {', '.join(sizes)}")
     print(
         f"Assumed: {BANDWIDTH / 1e12} TB/s, {CUS} CUs with one workgroup each, {CLOCK / 1e9} GHz, {CYCLES} cycles an"
         " instruction of a wave, every instruction of the kernel once a layer."
         " Nothing of this was measured on AMD hardware."
     )
     beyond = False
-    for name, case in FULL_SIZE.items():
-        made = compiled(name)
+    for name in asked:
+        case, made = sizes[name], compiled(name)
         gates = gates_of(made.code_object, KERNEL, made.lds, made.num_warps)
         weights = case.spec.bytes_per_token
         token_us = weights / BANDWIDTH * 1e6

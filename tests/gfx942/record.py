@@ -135,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", choices=PARTS, help="run this part, and keep the others of the last record"
     )
     args = parser.parse_args(argv)
-    budget.main([])  # the gates first: they refuse what does not fit
+    if budget.main([]):  # first, what does not fit
+        return 1
     runs: dict[str, Callable[[], list[Row]]] = {
         "arithmetic": lambda: arithmetic(args.seeds),
         "requests": lambda: requests(args.seeds),

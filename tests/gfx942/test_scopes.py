@@ -6,6 +6,7 @@ touched as they ran.
 """
 
 import os
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from tests.lib.gfx942.decode import instructions, name_of
 from tests.lib.gfx942.executor import Memory
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.lanes import EXEC, Untraced
+from tests.lib.gfx942.litmus import LITMUS
 from tests.lib.gfx942.requests import ASKED
 from tests.lib.gfx942.scopes import CLASS_OF, KERNEL, NAMES, SHARED, accesses_of, counted, wrong
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, decoded, serve
@@ -138,8 +140,19 @@ LOADED = {
     "masked": {"words", "own"},
     "left_early": {"words", "own"},
     "otherwise": {"words", "own"},
+    "spilled": {"words"},
+    "spilled_by_some": {"words", "own"},
+    "never_spilled": set(),
+    "jumped_over": {"words"},
+    "jumped_back": {"own"},
 }
-REFUSED = {"generic": "FLAT_LOAD_DWORD", "unknown_mask": "EXEC is widened by unknown lanes"}
+REFUSED = {
+    "generic": "FLAT_LOAD_DWORD",
+    "unknown_mask": "EXEC is widened by unknown lanes",
+    "spilled_at_an_index": "SCRATCH_STORE_DWORDX2 of more than a constant offset",
+    "jumped_by_a_register": "S_SETPC_B64 at .* to an unknown place",
+    "jumped_into": "a branch into the far jump",
+}
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -154,6 +167,24 @@ def test_pointers_on_their_ways(name):
 def test_what_the_walk_does_not_follow_is_refused_by_name(name):
     with pytest.raises(Untraced, match=REFUSED[name]):
         accesses(clang.code_object("pointers.hip"), name, ("words", "own"))
+
+
+@pytest.mark.parametrize("name", LITMUS)
+def test_far_jumps_lead_where_branches_do(name):
+    """LLVM told that a branch reaches 8 instructions only: of other jumps, what the walk says is the same."""
+    near, far = (
+        clang.code_object("litmus.hip", *flags)
+        for flags in ((), ("-mllvm", "-amdgpu-s-branch-bits=4"))
+    )
+    kinds = [arg[".value_kind"] for arg in near.kernels[name][".args"]]
+    names = [str(k) for k, kind in enumerate(kinds) if not kind.startswith("hidden_")]
+    jumps = [name_of(inst) for _, inst in instructions(far.code(name)[1])].count("S_SETPC_B64")
+    assert jumps >= 2
+    said = [
+        Counter((one.name, one.arguments, one.form) for one in accesses(made, name, names))
+        for made in (near, far)
+    ]
+    assert said[0] == said[1] and all(arguments for _, arguments, _ in said[0])
 
 
 @pytest.mark.parametrize("variant", ["rules", pytest.param("chunks", marks=pytest.mark.slow)])

@@ -69,13 +69,41 @@ def test_every_exchange_of_ranks_is_proved(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_late_sums_of_ranks_need_as_many_buffers_as_those_of_lanes(ranks):
+def test_every_exchange_of_columns_on_ranks_is_proved(ranks):
+    """Owners of rows add up what all ranks sent, and tell their own rank alone; each rank picks the argmax itself."""
+    kernel = kernel_of(spec_of(num_heads=8, num_kv_heads=8, vocab_size=104), "columns", ranks)
+    assert kernel.exchange("column_argmax").scope is Scope.RANK
+    check_kernel(kernel, ends=True)
+    with pytest.raises(ModelError, match="column_best: 1 buffers rotate"):
+        check_kernel(change(kernel, "column_best", buffers=1), ends=True)
+    sent = "attention_out_sent", "mlp_out_sent"
+    for name, other in (sent, sent[::-1]):  # each has buffers enough without the other
+        alone = change(kernel, other, words=0)
+        check_kernel(alone)
+        with pytest.raises(ModelError, match=f"{name}: 1 buffers rotate"):
+            check_kernel(change(alone, name, buffers=1))
+    for name in sent:
+        hasty = tuple(replace(r, of=Of.SOME) for r in kernel.exchange(name).readers)
+        kernel = change(kernel, name, readers=hasty)
+    with pytest.raises(ModelError, match="could rewrite one before"):
+        check_kernel(kernel)
+
+
+def test_columns_of_one_rank_pick_from_one_buffer():
+    kernel = kernel_of(MODELS["lanes, VOCAB_PARALLEL"], "columns")
+    assert kernel.exchange("column_best").buffers == 1
+    check_kernel(kernel, ends=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("which", "late"), [("decode", "delayed"), ("columns", "sent")])
+def test_late_sums_of_ranks_need_as_many_buffers_as_those_of_lanes(which, late, ranks):
     spec = named_shape("laneformer-2b")
-    kernel = kernel_of(spec, "decode", ranks)
+    kernel = kernel_of(spec, which, ranks)
     check_kernel(kernel, ends=ranks == 2)
-    for name in ("attention_out_delayed", "mlp_out_delayed"):
+    for name in (f"attention_out_{late}", f"mlp_out_{late}"):
         buffers = kernel.exchange(name).buffers
-        assert buffers == kernel_of(spec, "decode").exchange(name).buffers
+        assert buffers == kernel_of(spec, which).exchange(name).buffers
         with pytest.raises(ModelError, match=f"{name}: {buffers - 1} buffers rotate"):
             check_kernel(change(kernel, name, buffers=buffers - 1))
 

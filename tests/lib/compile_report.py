@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -107,6 +108,7 @@ def compile_kernel(
         if vendor == "nvidia"
         else GPUTarget("hip", target, 64)
     )
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: machine))
     num_warps = tiles.sizes.warps
     options = {"num_warps": num_warps, "enable_fp_fusion": True}  # as the backend launches it
     return triton.compile(source, target=machine, options=options), num_warps

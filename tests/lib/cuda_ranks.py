@@ -29,26 +29,31 @@ LIMIT = 1 << 14  # rounds that a wait may take
 class RankWalk(Walk):
     """One model on several emulated GPUs. `memory` is rank 0's, which tells the host."""
 
-    limit = LIMIT
+    source, limit, slots = "decode.cu", LIMIT, 1
 
     def __init__(
         self, spec, weights, ranks, num_blocks=0, max_context=64, include=INCLUDE, **changes
     ):
         self.spec = spec
         lowering = lower(build(spec, ranks), GPUS["h200"], num_blocks)
-        self.layout = layout.lay_out(lowering, max_context)
+        self.layout = self._lay_out_ranks(lowering, max_context)
         self._compile(include=include, **changes)
         cpus = [torch.device("cpu")] * ranks
-        self.ranks = allocate_ranks(self.layout, weights, 1, cpus).each
+        self.ranks = allocate_ranks(self.layout, weights, self.slots, cpus).each
         self.memory = self.ranks[0]
         self.most_steps = {}  # of a rank, if it is to leave earlier than the others
+
+    def _lay_out_ranks(self, lowering, max_context):
+        return layout.lay_out(lowering, max_context)
 
     def _compile(self, **changes):
         self.library = compile_walk(self.layout, **changes)
 
     def run(self, request, prompt, seed=0, limit=LIMIT, logits=None, absent=ALL, control=0):
         """Rounds that it took, or -1. `absent`: the rank that is never launched, or a slice of no rank."""
-        arguments = self.arguments(request, prompt, limit, logits, control)
+        return self._start(self.arguments(request, prompt, limit, logits, control), seed, absent)
+
+    def _start(self, arguments, seed, absent):
         blocks = self.layout.lowering.num_blocks
         left_out = (0, 0) if absent == ALL else (absent * blocks, blocks)
         return self.library.kog_run(ctypes.byref(arguments), seed, *left_out, ctypes.c_long(MOST))
@@ -57,9 +62,12 @@ class RankWalk(Walk):
         others = {}
         for m in reversed(self.ranks):
             others = write_request(m, request, prompt, logits, control)
+        return self._arguments([0], limit, **others)
+
+    def _arguments(self, slots, limit, **others):
         count = len(self.ranks)
         each = (
-            rank_pointers(self.ranks, r, [0], limit, self.most_steps.get(r, UNLIMITED), **others)
+            rank_pointers(self.ranks, r, slots, limit, self.most_steps.get(r, UNLIMITED), **others)
             for r in range(count)
         )
         return (RankPointers * count)(*each)
@@ -90,8 +98,11 @@ class RankThreadWalk(RankWalk, ThreadWalk):
 
     def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=ALL, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
-        assert absent == ALL
         others = {} if logits is None else {"logits": logits}
         arguments = self.arguments(request, prompt, limit, logits, control)
+        return self._start(arguments, seed, absent, **others)
+
+    def _start(self, arguments, seed, absent, **others):
+        assert absent == ALL
         tensors = [{name: getattr(m, name) for name in TENSORS} | others for m in self.ranks]
         return self._judge_launch(arguments, tensors, seed)

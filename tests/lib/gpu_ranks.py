@@ -10,7 +10,6 @@ from kog_triton.backends.cuda.driver import Kernel, reach
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.cuda.rank_kernel import RankKernel, RankLaunch
 from kog_triton.backends.cuda.rank_memory import allocate_ranks
 from kog_triton.backends.device import gpu_of
@@ -19,10 +18,12 @@ from kog_triton.errors import DeviceError
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
-from tests.lib.cuda_ranks import ALL, RankWalk
+from tests.lib.cuda_rank_columns import RankColumnWalk
+from tests.lib.cuda_ranks import RankWalk
 
 LIMIT_NS = 2_000_000_000  # that a wait may take
 MOST_DELAY_S = 2e-3  # of a rank's launch behind another's
+ENTRIES = {"decode.cu": "kog_decode", "columns.cu": "kog_columns"}
 
 
 class GpuRanks(RankWalk):
@@ -37,22 +38,22 @@ class GpuRanks(RankWalk):
         self.shared = shared_by > 1
         lowering = lower(build(spec, len(devices)), gpu, gpu.num_blocks // shared_by)
         check_lowering(lowering)
-        self.layout = lay_out(lowering, max_context)
+        self.layout = self._lay_out_ranks(lowering, max_context)
         for device in set(devices):
             for peer in set(devices) - {device}:
                 reach(device.index, peer.index)
-        self.ranks = allocate_ranks(self.layout, weights, 1, devices).each
+        self.ranks = allocate_ranks(self.layout, weights, self.slots, devices).each
         self.memory = self.ranks[0]
-        cubin = compile_cubin(render(self.layout), "decode.cu", gpu.arch)
+        cubin = compile_cubin(render(self.layout), self.source, gpu.arch)
         self.kernels = []
         for device in devices:
             with torch.cuda.device(device):  # whose context takes the module
-                self.kernels.append(Kernel(cubin, "kog_decode", self.layout.shared_bytes, device))
+                entry = ENTRIES[self.source]
+                self.kernels.append(Kernel(cubin, entry, self.layout.shared_bytes, device))
         self.streams = [torch.cuda.Stream(device) for device in devices]
 
-    def run(self, request, prompt, seed=0, limit=LIMIT_NS, logits=None, absent=ALL, control=0):
+    def _start(self, arguments, seed, absent):
         """Nanoseconds that it took. A seed other than 0 sets an order of the ranks' launches, and delays between."""
-        arguments = self.arguments(request, prompt, limit, logits, control)
         self.synchronize()  # no rank writes words that another has yet to empty
         dice = np.random.default_rng(seed)
         order = dice.permutation(len(self.ranks)) if seed else range(len(self.ranks))
@@ -84,15 +85,23 @@ class GpuRanks(RankWalk):
         assert [int(m.mailbox[2]) for m in self.ranks] == [2] * len(self.ranks), self.reports()
         return out.cpu().numpy()
 
-    def step_ns(self):
-        """Between the tokens of the last request, by the GPU's own stamps."""
-        words = self.memory.outbox[0].numpy()
+    def step_ns(self, slot=0):
+        """Between the tokens of a slot's last request, by the GPU's own stamps."""
+        words = self.memory.outbox[slot].numpy()
         return np.diff(words[: int((words[:, 0] != 0).sum()), 1])
 
     def close(self):
         for device, kernel in zip(self.devices, self.kernels, strict=True):
             with torch.cuda.device(device):
                 kernel.close()
+
+
+class GpuRankColumns(GpuRanks, RankColumnWalk):
+    """RankColumnWalk on `devices`: requests in columns, or one prompt in chunks."""
+
+    def __init__(self, spec, weights, devices, columns, chunk=False, max_context=512):
+        self.columns, self.chunk, self.slots = columns, chunk, 1 if chunk else columns
+        GpuRanks.__init__(self, spec, weights, devices, max_context)
 
 
 class SharedBackend(CudaBackend):

@@ -108,7 +108,8 @@ def attention_bytes(spec: ModelSpec, splits: int, new_rows: int = 1) -> int:
     return max(places["end"], places["results"] + (4 * joins if splits > JOINED else 0))
 
 
-def part_queries(spec: ModelSpec, columns: int, blocks: int) -> int:
-    """Query heads that a block takes of a head that one block walks: as few as give no block two KV tasks."""
-    parts = max(head_groups(spec), min(spec.group, blocks // (columns * spec.lane_kv_heads)))
+def part_queries(spec: ModelSpec, heads: int, blocks: int) -> int:
+    """Query heads that a block takes of a head that one block walks: as few as give no block two KV tasks. `heads`:
+    key/value heads of all columns."""
+    parts = max(head_groups(spec), min(spec.group, blocks // heads))
     return -(-spec.group // parts)

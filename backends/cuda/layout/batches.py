@@ -23,6 +23,8 @@ HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
 MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
 COLUMN_SMALL_BYTES = 2304  # of shared memory, beside operands and sums: as layout.SMALL_BYTES
+# Of so many blocks; beyond, a candidate for 32 of them (include/kog/block.h).
+SMALL_BLOCKS, CANDIDATE_BYTES = 160, 16
 
 
 def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
@@ -78,7 +80,7 @@ def scratch_room(lo: CudaLowering) -> int:
     """Bytes of operands and sums in a kernel of several columns from which on some are read instead: beside
     a ring that is longer than what is in flight."""
     ring = (lo.window_slots + 1) * (lo.ring_slot_bytes + 16)
-    return (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - ring) // 128 * 128
+    return (lo.gpu.shared_bytes - column_small_bytes(lo) - ring) // 128 * 128
 
 
 def row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -155,7 +157,7 @@ def _most_units(lo: CudaLowering, stage: Stage) -> int:
 def _free_room(lo: CudaLowering, columns: int) -> int:
     """Bytes of scratch that some stage takes in any case, with what the ring leaves less than a ring slot."""
     scratch = up(max(_least_bytes(lo, s, columns) for s in matrix_stages(lo.schedule)), 128)
-    rest = (lo.gpu.shared_bytes - COLUMN_SMALL_BYTES - scratch) % (lo.ring_slot_bytes + 16)
+    rest = (lo.gpu.shared_bytes - column_small_bytes(lo) - scratch) % (lo.ring_slot_bytes + 16)
     return scratch + rest // 128 * 128
 
 
@@ -211,6 +213,17 @@ def finished_pieces(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Pieces of a stage that a block finishes in one layer at most (columns/rows.h)."""
     units = -(-lo.num_units(stage) // lo.group_size(stage))
     return units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
+
+
+def small_bytes(lo: CudaLowering, of_usual: int) -> int:
+    """Of the small things, which take `of_usual` bytes on GPUs of up to SMALL_BLOCKS blocks."""
+    blocks = min(lo.num_blocks * lo.schedule.num_ranks, THREADS)  # several a thread beyond
+    more = max(0, blocks - SMALL_BLOCKS)
+    return of_usual + -(-more // 32) * CANDIDATE_BYTES
+
+
+def column_small_bytes(lo: CudaLowering) -> int:
+    return small_bytes(lo, COLUMN_SMALL_BYTES)
 
 
 def up(n: int, multiple: int) -> int:

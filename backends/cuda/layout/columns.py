@@ -8,7 +8,7 @@ a word a unit. Activations that outgrow shared memory are refused.
 from dataclasses import replace
 
 from kog_triton.backends.cuda.layout.attention import attention_bytes
-from kog_triton.backends.cuda.layout.batches import COLUMN_SMALL_BYTES, finished_pieces, up
+from kog_triton.backends.cuda.layout.batches import column_small_bytes, finished_pieces, up
 from kog_triton.backends.cuda.layout.exchanges import column_kernel
 from kog_triton.backends.cuda.layout.layout import PARTIAL_BYTES, Layout, check_model
 from kog_triton.errors import ModelError
@@ -26,13 +26,12 @@ def lay_out_columns(
     """Regions and shared memory for `columns` (COUNTS) requests a step, or positions of one prompt if it is a
     `chunk`; ModelError if they do not fit."""
     check_model(lowering)
-    schedule, spec = lowering.schedule, lowering.schedule.spec
-    if schedule.num_ranks > 1:
-        raise ModelError(f"steps of {columns} tokens run on one GPU: choose --gpus 1")
+    schedule, spec = lowering.schedule, lowering.schedule.spread
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
-    splits = max(1, lowering.group_size(stages["qkv_proj"]) // spec.lane_kv_heads)
+    splits = max(1, lowering.group_size(stages["qkv_proj"]) // schedule.shard_kv_heads)
     kernel = column_kernel(lowering, splits, columns)
     check_kernel(kernel)
+    small = column_small_bytes(lowering)
     layout = Layout(
         lowering,
         max_context,
@@ -43,11 +42,11 @@ def lay_out_columns(
         columns=columns,
         chunk=chunk,
         partial_bytes=0,
-        small_bytes=COLUMN_SMALL_BYTES,
+        small_bytes=small,
     )
     if layout.block_kv_tasks > MOST_KV_TASKS:
         raise ModelError(
-            f"{spec.lane_kv_heads} key/value heads and {columns} columns give a block {layout.block_kv_tasks - 1} "
+            f"{schedule.shard_kv_heads} key/value heads and {columns} columns give a block {layout.block_kv_tasks - 1} "
             f"KV tasks: the cuda backend takes {MOST_KV_TASKS - 1}"
         )
     behind = layout.stage_bytes(stages["o_proj"]) + max(
@@ -62,7 +61,7 @@ def lay_out_columns(
         layout = replace(layout, joined_at=at)
         rooms.append(at + joined * 32 * 4)
     scratch = up(max(rooms), 128)
-    free = lowering.gpu.shared_bytes - scratch - COLUMN_SMALL_BYTES
+    free = lowering.gpu.shared_bytes - scratch - small
     ring = free // (lowering.ring_slot_bytes + 16)
     # As many as are in flight on an H200 at most: where blocks read faster, a ring of more is better and not needed.
     window = min(lowering.slots_in_flight(WINDOW_BYTES), lowering.ring_slots_of(WINDOW_BYTES))

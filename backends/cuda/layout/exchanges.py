@@ -95,16 +95,17 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     padded = {name: lowering.padded_k(stage) // 2 * columns for name, stage in stages.items()}
     hints = -(-lowering.group_size(stages["qkv_proj"]) // FLAGS_TOGETHER) * LINE_WORDS
-    heads, rows, blocks = spec.lane_kv_heads * columns, lanes * columns, lowering.num_blocks
+    heads, rows, ranks = schedule.shard_kv_heads * columns, lanes * columns, schedule.num_ranks
+    blocks = lowering.num_blocks * ranks
     # fmt: off
     out = [
         ex.some("qkv", "qkv_proj", ("attention",), -(-stages["qkv_proj"].outputs // 2), rows),
         ex.some("attention", "attention_join", ("o_proj",), padded["o_proj"], lanes),
         ex.some("mlp", "gate_up_proj", ("down_proj",), padded["down_proj"], lanes),
-        _hints("attention_heads", "attention_join", "o_proj", spec.lane_heads * columns, lanes),
+        _hints("attention_heads", "attention_join", "o_proj", schedule.shard_heads * columns, lanes),
         # Not written in every layer: their flags alone tell of splits.
         *(ex.some(name, "attention", ("attention_join",), words, count, ex.Mark.GUARDED)
-          for name, words, count in _splits(spec, lanes * heads, splits)),
+          for name, words, count in _splits(schedule.spread, lanes * heads, splits)),
         _hints("attention_flags", "attention_flag", "attention_join", heads * splits, lanes),
     ]
     for name, stage, step, other in MODULES:
@@ -125,8 +126,10 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
     out += [
         _hints("mlp_flags", "gate_up_proj", "down_proj", hints, lanes),
         *mixes,
-        _numbered("column_best", "column_candidate", pick, 4 * 2 * blocks * columns),
-        _numbered("column_argmax", "column_pick", ex.Reader("column_argmax"), 2 * 2 * columns, who=ex.Who.FEW),
+        # Of ranks that never meet one may be a token ahead of another, which picks for itself.
+        _numbered("column_best", "column_candidate", pick, 4 * 2 * blocks * columns, 2 if ranks > 1 else 1),
+        ex.Exchange("column_argmax", "column_pick", (ex.Reader("column_argmax"),), 2 * 2 * columns, 1, 1,
+                    ex.Mark.NUMBER, ex.Who.FEW, Scope.RANK),
         *_choice(blocks),
         CACHE,
     ]
@@ -136,7 +139,9 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
         *(ex.Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
     )
     steps = ex.layer_steps(schedule, COLUMN_STEPS)
-    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences), "_sent")
+    return _with_buffers(
+        ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks), "_sent"
+    )
 
 
 def _hows(spec: ModelSpec) -> set[Reduce]:

@@ -24,6 +24,7 @@ from kog_triton.backends.cuda.layout.attention import (
 from kog_triton.backends.cuda.layout.batches import (
     THREADS,
     batch_units,
+    small_bytes,
     staged_bytes,
     sum_buffers,
     sum_bytes,
@@ -48,7 +49,6 @@ HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give u
 SMALL_BYTES = (
     832  # of shared memory: sums of squares, candidates, cursors, flags; of so many blocks:
 )
-SMALL_BLOCKS, CANDIDATE_BYTES = 160, 16  # a candidate for 32 of them (include/kog/block.h)
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
 
@@ -76,7 +76,7 @@ class Layout:
         """Query heads of a block where a kernel of several columns deals out a head's."""
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
-        return part_queries(schedule.spread, self.columns, group)
+        return part_queries(schedule.spread, self.columns * schedule.shard_kv_heads, group)
 
     @property
     def head_parts(self) -> int:
@@ -88,7 +88,7 @@ class Layout:
         """KV tasks of a block in a layer of a kernel of several columns, at most, and one behind the last."""
         schedule = self.lowering.schedule
         group = self.lowering.group_size(schedule.stage("qkv_proj"))
-        tasks = self.columns * schedule.spec.lane_kv_heads * max(self.splits, self.head_parts)
+        tasks = self.columns * schedule.shard_kv_heads * max(self.splits, self.head_parts)
         return -(-tasks // group) + 1 if self.columns > 1 else 1
 
     @cached_property
@@ -198,15 +198,6 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
             f"the cuda backend needs {2 * lowering.least_window}"
         )
     return Layout(lowering, max_context, kernel, splits, scratch, ring, small_bytes=small)
-
-
-def small_bytes(lowering: CudaLowering, of_usual: int) -> int:
-    """Of the small things, which take `of_usual` bytes on GPUs of up to SMALL_BLOCKS blocks."""
-    blocks = min(
-        lowering.num_blocks * lowering.schedule.num_ranks, THREADS
-    )  # several a thread beyond
-    more = max(0, blocks - SMALL_BLOCKS)
-    return of_usual + -(-more // 32) * CANDIDATE_BYTES
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:

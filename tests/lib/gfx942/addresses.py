@@ -2,8 +2,10 @@
 
 Every register holds the set of those arguments that are pointers and that its value may be made of. Arithmetic and
 choices give unions, comparisons and what comes from memory or LDS nothing; where paths meet, sets unite, and so they do
-where lanes come back that were off (lanes.py). An address is known if both its halves are made of the same arguments,
-and its offsets of none. Indices are not followed: one that leaves its argument's memory is not seen.
+where lanes come back that were off (lanes.py). Scratch, a lane's own memory into which LLVM spills registers, is
+followed word by word as registers are, where the code alone says which words. An address is known if both its halves
+are made of the same arguments, and its offsets of none. Indices are not followed: one that leaves its argument's memory
+is not seen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +17,6 @@ from tests.lib.gfx942.decode import (
     ACCUMULATOR,
     ADDS_TO_ITS_RESULT,
     OFF,
-    SHORTEST,
     TO_SCALAR,
     VCC,
     VECTOR,
@@ -24,16 +25,21 @@ from tests.lib.gfx942.decode import (
     signed,
 )
 from tests.lib.gfx942.executor import PRELOAD_ENTRY
-from tests.lib.gfx942.lanes import COMBINES, NOTHING, Blocks, Lanes, Mask, Untraced, join
+from tests.lib.gfx942.jumps import blocks_of
+from tests.lib.gfx942.lanes import COMBINES, NOTHING, Lanes, Mask, Untraced, join
 from tests.lib.gfx942.lanes import needed as needed_before
 
 CONSTANTS = range(128, VECTOR)  # operand codes of no register
 ZERO = 128
+SCRATCH = 1024  # the code of its first word, behind those of registers
+SPILLS = tuple(
+    f"SCRATCH_{kind}_DWORD{wide}" for kind in ("LOAD", "STORE") for wide in ("", "X2", "X3", "X4")
+)
 WHOLE_WORD = 6  # of SDWA's selections
 SOURCES = ("src0", "src1", "src2", "vsrc0", "vsrc1", "ssrc0", "ssrc1")
 REFUSED = (
-    *("V_CMPX", "V_SWAP", "S_GETPC", "S_SETPC", "S_SWAPPC", "S_CALL", "S_CBRANCH_G", "S_CBRANCH_J", "S_MOVREL"),
-    *("S_SET_GPR", "FLAT_", "SCRATCH_", "S_SCRATCH", "S_STORE", "S_ATOMIC", "S_BUFFER_", "TBUFFER_"),
+    *("V_CMPX", "V_SWAP", "S_SWAPPC", "S_CALL", "S_CBRANCH_G", "S_CBRANCH_J", "S_MOVREL"),
+    *("S_SET_GPR", "FLAT_", "S_SCRATCH", "S_STORE", "S_ATOMIC", "S_BUFFER_", "TBUFFER_"),
 )  # fmt: skip
 NO_MEMORY = ("BUFFER_WBL2", "BUFFER_INV")
 ADDRESSED = ("GLOBAL_", "BUFFER_", "S_LOAD")
@@ -76,7 +82,7 @@ class _Walk:
     def __init__(self, code_object: CodeObject, kernel: str, names: Sequence[str]) -> None:
         address, code = code_object.code(kernel)
         self.code = [(at, name_of(inst), inst) for at, inst in instructions(code)]
-        self.index = {at: i for i, (at, _, _) in enumerate(self.code)}
+        index = {at: i for i, (at, _, _) in enumerate(self.code)}
         for at, name, _ in self.code:
             if name.startswith(REFUSED):
                 raise Untraced(f"{name} at {at:#x}")
@@ -95,10 +101,10 @@ class _Walk:
         }
         # Firmware that preloads arguments leaves out the first bytes, which load them.
         begin = d.entry - address
-        begins = {self.index[begin]: state}
+        begins = {index[begin]: state}
         if count:
-            begins[self.index[begin + PRELOAD_ENTRY]] = state | held
-        self.blocks = self._blocks(begins)
+            begins[index[begin + PRELOAD_ENTRY]] = state | held
+        self.blocks = blocks_of(self.code, begins)
         self.block_of = {
             i: first for first, (last, _) in self.blocks.items() for i in range(first, last)
         }
@@ -120,25 +126,6 @@ class _Walk:
                 name != "V_WRITELANE_B32" and not held.isdisjoint(written_by(inst, name))
             ):
                 raise Untraced(f"{name} at {at:#x} of a register that holds scalars in its lanes")
-
-    def _blocks(self, begins: Iterable[int]) -> Blocks:
-        """Of each block's first instruction: the one behind its last, and where the flow goes on."""
-        goes = {}
-        for i, (at, name, inst) in enumerate(self.code):
-            if name == "S_ENDPGM":
-                goes[i] = []
-            elif name.startswith(("S_BRANCH", "S_CBRANCH")):
-                to = self.index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
-                goes[i] = [to] if name == "S_BRANCH" else [to, i + 1]
-        leaders = sorted(
-            {0, *begins, *(i + 1 for i in goes), *(k for to in goes.values() for k in to)}
-        )
-        ends = [*leaders[1:], len(self.code)]
-        return {
-            first: (last, goes.get(last - 1, [last]))
-            for first, last in zip(leaders, ends, strict=True)
-            if first < len(self.code)
-        }
 
     # ---- the flow ----
 
@@ -277,8 +264,8 @@ def _shift(inst: Any, field: str, name: str) -> int:
         return up * bool(accumulates)
     if name.startswith("V_ACCVGPR"):
         return up * (name.endswith("MOV_B32") or (field == "vdst") == name.endswith("WRITE"))
-    if field in ("vdst", "vdata"):
-        return up * (name.startswith(("GLOBAL_", "BUFFER_", "DS_")) and inst.acc)
+    if field in ("vdst", "vdata", "data"):
+        return up * (name.startswith(("GLOBAL_", "BUFFER_", "DS_", "SCRATCH_")) and inst.acc)
     scalar = "SDWA" in type(inst).__name__ and field[-1] in "01" and getattr(inst, f"s{field[-1]}")
     return -VECTOR * scalar
 
@@ -334,6 +321,8 @@ def _moves(inst: Any, name: str) -> Moves:
         return nothing._replace(
             address=_address(inst, name), first_word=inst.offset // 4 if known else -1
         )
+    if name.startswith("SCRATCH_"):
+        return _spill(inst, name)
     if name.startswith(("DS_", "V_CMP", "V_MFMA")):
         return nothing
     values = tuple(values_of(inst, name))
@@ -349,6 +338,18 @@ def _moves(inst: Any, name: str) -> Moves:
         if code < VECTOR and name.startswith("V_") and name not in TO_SCALAR
     ]
     return Moves(tuple((code, () if code in masks else values) for code in written))
+
+
+def _spill(inst: Any, name: str) -> Moves:
+    """Words of registers to a lane's own memory, or back."""
+    offset = signed(inst.offset, 13)
+    if name not in SPILLS or inst.saddr.offset < OFF or inst.sve or offset < 0 or offset % 4:
+        raise Untraced(f"{name} of more than a constant offset, or of less than words")
+    stores = "STORE" in name
+    registers = _span(inst, "data" if stores else "vdst", name)
+    slots = range(SCRATCH + offset // 4, SCRATCH + offset // 4 + len(registers))
+    written, read = (slots, registers) if stores else (registers, slots)
+    return Moves(tuple((code, (value,)) for code, value in zip(written, read, strict=True)))
 
 
 def _mask(inst: Any, name: str) -> Mask:

@@ -33,6 +33,7 @@ class Gates:
     instructions: int
     counts: Counter[str]
     non_temporal: int  # of the loads of 16 bytes
+    narrow: int  # non-temporal loads of less
     scopes: Counter[tuple[str, int, int, int]]  # memory operations by kind, sc0, sc1 and nt
     most_in_flight: int  # loads of 16 bytes of a wave on their way at once, in straight code
     write_backs_unawaited: (
@@ -66,6 +67,7 @@ def gates_of(code_object: CodeObject, kernel: str, lds: int, waves: int) -> Gate
         len(decoded),
         Counter(names),
         sum(inst.nt for inst in wide),
+        sum(inst.nt for inst, name in zip(decoded, names, strict=True) if _narrow(name)),
         Counter(
             (_kind(name), inst.sc0, inst.sc1, inst.nt)
             for inst, name in zip(decoded, names, strict=True)
@@ -74,6 +76,10 @@ def gates_of(code_object: CodeObject, kernel: str, lds: int, waves: int) -> Gate
         _most_in_flight(decoded, names),
         _unawaited(decoded, names),
     )
+
+
+def _narrow(name: str) -> bool:
+    return name.startswith(("GLOBAL_LOAD", "BUFFER_LOAD")) and name not in WIDE
 
 
 def _kind(name: str) -> str:
@@ -92,6 +98,7 @@ class Needs:
     dot2: int = 0
     non_temporal: int = 0
     spilled: int = 0  # at most, into accumulators
+    scratch: int = 0  # bytes of a lane at most
     scoped_loads: int = 0
     scoped_stores: int = 0
 
@@ -112,13 +119,14 @@ def refused(gates: Gates, needs: Needs) -> dict[str, str]:
     ]
     wrong = {
         "spills": gates.spilled > needs.spilled and f"{gates.spilled} registers are spilled",
-        "scratch": gates.scratch and f"{gates.scratch} bytes of scratch a lane",
+        "scratch": gates.scratch > needs.scratch and f"{gates.scratch} bytes of scratch a lane",
         "registers": gates.vgprs > most and f"{gates.vgprs} registers: a workgroup has room for {most}",
         "LDS": gates.lds > LDS_BYTES and f"{gates.lds} bytes of LDS: a CU has {LDS_BYTES}",
         "residency": needs.blocks > CUS * gates.groups_per_cu
         and f"{gates.groups_per_cu} workgroups fit a CU: {needs.blocks} do not fit {CUS}",
         "non-temporal loads": gates.non_temporal < needs.non_temporal
         and f"{gates.non_temporal} of {needs.non_temporal}",
+        "narrow loads": gates.narrow and f"{gates.narrow} non-temporal loads of less than 16 bytes",
         "MFMA": gates.count("V_MFMA") < needs.mfma and f"{gates.count('V_MFMA')} of {needs.mfma}",
         "dot2": gates.count("V_DOT2") < needs.dot2 and f"{gates.count('V_DOT2')} of {needs.dot2}",
         "scopes": odd and f"sc0, sc1, nt of {odd}",
@@ -144,7 +152,7 @@ def _most_in_flight(decoded: list, names: list[str]) -> int:
             queue = queue[len(queue) - keep :] if keep < len(queue) else queue
         elif name.startswith("S_CBRANCH") or name == "S_BRANCH":
             queue = []
-        elif name.startswith(("GLOBAL_", "BUFFER_LOAD", "BUFFER_STORE")):
+        elif name.startswith(("GLOBAL_", "SCRATCH_", "BUFFER_LOAD", "BUFFER_STORE")):
             queue.append(name in WIDE)
             most = max(most, sum(queue))
     return most

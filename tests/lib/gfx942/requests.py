@@ -41,11 +41,15 @@ class Asked:
         return Request(slot, self.prompt, self.params, seed, tokens, stops, mask=self.mask)
 
 
+LONG = tuple((7 * i + 3) % 50 for i in range(37))  # a prompt that is taken in chunks
 ASKED = {
     "greedy": Asked(SamplingParams(temperature=0.0)),
     "sampled": Asked(SamplingParams(temperature=1.7, seed=2**63 + 11)),
-    "long prompt": Asked(
-        SamplingParams(temperature=0.0), tuple((7 * i + 3) % 50 for i in range(37)), "chunks"
+    "long prompt": Asked(SamplingParams(temperature=0.0), LONG, "chunks"),
+    "long prompt, rules": Asked(
+        SamplingParams(temperature=0.9, top_k=12, presence_penalty=0.5, seed=7),
+        LONG,
+        "rules+chunks",
     ),
     "rules": Asked(
         SamplingParams(temperature=0.9, top_p=0.8, top_k=20, frequency_penalty=0.5, seed=6),

@@ -33,6 +33,7 @@ OWN = {
     "STORE": {PLAIN},
 }  # a block reads what it alone wrote, or all blocks wrote alike
 COUNTS = {"ATOMIC": {PLAIN, SYSTEM}}
+FENCES = COUNTS | {"STORE": {PLAIN}}  # of a word that nobody reads (sync.py)
 RULES = {
     "model": (
         FIXED,
@@ -45,7 +46,7 @@ RULES = {
     "fenced": (FENCED, ("kv", "chunk", "half_chunk")),
     "own": (OWN, ("states", "tokens", "marks", "bans", "logits")),
     "waits": (OWN | COUNTS, ("error",)),  # a block's own record; who was first, by an atomic
-    "fences": (COUNTS, ("fences",)),
+    "fences": (FENCES, ("fences",)),
 }  # fmt: skip
 CLASS_OF = {name: kind for kind, (_, names) in RULES.items() for name in names}
 SHARED = ("words", "host")

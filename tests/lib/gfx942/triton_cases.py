@@ -51,13 +51,7 @@ def full_size(name: str) -> Case:
 FULL_SIZE = {"llama-3.2-1b": full_size("llama-3.2-1b")}
 MORE_SIZES = {name: full_size(name) for name in ("laneformer-2b", "qwen3-8b")}
 ALL = CASES | FULL_SIZE | MORE_SIZES
-# The objects of full size. Of the other models' variants one spills into memory, one has a branch that is too far for
-# the walk (addresses.py).
-FULL_OBJECTS = [
-    *(("llama-3.2-1b", variant) for variant in VARIANTS),
-    *(("laneformer-2b", variant) for variant in ("", "rules", "chunks")),
-    ("qwen3-8b", ""),
-]
+FULL_OBJECTS = [(name, variant) for name in FULL_SIZE | MORE_SIZES for variant in VARIANTS]
 # What a kernel is made of, but for the case.
 FOLDERS = ("kog_triton/backends/triton", "kog_triton/schedule", "kog_triton/model")
 FILES = ("tests/lib/compile_report.py", "tests/lib/triton_cases.py", "tests/lib/ring_walker.py")

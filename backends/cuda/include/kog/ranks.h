@@ -19,8 +19,11 @@ KOG_DEVICE void push(const Block& b, u32* own, u32 v) {
 }
 
 // Two words under the number of an exchange of all blocks, which grows from one to the next (exchange.h).
+KOG_DEVICE void put_own_pair(u64* own, u64 number, u32 x, u32 y) {
+  store_relaxed_pair(own, number | x, number | y);
+}
 KOG_DEVICE void put_pair_at_rank(const Block& b, int rank, u64* own, u64 number, u32 x, u32 y) {
-  store_relaxed_pair(word_at_rank(b.p, rank, own), number | x, number | y);
+  put_own_pair(word_at_rank(b.p, rank, own), number, x, y);
 }
 KOG_DEVICE void put_pair(const Block& b, u64* own, u64 number, u32 x, u32 y) {
 #pragma unroll

@@ -29,8 +29,15 @@ from kog_triton.backends.triton.kernel.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.kernel.sync import calls_cheaply, fence, meet
+from kog_triton.backends.triton.kernel.sync import calls_cheaply, fence, meet, uniform
 from kog_triton.backends.triton.kernel.words import diagnose_timeout
+
+
+@triton.jit
+def either(condition, first, second):
+    """Pointer `first` or `second`, where matrices begin: aligned, or Triton loads weights for AMD word by word."""
+    chosen = tl.where(condition, first.to(tl.int64), second.to(tl.int64)).to(first.dtype)
+    return tl.multiple_of(chosen, 16)
 
 
 @triton.jit
@@ -41,9 +48,7 @@ def run_layers(pos, token, slot, it, coords, stream, alive, p, S: tl.constexpr):
     gains = load_gains(0, lane, p, S)
     x = load_embedding(token, p, S)
     for layer in tl.range(S.num_layers, disable_licm=True):
-        following = (base + S.layer_words).to(tl.int64)
-        last = layer == S.num_layers - 1
-        next_base = tl.where(last, behind.to(tl.int64), following).to(base.dtype)
+        next_base = either(layer == S.num_layers - 1, behind, base + S.layer_words)
         own = (base, next_base, block, fetched)
         x, gains, own, alive = run_layer(
             layer, it + layer, pos, slot, coords, own, x, gains, alive, p, S
@@ -81,7 +86,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         pos, token = tl.load(own + POSITION), tl.load(own + TOKEN)
         chooses = pos + 1 >= tl.load(request + field("prompt"))
         scores = chooses | ((tl.load(request + field("flags")) & ALL_LOGITS) != 0)
-        behind = tl.where(scores, head.to(tl.int64), layers.to(tl.int64)).to(layers.dtype)
+        behind = either(uniform(scores.to(tl.int32), S) != 0, head, layers)
         stream = (layers, behind, block, fetched)
         x, gains, fetched, alive = run_layers(
             pos, token, slot, passes * S.num_layers, coords, stream, alive, p, S

@@ -9,6 +9,7 @@ writes and before it publishes, another after it has seen that publication and b
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 
 @triton.jit
@@ -75,18 +76,20 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
-def settled(state, S: tl.constexpr):
-    """An int32 that a reduction before a loop of such reductions gave, kept apart from theirs.
+def uniform(value, S: tl.constexpr):
+    """An int32 that all threads have alike, where LLVM for AMD cannot know it, in a scalar register.
 
-    LLVM (Triton 3.7.1's) else lets both share the code behind them, which begins with a barrier, and parts the loop so
-    that on AMD threads meet there whose neighbors have yet to write: tests/gfx942 saw waves at different barriers.
+    An address that it chooses else differs by thread to LLVM, which then loads in loops over threads. And a reduction
+    before a loop of such reductions shares the code behind them with the loop (Triton 3.7.1), which begins with a
+    barrier: LLVM parts the loop so that threads meet there whose neighbors have yet to write: tests/gfx942 saw waves
+    at different barriers.
     """
     if S.vendor == "amd":
         return tl.inline_asm_elementwise(
-            "v_readfirstlane_b32 $0, $1", "=s,v", [state], tl.int32, False, 1
+            "v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, False, 1
         )
     else:
-        return state
+        return value
 
 
 @triton.jit
@@ -105,6 +108,10 @@ def pin_address(ptr, S: tl.constexpr):
 def fence(word, S: tl.constexpr):
     """Everything this block wrote is visible to a block that fences after seeing a later word of it."""
     meet(S)
+    if S.vendor == "amd":
+        # Nobody reads it. LLVM (Triton 3.7.1) leaves out the wait for an atomic's write-back where it knows of nothing
+        # of the thread's on its way; of `meet`'s wait it knows nothing, of its own it does.
+        tl.store(word + 1, 0)
     tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
 
@@ -178,8 +185,11 @@ def stamps_tokens(S):
 
 @triton.constexpr_function
 def calls_cheaply(S):
-    """Whether code may stand apart and be called: on AMD a call takes a stack."""
-    return S.vendor == "nvidia"
+    """Whether code may stand apart and be called: on AMD a call takes a stack, and where matrices are multiplied in
+    tensor memory (sm_100) Triton 3.7.1 compiles them in the kernel itself alone."""
+    target = current_target()
+    tensor_memory = target is not None and target.backend == "cuda" and 100 <= target.arch < 120
+    return S.vendor == "nvidia" and not tensor_memory
 
 
 @triton.jit

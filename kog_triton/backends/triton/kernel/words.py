@@ -18,9 +18,9 @@ from kog_triton.backends.triton.kernel.sync import (
     load_shared,
     load_uncached,
     meet,
-    settled,
     store_shared,
     ticks,
+    uniform,
 )
 from kog_triton.model.spec import DType
 from kog_triton.schedule import wire
@@ -276,7 +276,7 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = settled(poll_state(missing((w,), wanted), 1 - alive), S)
+    state = uniform(poll_state(missing((w,), wanted), 1 - alive), S)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1

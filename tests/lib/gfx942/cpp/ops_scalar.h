@@ -133,6 +133,8 @@ static const Operation SCALAR_OPERATIONS[] = {
     S_COMPARE(S_CMP_LG_U64, u64, a != b),
     S_COMPARE(S_BITCMP0_B32, u32, !(a >> (b & 31) & 1)),
     S_COMPARE(S_BITCMP1_B32, u32, a >> (b & 31) & 1),
+    {"S_BITSET1_B32",
+     [](Machine&, Wave& w, const Inst& i) { w.sgpr[i.dst] |= 1u << (scalar<u32>(w, i, 0) & 31); }},
     S_SHORT(S_MOVK_I32, w.sgpr[i.dst] = u32(b);),
     S_SHORT(S_ADDK_I32, w.scc = overflows_add(u32(a), u32(b)); w.sgpr[i.dst] = u32(a) + u32(b);),
     S_SHORT(S_MULK_I32, w.sgpr[i.dst] = u32(a) * u32(b);),

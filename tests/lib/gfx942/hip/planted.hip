@@ -22,6 +22,9 @@ void planted(const u4* weights, u32* words, float* out, u32 count) {
     asm volatile("s_waitcnt vmcnt(0)" : "+v"(w[0]), "+v"(w[1]), "+v"(w[2]), "+v"(w[3]), "+v"(w[4]), "+v"(w[5]), "+v"(w[6]),
                  "+v"(w[7]));
 #endif
+#ifdef PLANT_NARROW
+    asm volatile("global_load_dword %0, %1, off sc0 nt\ns_waitcnt vmcnt(0)" : "=v"(w[0].x) : "v"(weights + T));
+#endif
     float sum = 0;
     f4 tile = {};
     for (int k = 0; k < 8; k++) {

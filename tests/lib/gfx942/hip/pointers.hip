@@ -74,3 +74,79 @@ KERNEL unknown_mask(u32* words, u32* own) {
     asm volatile("s_mov_b64 exec, %0" : : "s"(mask));
     own[T] = 1;
 }
+
+// A pointer in a lane's own memory, where LLVM keeps what it spills.
+typedef u32* volatile kept;
+#define OWN_MEMORY \
+    u32* memory[2]; \
+    u32 x; \
+    auto held = (__attribute__((address_space(5))) kept*)memory
+
+KERNEL spilled(u32* words, u32* own) {
+    OWN_MEMORY;
+    held[1] = own + T;
+    held[0] = words + T;
+    LOAD(held[0]);
+    own[T] = x;
+}
+
+// No branch, as of `masked`.
+KERNEL spilled_by_some(u32* words, u32* own) {
+    OWN_MEMORY;
+    held[0] = words + T;
+    asm volatile("v_cmp_eq_u32 vcc, 0, %1\ns_and_saveexec_b64 s[40:41], vcc\nscratch_store_dwordx2 off, %0, off\n"
+                 "s_or_b64 exec, exec, s[40:41]"
+                 : : "v"(own + T), "v"(T & 1) : "vcc", "s40", "s41", "memory");
+    LOAD(held[0]);
+    own[T] = x;
+}
+
+KERNEL never_spilled(u32* words, u32* own) {
+    OWN_MEMORY;
+    held[0] = words + T;
+    LOAD(held[1]);
+    own[T] = x;
+}
+
+KERNEL spilled_at_an_index(u32* words, u32* own) {
+    OWN_MEMORY;
+    held[T & 1] = words + T;
+    LOAD(held[0]);
+    own[T] = x;
+}
+
+// Jumps as LLVM writes them where a branch does not reach: over what would change the pointer, and back before it.
+#define JUMP(to) \
+    "s_getpc_b64 s[40:41]\nfrom" to "%=:\n" \
+    "s_add_u32 s40, s40, (" to "%=-from" to "%=)&4294967295\n" \
+    "s_addc_u32 s41, s41, (" to "%=-from" to "%=)>>32\n" \
+    "s_setpc_b64 s[40:41]\n"
+
+KERNEL jumped_over(u32* words, u32* own) {
+    u32 x;
+    u32* p = words + T;
+    asm volatile(JUMP("there") "v_mov_b64 %0, %1\nthere%=:" : "+v"(p) : "v"(own + T) : "s40", "s41", "scc");
+    LOAD(p);
+    own[T] = x;
+}
+
+KERNEL jumped_back(u32* words, u32* own) {
+    u32 x;
+    u32* p = words + T;
+    asm volatile("s_branch first%=\n"
+                 "second%=:\nv_mov_b64 %0, %1\ns_branch third%=\n"
+                 "first%=:\n" JUMP("second") "third%=:" : "+v"(p) : "v"(own + T) : "s40", "s41", "scc");
+    LOAD(p);
+    own[T] = x;
+}
+
+KERNEL jumped_by_a_register(u32* words, u32* own) {
+    asm volatile("s_getpc_b64 s[40:41]\ns_add_u32 s40, s40, %0\ns_addc_u32 s41, s41, 0\ns_setpc_b64 s[40:41]"
+                 : : "s"(*words) : "s40", "s41", "scc");
+    own[T] = 1;
+}
+
+KERNEL jumped_into(u32* words, u32* own) {
+    asm volatile("s_cbranch_scc1 fromthere%=\n" JUMP("there") "s_nop 0\nthere%=:" : : : "s40", "s41", "scc");
+    own[T] = 1;
+}

@@ -1,8 +1,8 @@
 // The head of all columns: logits of one pass over its rows, then a token a column that all blocks
 // agree on.
 //
-//   plain requests   every block publishes its best of each column; one block a column picks the
-//                    argmax and publishes it
+//   plain requests   every block publishes its best of each column to all ranks; of each rank one block a
+//                    column picks the argmax, the same on all, and publishes it there
 //   the others       edited, cut or with log-probabilities: ../choose.h, column after column
 #pragma once
 #include <kog/choose.h>
@@ -18,19 +18,24 @@ KOG_DEVICE bool is_plain(const Block& b, int column) {
   return (request_of(b, column)[Request::kFlags] & kWantsMore) == 0;
 }
 
-KOG_DEVICE u64* best_of_column(const Block& b, int column, int block) {
-  return pairs_of<ColumnBestWords>(b) + 4 * (column * kBlocks + block);
+// Of a block among those of all ranks. Lanes that never meet may be a token apart, on ranks: two buffers there.
+KOG_DEVICE u64* best_of_column(const Block& b, u64 epoch, int column, int block) {
+  int buffer = static_cast<int>(epoch >> 32) % ColumnBestWords::kBuffers;
+  return pairs_of<ColumnBestWords>(b) + buffer * (ColumnBestWords::kStride / 2) +
+         4 * (column * kAllBlocks + block);
 }
 KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
   return pairs_of<ColumnArgmaxWords>(b) + 2 * column;
 }
 
-// This block's best of every column, from its threads' best of their own. Threads of a column lie side by
-// side.
+// This block's best of every column, from its threads' best of their own, and beside each the host's word, which
+// thread 0 of block 0 brings: whichever columns have logits, all hear it. Threads of a column lie side by side.
 KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
   constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
-  static_assert(kColumns * kWarps * sizeof(Candidate) <= kScratchBytes);
+  u32* said = reinterpret_cast<u32*>(local + kColumns * kWarps);
+  static_assert(kColumns * kWarps * sizeof(Candidate) + sizeof(u32) <= kScratchBytes);
+  if (b.thread == 0) *said = control;
   if (b.in_warp < kColumns) local[b.in_warp * kWarps + b.warp] = nobody();
   sync_warp();
   Candidate own = best_of_threads<kRows>(mine);
@@ -40,20 +45,31 @@ KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 ep
   if (b.warp >= b.p.num_requests) return;
   Candidate best = best_of_warp(b.in_warp < kWarps ? local[b.warp * kWarps + b.in_warp] : nobody());
   if (b.in_warp != 0 || must_leave(b)) return;  // a block that gave up lets no token come about
-  put_candidate(b, best_of_column(b, b.warp, b.block), epoch, best, control);
+  put_candidate(b, best_of_column(b, epoch, b.warp, block_of_all(b)), epoch, best, *said);
 }
 
 // The block whose warp 0 picks a column's argmax.
 KOG_DEVICE int column_argmax_block(int column) { return column * kBlocks / kColumns; }
 
-KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
+// The best of a rank's blocks, and the host's word, which block 0 of rank 0 brought.
+KOG_DEVICE Candidate best_of_rank(Block& b, int rank, int column, u64 epoch, u32& control) {
   constexpr int kEach = (kBlocks + 31) / 32;  // of a thread, on their way together
-  u32 control;  // block 0 brought it
-  Candidate best = poll_candidates<kEach>(
-      b, epoch, [&](int i) { return best_of_column(b, column, 32 * i + b.in_warp); },
+  return poll_candidates<kEach>(
+      b, epoch,
+      [&](int i) { return best_of_column(b, epoch, column, rank * kBlocks + 32 * i + b.in_warp); },
       [&](int i) { return 32 * i + b.in_warp < kBlocks; }, control);
+}
+KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
+  u32 control;
+  Candidate best = best_of_rank(b, 0, column, epoch, control);
+#pragma unroll 1
+  for (int rank = 1; rank < kRanks; rank++) {
+    u32 none;
+    Candidate other = best_of_rank(b, rank, column, epoch, none);
+    if (beats(other, best)) best = other;
+  }
   if (b.in_warp != 0 || must_leave(b)) return;
-  put_pair(b, argmax_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
+  put_own_pair(argmax_of_column(b, column), epoch, static_cast<u32>(token_of(best)), control);
 }
 
 // The tokens of plain columns to all threads, behind the next barrier; by one warp.
@@ -72,7 +88,7 @@ KOG_DEVICE void run_head(Block& b) {
   stage_head(b);
   b.begin_stage();
   auto x = held_operands<LmHead>(b);
-  int first = kHeadByLane ? b.lane * LmHead::kRows : 0;  // the id of the block's row 0
+  int first = first_id(b);
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   float scale = 0;
   Candidate mine = nobody();

@@ -1,9 +1,9 @@
 // What a module's outputs of all lanes add to a lane's streams, where they are owed at once (NOW) or
 // some layers later (DELAYED).
 //
-//   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner
+//   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner to all ranks
 //
-// Blocks of the same group index own the same rows. An owner receives what the others owe
+// Blocks of the same group index own the same rows, on all ranks. An owner receives what the others owe
 // its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
 // scratch:
 //
@@ -78,7 +78,7 @@ struct Reduction {
     if constexpr (kSends) {
       int index = send_index(b, b.layer);
       if (item.there && Module::before(b.layer + 1) > Module::before(b.layer))
-        store_relaxed(words(b, index) + b.lane * kOfLane + offset(item), pack_f32(y, phase(index)));
+        push(b, words(b, index) + b.lane * kOfLane + offset(item), pack_f32(y, phase(index)));
     }
   }
 

@@ -18,7 +18,7 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
     bool mine = column < b.p.num_requests;
     float v = part_of(mine ? x.value(b, column, row) : 0, gains[row],
                       [&] { return inverse_rms(b, mine ? column : 0); });
-    if (mine) store_relaxed(to + column * PartWords::kStride + row, pack_f32(v, phase));
+    if (mine) push(b, to + column * PartWords::kStride + row, pack_f32(v, phase));
   }
 }
 
