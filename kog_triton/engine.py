@@ -11,14 +11,15 @@ backend left behind is not trusted: every slot forgets, and who waits in line go
 
 import atexit
 import contextlib
+import logging
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kog_triton.backends import Backend
+from kog_triton.backends import Backend, Unready
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
 from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import RequestError, RunError, shown
@@ -28,6 +29,10 @@ from kog_triton.sampling.params import SamplingParams
 from kog_triton.text import Tokenizer
 from kog_triton.text.grammar import Grammar, Grammars
 
+log = logging.getLogger(__name__)
+# How long the engine is without a request before it has the backend make ready what makes later ones faster. A command
+# of one request has ended by then.
+QUIET_S = 0.25
 # How long the thread waits for another request: to start one, and its first CUDA calls, cost a first token
 # 0.1 to 0.3 ms. It keeps the engine in memory as long.
 LINGER_S = 1.0
@@ -108,7 +113,10 @@ class Engine:
         self._mailbox: Mailbox | None = None  # none before the first request and after a crash
         self._lock = threading.Condition()
         self._paused = False
-        self._inside = False  # the backend's `generate` runs
+        self._inside = False  # the backend is at work
+        self._unready: Unready | None = (
+            None  # the backend, while it may have something to make ready
+        )
         self._thread: threading.Thread | None = None
         self._num_posted = 0
         self._num_uses = 0
@@ -213,6 +221,13 @@ class Engine:
                 self._queue.add(claim)
         return claim
 
+    def get_ready(self) -> None:
+        """Have the backend make ready what there is from the next quiet moment on."""
+        with self._lock:
+            if isinstance(self.backend, Unready) and not self.closed:
+                self._unready = self.backend
+                self._start_thread()
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -234,10 +249,7 @@ class Engine:
 
     def _give_slot(self, claim: Claim) -> None:
         """Give a free slot to a claim and its request to the backend."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
-            thread.start()  # first: the system may refuse it
-            self._thread = thread
+        self._start_thread()
         slot, cached = self._choose_slot(claim)
         slot.claim, slot.tokens, slot.salt = claim, [], claim.salt
         claim.admit(slot.index, cached)
@@ -245,6 +257,12 @@ class Engine:
         self._mailbox.post(claim.request, claim)
         self._num_posted += 1
         self._lock.notify_all()
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name="kog-backend", daemon=True)
+            thread.start()  # first: the system may refuse it
+            self._thread = thread
 
     def _choose_slot(self, claim: Claim) -> tuple[Slot, int]:
         """A free slot and how many leading ids it holds; the last id is always left to compute.
@@ -346,8 +364,30 @@ class Engine:
 
     def _another(self, num_served: int) -> bool:
         """Whether a further request came within LINGER_S; the lock is held, and let go meanwhile."""
-        self._lock.wait_for(lambda: self.closed or self._num_posted != num_served, LINGER_S)
+
+        def wanted() -> bool:
+            return self.closed or self._num_posted != num_served
+
+        if self._unready and not self._lock.wait_for(wanted, QUIET_S):
+            self._make_ready(self._unready, lambda: wanted() or self._paused)
+        self._lock.wait_for(wanted, LINGER_S)
         return self._num_posted != num_served and not self.closed
+
+    def _make_ready(self, backend: Unready, wanted: Callable[[], bool]) -> None:
+        """Until all is, or something else is `wanted`; the lock is held, and let go meanwhile."""
+        self._inside = True
+        self._lock.release()
+        try:
+            while self._unready and not wanted():
+                if not backend.make_ready():
+                    self._unready = None
+        except Exception as error:  # of no request: they are served without it
+            self._unready = None
+            log.warning("what makes later requests faster failed: %s", " ".join(str(error).split()))
+        finally:
+            self._lock.acquire()
+            self._inside = False
+            self._lock.notify_all()
 
     def _fail_all(self, error: BaseException) -> None:
         """End every claim that has a slot; the lock is held."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MOST_SLOTS = 8  # samples that run at once where nobody says how many
 
 
-def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> "LLM":
-    """Open the model and say on stderr what is compiled and what was chosen."""
+def begin_compiling(args: argparse.Namespace) -> None:
+    """Begin the kernel's compiler, and say on stderr what is compiled."""
     from kog_triton.precompile import precompile
 
     logging.getLogger("kog_triton").addHandler(STDERR_LOG)  # the same one again is none
@@ -39,6 +39,10 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
         dtype=args.dtype,
         max_model_len=args.max_model_len,
     )
+
+
+def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> "LLM":
+    """Open the model and say on stderr what was chosen."""
     with activity("loading the model", args.quiet):
         from kog_triton.llm import LLM  # and torch, which takes seconds
 
@@ -77,6 +81,7 @@ def _body(argv: Sequence[str] | None) -> int:
     flags = request.sampling_flags(args)
     how = request.conversation(args)
     text = None if args.interactive else request.read_prompt(args.prompt)
+    begin_compiling(args)  # first of what takes long: a first start waits for it
     with activity("reading the tokenizer", args.quiet):
         tokenizer = request.check_request(args, text, how)
     with open_llm(args, tokenizer) as llm:

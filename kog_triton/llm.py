@@ -213,6 +213,7 @@ class LLM:
                 f"{'' if gpu else ' on a CPU'} does not plan its memory",
                 stacklevel=2,
             )
+        self.engine.get_ready()
         self._seeds = None if seed is None else Random(seed)
         self._request_ids = itertools.count()
         self.load_s = time.perf_counter() - started

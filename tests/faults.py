@@ -32,7 +32,9 @@ from tests.planted import (  # noqa: E402
     ranks,
     reports,
     schedule,
+    second_sample,
     server,
+    third_sample,
 )
 from tests.planted.fault import Fault  # noqa: E402
 
@@ -50,6 +52,8 @@ FAULTS = (
     *edges.FAULTS,
     *reports.FAULTS,
     *server.FAULTS,
+    *second_sample.FAULTS,
+    *third_sample.FAULTS,
 )
 
 

@@ -37,7 +37,8 @@ from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
-from kog_triton.backends.prefill.library import begin_prompt, open_library, wants_library
+from kog_triton.backends.prefill.forward import import_fused
+from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
@@ -143,12 +144,14 @@ class CudaBackend:
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
-        beside = Background(most=3)
+        beside = Background(most=4)
         alone = options.num_gpus > 1  # the kernel of one token: there is no other on ranks yet
         try:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
+                if fuses(self.device):
+                    beside.submit(import_fused)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
@@ -172,6 +175,7 @@ class CudaBackend:
                     self.spec,
                     self.max_context,
                     self.memory.embed[:, : self.spec.hidden_size],
+                    self.memory.rope,
                     matrices,
                 )
             compiled.result()
@@ -340,6 +344,14 @@ class CudaBackend:
     def settle(self) -> None:
         self.columns.settle()
         self.chunks.settle(self.devices)
+        while self.make_ready():
+            pass
+
+    def make_ready(self) -> bool:
+        if self.library is None:
+            return False
+        with self._entry.at_once():
+            return self.library.make_ready()
 
     def memory_bytes(self) -> dict[str, int]:
         """Of all GPUs together."""

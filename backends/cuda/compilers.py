@@ -12,11 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import kog_triton
-from kog_triton.backends.cuda.compile_child import REFUSED
+from kog_triton.backends.cuda import compile_child
 from kog_triton.errors import DeviceError
-
-CHILD = "kog_triton.backends.cuda.compile_child"
 
 
 class Background:
@@ -64,18 +61,15 @@ def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -
     The kernel kills that process with the thread that calls this.
     """
     job = {"source": source, "flags": flags, "compiler": compiler, "parent": os.getpid()}
-    place = str(Path(kog_triton.__file__).resolve().parents[1])
-    paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", CHILD],
+        [sys.executable, "-P", str(Path(compile_child.__file__).resolve())],
         input=json.dumps(job).encode() + b"\n" + text.encode(),
         capture_output=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # the terminal's Ctrl-C is for this process alone
     )
     if done.returncode == 0:
         return done.stdout
     said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == REFUSED:
+    if done.returncode == compile_child.REFUSED:
         raise DeviceError(said)
     raise DeviceError(f"the compiler of {source} ended with {done.returncode}: {said[-500:]}")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
@@ -28,8 +29,10 @@ from kog_triton.backends.cuda.narrow_weights import (
 )
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.memory_plan import MemoryPlan
+from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import Flag, capacity, decode
+from kog_triton.backends.weight_upload import WeightUpload
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
@@ -147,25 +150,33 @@ def allocate(
     spec = lo.schedule.spec
     dtype = HALF[spec.dtype]
 
-    def get(name: str) -> Tensor:
-        return weights.load(name).to(device)
-
     def padded(t: Tensor) -> Tensor:
         return torch.nn.functional.pad(t, (0, -t.shape[-1] % 4)).contiguous()
 
-    embed = get("embed").to(dtype)
-    gains = [
-        get(f"layers.{i}.{name}").float()
-        for i in range(spec.num_layers)
-        for name in ("attention_norm", "mlp_norm")
-    ]
-    gains.append(get("norm").float())
-    gains = [gain * scale for gain, scale in zip(gains, _gain_scales(lo), strict=True)]
+    # Beside the weights: of a context of 131,072 it takes a thread the better part of a second.
+    table = Background(1).submit(
+        rope_table, spec.rope, spec.head_dim, rope_positions(layout.max_context)
+    )
+    with WeightUpload(device) as bring:
+
+        def get(name: str) -> Tensor:
+            return bring(weights.load(name))
+
+        get_narrow = partial(load_narrow, weights, device)
+        embed = get("embed").to(dtype)
+        gains = [
+            get(f"layers.{i}.{name}").float()
+            for i in range(spec.num_layers)
+            for name in ("attention_norm", "mlp_norm")
+        ]
+        gains.append(get("norm").float())
+        gains = [gain * scale for gain, scale in zip(gains, _gain_scales(lo), strict=True)]
+        arena = pack_arena(lo, get, embed, rank, get_narrow)
+        biases, qk_gains = _biases(lo, get, get_narrow, device), _qk_gains(lo, get, device)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, layout.max_context))
     pinned = device.type == "cuda"
 
     def mapped(*shape: int) -> Tensor:
@@ -173,12 +184,12 @@ def allocate(
 
     positions = layout.max_context + 1
     return Memory(
-        weights=pack_arena(lo, get, embed, rank, partial(load_narrow, weights, device)),
+        weights=arena,
         embed=padded(embed),
         gains=padded(torch.stack(gains)),
-        biases=_biases(lo, get, partial(load_narrow, weights, device), device),
-        qk_gains=_qk_gains(lo, get, device),
-        rope=table.to(device),
+        biases=biases,
+        qk_gains=qk_gains,
+        rope=torch.from_numpy(table.result()).to(device),
         cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
         words=ints(layout.total_words),
         logits=torch.zeros(1, device=device),

@@ -162,10 +162,19 @@ class StageTimer(Protocol):
 
 @runtime_checkable
 class BackgroundCompiler(Protocol):
-    """A backend whose kernels may still compile while it serves by another one."""
+    """A backend that serves before all is there that makes it fast."""
 
     def settle(self) -> None:
-        """Wait for those that were begun."""
+        """Wait for kernels that compile beside it, and make ready the rest; while no request runs."""
+        ...
+
+
+@runtime_checkable
+class Unready(Protocol):
+    """A backend that leaves for quiet moments what a first request need not wait for."""
+
+    def make_ready(self) -> bool:
+        """The next part of it; whether there may be more. While no request runs."""
         ...
 
 

@@ -238,3 +238,39 @@ def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
     files["backends/cuda/include/kog/ring.h"] = changed
     monkeypatch.setattr(machine, "source_files", lambda: files)
     assert machine.source_digest() != whole
+
+
+def test_a_start_is_told_step_by_step():
+    program = ROOT / "benchmarks/micro/start_timeline.py"
+    flags = ("--backend", "reference", "-p", "a", "-m", "2", "--temp", "0", "--quiet")
+    done = subprocess.run(
+        [sys.executable, program, *flags], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr
+    lines = [line for line in done.stderr.splitlines() if re.match(r"[ \d.]{26}  ", line)]
+    spans = {line[28:].strip(): line[:26].split() for line in lines}
+    first, torch = float(spans["the first text"][0]), [float(t) for t in spans["import torch"]]
+    assert 0 < torch[0] < torch[1] < first < float(spans["the end of Python"][0])
+    assert torch[2] == pytest.approx(torch[1] - torch[0], abs=0.002)
+    assert float(spans["import kog_triton.llm"][0]) < torch[0]
+    assert any(re.match(r"Checkpoint\.load, \d+ times", name) for name in spans)
+
+
+def test_every_step_of_a_start_is_there():
+    """A function of another name would not be told, and nobody would miss it."""
+    code = (
+        "import importlib, importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('start_timeline', sys.argv[1])\n"
+        "timeline = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(timeline)\n"
+        "for name, steps in timeline.STEPS.items():\n"
+        "    if name.startswith('kog_triton') and not name.endswith('fused'):\n"
+        "        timeline.wrap(importlib.import_module(name), steps)\n"
+        "names = {n for steps in timeline.STEPS.values() for n in steps}\n"
+        "assert timeline.OFTEN <= names, timeline.OFTEN - names\n"
+    )
+    program = ROOT / "benchmarks/micro/start_timeline.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

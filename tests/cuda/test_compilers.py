@@ -4,6 +4,7 @@ The compiler is a script in the place of nvcc: it notes when it begins, waits fo
 source.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda import compilers, jit, kernel_cache, toolchain
+from kog_triton.backends.cuda import compile_child, compilers, jit, kernel_cache, toolchain
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.errors import DeviceError
 
@@ -40,7 +41,7 @@ def nvcc(tmp_path, monkeypatch):
     script = tmp_path / "nvcc"
     script.write_text(NVCC.replace("{folder}", str(tmp_path)))
     script.chmod(0o755)
-    monkeypatch.setattr(toolchain, "_nvrtc", lambda: None)
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: None)
     monkeypatch.setattr(jit, "PROCESSES", Background(3))
     monkeypatch.setattr(jit, "_begun", {})
     monkeypatch.setattr(kernel_cache, "_unwritten", {})
@@ -123,7 +124,7 @@ def test_progress_says_how_many_are_to_come(nvcc, caplog):
 PROGRAM = """
 import os, signal, sys
 from kog_triton.backends.cuda import jit, toolchain
-toolchain._nvrtc = lambda: None
+toolchain.find_nvrtc = lambda: None
 for name in "ab":
     jit.begin_cubin(f"// {name}\\n")
 while len([n for n in os.listdir(sys.argv[1] + "/begun") if "." not in n]) < 2:
@@ -158,6 +159,16 @@ def test_no_compiler_keeps_a_process_or_lives_on_after_it(nvcc, how):
         how, -2
     )
     assert not list((nvcc / "cache").rglob("*.cubin"))
+
+
+def test_a_compiler_begins_without_the_package():
+    """A start waits for it: numpy and the package cost it a second where Python has kept no bytecode."""
+    child = [sys.executable, "-X", "importtime", "-P", compile_child.__file__]
+    job = {"source": "a.cu", "flags": [], "compiler": "nvcc", "parent": 0}
+    done = subprocess.run(child, input=json.dumps(job), capture_output=True, text=True, timeout=60)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == compile_child.REFUSED and "subprocess" in imported
+    assert not {name for name in imported if name.partition(".")[0] in ("kog_triton", "numpy")}
 
 
 # ---- Background ----

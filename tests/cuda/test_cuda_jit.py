@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda import jit, kernel_cache, toolchain
+from kog_triton.backends.cuda import compile_child, jit, kernel_cache, toolchain
+from kog_triton.backends.cuda.compile_child import Refused
 from kog_triton.errors import DeviceError
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import INCLUDE
@@ -41,7 +42,7 @@ def nvcc(tmp_path, monkeypatch):
     script = folder / "nvcc"
     script.write_text(NVCC.replace("{folder}", str(folder)))
     script.chmod(0o755)
-    monkeypatch.setattr(toolchain, "_nvrtc", lambda: None)
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: None)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_cache, "_unwritten", {})
@@ -172,10 +173,10 @@ def test_nvrtc_calls_a_program_by_its_source(monkeypatch, tmp_path, source):
             return 13, 0
 
     nvrtc = Nvrtc()
-    monkeypatch.setattr(toolchain, "_nvrtc", lambda: nvrtc)
-    assert toolchain.translate("// a\n", source, FLAGS, "nvrtc 13.0") == source.encode()
-    with pytest.raises(DeviceError, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
-        toolchain.translate("// REFUSED\n", source, FLAGS, "nvrtc 13.0")
+    monkeypatch.setattr(compile_child, "find_nvrtc", lambda: nvrtc)
+    assert compile_child.translate("// a\n", source, FLAGS, "nvrtc 13.0") == source.encode()
+    with pytest.raises(Refused, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
+        compile_child.translate("// REFUSED\n", source, FLAGS, "nvrtc 13.0")
 
 
 # ---- a cache that does not do its work ----

@@ -22,6 +22,7 @@ from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.topology import find_gpu
+from kog_triton.text import Tokenizer
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.gpus import H200_SEEN
@@ -202,6 +203,14 @@ def test_commands_begin_before_torch_is_imported(command):
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("begun")]
     assert lines == ["begun False reference"]
+
+
+def test_the_compiler_is_begun_before_the_tokenizer_is_read(monkeypatch, capsys):
+    order, load = [], Tokenizer.load
+    monkeypatch.setattr(precompile, "precompile", lambda *args, **others: order.append("compiler"))
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: order.append("tokenizer") or load(folder))
+    assert generate.main(["-p", "a", "-m", "1", "--backend", "reference"]) == 0
+    assert order[:2] == ["compiler", "tokenizer"] and order.count("compiler") == 1
 
 
 def test_a_compiler_that_is_not_done_says_nothing_behind_an_error(monkeypatch, capsys):

@@ -303,8 +303,9 @@ def test_closing_ends_what_runs(folder):
     llm = LLM(folder, backend=FakeBackend)
     stream = llm.stream("slow a", replace(GREEDY, max_tokens=None))
     llm.close()
+    llm.engine.backend.closed = "by the first call alone"
     llm.close()
-    assert llm.engine.backend.closed
+    assert llm.engine.backend.closed == "by the first call alone"
     with pytest.raises(RunError, match="closed"):
         list(stream)
     with pytest.raises(RunError, match="closed"):
@@ -405,3 +406,10 @@ def test_python_may_end_while_a_request_runs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_the_error_of_a_list_names_its_prompt(llm):
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: the prompt is empty"):
+        llm.generate(["a", "", "b", "c"], GREEDY)
+    with pytest.raises(RequestError, match=r"^the prompt is empty"):
+        llm.generate([""], GREEDY)

@@ -151,6 +151,12 @@ def square_scales(tensors):
         tensors[name] = tensors[name].reshape(1, 1)
 
 
+def unsaid(quantization):
+    """Writers leave out what is the default of compressed-tensors."""
+    group = quantization["config_groups"]["group_0"]
+    del group["weights"]["symmetric"]
+
+
 DENSE = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
 WRITERS = [
     ("gptq_v1_symmetric", add_zero_biases, lambda q: None),
@@ -158,6 +164,7 @@ WRITERS = [
     ("awq_g128", lambda t: None, lambda q: q.update(version=None, format="gemm")),
     ("ct_fp8_tensor", square_scales, lambda q: None),
     ("ct_int4_g32", lambda t: None, lambda q: q.update(sparsity_config=DENSE)),
+    ("ct_int4_g32", lambda t: None, unsaid),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.folder import Checkpoint
+from kog_triton.checkpoint.gguf import file
 from kog_triton.checkpoint.gguf.file import TYPES, Directory
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, RopeScaling
@@ -297,6 +298,30 @@ def test_arrays_of_bytes_are_limited_before_they_are_lists(tmp_path):
     with pytest.raises(ModelError, match=r"'x\.y' has 50000000 values: at most 8388608"):
         Directory(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
+
+
+def test_arrays_are_limited_together(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    fields = [
+        struct.pack("<Q", 1) + name + struct.pack("<IIQ", 9, 0, 60) + bytes(60)
+        for name in (b"x", b"y")
+    ]
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + b"".join(fields))
+    monkeypatch.setattr(file, "MAX_VALUES", 120)
+    assert [len(values) for values in Directory(path).metadata.values()] == [60, 60]
+    monkeypatch.setattr(file, "MAX_VALUES", 119)
+    with pytest.raises(ModelError, match="'y' has 60 values: at most 119"):
+        Directory(path)
+
+
+def test_the_end_of_a_turn_ends_an_answer(tmp_path):
+    """Beside the end of a text, where the file names both; in their order, once if they are the same."""
+    path = tmp_path / "model.gguf"
+    for ids, ends in (((7, 9), (7, 9)), ((9, 9), (9,)), ((None, 9), (9,)), ((7, None), (7,))):
+        names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
+        given = {name: i for name, i in zip(names, ids, strict=True) if i is not None}
+        gguf_cases.write(path, text=fields(given, absent=("tokenizer.ggml.eos_token_id",)))
+        assert Checkpoint.open(path).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(("at", "part"), [(0, "scale"), (2, "minimum")])

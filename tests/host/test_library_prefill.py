@@ -153,7 +153,7 @@ def test_the_callers_embedding_is_used_and_left_alone():
 
 
 def test_memory_is_counted():
-    """No matrix and no embedding: those are the caller's."""
+    """No matrix, embedding or table of RoPE: those are the caller's."""
     spec = SPECS["biases"]
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     biases = spec.num_layers * (qkv + 2 * spec.hidden_size + 2 * spec.intermediate_size)
@@ -162,7 +162,6 @@ def test_memory_is_counted():
         2 * biases
         + 4 * norms
         + 16 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2  # the buckets' cache
-        + 64 * spec.head_dim // 2 * 8  # rope
         + 16 * 8  # token ids
     )
 
@@ -215,8 +214,10 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
     before = ours.memory_bytes()
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    ours._capture_all()
+    ours._to_capture = list(ours._sizes)
+    more = [ours.make_ready() for _ in range(4)]
     count = len(ours._graphs)
+    assert more == [True] * (count - 1) + [False] * (5 - count) and list(ours._graphs) == [16, 4]
     assert told == [None, *["pool"] * (count - 1)] and count > 1
     assert ours.memory_bytes() - before == count * 7 << 20
     monkeypatch.undo()

@@ -56,6 +56,12 @@ def test_figures_follow_their_formulas():
     assert m.mbu == pytest.approx(6 * m.bytes_per_token / 1e6) and m.peak == "toy"
 
 
+def test_the_longest_gap_is_no_percentile():
+    arrivals = [*range(102), 110]
+    m = figures(arrivals=arrivals, device_ns=[0] * len(arrivals), submitted=-1.0)
+    assert m.itl_max_us == pytest.approx(9e6) and m.itl_p99_us == m.itl_p50_us == pytest.approx(1e6)
+
+
 def test_device_stamps_are_used_when_every_step_has_one():
     m = figures(device_ns=[1_000_000, 2_000_000, 3_000_000, 5_000_000])
     assert m.clock == "device" and m.decode_tokens_per_s == pytest.approx(3 / 4e-3)

@@ -8,6 +8,9 @@ from safetensors.torch import load_file
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.plan import main
 from kog_triton.schedule.cuda import WARPS
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import find_gpu
+from kog_triton.schedule.triton import lower_tiles
 from tests.lib import narrow_cases, tiny
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
@@ -224,6 +227,17 @@ def test_triton_s_tiles_cover_the_matrices(plan, shape):
         assert float(cells["pad"][:-1]) == pytest.approx(100 * (read / real - 1), abs=0.2)
         total += real
     assert total == pytest.approx(matrix_bytes(spec), rel=1e-3)
+
+
+def test_kilobytes_on_their_way_are_of_1024_bytes(plan):
+    """What a block has asked for as the stage begins: rows of its tiles times words of 4 bytes."""
+    rows = table(plan("--shape", "llama-3.2-1b", "--backend", "triton")[1])
+    schedule, gpu = build(named_shape("llama-3.2-1b")), find_gpu("h200")
+    tiles = lower_tiles(schedule, gpu.num_blocks, 131072, "nvidia")
+    for t in tiles.stages:
+        words = sum(t.widths[t.place(tile)[1]] for tile in range(t.asked_before(0)))
+        assert rows[t.name]["KB on its way"] == f"{t.tile_rows * words / 256:.0f}"
+    assert rows["qkv_proj"]["KB on its way"] == "32"
 
 
 def test_triton_has_no_tiles_for_several_gpus_or_narrow_weights(plan):

@@ -191,6 +191,7 @@ def test_many_shards_read_like_one_file(model, written, tmp_path, monkeypatch):
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 4 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert not list((tmp_path / "out").glob("*.part"))
+    assert all(p.stat().st_mode & 0o444 == 0o444 for p in (tmp_path / "out").iterdir())
     one, many = Checkpoint.open(written("int8-channel")), Checkpoint.open(tmp_path / "out")
     assert all(torch.equal(one.load(n), many.load(n)) for n in one.names())
 

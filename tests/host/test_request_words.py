@@ -77,6 +77,7 @@ def test_fields_and_lists_come_back():
         ({"logit_bias": {1: 0.5}}, Flag.EDITED | Flag.BIASED),
         ({"min_tokens": 3}, Flag(0)),
         ({"min_tokens": 3, "end": (4,)}, Flag.EDITED | Flag.MIN_TOKENS),
+        ({"min_tokens": 1, "end": (4,)}, Flag.EDITED | Flag.MIN_TOKENS),
         ({"end": (4,)}, Flag(0)),
         ({"bad": ((4, 5),)}, Flag.EDITED),
         ({"presence_penalty": 0.1}, Flag.EDITED | Flag.PENALIZED),

@@ -251,6 +251,14 @@ def test_top_p_itself_is_rounded_down():
         assert survivors(logits, params).tolist() == left
 
 
+def test_min_p_is_compared_with_distances_that_are_rounded_down():
+    """ln 2 as a float32 is a little more than ln 2: its distance is that of 1/2, and a fraction."""
+    logits = np.array([0, -np.float32(math.log(2)), -0.7], np.float32)
+    distance = -float(logits[1]) * definition.LOG2E_SCALE
+    assert 2.0**26 < distance < 2.0**26 + 1
+    assert survivors(logits, params_of(3, min_p=0.5)).tolist() == [0, 1]
+
+
 def test_top_p_is_over_what_top_k_left():
     # the two best hold 0.6 and 0.3 of all, 2/3 and 1/3 of the two: 0.65 keeps one, not two
     logits = np.log(np.array([0.6, 0.3, 0.1])).astype(np.float32)

@@ -84,6 +84,15 @@ def test_special_tokens_map_of_older_checkpoints(tmp_path):
     assert ours.eos_token_id == make_tokenizer("byte_level").token_to_id("<|im_end|>")
 
 
+def test_a_whole_tokenizer_config_is_not_overruled(tmp_path):
+    """As in transformers: a map beside a list of added tokens is of an older release of the same model."""
+    make_tokenizer("byte_level").save(str(tmp_path / "tokenizer.json"))
+    config = {"added_tokens_decoder": {}, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert Tokenizer.load(tmp_path).named_tokens == {"eos_token": "<|im_end|>"}
+
+
 def test_truncation_and_padding_are_not_for_prompts(tmp_path):
     backend = make_tokenizer("byte_level")
     backend.enable_truncation(3)

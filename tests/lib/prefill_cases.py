@@ -14,6 +14,7 @@ from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Reduce, Rope, RopeScaling
+from kog_triton.schedule.rope import rope_table
 from tests.lib.ring_walker import spec_of
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
@@ -95,14 +96,17 @@ class PlainMatrices(Unpacked):
 
 def prefill_of(name, dtype=F32, device=CPU, weights=None, **changes):
     weights = weights or weights_of(name, dtype)
+    spec = SPECS[name]
+    positions = max(changes.get("max_context", 64), *changes.get("buckets", (4, 16)))
     options = {
         "max_context": 64,
         "embed": weights.load("embed").to(device, dtype),
+        "rope": torch.from_numpy(rope_table(spec.rope, spec.head_dim, positions)).to(device),
         "matrices": PlainMatrices(weights, dtype, device),
         "buckets": (4, 16),
         "chunk": 7,
     }
-    return LibraryPrefill(weights, SPECS[name], **(options | changes))
+    return LibraryPrefill(weights, spec, **(options | changes))
 
 
 def empty_cache(name, dtype=F32, positions=64):

@@ -124,7 +124,7 @@ FAULTS = (
         "a damaged kernel is loaded",
     ),
     Fault(
-        "backends/cuda/toolchain.py",
+        "backends/cuda/compile_child.py",
         "createProgram(text, source,",
         'createProgram(text, "decode.cu",',
         "cuda/test_cuda_jit.py",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +13,21 @@ import pytest
 from kog_triton import serve
 from kog_triton.errors import DeviceError, ModelError, RequestError, RunError
 from kog_triton.metrics import RequestMetrics
-from kog_triton.outputs import CompletionOutput, Logprob, RequestOutput
+from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
-from kog_triton.server import figures
+from kog_triton.sampling.params import SamplingParams
+from kog_triton.server import figures, run
 from kog_triton.server.admission import Admission
-from kog_triton.server.asked import render
+from kog_triton.server.asked import render, template_kwargs
+from kog_triton.server.completion_answer import CompletionAnswer
 from kog_triton.server.limits import BodyLimit
 from kog_triton.server.metrics import Counts, ServerMetrics
+from kog_triton.server.pacing import Interval, Pacing
 from kog_triton.server.problems import Problem, problem_of
 from kog_triton.server.run import Settings, bind
+from kog_triton.server.samples import Job, News
 from kog_triton.server.schemas.chat import Message
-from kog_triton.server.supervisor import EngineLost
+from kog_triton.server.supervisor import EngineLost, Supervisor
 
 
 def output(prompt=10, cached=4, made=5, reason="stop"):
@@ -320,3 +325,84 @@ def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
     with pytest.raises(RequestError, match=f"cannot listen on {place}"):
         bind(settings)
     assert place.read_text() == '"mine"'
+
+
+def test_a_server_that_ends_takes_its_socket_file_with_it(tmp_path, monkeypatch):
+    """Here by a model that does not open; uvicorn and the engine are fakes."""
+
+    class Engine:
+        def __init__(self, *arguments):
+            pass
+
+        async def start(self):
+            raise ModelError("no weights")
+
+        async def close(self):
+            assert place.is_socket()
+
+    async def serve_nothing(self, sockets):
+        while not self.should_exit:
+            await asyncio.sleep(0.01)
+
+    place = tmp_path / "s"
+    monkeypatch.setattr(run, "Supervisor", Engine)
+    monkeypatch.setattr(run.Server, "serve", serve_nothing)
+    with pytest.raises(ModelError, match="no weights"):
+        asyncio.run(run.serve(Settings(llm={"num_slots": 1}, uds=place)))
+    assert not place.exists()
+
+
+# ---- templates, echo, pace, restarts ----
+
+
+def test_a_request_overrules_the_servers_template_arguments():
+    model = SimpleNamespace(template_kwargs={"enable_thinking": False, "reasoning_effort": "low"})
+    assert template_kwargs(model, None) == model.template_kwargs
+    assert template_kwargs(model, {"enable_thinking": True})["enable_thinking"] is True
+    assert template_kwargs(model, None, "high")["reasoning_effort"] == "high"
+    asked = template_kwargs(model, {"reasoning_effort": "none"}, "high")
+    assert asked == {"enable_thinking": False, "reasoning_effort": "none"}
+
+
+def test_each_of_several_samples_echoes_its_own_prompt():
+    """Two prompts of two samples each, the second prompt by its ids."""
+    params = SamplingParams(n=2, max_tokens=1)
+    jobs = [Job("one", (1,), params), Job(None, (50, 51), params)]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"ids {list(ids)}")
+    answer = CompletionAnswer(
+        "id", SimpleNamespace(name="m", tokenizer=tokenizer), jobs,
+        echo=True, made=True, logprobs=False, include_usage=False,
+    )  # fmt: skip
+    answer.take([News(i, Delta("+", [2], None, output()), 1) for i in range(4)])
+    texts = [choice["text"] for choice in answer.whole()["choices"]]
+    assert texts == ["one+", "one+", "ids [50, 51]+", "ids [50, 51]+"]
+
+
+def test_an_event_has_as_many_tokens_as_were_asked_for():
+    pacing = Pacing(Interval(seconds=9.0, tokens=3))
+    assert pacing.wait(1, 0.0) == 0  # the first token at once
+    pacing.sent(0.0)
+    assert [pacing.wait(unread, 100.0) for unread in (0, 2, 3, 4)] == [math.inf, math.inf, 0, 0]
+
+
+def test_pauses_between_starts_of_an_engine_grow_up_to_a_bound(monkeypatch):
+    pauses, failures = [], 8
+    supervisor = Supervisor({})
+    supervisor._process = SimpleNamespace(kill=lambda: None, ended=lambda: answer(1))
+
+    async def answer(value):
+        return value
+
+    async def launch():
+        if len(pauses) <= failures:
+            raise RunError("no GPU")
+        supervisor._opened = answer("model")
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr("kog_triton.server.supervisor.asyncio.sleep", sleep)
+    monkeypatch.setattr(supervisor, "_launch", launch)
+    asyncio.run(supervisor._restart())
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert supervisor.state == "ready" and supervisor.num_restarts == failures + 1

@@ -1,6 +1,8 @@
 """Library prefill beside Triton: its fused kernels compute the same, and the megakernel goes on from its cache."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +36,21 @@ def run_fused(name, dtype):
     for first, end in ((0, 3), (3, 6)):
         ours.run(tokens_of(6)[first:end], first, held)
     return held
+
+
+def test_triton_is_imported_by_the_first_pass_or_ahead_of_it():
+    """A start whose prompt runs in the kernel needs none of it."""
+    code = (
+        "import sys\n"
+        "from tests.lib.prefill_cases import CPU, F32, empty_cache, prefill_of\n"
+        "from kog_triton.backends.prefill.forward import import_fused\n"
+        "prefill_of('llama', fused=True)\n"
+        "assert 'triton' not in sys.modules\n"
+        "assert import_fused().gated and 'triton' in sys.modules\n"
+        "assert sys.modules['triton.runtime.cache'].triton_key.cache_info().currsize == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @interpreted

@@ -7,6 +7,8 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +29,15 @@ DEEP, DEEP_ROWS = 8192, 1024
 MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
 
 
+def import_fused() -> Any:
+    """Ahead of the first pass, in a thread: to import Triton takes a second, and half of one that it hashes its own
+    files, by which it finds the kernels that it kept."""
+    fused = import_module(FUSED)
+    with suppress(ImportError, AttributeError):  # of another release: its first kernel does it
+        import_module("triton.runtime.cache").triton_key()
+    return fused
+
+
 class PrefillPass:
     """The layers of one model. `rope` is float32 [positions, 2, d / 2]: cosines and sines, by position.
 
@@ -44,7 +55,7 @@ class PrefillPass:
     ) -> None:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.matrices, self.dtype = matrices, embed.dtype
-        self._fused: Any = import_module(FUSED) if fused else None  # only then is Triton needed
+        self._fuses = fused
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
         heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
         # Of a token: queries, keys and values; the attention's outputs; a third of the MLP. And of a key that it
@@ -52,6 +63,11 @@ class PrefillPass:
         hidden, ffn = spec.hidden_size, spec.lane_intermediate_size
         self._multiply_adds = hidden * (heads + 2 * kv) * d, hidden * heads * d, hidden * ffn
         self._seen = 2 * heads * d
+
+    @cached_property
+    def _fused(self) -> Any:
+        """Imported by the first pass: Triton takes a second, of a start whose prompt needs none."""
+        return import_module(FUSED) if self._fuses else None
 
     def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
         """All of `layers_of`."""

@@ -3,8 +3,8 @@
 Two ways, one pass of the layers (forward.py):
 
     bucket   a fresh prompt of up to 512 tokens, padded at its end to the next size; on a GPU the
-             pass was captured in a CUDA graph when the model was loaded. It fills a cache of its
-             own, whose unpadded positions are copied out: padding never reaches the caller's.
+             pass is captured in a CUDA graph once nobody waits (`make_ready`). It fills a cache of
+             its own, whose unpadded positions are copied out: padding never reaches the caller's.
     chunks   longer prompts and those behind a cached prefix, eagerly, up to the next multiple of `chunk` positions
 
 The matrices are the backend's own, taken out of its kernel's order one at a time (weights.py). Nothing
@@ -12,6 +12,7 @@ waits for the device: what is launched next on the same stream finds the cache f
 time may use it, for one prompt at a time. A prompt can be run in slices (slices.py).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,15 +24,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kog_triton.backends import BackendOptions, WeightSource
+from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import Matrices, load_layer
-from kog_triton.errors import ModelError, RequestError
+from kog_triton.errors import ModelError, RequestError, first_line
 from kog_triton.model.spec import ModelSpec
-from kog_triton.schedule.rope import rope_table
 
+log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 BUCKETS = (16, 32, 64, 128, 256, 512)
 # Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
@@ -59,6 +61,22 @@ def choose_prefill(num_new_tokens: int, first: int = 0, crossover: Crossover = B
     return "library" if num_new_tokens >= least else "kernel"
 
 
+def bucket_sizes(max_context: int, buckets: Sequence[int] = BUCKETS) -> list[int]:
+    """Those of prompts that fit the context, ascending: the last one may be longer."""
+    shorter = sum(size < max_context for size in buckets)
+    return sorted(buckets)[: shorter + 1]
+
+
+def rope_positions(max_context: int) -> int:
+    """Of a table of RoPE that a backend shares with its library: padding may pass the end of the context."""
+    return max(max_context, bucket_sizes(max_context)[-1])
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether Triton's kernels run between the matrix products."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def wants_library(options: BackendOptions, device: torch.device) -> bool:
     return options.prefill == "library" or (options.prefill == "auto" and device.type != "cpu")
 
@@ -69,16 +87,18 @@ def open_library(
     spec: ModelSpec,
     max_context: int,
     embed: Tensor,
+    rope: Tensor,
     matrices: Callable[[], Matrices],
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
     embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
+    rope      the backend's table, float32 [`rope_positions` or more, 2, d / 2]
     matrices  makes the backend's own ready; norms and biases are read again, from `weights`
     """
     if not wants_library(options, embed.device):
         return None
-    return LibraryPrefill(weights, spec, max_context, embed, matrices())
+    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices())
 
 
 def begin_prompt(
@@ -105,6 +125,7 @@ class LibraryPrefill:
     """Runs prompts of one model on one device.
 
     embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
+    rope      the caller's table of as many positions as the context and the longest bucket have
     matrices  the caller's, of the same device and dtype
     fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     """
@@ -115,6 +136,7 @@ class LibraryPrefill:
         spec: ModelSpec,
         max_context: int,
         embed: Tensor,
+        rope: Tensor,
         matrices: Matrices,
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
@@ -123,12 +145,10 @@ class LibraryPrefill:
         device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
         layers = [load_layer(weights, spec, i, device, dtype) for i in range(spec.num_layers)]
-        shorter = sum(size < max_context for size in buckets)
-        self._sizes = sorted(buckets)[: shorter + 1]
-        longest = max(max_context, self._sizes[-1])  # padding may pass the end of the context
-        rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, longest)).to(device)
+        self._sizes = bucket_sizes(max_context, buckets)
+        assert len(rope) >= max(max_context, self._sizes[-1]), "padding may pass its end"
         if fused is None:
-            fused = device.type == "cuda" and find_spec("triton") is not None
+            fused = fuses(device)
         self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
         self._rate = Rate()
         self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
@@ -138,8 +158,8 @@ class LibraryPrefill:
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._captured_bytes = 0  # of what graphs run in, cuBLAS's workspaces among it
-        if device.type == "cuda":
-            self._capture_all()
+        self._to_capture = list(self._sizes) if device.type == "cuda" else []
+        self._ran = False  # a pass was queued to its end: no kernel is compiled or loaded any more
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
         """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
@@ -169,7 +189,11 @@ class LibraryPrefill:
         size = self._size_for(len(ids))
         if size and first == 0:
             yield from self._bucket(ids, size, cache, at_once)
-            return
+        else:
+            yield from self._chunks(ids, first, cache)
+        self._ran = True
+
+    def _chunks(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[Piece]:
         there = torch.empty_like(ids, device=self.device)
         upload(ids, there)
         while len(there):
@@ -179,12 +203,16 @@ class LibraryPrefill:
             first, there = first + count, there[count:]
 
     def memory_bytes(self) -> int:
-        """Bytes held beside what the kernel reads: the buckets' cache, graphs, tables, norms and
-        biases."""
+        """Bytes held beside what the caller holds: the buckets' cache, graphs, norms and biases."""
         walk = self._pass
         small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
-        tables = walk.rope.nbytes + self._scratch.nbytes + self._ids.nbytes
-        return small + tables + self._captured_bytes + walk.matrices.nbytes
+        return (
+            small
+            + self._scratch.nbytes
+            + self._ids.nbytes
+            + self._captured_bytes
+            + walk.matrices.nbytes
+        )
 
     # ---- buckets ----
 
@@ -203,15 +231,25 @@ class LibraryPrefill:
 
     def _pad(self, size: int) -> None:
         self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
+        self._ran = True
 
-    def _capture_all(self) -> None:
+    def make_ready(self) -> bool:
+        """Capture the graph of one more bucket; whether there may be others. Until then its prompts run eagerly, which
+        takes a short one longer (benchmarks/cuda-log.md#library-prefill): so they do where memory is short."""
+        if not self._to_capture:
+            return False
+        size = self._to_capture.pop()  # the largest first: the others fit its memory
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        with self._settings():
-            for size in reversed(self._sizes):  # the largest first: the others fit its memory
+        try:
+            with self._settings():
                 self._capture(size)
+        except torch.OutOfMemoryError as error:
+            self._to_capture.clear()
+            log.warning("no graphs of prompts of up to %d tokens: %s", size, first_line(error))
         torch.cuda.empty_cache()
-        self._captured_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+        self._captured_bytes += max(torch.cuda.memory_reserved(self.device) - before, 0)
+        return bool(self._to_capture)
 
     def _capture(self, size: int) -> None:
         # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
@@ -240,8 +278,9 @@ class LibraryPrefill:
                 setattr(products, name, False)
             # Not cuDNN's: it builds a plan for every length.
             kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+            first = nullcontext() if self._ran else told_if_slow("what runs between products")
             try:
-                with sdpa_kernel(kinds):
+                with sdpa_kernel(kinds), first:
                     yield
             finally:
                 for name, value in zip(names, before, strict=True):

@@ -106,8 +106,9 @@ class TritonBackend:
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
+            rope = self.memory.pointers.rope
             self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, matrices
+                options, weights, self.spec, self.max_context, embed, rope, matrices
             )
         self.launcher = TritonLauncher(
             self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run
@@ -204,6 +205,16 @@ class TritonBackend:
         if self.library is not None:
             other += self.library.memory_bytes()
         return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
+
+    def settle(self) -> None:
+        while self.make_ready():
+            pass
+
+    def make_ready(self) -> bool:
+        if self.library is None:
+            return False
+        with self._entry.at_once():
+            return self.library.make_ready()
 
     def close(self) -> None:
         self._entry.close(self._free)

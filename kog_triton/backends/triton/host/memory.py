@@ -7,11 +7,13 @@ import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.backends.memory_plan import MemoryPlan
+from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.request_words import capacity
 from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.partition import scratch_sizes
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD
+from kog_triton.backends.weight_upload import WeightUpload
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.rope import rope_table
@@ -49,18 +51,21 @@ def allocate(
 ) -> Memory:
     spec, dtype = schedule.spec, HALF[tiles.f16]
 
-    def get(name: str) -> Tensor:
-        return weights.load(name).to(device)
+    with WeightUpload(device) as bring:
 
-    embed = get("embed").to(dtype).contiguous()
-    arena = _pack(schedule, tiles, get, embed, dtype, device)
-    gains = [
-        _planes(get(f"layers.{i}.{name}"))
-        for i in range(spec.num_layers)
-        for name in ("attention_norm", "mlp_norm")
-    ]
-    gains.append(_planes(get("norm")))
-    table = torch.from_numpy(rope_table(spec.rope, spec.head_dim, tiles.max_context))
+        def get(name: str) -> Tensor:
+            return bring(weights.load(name))
+
+        embed = get("embed").to(dtype).contiguous()
+        arena = _pack(schedule, tiles, get, embed, dtype, device)
+        gains = [
+            _planes(get(f"layers.{i}.{name}"))
+            for i in range(spec.num_layers)
+            for name in ("attention_norm", "mlp_norm")
+        ]
+        gains.append(_planes(get("norm")))
+        biases, qk_gains = _biases(schedule, get, device), _qk_gains(spec, get, device)
+    table = rope_table(spec.rope, spec.head_dim, rope_positions(tiles.max_context))
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -74,9 +79,9 @@ def allocate(
         embed=embed.view(torch.int32),
         half_embed=embed,
         gains=torch.stack(gains).contiguous(),
-        biases=_biases(schedule, get, device),
-        qk_gains=_qk_gains(spec, get, device),
-        rope=table.to(device),
+        biases=biases,
+        qk_gains=qk_gains,
+        rope=torch.from_numpy(table).to(device),
         windows=torch.tensor(spec.windows, dtype=torch.int32, device=device),
         reduces=torch.tensor(
             [list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device
