@@ -137,7 +137,7 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
         backend.generate(mailbox)
     *tokens, last = steps
     assert last.finish == "cancel"
-    assert len(tokens) == 0 if in_prompt else 2 <= len(tokens) <= 4
+    assert len(tokens) in ((0,) if in_prompt else (2, 3, 4))  # says how many there were
     assert tokens == alone(backend, given_up)[: len(tokens)]
     assert said(mailbox, 0) == alone(backend, after)
     assert said(mailbox, 1) == alone(backend, beside)

@@ -189,8 +189,8 @@ PLANTED = {
     ),
     "the scale of the next granule": (
         "fp8 rows g32",
-        ": 0) + granule;",
-        ": 0) + (granule + 1) % Weights::kGranules;",
+        ": 0) + granule;\n    if constexpr (Weights::kScaleKind == kScaleF32)",
+        ": 0) + (granule + 1) % Weights::kGranules;\n    if constexpr (Weights::kScaleKind == kScaleF32)",
     ),
     "the next code": (
         "fp8 channels",

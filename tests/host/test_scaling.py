@@ -1,6 +1,8 @@
 """The prediction for several GPUs: its constants are the best fit, its page prints what it says."""
 
+import importlib.util
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 
 BANDWIDTH = GPUS[scaling.PROTOTYPE_GPU].bandwidth
-PAGE = (ROOT / "docs" / "SCALING.md").read_text()
+PAGE, MEASURED = (ROOT / "docs" / "SCALING.md").read_text().split("## What was measured")
+RECORDS = ROOT / "benchmarks" / "results" / "h200"
 
 
 def rate(shape, gpus, **fitted):
@@ -61,6 +64,22 @@ def test_the_page_has_what_the_formula_says():
     for shape, *rates in others:
         assert rates == [f"{rate(shape, gpus):,.0f}" for gpus in (2, 4, 8)], shape
     assert f"^{scaling.BLEND} + chain" in PAGE and f"{scaling.HOP * 1e6} us x (GPUs - 1)" in PAGE
+
+
+def test_the_page_has_what_was_measured():
+    spec = importlib.util.spec_from_file_location(
+        "scaling_records", ROOT / "benchmarks" / "scaling.py"
+    )
+    records = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = records  # where dataclass looks for it
+    spec.loader.exec_module(records)
+    measured = [row for file in RECORDS.glob("*-two-gpus-*") for row in records.rows_of(file)]
+    assert len(measured) == 6
+    lines = {line for line in MEASURED.splitlines() if re.match(r"\| [\w.-]+ \| \d ", line)}
+    assert lines == {
+        f"| {m.shape} | {m.gpus} | {m.rate:,.0f} | {m.predicted():,.0f} | {100 * (m.predicted() / m.rate - 1):+.1f}% |"
+        for m in measured
+    }
 
 
 def test_plan_predicts_for_several_gpus_alone(capsys):
