@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 Tensor = torch.Tensor
-PIECE_BYTES, NUM_PIECES = 16 << 20, 2  # torch keeps them pinned until a graph is captured
-LEAST_BYTES = 1 << 20  # of a tensor that is worth it
+# None of the three is measured. torch keeps the pieces pinned until a graph is captured.
+PIECE_BYTES, NUM_PIECES = 16 << 20, 2
+LEAST_BYTES = 1 << 20  # of a tensor that goes in pieces
+
+
+def nothing() -> None:
+    pass
 
 
 class Piece:
@@ -19,9 +24,7 @@ class Piece:
 
     def __init__(self, memory: Tensor, mark: Callable[[], Callable[[], object]]) -> None:
         self._memory, self._mark = memory, mark
-        self.wait: Callable[[], object] = lambda: (
-            None
-        )  # until the GPU has read what was brought last
+        self.wait: Callable[[], object] = nothing  # until the GPU has read what was brought last
 
     @property
     def size(self) -> int:

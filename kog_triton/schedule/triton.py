@@ -512,7 +512,7 @@ def _loop_units(units: int, k_tiles: int) -> int | None:
     return max(fitting, default=None)
 
 
-def _sums_well(tile_rows: int, words: int) -> bool:
+def _warps_in_one_run(tile_rows: int, words: int) -> bool:
     """Whether the warps that share a row of such a tile are numbered in one run.
 
     Where threads have fewer than four words a line takes two warps; of several lines the rows' warps stand between
@@ -536,7 +536,7 @@ def _stage_tilings(
     while tile_rows <= 128:
         units = -(-share // tile_rows)
         fits = 4 * tile_rows * widths[0] <= tile_bytes and all(
-            _sums_well(tile_rows, words) for words in widths
+            _warps_in_one_run(tile_rows, words) for words in widths
         )
         loop_units = _loop_units(units, len(widths)) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them

@@ -22,7 +22,7 @@ from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import (
     COUNT,
     PROMPTS,
-    Server,
+    assert_cancelled_slot_goes_on,
     ended,
     error_of,
     interrupt,
@@ -111,14 +111,7 @@ def test_a_yield_returns_at_a_token_boundary_and_resumes(backend, expected, monk
 
 
 def test_a_cancel_ends_a_request_and_its_slot_keeps_what_it_computed(backend):
-    server = Server(backend, request(0, PROMPTS[0], 50))
-    server.read(0, 2)
-    server.mailbox.cancel(0)
-    steps = server.finish()[0]
-    assert steps[-1].finish == "cancel" and len(steps) < 50
-    prompt = [*PROMPTS[0], *(s.token for s in steps[:-1])]
-    again = run(backend, request(0, prompt, 3, cached=steps[-1].held))[0]
-    assert again == run(backend, request(1, prompt, 3))[1]
+    assert_cancelled_slot_goes_on(backend, 50)
 
 
 def test_a_mask_that_comes_late_leaves_the_ranks_at_one_token(backend, expected, monkeypatch):

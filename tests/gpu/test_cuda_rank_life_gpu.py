@@ -23,7 +23,7 @@ from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import (
     PROMPTS,
-    Server,
+    assert_cancelled_slot_goes_on,
     ended,
     error_of,
     interrupt,
@@ -107,14 +107,7 @@ def test_a_yield_returns_at_a_token_boundary_and_resumes(small, alone, monkeypat
 
 
 def test_a_cancel_ends_a_request_and_its_slot_keeps_what_it_computed(small):
-    server = Server(small, request(0, PROMPTS[0], 450))
-    server.read(0, 2)
-    server.mailbox.cancel(0)
-    steps = server.finish()[0]
-    assert steps[-1].finish == "cancel" and len(steps) < 450
-    prompt = [*PROMPTS[0], *(s.token for s in steps[:-1])]
-    again = run(small, request(0, prompt, 3, cached=steps[-1].held))[0]
-    assert again == run(small, request(1, prompt, 3))[1]
+    assert_cancelled_slot_goes_on(small, 450)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -231,6 +231,18 @@ def assert_nan_ends_one_request(backend, expected):
     assert isinstance(error, RunError) and "hold NaN or +inf: the run is void" in str(error)
 
 
+def assert_cancelled_slot_goes_on(backend, count):
+    """A request of `count` tokens that is cancelled after two of them leaves a slot that another one goes on from."""
+    server = Server(backend, request(0, PROMPTS[0], count))
+    server.read(0, 2)
+    server.mailbox.cancel(0)
+    steps = server.finish()[0]
+    assert steps[-1].finish == "cancel" and len(steps) < count
+    prompt = [*PROMPTS[0], *(s.token for s in steps[:-1])]
+    again = run(backend, request(0, prompt, 3, cached=steps[-1].held))[0]
+    assert again == run(backend, request(1, prompt, 3))[1]
+
+
 def assert_expired(error, *places):
     """A wait of the first block in vain, in one of these places of the first layer."""
     assert isinstance(error, RunError)
