@@ -46,8 +46,8 @@ def load_narrow(weights: WeightSource, device: torch.device, name: str) -> Narro
 def narrow_matrices(
     lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow
 ) -> list[NarrowMatrix]:
-    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. The head is one
-    matrix."""
+    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. Of the head one,
+    all of it."""
     parts = [get(canonical(stage, name, layer)) for name in stage.weights]
 
     def stored(values: list[Tensor]) -> Tensor:
@@ -72,12 +72,15 @@ def scales_of_rows(part: Narrow) -> Tensor:
 
 def _shard_groups(lo: CudaLowering, stage: Stage, groups: Tensor) -> Tensor:
     """[lanes, rows, groups along K] as [shards, rows, those of a shard's K]. One group is every shard's."""
-    if stage.scope is Scope.ALL:
+    shards = lo.schedule.num_shards
+    if stage.scope is Scope.ALL or len(groups) == shards:
         return groups
-    if stage.cut is Axis.K and groups.shape[-1] == 1:
-        return groups.expand(lo.schedule.num_shards, -1, -1)
-    sharded: Tensor = shard_matrix(lo.schedule, stage, groups)
-    return sharded
+    if stage.cut is Axis.ROWS:
+        by_row: Tensor = shard_matrix(lo.schedule, stage, groups)
+        return by_row
+    if groups.shape[-1] == 1:
+        return groups.expand(shards, -1, -1)
+    return groups[0].unflatten(-1, (shards, -1)).transpose(0, 1)
 
 
 def _by_row(part: Narrow, groups: Tensor) -> Tensor:

@@ -192,4 +192,8 @@ def _shard_rows(schedule: Schedule, stage: Stage, weight: str) -> int:
     """A shard's rows of one of the matrices that a stage stacks."""
     heads = {"q_proj": schedule.shard_heads}
     heads |= dict.fromkeys(("k_proj", "v_proj"), schedule.shard_kv_heads)
-    return heads[weight] * schedule.spec.head_dim if weight in heads else stage.rows // len(stage.weights)
+    return (
+        heads[weight] * schedule.spec.head_dim
+        if weight in heads
+        else stage.rows // len(stage.weights)
+    )

@@ -13,7 +13,7 @@ from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import History, SamplingParams, sample
-from tests.lib.cuda_rank_columns import alone_on_ranks, left_by
+from tests.lib.cuda_rank_columns import alone_on_ranks, assert_same, left_by
 from tests.lib.cuda_requests import request
 from tests.lib.cuda_sampling import SETTINGS, resolved
 from tests.lib.gpu_ranks import GpuRankColumns, GpuRanks
@@ -133,12 +133,6 @@ def mixed_requests(spec, columns, count):
         request(i, prompt_of(spec, 4 + 9 * i, i), count, params.get(i, greedy))
         for i in range(columns)
     ]
-
-
-def assert_same(found, expected):
-    for slot, (tokens, records, caches) in expected.items():
-        assert found[slot][:2] == (tokens, records)
-        assert all(map(torch.equal, found[slot][2], caches))
 
 
 @pytest.mark.parametrize("columns", [2, 8])
