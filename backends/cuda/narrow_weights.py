@@ -46,8 +46,8 @@ def load_narrow(weights: WeightSource, device: torch.device, name: str) -> Narro
 def narrow_matrices(
     lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow
 ) -> list[NarrowMatrix]:
-    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. Of the head one,
-    all of it."""
+    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. Of the head
+    one, all of it."""
     parts = [get(canonical(stage, name, layer)) for name in stage.weights]
 
     def stored(values: list[Tensor]) -> Tensor:
