@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
-from kog_triton.model.spec import ModelSpec, Reduce
+from kog_triton.model.spec import Reduce
+from kog_triton.schedule.schedule import Schedule
 
 Tensor = torch.Tensor
 FUSED = "kog_triton.backends.prefill.fused"
@@ -38,29 +39,57 @@ def import_fused() -> Any:
     return fused
 
 
-class PrefillPass:
-    """The layers of one model. `rope` is float32 [positions, 2, d / 2]: cosines and sines, by position.
+class Outputs:
+    """Module outputs of a pass on one GPU, beside those of the others on theirs: all walk the layers together, a piece of
+    each in turn, so that what was sent in one piece is there in the next.
 
-    fused  what lies between matrix products runs in Triton's kernels (fused.py)
+    sent  by rank, what each sent last; one list of all ranks
+    """
+
+    def __init__(self, sent: list[Tensor], rank: int = 0) -> None:
+        self._sent, self._rank = sent, rank
+
+    def send(self, o: Tensor) -> Tensor:
+        self._sent[self._rank] = o
+        return o
+
+    def all(self) -> Tensor:
+        """Those of all ranks [all S, T, hidden], on this one's GPU: equal bits on each."""
+        own = self._sent[self._rank]
+        if len(self._sent) == 1:
+            return own
+        return torch.cat([o.to(own.device, non_blocking=True) for o in self._sent])
+
+
+class PrefillPass:
+    """The layers of one model, or of a rank's shards. `rope` is float32 [positions, 2, d / 2]: cosines and sines, by
+    position.
+
+    fused    what lies between matrix products runs in Triton's kernels (fused.py)
+    outputs  None: all are of this GPU
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        schedule: Schedule,
         embed: Tensor,
         layers: Sequence[LayerWeights],
         matrices: Matrices,
         rope: Tensor,
         fused: bool = False,
+        outputs: Outputs | None = None,
     ) -> None:
+        spec = schedule.spec
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.matrices, self.dtype = matrices, embed.dtype
+        self.device, self._lanes = embed.device, schedule.shards_per_rank
+        self._outputs = outputs or Outputs([embed])
         self._fuses = fused
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
-        heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
+        heads, kv, d = schedule.shard_heads, schedule.shard_kv_heads, spec.head_dim
         # Of a token: queries, keys and values; the attention's outputs; a third of the MLP. And of a key that it
         # sees: a multiply-add takes as long there (benchmarks/cuda-log.md#slices).
-        hidden, ffn = spec.hidden_size, spec.lane_intermediate_size
+        hidden, ffn = spec.hidden_size, schedule.shard_ffn
         self._multiply_adds = hidden * (heads + 2 * kv) * d, hidden * heads * d, hidden * ffn
         self._seen = 2 * heads * d
 
@@ -78,20 +107,25 @@ class PrefillPass:
         self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None
     ) -> Iterator[float]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
-        attention after the other: gives first how long the next one will take, as a lane's multiply-adds.
+        attention after the other: gives first how long the next one will take, as a shard's multiply-adds.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         Of the last layer's outputs nobody reads but the `head`, and that one token's.
         """
         spec = self.spec
-        x = self.embed[ids].float().expand(spec.num_lanes, -1, -1).contiguous()
+        x = self.embed[ids].float().expand(self._lanes, -1, -1).contiguous()
         end = first + len(ids)
         bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
-        delayed: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
-        y = self._norm(x, self.layers[0].attention_norm)
+        delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}
+        o = x  # until a module has put something out
         (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
             yield tokens * qkv
+            if index == 0:
+                y = self._norm(x, w.attention_norm)
+            else:
+                how = spec.reduce_mlp[index - 1]
+                y = self._joined(x, o, how, delayed["mlp"], w.attention_norm)
             q = self._queries(index, w, y, first, cache[index])
             last = index == spec.num_layers - 1
             if last and head is None:
@@ -106,28 +140,36 @@ class PrefillPass:
             a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             if last and head is not None:
                 tokens, x, a = 1 + PASS_TOKENS, head.of(x), head.of(a)
-                delayed = {module: [head.of(o) for o in late] for module, late in delayed.items()}
+                delayed = {
+                    module: [(head.of(own), head.of(every)) for own, every in late]
+                    for module, late in delayed.items()
+                }
             yield tokens * outputs
-            o = self.matrices.product(index, "o_proj", a, w.o_bias)
+            o = self._outputs.send(self.matrices.product(index, "o_proj", a, w.o_bias))
+            yield tokens * 2 * mlp
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
-            yield tokens * 2 * mlp
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
             yield tokens * mlp
-            o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
-            if last and head is not None:
-                self._join(x, o, spec.reduce_mlp[index], delayed["mlp"])
-                head.streams.copy_(x[:, 0])
-                break
-            gain = self.layers[index + 1].attention_norm
-            y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
+            h = self._gated(h)
+            o = self._outputs.send(self.matrices.product(index, "down_proj", h, w.down_bias))
+        if head is not None:
+            yield 1.0  # as good as nothing
+            self._join(x, o, spec.reduce_mlp[-1], delayed["mlp"])
+            head.streams.copy_(x[:, 0])
 
     def _joined(
-        self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor], gain: Tensor
+        self,
+        x: Tensor,
+        o: Tensor,
+        how: Reduce,
+        delayed: list[tuple[Tensor, Tensor]],
+        gain: Tensor,
     ) -> Tensor:
         """Add module outputs o to x in place, and what the next module reads of it."""
         if self._fused is not None and self.spec.num_lanes == 1:
-            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, o)
+            total = total_of(self._outputs.all())
+            return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, total)
         self._join(x, o, how, delayed)
         return self._norm(x, gain)
 
@@ -147,12 +189,13 @@ class PrefillPass:
 
     def _queries(self, layer: int, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
-        spec, heads, end = self.spec, self.spec.lane_heads, first + y.shape[1]
-        rotating = heads + spec.lane_kv_heads
+        spec, end = self.spec, first + y.shape[1]
         qkv = self.matrices.product(layer, "qkv_proj", y, w.qkv_bias)
         if self._fused is not None:
-            return self._fused.rotated(qkv, w.qk_norm, self.rope, spec, first, cache)
+            return self._fused.rotated(qkv, w.qk_norm, self.rope, spec.norm_eps, first, cache)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
+        rotating = qkv.shape[2] - cache.shape[1]
+        heads = rotating - cache.shape[1]
         rotating_heads = qkv[:, :, :rotating].float()
         if w.qk_norm is not None:
             normed = rms_norm(rotating_heads, rotating_heads.shape[-1:], None, spec.norm_eps)
@@ -165,17 +208,20 @@ class PrefillPass:
         home[:, :, 1].copy_(qkv[:, :, rotating:].transpose(1, 2))
         return rotated[:, :, :heads].to(self.dtype).transpose(1, 2)
 
-    def _join(self, x: Tensor, o: Tensor, how: Reduce, delayed: list[Tensor]) -> None:
-        """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what will arrive late."""
+    def _join(
+        self, x: Tensor, o: Tensor, how: Reduce, delayed: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what will arrive late: o, and all ranks'."""
         lanes, delay = self.spec.num_lanes, self.spec.delay
+        every = self._outputs.all()
         if how is Reduce.NOW:
-            x.add_(o if lanes == 1 else o.sum(0, keepdim=True, dtype=x.dtype))
+            x.add_(total_of(every))
         elif how is Reduce.OWN:
             x.add_(o, alpha=math.sqrt(lanes))
         else:
-            old = delayed[0]
-            x.add_(o).add_(old.sum(0, keepdim=True, dtype=x.dtype)).sub_(old)
-        delayed.append(o)
+            old, old_every = delayed[0]
+            x.add_(o).add_(total_of(old_every)).sub_(old)
+        delayed.append((o, every))
         if len(delayed) > delay:
             del delayed[0]
 
@@ -201,6 +247,11 @@ class ToHead(NamedTuple):
     def of(self, rows: Tensor) -> Tensor:
         """[S, T, n] to [S, 1, n]."""
         return rows.index_select(1, self.token)
+
+
+def total_of(every: Tensor) -> Tensor:
+    """The sum over shards of [S, T, hidden], [1, T, hidden]: of one as it is, of several float32."""
+    return every if len(every) == 1 else every.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def rows_at_once(first: int, end: int) -> list[slice]:

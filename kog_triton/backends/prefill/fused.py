@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kog_triton.model.spec import ModelSpec
-
 Tensor = torch.Tensor
 GATED = 1024  # values of a program
 
@@ -114,16 +112,17 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def rotated(
-    qkv: Tensor, norms: Tensor | None, rope: Tensor, spec: ModelSpec, first: int, cache: Tensor
+    qkv: Tensor, norms: Tensor | None, rope: Tensor, eps: float, first: int, cache: Tensor
 ) -> Tensor:
     """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d]."""
-    lanes, tokens, _ = qkv.shape
-    heads, kv, d = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
+    lanes, tokens, width = qkv.shape
+    kv, d = cache.shape[1], cache.shape[-1]
+    heads = width // d - 2 * kv
     q = qkv.new_empty(lanes, tokens, heads, d)
     lane_step, head_step, kind_step, position_step, _ = cache.stride()
     rotate_kernel[(lanes * tokens,)](
         qkv, qkv if norms is None else norms, rope, q, cache, first, tokens,
-        spec.norm_eps, lane_step, head_step, kind_step, position_step,
+        eps, lane_step, head_step, kind_step, position_step,
         HEADS=heads, KV_HEADS=kv, HALF=d // 2, NORMED=norms is not None,
         BLOCK_HEADS=triton.next_power_of_2(heads + kv), BLOCK_KV=triton.next_power_of_2(kv),
         BLOCK_HALF=triton.next_power_of_2(d // 2),

@@ -32,6 +32,7 @@ from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError, first_line
 from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.schedule import build
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -152,12 +153,13 @@ class LibraryPrefill:
     ) -> None:
         device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
-        layers = [load_layer(weights, spec, i, device, dtype) for i in range(spec.num_layers)]
+        schedule = build(spec)
+        layers = [load_layer(weights, schedule, i, device, dtype) for i in range(spec.num_layers)]
         self._sizes = bucket_sizes(max_context, buckets)
         assert len(rope) >= max(max_context, self._sizes[-1]), "padding may pass its end"
         if fused is None:
             fused = fuses(device)
-        self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
+        self._pass = PrefillPass(schedule, embed, layers, matrices, rope, fused)
         self._rate = Rate()
         # The number of the last token that is no padding, and a bucket's tokens.
         self._words = torch.zeros(1 + self._sizes[-1], dtype=torch.int64, device=device)
@@ -219,18 +221,14 @@ class LibraryPrefill:
     def _chunks(
         self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
     ) -> Iterator[Piece]:
-        words = torch.empty(1 + len(ids), dtype=torch.int64, device=self.device)
-        last_chunk = (first + len(ids) - 1) // self.chunk * self.chunk
-        last = first + len(ids) - 1 - max(last_chunk, first)  # of its chunk
-        upload(torch.cat([torch.tensor([last]), ids]), words)
-        head = None if streams is None else ToHead(streams, words[:1])
-        there = words[1:]
-        while len(there):
-            count = min(self.chunk - first % self.chunk, len(there))
-            ends = count == len(there)
-            for work in self._pass.layers_of(there[:count], first, cache, head if ends else None):
-                yield Piece(first, work)
-            first, there = first + count, there[count:]
+        parts = chunks_of(first, len(ids), self.chunk)
+        there, last = upload_chunks(ids, parts, self.device)
+        for part in parts:
+            ends = streams is not None and part is parts[-1]
+            head = ToHead(streams, last) if ends and streams is not None else None
+            at = first + part.start
+            for work in self._pass.layers_of(there[part], at, cache, head):
+                yield Piece(at, work)
 
     def memory_bytes(self) -> int:
         """Bytes held beside what the caller holds: the buckets' cache, graphs, norms and biases."""
@@ -294,43 +292,79 @@ class LibraryPrefill:
 
     # ---- around a pass ----
 
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        """Sums of products in float32, and attention that no new length makes slow at first."""
-        with torch.inference_mode(), self._on_device():
-            if self.device.type != "cuda":
-                yield
-                return
-            products = torch.backends.cuda.matmul
-            names = [f"allow_{t}_reduced_precision_reduction" for t in ("bf16", "fp16")]
-            before = [getattr(products, name) for name in names]
-            for name in names:
-                setattr(products, name, False)
-            # Not cuDNN's: it builds a plan for every length.
-            kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-            first = nullcontext() if self._ran else told_if_slow("what runs between products")
-            try:
-                with sdpa_kernel(kinds), first:
-                    yield
-            finally:
-                for name, value in zip(names, before, strict=True):
-                    setattr(products, name, value)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    def _settings(self) -> AbstractContextManager[None]:
+        return pass_settings(self.device, self._ran)
 
     def _check(self, ids: Tensor, first: int, cache: Tensor) -> None:
-        want = (*self._scratch.shape[:4], self.spec.head_dim)
-        if (*cache.shape[:4], *cache.shape[5:]) != want or cache.dtype != self._scratch.dtype:
-            raise ModelError(
-                f"the cache is {cache.dtype} {tuple(cache.shape)}: library prefill wants "
-                f"{self._scratch.dtype} [{', '.join(map(str, want[:4]))}, positions, {want[4]}]"
-            )
-        end, room = first + len(ids), min(self.max_context, cache.shape[4])
-        if first < 0 or end > room:
-            raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
-        for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token < self.spec.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.spec.vocab_size}"
-                )
+        shape = (*self._scratch.shape[:4], self.spec.head_dim)
+        room = min(self.max_context, cache.shape[4])
+        check_cache(cache, shape, self._scratch.dtype)
+        check_prompt(ids, first, room, self.spec.vocab_size)
+
+
+# ---- of every pass ----
+
+
+def chunks_of(first: int, count: int, chunk: int) -> list[slice]:
+    """The tokens of the passes of a prompt of `count` from position `first` on: each ends at a multiple of `chunk`."""
+    ends = [*range(first // chunk * chunk + chunk, first + count, chunk), first + count]
+    return [
+        slice(start - first, end - first)
+        for start, end in zip([first, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def upload_chunks(
+    ids: Tensor, chunks: Sequence[slice], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Tokens on a device, and the number of the last one in its chunk, int64 [1]."""
+    words = torch.empty(1 + len(ids), dtype=torch.int64, device=device)
+    last = torch.tensor([len(ids) - 1 - chunks[-1].start])
+    upload(torch.cat([last, ids]), words)
+    return words[1:], words[:1]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def pass_settings(device: torch.device, ran: bool) -> Iterator[None]:
+    """Sums of products in float32, and attention that no new length makes slow at first. `ran`: see LibraryPrefill."""
+    with torch.inference_mode(), on_device(device):
+        if device.type != "cuda":
+            yield
+            return
+        products = torch.backends.cuda.matmul
+        names = [f"allow_{t}_reduced_precision_reduction" for t in ("bf16", "fp16")]
+        before = [getattr(products, name) for name in names]
+        for name in names:
+            setattr(products, name, False)
+        # Not cuDNN's: it builds a plan for every length.
+        kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        first = nullcontext() if ran else told_if_slow("what runs between products")
+        try:
+            with sdpa_kernel(kinds), first:
+                yield
+        finally:
+            for name, value in zip(names, before, strict=True):
+                setattr(products, name, value)
+
+
+def check_cache(cache: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """ModelError for one that is not [*shape[:4], positions, shape[4]] of dtype."""
+    if (*cache.shape[:4], *cache.shape[5:]) != tuple(shape) or cache.dtype != dtype:
+        raise ModelError(
+            f"the cache is {cache.dtype} {tuple(cache.shape)}: library prefill wants "
+            f"{dtype} [{', '.join(map(str, shape[:4]))}, positions, {shape[4]}]"
+        )
+
+
+def check_prompt(ids: Tensor, first: int, room: int, vocab: int) -> None:
+    """RequestError for tokens that do not fit positions [first, room), or are none of the model's."""
+    end = first + len(ids)
+    if first < 0 or end > room:
+        raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
+    for token in (int(ids.min()), int(ids.max())):
+        if not 0 <= token < vocab:
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocab}")

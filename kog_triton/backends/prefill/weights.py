@@ -1,7 +1,8 @@
 """What a pass over a prompt takes of the weights: matrices from where a backend's kernel reads them, and the rest.
 
 Shapes here and in the pass: S lanes, T tokens, H query heads and K key/value heads of a lane,
-F columns of a lane's down_proj, d head_dim. Rows are those of the stages (schedule.py), as they are dealt out:
+F columns of a lane's down_proj, d head_dim. On several GPUs S are the shards of one of them (schedule.py): lanes, or
+its part of a plain model's heads and FFN. Rows are those of the stages, as they are dealt out:
 
     qkv_proj      q | k | v, [S, (H + 2 K) d, hidden]
     gate_up_proj  gate and up of one output side by side, [S, 2 F, hidden]
@@ -16,7 +17,8 @@ import torch
 from torch.nn.functional import linear
 
 from kog_triton.backends import WeightSource
-from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.schedule import Schedule
+from kog_triton.schedule.shards import shard_bias
 
 Tensor = torch.Tensor
 
@@ -72,25 +74,44 @@ class LayerWeights:
 
 
 def load_layer(
-    weights: WeightSource, spec: ModelSpec, layer: int, device: torch.device, dtype: torch.dtype
+    weights: WeightSource,
+    schedule: Schedule,
+    layer: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    rank: int = 0,
 ) -> LayerWeights:
+    """What a rank's shards have."""
+    spec, each = schedule.spec, schedule.shards_per_rank
+    own = slice(rank * each, (rank + 1) * each)
+
     def get(name: str, to: torch.dtype = dtype) -> Tensor:
         tensor: Tensor = weights.load(f"layers.{layer}.{name}")
         return tensor.to(device, to)
 
+    def norm(name: str) -> Tensor:
+        gains = get(name, torch.float32)[:, None]
+        return gains[own] if len(gains) > 1 else gains
+
+    def biases(stage: str, *names: str) -> list[Tensor]:
+        return [shard_bias(schedule, schedule.stage(stage), get(n))[own] for n in names]
+
     def head_norms() -> Tensor:  # a row a head: the queries' gain, then the keys'
         q, k = (get(f"{name}_norm", torch.float32) for name in "qk")
-        return torch.cat([q.expand(spec.lane_heads, -1), k.expand(spec.lane_kv_heads, -1)])
+        heads, kv_heads = schedule.shard_heads, schedule.shard_kv_heads
+        return torch.cat([q.expand(heads, -1), k.expand(kv_heads, -1)])
 
     def woven() -> Tensor:
-        return torch.stack([get("gate_bias"), get("up_bias")], -1).flatten(1)
+        return torch.stack(biases("gate_up_proj", "gate_bias", "up_bias"), -1).flatten(1)
 
     return LayerWeights(
-        attention_norm=get("attention_norm", torch.float32)[:, None],
-        qkv_bias=torch.cat([get(f"{n}_bias") for n in "qkv"], 1) if spec.qkv_bias else None,
+        attention_norm=norm("attention_norm"),
+        qkv_bias=torch.cat(biases("qkv_proj", "q_bias", "k_bias", "v_bias"), 1)
+        if spec.qkv_bias
+        else None,
         qk_norm=head_norms() if spec.qk_norm else None,
-        o_bias=get("o_bias") if spec.o_bias else None,
-        mlp_norm=get("mlp_norm", torch.float32)[:, None],
+        o_bias=biases("o_proj", "o_bias")[0] if spec.o_bias else None,
+        mlp_norm=norm("mlp_norm"),
         gate_up_bias=woven() if spec.mlp_bias else None,
-        down_bias=get("down_bias") if spec.mlp_bias else None,
+        down_bias=biases("down_proj", "down_bias")[0] if spec.mlp_bias else None,
     )
