@@ -1,0 +1,197 @@
+"""Library prefill on several ranks, on a CPU: each rank's keys, values and last streams against the reference's."""
+
+import math
+
+import pytest
+import torch
+
+from kog_triton.backends.prefill import forward
+from kog_triton.backends.prefill.library import chunks_of
+from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
+from kog_triton.backends.prefill.weights import Unpacked
+from kog_triton.errors import ModelError, RequestError
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.shards import shard_matrix
+from tests.lib.prefill_cases import (
+    BF16,
+    F32,
+    SPECS,
+    TOLERANCE,
+    empty_cache,
+    expected,
+    expected_streams,
+    prefill_of,
+    tokens_of,
+    weights_of,
+)
+from tests.lib.ring_walker import spec_of
+
+SPECS.setdefault("two to a KV head, FFN padded", spec_of(
+    num_heads=8, num_kv_heads=2, intermediate_size=90, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True
+))  # fmt: skip
+RANKS = [
+    ("llama", 2),
+    ("biases", 2),
+    ("mistral", 2),
+    ("two to a KV head, FFN padded", 4),
+    ("lanes at once", 2),
+    ("lanes of all kinds", 2),
+    ("lanes of all kinds", 4),
+    ("lanes, far apart", 4),
+]
+
+
+class ShardMatrices(Unpacked):
+    """A rank's matrices by their definition, from the canonical weights."""
+
+    def __init__(self, weights, schedule, rank, dtype):
+        self._weights, self._schedule, self._dtype = weights, schedule, dtype
+        each = schedule.shards_per_rank
+        self._own = slice(rank * each, (rank + 1) * each)
+
+    def unpack(self, layer, stage):
+        found, parts = self._schedule.stage(stage), []
+        for name in found.weights:
+            canonical = self._weights.load(f"layers.{layer}.{name}").to(self._dtype)
+            parts.append(shard_matrix(self._schedule, found, canonical)[self._own])
+        if stage == "gate_up_proj":
+            return torch.stack(parts, 2).flatten(1, 2)
+        return torch.cat(parts, 1)
+
+
+def opened(name, ranks, dtype=F32, chunk=7, **changes):
+    spec, weights = SPECS[name], weights_of(name, dtype)
+    schedule = build(spec, ranks)
+    rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, 64))
+    embed = weights.load("embed").to(dtype)
+    tensors = [
+        RankTensors(embed.clone(), rope, ShardMatrices(weights, schedule, r, dtype))
+        for r in range(ranks)
+    ]
+    return RankPrefill(weights, schedule, 64, tensors, chunk, **changes)
+
+
+def empty_caches(name, ranks, dtype=F32):
+    spec, schedule = SPECS[name], build(SPECS[name], ranks)
+    shape = (
+        spec.num_layers,
+        schedule.shards_per_rank,
+        schedule.shard_kv_heads,
+        2,
+        64,
+        spec.head_dim,
+    )
+    return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(ranks)]
+
+
+def expected_by_shard(name, ranks, dtype, count):
+    """The reference's keys and values as shards hold them, [layers, shards, K, 2, count, d]."""
+    want, schedule = expected(name, dtype, count), build(SPECS[name], ranks)
+    if SPECS[name].num_lanes > 1:
+        return want
+    heads = want[:, 0].repeat_interleave(schedule.kv_copies, 1)
+    return heads.unflatten(1, (ranks, -1))
+
+
+def errors(got, want):
+    dims = (1, 2, 4, 5)
+    return ((got.float() - want).square().mean(dims) / want.square().mean(dims)).sqrt()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("ends", [[13], [40], [3, 29, 30, 64]], ids=str)
+@pytest.mark.parametrize(("name", "ranks"), RANKS)
+def test_keys_values_and_streams_equal_the_reference(name, ranks, ends, dtype):
+    ours, caches, first = opened(name, ranks, dtype), empty_caches(name, ranks, dtype), 0
+    spec, each = SPECS[name], build(SPECS[name], ranks).shards_per_rank
+    for end in ends:
+        streams = [torch.full((each, spec.hidden_size), torch.nan) for _ in range(ranks)]
+        ids = tokens_of(ends[-1])[first:end]
+        ours.begin(ids, first, caches, streams).advance(math.inf)
+        held, want = torch.cat(caches, 1), expected_by_shard(name, ranks, dtype, end)
+        assert errors(held[..., :end, :], want).max() < TOLERANCE[dtype]
+        assert held[..., end:, :].isnan().all()
+        last = expected_streams(name, dtype, end)
+        for own in torch.cat(streams).split(spec.num_lanes):
+            assert (own - last).norm() < TOLERANCE[dtype] * last.norm()
+        first = end
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_lanes_leave_the_bits_that_they_leave_on_one_gpu(ranks, dtype):
+    name = "lanes of all kinds"
+    one, whole = prefill_of(name, dtype, buckets=(4,)), empty_cache(name, dtype)
+    one.run(tokens_of(40), 0, whole)
+    caches = empty_caches(name, ranks, dtype)
+    opened(name, ranks, dtype).begin(tokens_of(40)[:-1], 0, caches).advance(math.inf)
+    assert torch.equal(torch.cat(caches, 1)[..., :39, :], whole[..., :39, :])
+
+
+def test_ranks_of_a_plain_model_keep_equal_streams():
+    streams = [torch.zeros(1, SPECS["biases"].hidden_size) for _ in range(2)]
+    run = opened("biases", 2, BF16).begin(
+        tokens_of(20), 0, empty_caches("biases", 2, BF16), streams
+    )
+    run.advance(math.inf)
+    assert torch.equal(*streams) and streams[0].any()
+
+
+def test_slices_leave_the_bits_of_a_run_at_once():
+    whole, cut = empty_caches("llama", 2), empty_caches("llama", 2)
+    ours, slices = opened("llama", 2), 1
+    ours.begin(tokens_of(20), 0, whole).advance(math.inf)
+    run = ours.begin(tokens_of(20), 0, cut)
+    while not run.advance(0):
+        slices += 1
+    assert slices == 3 * (5 * SPECS["llama"].num_layers - 4)
+    assert all(torch.equal(a[..., :20, :], b[..., :20, :]) for a, b in zip(whole, cut, strict=True))
+
+
+def test_what_does_not_fit_is_refused():
+    ours, caches = opened("llama", 2), empty_caches("llama", 2)
+    with pytest.raises(RequestError, match="positions 60 to 64 do not fit a cache of 64"):
+        ours.begin([1] * 5, 60, caches)
+    with pytest.raises(RequestError, match="token id 101 is outside the vocabulary"):
+        ours.begin([1, 101], 0, caches)
+    with pytest.raises(ModelError, match="library prefill wants"):
+        ours.begin([1], 0, [caches[0], caches[1][:, :, :1, :, :, :4]])
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 1), (0, 7), (0, 8), (5, 2), (5, 3), (6, 30), (14, 7)]
+)
+def test_passes_end_at_multiples_of_a_chunk(first, count):
+    parts = chunks_of(first, count, 7)
+    assert [i for part in parts for i in range(count)[part]] == list(range(count))
+    assert all((first + part.stop) % 7 == 0 for part in parts[:-1])
+    assert all(0 < part.stop - part.start <= 7 for part in parts)
+
+
+# ---- planted faults ----
+
+
+def first_rank_alone(self):
+    return self._sent[self._rank]
+
+
+def own_only(self, x, o, how, delayed):
+    every = self._outputs.all()
+    x.add_(forward.total_of(every))
+    delayed.append((o, every))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "wrong", "model"),
+    [
+        (forward.Outputs, "all", first_rank_alone, "llama"),
+        (forward.PrefillPass, "_join", own_only, "lanes of all kinds"),
+    ],
+)
+def test_a_planted_fault_is_seen(place, name, wrong, model, monkeypatch):
+    monkeypatch.setattr(place, name, wrong)
+    ours, caches = opened(model, 2), empty_caches(model, 2)
+    ours.begin(tokens_of(30), 0, caches).advance(math.inf)
+    want = expected_by_shard(model, 2, F32, 30)
+    assert not errors(torch.cat(caches, 1)[..., :30, :], want).max() < TOLERANCE[F32]
