@@ -38,7 +38,14 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
-from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
+from kog_triton.backends.prefill.library import (
+    LibraryPrefill,
+    begin_prompt,
+    fuses,
+    on_device,
+    wants_library,
+)
+from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
@@ -112,8 +119,6 @@ class CudaBackend:
             )
         if weights.spec.narrow:
             options = _kernel_prompts(options, "of narrow weights")
-        if options.num_gpus > 1:
-            options = _kernel_prompts(options, "on several GPUs")
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -168,17 +173,7 @@ class CudaBackend:
                 self.columns.begin()
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
-                matrices = partial(self._open_matrices, lowering)
-                self.library = open_library(
-                    options,
-                    weights,
-                    self.spec,
-                    self.max_context,
-                    self.memory.embed[:, : self.spec.hidden_size],
-                    self.memory.rope,
-                    matrices,
-                    to_head=True,
-                )
+                self.library = self._open_library(weights, lowering)
             compiled.result()
             if self.library is not None:
                 head_compiled.result()
@@ -215,16 +210,45 @@ class CudaBackend:
         for kernel in KERNELS:
             compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
 
-    def _open_matrices(self, lowering: CudaLowering) -> Matrices:
+    def _open_library(
+        self, weights: WeightSource, lowering: CudaLowering
+    ) -> LibraryPrefill | RankPrefill | None:
+        if not wants_library(self.options, self.device):
+            return None
+        held = [
+            RankTensors(
+                memory.embed[:, : self.spec.hidden_size],
+                memory.rope,
+                self._open_matrices(lowering, memory),
+            )
+            for memory in self.ranks.each
+        ]
+        if self.num_devices > 1:
+            return RankPrefill(weights, lowering.schedule, self.max_context, held)
+        (one,) = held
+        return LibraryPrefill(
+            weights,
+            self.spec,
+            self.max_context,
+            one.embed,
+            one.rope,
+            one.matrices,
+            to_head=True,
+        )
+
+    def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
+        device = memory.weights.device
+
         def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
-            opened = Kernel(cubin, entry, shared, self.device)
+            opened = Kernel(cubin, entry, shared, device)
             self._kernels.append(opened)
             return opened
 
         with waited_for("the kernels of products"):
             self._products_compiled.result()
-        return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
+        with on_device(device):  # whose context takes modules
+            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)
@@ -264,10 +288,21 @@ class CudaBackend:
         self.ranks.write_request(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
-        cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
-        streams = self.memory.streams[request.slot, :, : self.spec.hidden_size]
-        crossover = self.chunks.crossover
-        return begin_prompt(self.library, self.options.prefill, request, cache, crossover, streams)
+        if self.library is None:
+            return None
+        slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
+        each = self.layout.lowering.schedule.shards_per_rank
+        caches = [memory.cache[slot][..., :d] for memory in self.ranks.each]
+        streams = [
+            memory.streams[slot, rank * each : (rank + 1) * each, :hidden]
+            for rank, memory in enumerate(self.ranks.each)
+        ]
+        begin: Callable[[Sequence[int], int], PromptRun]
+        if isinstance(self.library, RankPrefill):
+            begin = partial(self.library.begin, caches=caches, streams=streams)
+        else:
+            begin = partial(self.library.begin, cache=caches[0], streams=streams[0])
+        return begin_prompt(begin, self.options.prefill, request, self.chunks.crossover, True)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

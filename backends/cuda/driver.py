@@ -107,7 +107,8 @@ class Kernel:
         return Resources(ask(NUM_REGISTERS), ask(LOCAL_BYTES), ask(STATIC_SHARED) + self._shared)
 
     def close(self) -> None:
-        self._call("cuModuleUnload", self._module)
+        with torch.cuda.device(self._device):  # whose context has the module
+            self._call("cuModuleUnload", self._module)
 
     def _call(self, name: str, *arguments: Any) -> None:
         call(self._cuda, name, *arguments)

@@ -80,9 +80,8 @@ class RankKernel:
         return self._kernels[0].resources()
 
     def close(self) -> None:
-        for device, kernel in zip(self._devices, self._kernels, strict=True):
-            with torch.cuda.device(device):
-                kernel.close()
+        for kernel in self._kernels:
+            kernel.close()
 
 
 def meet(streams: Sequence[torch.cuda.Stream]) -> None:

@@ -265,8 +265,8 @@ class FiberBackend(CudaBackend):
     def _compile_products(self):
         """Its kernels are Hopper's own: what they read is unpacked instead."""
 
-    def _open_matrices(self, lowering):
-        return ArenaMatrices(lowering, self.memory.weights, self.memory.embed.dtype)
+    def _open_matrices(self, lowering, memory):
+        return ArenaMatrices(lowering, memory.weights, memory.embed.dtype)
 
     def _load(self, source, entry, layout):
         return FiberKernel(layout, FLAGS[source], self._seed)

@@ -91,9 +91,8 @@ class GpuRanks(RankWalk):
         return np.diff(words[: int((words[:, 0] != 0).sum()), 1])
 
     def close(self):
-        for device, kernel in zip(self.devices, self.kernels, strict=True):
-            with torch.cuda.device(device):
-                kernel.close()
+        for kernel in self.kernels:
+            kernel.close()
 
 
 class GpuRankColumns(GpuRanks, RankColumnWalk):

@@ -40,8 +40,8 @@ def import_fused() -> Any:
 
 
 class Outputs:
-    """Module outputs of a pass on one GPU, beside those of the others on theirs: all walk the layers together, a piece of
-    each in turn, so that what was sent in one piece is there in the next.
+    """Module outputs of a pass on one GPU, beside those of the others on theirs: all walk the layers together, a piece
+    of each in turn, so that what was sent in one piece is there in the next.
 
     sent  by rank, what each sent last; one list of all ranks
     """
@@ -211,7 +211,7 @@ class PrefillPass:
     def _join(
         self, x: Tensor, o: Tensor, how: Reduce, delayed: list[tuple[Tensor, Tensor]]
     ) -> None:
-        """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what will arrive late: o, and all ranks'."""
+        """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what arrives late: o, and all ranks'."""
         lanes, delay = self.spec.num_lanes, self.spec.delay
         every = self._outputs.all()
         if how is Reduce.NOW:

@@ -90,42 +90,38 @@ def open_library(
     embed: Tensor,
     rope: Tensor,
     matrices: Callable[[], Matrices],
-    to_head: bool = False,
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
     embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
     rope      the backend's table, float32 [`rope_positions` or more, 2, d / 2]
     matrices  makes the backend's own ready; norms and biases are read again, from `weights`
-    to_head   as LibraryPrefill's
     """
     if not wants_library(options, embed.device):
         return None
-    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices(), to_head=to_head)
+    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices())
 
 
 def begin_prompt(
-    library: "LibraryPrefill | None",
+    begin: Callable[[Sequence[int], int], PromptRun],
     wanted: str,
     request: Request,
-    cache: Tensor,
     crossover: Crossover = BY_TOKEN,
-    streams: Tensor | None = None,
+    to_head: bool = False,
 ) -> PromptRun | None:
-    """The run of a request's prompt into the slot's cache: all of it, to the `streams` of its last token, or without
-    these all but the last. None where the kernel is to do it.
+    """The run of a request's prompt by a library: all of it `to_head`, or all but its last token. None where the kernel
+    is to do it.
 
-    wanted     a `BackendOptions.prefill`; without a library it is the kernel's
+    begin      the library's, of tokens from a position on, into the request's slot
+    wanted     a `BackendOptions.prefill`
     crossover  of this kernel, for "auto"
     """
     new, first = request.prompt[request.cached : -1], request.cached
     if wanted == "auto":
         wanted = choose_prefill(len(new), first, crossover)
-    if library is None or wanted == "kernel" or not new:
+    if wanted == "kernel" or not new:
         return None
-    if streams is None:
-        return library.begin(new, first, cache)
-    return library.begin(request.prompt[first:], first, cache, streams)
+    return begin(request.prompt[first:] if to_head else new, first)
 
 
 class LibraryPrefill:

@@ -226,8 +226,10 @@ class TritonBackend:
     # ---- launches ----
 
     def _prompt(self, request: Request) -> PromptRun | None:
-        cache = self.memory.pointers.kv[request.slot]
-        return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+        if self.library is None:
+            return None
+        begin = partial(self.library.begin, cache=self.memory.pointers.kv[request.slot])
+        return begin_prompt(begin, self.options.prefill, request, IN_CHUNKS)
 
     def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
         """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
