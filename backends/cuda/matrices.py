@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class ArenaMatrices(Unpacked):
-    """prefill.weights.Matrices of a rank's arena, which holds values of `dtype`. A layer's lie at the same places in all
+    """prefill.weights.Matrices of a rank's arena, of values of `dtype`. A layer's lie at the same places in all
     ranks' arenas: the head alone, which comes last, may differ."""
 
     def __init__(self, lowering: CudaLowering, arena: Tensor, dtype: torch.dtype) -> None:
