@@ -193,7 +193,9 @@ inline void store_system(u64* p, u64 v) { host::store(p, v); }
 inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b); }
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
+inline void drain_stores() {}
 inline void fence_gpu() { host::fence(); }
+inline void store_cache(u32* p, u32 v) { *p = v; }
 template <class T>
 T load_cache(const T* p, bool there) {
   return there ? *p : T{};
@@ -256,6 +258,9 @@ inline void sync_consumers() { any_consumer(false); }
 
 inline void add_shared(u32* p, u32 v) { host::add(p, v); }
 inline void add_shared(u64* p, u64 v) { host::add(p, v); }
+
+template <class Block>
+void watch_own_wait(const Block&) {}
 
 inline float log2_fast(float x) { return std::log2(x); }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
