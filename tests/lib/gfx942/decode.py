@@ -61,13 +61,14 @@ def _fill(
     record: Any, at: int, inst: Any, operations: dict[str, int], index: dict[int, int]
 ) -> None:
     name, kind = name_of(inst), type(inst).__name__
-    record["op"], record["at"] = operations[name], at
+    saturates = _has(inst, "clmp") and inst.clmp and f"{name}_CLAMP" in operations
+    record["op"], record["at"] = operations[f"{name}_CLAMP" if saturates else name], at
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1
     record["src"] = -1
     record["literal"] = signed(getattr(inst, "literal", 0), 32)
     for refused in ("omod", "clmp", "cbsz", "abid", "blgp", "gds", "lds"):
-        if "MFMA" in kind and refused == "clmp":  # the same bit is acc_cd
+        if refused == "clmp" and (saturates or "MFMA" in kind):  # of MFMA the same bit is acc_cd
             continue
         if _has(inst, refused) and getattr(inst, refused):
             raise Unknown(f"{name} with {refused} at {at:#x}")

@@ -76,9 +76,9 @@ class Buffer:
 
 @dataclass
 class Launch:
-    """One grid on one GPU. Arguments in the kernel's order: integers, floats, addresses."""
+    """One grid on one GPU. Arguments in the kernel's order: integers, floats, addresses, structures as bytes."""
 
-    args: Sequence[int | float]
+    args: Sequence[int | float | bytes]
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     gpu: int = 0
@@ -269,11 +269,12 @@ class Kernel:
             at, bytes_of, kind = arg[".offset"], arg[".size"], arg[".value_kind"]
             if kind in ("global_buffer", "by_value"):
                 value = next(given)
-                packed = (
-                    struct.pack("<f", value)
-                    if isinstance(value, float)
-                    else value.to_bytes(8, "little", signed=value < 0)
-                )
+                if isinstance(value, bytes):
+                    packed = value
+                elif isinstance(value, float):
+                    packed = struct.pack("<f", value)
+                else:
+                    packed = value.to_bytes(8, "little", signed=value < 0)
             elif kind.startswith("hidden_block_count_"):
                 packed = launch.grid["xyz".index(kind[-1])].to_bytes(4, "little")
             elif kind.startswith("hidden_group_size_"):

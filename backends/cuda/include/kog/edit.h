@@ -39,7 +39,7 @@ KOG_DEVICE int tokens_made(const Block& b, int position) {
 // `token` stands at `position`. Every block writes it and reads what it wrote itself: the prompt is
 // there already, and the output is, as far as bad words look back on it.
 KOG_DEVICE u32* sequence_of(const Block& b) {
-  return reinterpret_cast<u32*>(b.p.tokens) + static_cast<u64>(b.small->slot) * (b.p.positions + 1);
+  return reinterpret_cast<u32*>(b.p.tokens + static_cast<u64>(b.small->slot) * (b.p.positions + 1));
 }
 
 // 0 for an id that is neither in the prompt nor in the output, else 1 + how often it was put out.

@@ -21,6 +21,10 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+// A pointer among a kernel's arguments.
+template <class T>
+using Memory = T*;
+
 constexpr u32 kWholeWarp = 0xffffffffu;
 
 // ---- where am I, what time is it ----

@@ -55,6 +55,16 @@ KOG_DEVICE __attribute__((address_space(3))) T* in_shared(T* p) {
   return (__attribute__((address_space(3))) T*)p;
 }
 
+// A pointer among a kernel's arguments: so much is known of it.
+template <class T>
+struct Memory {
+  __attribute__((address_space(1))) T* address;
+
+  KOG_DEVICE Memory() = default;
+  KOG_DEVICE Memory(T* p) : address(in_memory(p)) {}
+  KOG_DEVICE operator T*() const { return (T*)address; }
+};
+
 // ---- where am I, what time is it ----
 
 KOG_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_y()); }
@@ -67,7 +77,7 @@ KOG_DEVICE u64 nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
 // Of 160 ns: 32 bits of them hold every wait.
 KOG_DEVICE i64 clock_ticks() { return static_cast<i64>(__builtin_amdgcn_s_memrealtime() / (kTickNs / 10)); }
 KOG_DEVICE u8* shared_memory() {
-  extern __attribute__((shared, aligned(1024))) u8 memory[];
+  extern __attribute__((shared, aligned(128))) u8 memory[];
   return memory;
 }
 

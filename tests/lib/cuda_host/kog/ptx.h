@@ -49,6 +49,8 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+template <class T>
+using Memory = T*;
 
 namespace host {
 
