@@ -25,22 +25,28 @@ struct Scores {
   float p[kTileRows / 8][2];
 
   KOG_DEVICE Scores(const Block& b, const uint4* queries, const Keys& keys) {
-    const uint4* of_quarter = queries - b.in_warp + b.in_warp % 4;
+    // Read anew for each tile: kept from one to the next, they would take every register.
+    const uint4* of_quarter = queries - b.in_warp + unknown(b.in_warp % 4);
+    float s[kTileRows / 8][8] = {};
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++) {
+#pragma unroll
+      for (int h = 0; h < kGroupHeads; h++) {
+        uint4 q = of_quarter[t * 32 + 4 * h];
+#pragma unroll
+        for (int j = 0; j < kTileRows / 8; j++) {
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[j][h]);
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.y, s[j][h]);
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t + 1], q.z, s[j][h]);
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[j][h]);
+        }
+      }
+      keep_order();
+    }
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
-      float s[8] = {};
-#pragma unroll
-      for (int t = 0; t < kDimSteps; t++)
-#pragma unroll
-        for (int h = 0; h < kGroupHeads; h++) {
-          uint4 q = of_quarter[t * 32 + 4 * h];
-          s[h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t], q.y, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t + 1], q.z, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[h]);
-        }
       float mine[2];
-      share_scores<kGroupHeads>(b, s, mine);
+      share_scores<kGroupHeads>(b, s[j], mine);
       // The thread of that key's four which has this thread's head.
       int head = b.in_warp / 4, from = 8 * (b.in_warp % 4) + head % 4;
 #pragma unroll

@@ -365,6 +365,7 @@ static const Operation MEMORY_OPERATIONS[] = {
     SCALAR_LOAD(S_LOAD_DWORDX2, 2),
     SCALAR_LOAD(S_LOAD_DWORDX4, 4),
     SCALAR_LOAD(S_LOAD_DWORDX8, 8),
+    SCALAR_LOAD(S_LOAD_DWORDX16, 16),
     {"S_MEMREALTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
     {"S_MEMTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
 };
