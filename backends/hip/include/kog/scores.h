@@ -5,6 +5,9 @@
 
 namespace kog {
 
+// A sum that is made here, not where it is needed: what is added would take registers until then.
+KOG_DEVICE float added_here(float sum) { return float_of(unknown(bits_of(sum))); }
+
 // Scores of kHeadsHeld heads, of which a thread of four has a quarter each, so that thread t of the four has those of
 // heads t and t + 4.
 template <int kHeadsHeld>
@@ -38,7 +41,7 @@ struct Scores {
           s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[j][h]);
           s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.y, s[j][h]);
           s[j][h] = dot2<kF16>(keys.w[j][2 * t + 1], q.z, s[j][h]);
-          s[j][h] = dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[j][h]);
+          s[j][h] = added_here(dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[j][h]));
         }
       }
       keep_order();
@@ -80,6 +83,11 @@ KOG_DEVICE void add_rows(const Block& b, const Values& values, const float (&p)[
         out[t][i + 2] = fused(weight[i], high_of(both), out[t][i + 2]);
       }
     }
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[t][i] = added_here(out[t][i]);
+    keep_order();
   }
 }
 KOG_DEVICE void add_values(const Block& b, const Values& values, const float (&p)[kTileRows / 8][2],
