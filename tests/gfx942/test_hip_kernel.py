@@ -106,15 +106,24 @@ def test_logits_of_every_position(case):
 
 PLANTED = {
     # What threads of a wave publish is put off until others of it have seen it: they never do.
-    "threads go apart": ("__builtin_amdgcn_wave_barrier(); }\nKOG_DEVICE u32 threads_with", "}\nKOG_DEVICE u32 threads_with"),
+    "threads go apart": (
+        "__builtin_amdgcn_wave_barrier(); }\nKOG_DEVICE u32 threads_with",
+        "}\nKOG_DEVICE u32 threads_with",
+    ),
     # Rows of the cache stay in one XCD's L2.
     "a cache row is not written through": ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"),
     # Rows that were read before are read again out of a cache.
     "nothing is acquired": ("s_waitcnt vmcnt(0)\\nbuffer_inv sc1", "s_waitcnt vmcnt(0)"),
     # Words travel within an XCD.
-    "words of a narrow scope": ("constexpr int kWordScope = kAgent", "constexpr int kWordScope = __HIP_MEMORY_SCOPE_WORKGROUP"),
-    "a dot product without its second half": ("return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, a)", "return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, a & 0xffff)"),
-}  # fmt: skip
+    "words of a narrow scope": (
+        "constexpr int kWordScope = kAgent",
+        "constexpr int kWordScope = __HIP_MEMORY_SCOPE_WORKGROUP",
+    ),
+    "half of a dot product": (
+        "__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), c",
+        "__builtin_bit_cast(Half2, a & 0xffff), __builtin_bit_cast(Half2, b), c",
+    ),
+}
 
 
 def planted(fault: str, folder: Path) -> tuple[Path, ...]:

@@ -78,7 +78,9 @@ class HipWalk(Walk):
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         tensors = {name: getattr(self.memory, name) for name in TENSORS} | others
-        self.last = launch(self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions)
+        self.last = launch(
+            self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions
+        )
         return self.last.steps
 
 
