@@ -37,6 +37,17 @@ std::string where(const Machine& m) {
     return out;
 }
 
+// Of a workgroup whose waves have ended: perhaps perform what one has in flight. Whether nothing is left.
+bool settled(Machine& m, Workgroup& g) {
+    for (Wave& w : g.waves)
+        for (Flight& f : w.vector_queue)
+            if (!f.performed) {
+                perform(m, w, f, m.random.chance(EVEN));
+                return false;
+            }
+    return true;
+}
+
 // A wave's turn: as many instructions as the quantum allows.
 void run_wave(Machine& m, Wave& w) {
     bool adversarial = m.options.adversarial;
@@ -79,9 +90,8 @@ void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (scalar < 15) land_scalar(m, w, size_t(scalar));
 }
 
-void end_wave(Machine& m, Wave& w) {
-    land(m, w, w.vector_queue, 0);
-    land(m, w, w.scalar_queue, 0);
+// What the wave has in flight outlives it.
+void end_wave(Machine&, Wave& w) {
     w.state = Wave::ENDED;
     bool any = false;
     for (const Wave& other : w.group->waves) any |= other.state == Wave::RUNNING;
@@ -164,7 +174,7 @@ int gfx_run(Machine* m, u64 budget) {
             for (Wave& w : g.waves)
                 if (w.state == Wave::RUNNING) running[count++] = &w;
             if (!count) {
-                live.erase(live.begin() + long(k));
+                if (settled(*m, g)) live.erase(live.begin() + long(k));
                 continue;
             }
             now = running[m->random.below(count)];
