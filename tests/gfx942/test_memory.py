@@ -14,7 +14,9 @@ SEEDS = range(200)
 def right(name: str, seed: int, memory: Memory) -> bool:
     """Whether every lane of the reading workgroup has seen what the other wrote before."""
     words, out = np.zeros(1024, np.uint32), np.zeros(LANES, np.uint32)
-    launch = Launch([words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name == "ended"), 1, 1))
+    launch = Launch(
+        [words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name == "ended"), 1, 1)
+    )
     kernel = Kernel(code_object("undocumented.hip"), name)
     kernel.run(launch, [Buffer(words), Buffer(out)], memory, seed, steps=MOST_STEPS)
     return out.tolist() == [5] * LANES

@@ -59,7 +59,9 @@ void run_wave(Machine& m, Wave& w) {
         m.steps++;
         w.pc++;
         OPERATIONS[i.op].run(m, w, i);
+        if (m.waits) break;
     }
+    m.waits = false;
 }
 
 }  // namespace
@@ -85,6 +87,13 @@ void meet_at_barrier(Machine&, Wave& w) {
 
 void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (!m.options.adversarial) return;
+    auto under_way = [](const Flight& f) { return !f.performed; };
+    if (w.vector_queue.size() > size_t(vector) && m.random.chance(m.options.early) &&
+        std::any_of(w.vector_queue.begin(), w.vector_queue.end() - vector, under_way)) {
+        w.pc--;  // others go on meanwhile
+        m.waits = true;
+        return;
+    }
     m.awaited[w.pc - 1] += w.vector_queue.size() > size_t(vector) || (scalar < 15 && w.scalar_queue.size() > size_t(scalar));
     land(m, w, w.vector_queue, size_t(vector));
     if (scalar < 15) land_scalar(m, w, size_t(scalar));

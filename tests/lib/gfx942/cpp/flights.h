@@ -42,9 +42,11 @@ inline bool move_bytes(Machine& m, Wave& w, Flight& f, bool all) {
     return done;
 }
 
+// All of it, or a random part of what has several pieces.
 inline void perform(Machine& m, Wave& w, Flight& f, bool all = true) {
     if (f.performed) return;
     f.performed = true;
+    all |= (f.mask & (f.mask - 1)) == 0 && f.bytes <= 4;
     Workgroup& g = *w.group;
     switch (f.kind) {
     case Flight::LOAD:

@@ -45,6 +45,7 @@ struct Machine {
     Options options;
     Random random;
     u64 steps = 0;
+    bool waits = false;  // the wave whose turn it is, at an instruction that it will begin again
     std::string error;
     std::vector<std::unique_ptr<Cache>> l1, scalar, l2, gpu;
     size_t last_range = 0;

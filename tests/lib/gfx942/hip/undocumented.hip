@@ -64,14 +64,14 @@ KERNEL line(u32* words, u32* out) {
 KERNEL unread(u32* words, u32* out) {
     u32 *flag = words, *data = words + 64;
     if (B == 0) {
-        store(data + 32 + T, 5);
+        store(data + 64 + T, 5);
         drain();
         if (T == 0) store(flag, 1);
     } else {
         out[T] = data[T % 32];
         wait_for(flag);
         asm volatile("" ::: "memory");
-        out[T] = data[32 + T];
+        out[T] = data[64 + T];
     }
 }
 
