@@ -1,4 +1,4 @@
-"""The adversarial memory is as weak as the documents allow: kernels that rely on more are seen (hip/undocumented.hip)."""
+"""The adversarial memory is as weak as the documents allow: who relies on more is seen (hip/undocumented.hip)."""
 
 import numpy as np
 import pytest
