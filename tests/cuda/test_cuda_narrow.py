@@ -110,25 +110,58 @@ def opened(case):
     return FiberBackend(weights, BackendOptions(), 3), ReferenceBackend(weights, BackendOptions())
 
 
+def assert_stage_agrees(ours, reference, stage):
+    """A stage of a backend on narrow weights, in all layers, with the reference on what they stand for."""
+    assert ours.spec.narrow and not reference.spec.narrow
+    narrow_head = stage == "lm_head" and "lm_head" in dict(ours.spec.narrow)
+    limit = LIMITS[ours.spec.dtype]
+    if narrow_head:
+        limit = IN_LOGITS[ours.spec.narrow[-1][1].code is not Code.E4M3]
+    for layer in range(1 if stage == "lm_head" else ours.spec.num_layers):
+        state = inputs(ours.spec, stage, layer)
+        expected, got = (b.run_stage(stage, layer, state) for b in (reference, ours))
+        for key, want in expected.items():
+            assert error_of(got[key].cpu().float(), want) < limit, (layer, key)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in CASES]
 )
 def test_a_stage_computes_what_the_unpacked_values_say(case, stage):
-    ours, reference = opened(case)
-    assert ours.spec.narrow and not reference.spec.narrow
-    for layer in range(1 if stage == "lm_head" else ours.spec.num_layers):
-        state = inputs(ours.spec, stage, layer)
-        expected, got = (
-            reference.run_stage(stage, layer, state),
-            ours.run_stage(stage, layer, state),
-        )
-        narrow_head = stage == "lm_head" and "lm_head" in dict(ours.spec.narrow)
-        limit = LIMITS[ours.spec.dtype]
-        if narrow_head:
-            limit = IN_LOGITS[ours.spec.narrow[-1][1].code is not Code.E4M3]
+    assert_stage_agrees(*opened(case), stage)
+
+
+class FarthestWeights(NarrowWeights):
+    """Every code as low as there is, and every zero point as high."""
+
+    def narrow(self, name):
+        stored = super().narrow(name)
+        low, high = (-128, 127) if stored.format.code is Code.INT8 else (0, 15)
+        codes, points = torch.full_like(stored.codes, low), torch.full_like(stored.offsets, high)
+        return replace(stored, codes=codes, offsets=points)
+
+
+@pytest.mark.parametrize("case", ["int8 g64, zero points", "int4 g128, zero points"])
+def test_the_largest_sums_of_bytes_are_exact(case):
+    """Beside activations that are all as large as a step's scale allows, of either sign by steps."""
+    how, sizes = CASES[case]
+    spec = narrow_spec(how, **sizes)
+    weights = FarthestWeights(spec, ArrayWeights(spec))
+    ours, reference = (
+        FiberBackend(weights, BackendOptions(), 3),
+        ReferenceBackend(weights, BackendOptions()),
+    )
+    for stage in ("o_proj", "down_proj"):
+        state = inputs(spec, stage, 0)
+        for key, value in state.items():
+            if value.is_floating_point():
+                signs = torch.where(torch.arange(value.shape[-1]) // 32 % 3 == 0, -1.0, 1.0)
+                state[key] = signs.expand_as(value) * (2 - 2**-6)
+        expected, got = (b.run_stage(stage, 0, state) for b in (reference, ours))
         for key, want in expected.items():
-            assert error_of(got[key], want) < limit, (layer, key)
+            assert want.abs().max() > 50
+            assert error_of(got[key], want) < 1e-6, (stage, key)
 
 
 def test_all_stages_were_judged():

@@ -255,6 +255,8 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
+// The largest number of a step: kFragK products of 16 bits and a code of eight, and what offsets make as large.
+static_assert(kFragK * (i64{1} << 15) * (128 + 128) < i64{1} << 31, "sums of bytes outgrow an int");
 // The product of two rows of bytes, from those of high and of low ones.
 KOG_DEVICE int whole_sum(int high, int low) { return high * 256 + low; }
 // What a step adds to a sum, number i of the thread's: its whole number in hand, its operands' scale and sum.
