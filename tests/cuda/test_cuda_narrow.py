@@ -11,65 +11,28 @@ from kog_triton.backends.cuda.layout import batches
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench.kl_limit import UNPACKED
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType
-from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
+from kog_triton.model.weight_format import Code
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from kog_triton.stage_check import stage_inputs
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_requests import PROMPTS, request, run
 from tests.lib.cuda_walk import ChunkBackend, ColumnBackend, FiberBackend, compile_walk
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.narrow_stages import (
+    AWQ,
+    CASES,
+    LARGE,
+    LIMITS,
+    STAGES,
+    assert_stage_agrees,
+    error_of,
+    inputs,
+    spec_of_case,
+    weights_of,
+)
 from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 
-STAGES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
-# Fragments of 32 values of K, as large models have, and of 16.
-LARGE = {"hidden_size": 512, "intermediate_size": 640, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64,
-         "num_layers": 2, "max_context": 256}  # fmt: skip
-SMALL = {"hidden_size": 90, "intermediate_size": 166, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24,
-         "num_layers": 2, "max_context": 256, "qkv_bias": True, "o_bias": True, "mlp_bias": True}  # fmt: skip
-GROUPED = SMALL | {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
-AWQ = WeightFormat(Code.UINT4, 1, 128, Scale.F16, Offset.ZERO_POINT)
-Q4_1 = WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.MINIMUM)
-FP8, BF16_SCALES = FORMATS["fp8-block"], replace(FORMATS["fp8-block"], scale=Scale.BF16)
-CASES = {
-    "fp8 blocks": (FP8, LARGE),
-    "fp8 blocks, odd sizes": (FP8, SMALL),
-    "fp8 blocks, bf16 scales": (BF16_SCALES, LARGE),
-    "fp8 blocks, float16": (FP8, LARGE | {"dtype": DType.F16}),
-    "fp8 channels": (FORMATS["fp8-channel"], SMALL),
-    "fp8 channels, tied head": (
-        FORMATS["fp8-channel"],
-        LARGE | {"tied_embeddings": True, "head": True},
-    ),
-    "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), LARGE),
-    "fp8 rows g32": (
-        WeightFormat(Code.E4M3, 1, 32, Scale.F16),
-        LARGE | {"intermediate_size": 96 * 5},
-    ),
-    "fp8 head in blocks": (FP8, LARGE | {"head": True}),
-    "int8 channels": (FORMATS["int8-channel"], SMALL),
-    "int4 g128": (FORMATS["int4-g128"], LARGE),
-    "int4 g32, float16": (FORMATS["int4-g32"], LARGE | {"dtype": DType.F16}),
-    "int4 g128, zero points": (AWQ, LARGE),
-    "int4 g32, zero points, head": (replace(AWQ, group_cols=32), LARGE | {"head": True}),
-    "int4 g64, zero points, float16": (replace(AWQ, group_cols=64), LARGE | {"dtype": DType.F16}),
-    "int8 g64, zero points": (
-        WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT),
-        LARGE,
-    ),
-    "int8 g32 and head (Q8_0)": (
-        WeightFormat(Code.INT8, 1, 32, Scale.F16),
-        LARGE | {"tied_embeddings": True, "head": True},
-    ),
-    "int4 g32, minimums (Q4_1)": (Q4_1, LARGE | {"head": True}),
-    "int4 g32, minimums, odd sizes": (Q4_1, GROUPED),
-    "int4 g32, minimums, float16": (Q4_1, LARGE | {"dtype": DType.F16}),
-    "mxfp4": (FORMATS["mxfp4"], LARGE),
-    "mxfp4, odd sizes": (FORMATS["mxfp4"], GROUPED),
-    "mxfp4, float16": (FORMATS["mxfp4"], LARGE | {"dtype": DType.F16}),
-}
 # Judged by the slow tests: others have the same code with other numbers.
 RARE = {
     "int4 g32, zero points, head",
@@ -79,28 +42,9 @@ RARE = {
     "int4 g32, minimums, float16",
     "mxfp4, odd sizes",
     "mxfp4, float16",
+    "16 bits, then mxfp4",
+    "int4, then fp8 blocks",
 }
-# Root mean square of a stage's error over its output's. A wide stage's x keeps 16 bits, the others' 8 (11 in float16);
-# the outputs of qkv_proj and gate_up_proj are words of as many.
-LIMITS = {DType.BF16: 2.5e-3, DType.F16: 7e-4}
-# Neither x nor the logits are rounded to 16 bits. Whole numbers of 16 bits a step of K: a fortieth of what bfloat16 is
-# off by.
-IN_LOGITS = {False: 1e-5, True: 5e-5}
-
-
-def inputs(spec, stage, layer):
-    return stage_inputs(spec, stage, layer, 2, 0)
-
-
-def error_of(have, want):
-    """Root mean square of the error over that of what is expected."""
-    return float((have - want).square().mean().sqrt() / want.square().mean().sqrt())
-
-
-def weights_of(case):
-    how, sizes = CASES[case]
-    spec = narrow_spec(how, **sizes)
-    return NarrowWeights(spec, ArrayWeights(spec))
 
 
 @functools.cache
@@ -108,20 +52,6 @@ def opened(case):
     """The kernel on narrow weights and the reference on what they stand for."""
     weights = weights_of(case)
     return FiberBackend(weights, BackendOptions(), 3), ReferenceBackend(weights, BackendOptions())
-
-
-def assert_stage_agrees(ours, reference, stage):
-    """A stage of a backend on narrow weights, in all layers, with the reference on what they stand for."""
-    assert ours.spec.narrow and not reference.spec.narrow
-    narrow_head = stage == "lm_head" and "lm_head" in dict(ours.spec.narrow)
-    limit = LIMITS[ours.spec.dtype]
-    if narrow_head:
-        limit = IN_LOGITS[ours.spec.narrow[-1][1].code is not Code.E4M3]
-    for layer in range(1 if stage == "lm_head" else ours.spec.num_layers):
-        state = inputs(ours.spec, stage, layer)
-        expected, got = (b.run_stage(stage, layer, state) for b in (reference, ours))
-        for key, want in expected.items():
-            assert error_of(got[key].cpu().float(), want) < limit, (layer, key)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -145,8 +75,7 @@ class FarthestWeights(NarrowWeights):
 @pytest.mark.parametrize("case", ["int8 g64, zero points", "int4 g128, zero points"])
 def test_the_largest_sums_of_bytes_are_exact(case):
     """Beside activations that are all as large as a step's scale allows, of either sign by steps."""
-    how, sizes = CASES[case]
-    spec = narrow_spec(how, **sizes)
+    spec = spec_of_case(case)
     weights = FarthestWeights(spec, ArrayWeights(spec))
     ours, reference = (
         FiberBackend(weights, BackendOptions(), 3),
@@ -198,8 +127,7 @@ class Rounded:
 )
 def test_bytes_are_no_further_off_than_16_bits_are(case):
     """Each from float32 on the very weights that it multiplies; what is not narrow is bfloat16's in both."""
-    how, sizes = CASES[case]
-    spec = narrow_spec(how, **sizes)
+    spec = spec_of_case(case)
     narrow = NarrowWeights(spec, Rounded(spec, ArrayWeights(spec)))
     off = [
         nats(
@@ -238,6 +166,12 @@ def alone(case):
         pytest.param("int4 g32, minimums (Q4_1)", 2, marks=pytest.mark.slow),
         pytest.param("mxfp4", 8, marks=pytest.mark.slow),
         pytest.param("mxfp4", 2, marks=pytest.mark.slow),
+        ("int8 zero points, then int4", 4),
+        pytest.param("int8 zero points, then int4", 8, marks=pytest.mark.slow),
+        pytest.param("16 bits, then mxfp4", 8, marks=pytest.mark.slow),
+        pytest.param("int4, then fp8 blocks", 8, marks=pytest.mark.slow),
+        pytest.param("int8 g32 and head (Q8_0)", 8, marks=pytest.mark.slow),
+        pytest.param("int8 channels", 2, marks=pytest.mark.slow),
         pytest.param("fp8 blocks", 2, marks=pytest.mark.slow),
         pytest.param("fp8 channels", 2, marks=pytest.mark.slow),
         pytest.param("fp8 channels", 8, marks=pytest.mark.slow),

@@ -7,8 +7,8 @@ import torch
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.reference import ReferenceBackend
-from tests.cuda import test_cuda_narrow as narrow
 from tests.lib.cuda_requests import held, prompt_of, request, run
+from tests.lib.narrow_stages import STAGES, assert_stage_agrees, weights_of
 
 pytestmark = pytest.mark.gpu
 # Of each kind of code and offset one, of scales each kind, and narrow heads.
@@ -28,16 +28,16 @@ COUNT = 24
 def opened(case, **options):
     """The kernel of so many slots; its prompts come a token at a time until chunks are asked for."""
     return CudaBackend(
-        narrow.weights_of(case), BackendOptions(device="nvidia", max_context=256, **options)
+        weights_of(case), BackendOptions(device="nvidia", max_context=256, **options)
     )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_narrow_stage_computes_what_the_unpacked_values_say(case):
     ours = opened(case, prefill="decode")
-    reference = ReferenceBackend(narrow.weights_of(case), BackendOptions())
-    for stage in narrow.STAGES:
-        narrow.assert_stage_agrees(ours, reference, stage)
+    reference = ReferenceBackend(weights_of(case), BackendOptions())
+    for stage in STAGES:
+        assert_stage_agrees(ours, reference, stage)
     ours.close()
 
 
