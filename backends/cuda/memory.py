@@ -47,7 +47,7 @@ Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 ERROR_WORDS = 9  # what expired, and whether another rank's wait has (include/kog/ranks.h)
 
-BY_SLOT = ("cache", "tokens", "request", "states", "outbox")
+BY_SLOT = ("cache", "streams", "tokens", "request", "states", "outbox")
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Memory:
     qk_gains: Tensor
     rope: Tensor
     cache: Tensor
+    streams: Tensor
     words: Tensor
     logits: Tensor
     tokens: Tensor
@@ -191,6 +192,12 @@ def allocate(
         qk_gains=qk_gains,
         rope=torch.from_numpy(table.result()).to(device),
         cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
+        streams=torch.zeros(
+            num_slots,
+            lo.schedule.num_shards,
+            spec.hidden_size + -spec.hidden_size % 4,
+            device=device,
+        ),
         words=ints(layout.total_words),
         logits=torch.zeros(1, device=device),
         tokens=ints(num_slots, positions),

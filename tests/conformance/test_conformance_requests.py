@@ -259,7 +259,7 @@ def test_a_nan_is_the_error_of_its_request_and_the_next_one_runs(name, model, wh
 class Full:
     """A library of prompts that has no memory left; a prompt of one token asks for none."""
 
-    def begin(self, token_ids, first, cache):
+    def begin(self, token_ids, first, cache, streams=None):
         raise torch.OutOfMemoryError("out of memory")
 
 

@@ -86,6 +86,13 @@ def test_the_walk_hardly_spills(name):
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
 
 
+@pytest.mark.parametrize("name", one_always(["llama-3.2-1b", "laneformer-2b"]))
+def test_the_kernel_of_first_tokens_spills_nothing(name):
+    code = machine_code(layout_of(named_shape(name), max_context=1024), "head_steps.cu")
+    assert not [what for _, what in code if is_local(what)]
+    assert innermost(code, WEIGHTS)
+
+
 @pytest.mark.parametrize("name", one_always(["laneformer-2b", "qwen3-8b"]))
 def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name):
     """Or it would be other code, and its time nobody's."""

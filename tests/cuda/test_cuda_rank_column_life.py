@@ -86,7 +86,9 @@ def assert_alone(backend, said, expected):
 )  # fmt: skip
 def test_requests_share_steps_and_prompts_run_in_chunks(spec, ranks, expected):
     backend = opened(BothBackend, spec, ranks, counts=(4,))
-    assert_alone(backend, serve(backend, *REQUESTS), expected if spec is TWO else alone(spec, ranks))
+    assert_alone(
+        backend, serve(backend, *REQUESTS), expected if spec is TWO else alone(spec, ranks)
+    )
     (columns,) = backend.columns.kernels
     assert columns.kernel.launches > 0
     assert backend.chunks.kernel.kernel.launches == 2  # the third prompt is too short for any

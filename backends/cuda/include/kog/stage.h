@@ -11,14 +11,6 @@ namespace kog {
 // enough for a delayed output to lie behind.
 constexpr int kStageIteration = 2 * kDelay;
 
-KOG_DEVICE void load_streams(const Block& b, const float* streams, float (&x)[kHeld]) {
-#pragma unroll
-  for (int i = 0; i < kHeld; i++) {
-    int e = element(b, i / 4) + i % 4;
-    x[i] = e < kHidden ? streams[b.lane * kHiddenStride + e] : 0;
-  }
-}
-
 // By one block a lane.
 KOG_DEVICE void store_streams(const Block& b, const float (&x)[kHeld], float* streams) {
   if (b.group_index != 0) return;
