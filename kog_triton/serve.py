@@ -191,6 +191,9 @@ def _body(argv: Sequence[str] | None) -> int:
     logger.setLevel(logging.INFO)
     if settings.host not in LOCAL and settings.uds is None and not settings.keys:
         logger.warning("%s is open to others and has no --api-key", settings.host)
+    from kog_triton.server.arenas import few_arenas
+
+    few_arenas()
     import uvloop
 
     from kog_triton.server.run import serve
