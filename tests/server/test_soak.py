@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 from kog_triton.server.arenas import MOST
@@ -17,7 +18,9 @@ def test_everything_clients_do_for_a_while_is_without_an_error(server, figure):
     figure("R17", json.dumps(found))
 
 
-ARENA = 64 << 20  # bytes of address space that glibc takes for one, at a multiple of that; the first one is the heap
+ARENA = (
+    64 << 20
+)  # bytes of address space that glibc takes for one, at a multiple of that; the first one is the heap
 
 
 def arenas(pid):
@@ -25,7 +28,7 @@ def arenas(pid):
     lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     spans = [([int(end, 16) for end in words[0].split("-")], words[1]) for words in lines]
     found = 0
-    for ((start, middle), mode), ((after, end), rest) in zip(spans, spans[1:], strict=False):
+    for ((start, middle), mode), ((after, end), rest) in pairwise(spans):
         whole = middle == after and end - start == ARENA and start % ARENA == 0
         found += whole and mode == "rw-p" and rest == "---p"
     return found
