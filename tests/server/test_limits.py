@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_triton import serve
+from kog_triton.server.run import UNSENT_BYTES
 from tests.lib.served import read_events, served, wait_for
 
 SLACK_S = 2.0  # on a loaded machine, to what an idle one needs
@@ -220,6 +221,16 @@ def test_idle_connections_do_no_harm_and_half_open_ones_are_closed(server, figur
     )
 
 
+def unsent(server, client):
+    """Bytes that the kernel holds for a client, as /proc/net/tcp tells them of the server's end."""
+    ends = f"{server.port:04X}", f"{client.getsockname()[1]:04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if (words[1][-4:], words[2][-4:]) == ends:
+            return int(words[4].partition(":")[0], 16)
+    raise AssertionError("the server has no such connection")
+
+
 def test_a_reader_that_stops_is_ended_and_others_go_on(server, figure):
     """Its unread tokens are bounded; a stream beside it is whole."""
     flood = server.play("flood", "x" * 480, tokens_per_s=0)
@@ -246,8 +257,12 @@ def test_a_reader_that_stops_is_ended_and_others_go_on(server, figure):
         time.sleep(1.0)
         grown = memory_and_files(server)[0] - rss
         assert grown < 16 << 10
+        assert wait_for(lambda: unsent(server, raw) > UNSENT_BYTES // 2) < 30
+        kept = unsent(server, raw)
+        assert kept < 2 * UNSENT_BYTES
     wait_for(lambda: running(server) == 0)
-    figure("R10", f"a reader that stops: {grown} KiB of memory, the other stream whole")
+    told = f"{grown} KiB of memory, {kept >> 10} KiB in its socket"
+    figure("R10", f"a reader that stops: {told}, the other stream whole")
 
 
 # ---- R11: sizes ----
