@@ -134,9 +134,8 @@ class CompletionAnswer:
         tokens: list[dict[int, Logprob] | None] = list(made) if self._made else []
         texts = [next(iter(t.values())).decoded_token or "" for t in tokens if t is not None]
         if echoed is not None and self._echo:
-            scored = self._samples[
-                echoed - echoed % self._n
-            ].output  # a prompt's first sample alone
+            # the engine scores a prompt for its first sample alone
+            scored = self._samples[echoed - echoed % self._n].output
             assert scored is not None, "all samples have ended"
             prompt, ids = scored.prompt_logprobs or [], scored.prompt_token_ids
             tokens = [*prompt, *tokens]
