@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_triton import serve
+from kog_triton.cli.foreign_flags import SERVERS, of_servers
 from kog_triton.server.run import UNSENT_BYTES
 from tests.lib.served import read_events, served, wait_for
 
@@ -393,3 +394,35 @@ def test_the_share_of_a_gpu_s_memory_reaches_the_model_and_is_a_share(capsys):
     with pytest.raises(SystemExit):
         serve.parse(["--gpu-memory-utilization", "80"])
     assert "--gpu-memory-utilization: 80 is not above 0 and at most 1" in capsys.readouterr().err
+
+
+# ---- flags of others ----
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--quantization=fp8", "there is no --quantization: leave it out: a checkpoint says how it is quantized"),
+        ("--enforce-eager", "there is no --enforce-eager: leave it out: no CUDA graph is captured"),
+        ("--swap-space=4", "there is no --swap-space: leave it out: nothing is swapped"),
+        ("--max-num-batched-tokens=9", "there is no --max-num-batched-tokens: leave it out: prompts run in chunks"),
+        ("--disable-log-requests", "there is no --disable-log-requests: leave it out: requests are not logged"),
+        ("-ngl", "there is no -ngl: leave it out: a model is in a GPU whole"),
+        ("-c", "-c is --max-model-len N here"),
+        ("--parallel", "--parallel is --max-num-seqs N here"),
+        ("--never-heard-of", "unrecognized arguments: --never-heard-of"),
+    ],
+)  # fmt: skip
+def test_flags_of_other_servers_are_said_by_name(flag, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main([flag])
+    assert ended.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_what_other_servers_flags_lead_to_is_ours():
+    own = {flag for action in serve.build_parser()._actions for flag in action.option_strings}
+    table = of_servers(own)
+    assert len(table) > 60 and not own & table.keys() and not own & SERVERS.keys()
+    for instead in table.values():
+        assert not instead.startswith("-") or instead.split()[0].rstrip(",") in own
