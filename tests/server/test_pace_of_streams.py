@@ -177,7 +177,7 @@ def test_an_error_comes_behind_what_was_made(model):
 def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
     supervisor = FakeSupervisor(101, 0.0004)
     run(told(supervisor, model, Interval()))
-    family = supervisor.metrics.inter_token.family("x", "x")
+    (family,) = supervisor.metrics.inter_token.families("x", "x")
     values = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
     assert (values["0.0003"], values["0.0005"], values["+Inf"]) == (0, 100, 100)
     assert sum(float(le) < 0.005 for le in values) >= 8
