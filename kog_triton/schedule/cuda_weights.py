@@ -21,9 +21,9 @@ import math
 from dataclasses import dataclass
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType, pattern_of
+from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
-from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
+from kog_triton.schedule.schedule import Axis, Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
@@ -162,12 +162,11 @@ def unreadable(schedule: Schedule) -> str:
     }
     if cut:
         return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
-    if schedule.spec.narrow and schedule.num_ranks > 1:
-        return "narrow weights run on one GPU"
     try:
         for _, stage in schedule.walk():
-            if stage.op is Op.MATVEC and stage_format(schedule, stage):
+            if stage.op is Op.MATVEC and (how := stage_format(schedule, stage)):
                 _check_head(schedule, stage)
+                _check_cut(schedule, stage, how)
     except ModelError as error:
         return str(error)
     return ""
@@ -178,12 +177,41 @@ def _check_head(schedule: Schedule, stage: Stage) -> None:
         raise ModelError("the cuda backend takes narrow heads of plain models alone")
 
 
+def _check_cut(schedule: Schedule, stage: Stage, how: WeightFormat) -> None:
+    """ModelError where the shards of a plain model would not have whole scale groups, or not the model's FFN alone."""
+    if schedule.num_shards == schedule.spec.num_lanes:
+        return
+    if schedule.shard_ffn * schedule.num_shards != schedule.spec.intermediate_size:
+        raise ModelError(
+            f"{schedule.spec.intermediate_size} outputs of an FFN of {how.name} weights do not divide over "
+            f"{schedule.num_ranks} GPUs"
+        )
+    if stage.cut is Axis.K and how.group_cols and stage.cols % how.group_cols:
+        raise ModelError(
+            f"groups of {how.group_cols} {how.name} weights do not divide the {stage.cols} columns that each of "
+            f"{schedule.num_ranks} GPUs has of {stage.name}"
+        )
+
+
 def _rows_alike(schedule: Schedule, stage: Stage, how: WeightFormat | None) -> bool:
     """Whether eight rows that lie together in a unit have one scale a parity, in every fragment."""
     if how is None or how.group_rows == 1:
         return False
     # Of each matrix: gate and up are woven row by row, others stacked.
     rows = FRAGMENT_ROWS // (2 if stage.epilogue is Epilogue.SILU_MUL else 1)
-    sizes = [schedule.spec.shapes[pattern_of(canonical(stage, w, 0))][-2] for w in stage.weights]
+    sizes = [_shard_rows(schedule, stage, w) for w in stage.weights]
+    if stage.scope is Scope.ALL:
+        sizes += [schedule.head_rows(rank)[0] for rank in range(schedule.num_ranks)]
     sizes += [how.group_rows] if how.group_rows else []
     return all(size % rows == 0 for size in sizes)
+
+
+def _shard_rows(schedule: Schedule, stage: Stage, weight: str) -> int:
+    """A shard's rows of one of the matrices that a stage stacks."""
+    heads = {"q_proj": schedule.shard_heads}
+    heads |= dict.fromkeys(("k_proj", "v_proj"), schedule.shard_kv_heads)
+    return (
+        heads[weight] * schedule.spec.head_dim
+        if weight in heads
+        else stage.rows // len(stage.weights)
+    )

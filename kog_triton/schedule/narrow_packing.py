@@ -44,6 +44,10 @@ class NarrowMatrix:
     scales: Any
     offsets: Any = None
 
+    def of_rows(self, first: int, last: int) -> "NarrowMatrix":
+        parts = (self.codes, self.scales, self.offsets)
+        return NarrowMatrix(*(None if part is None else part[first:last] for part in parts))
+
 
 def pack_narrow(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: NarrowMatrix

@@ -177,8 +177,8 @@ template <class Stage, class Item>
 KOG_DEVICE float scaled_sum(const Block& b, const Item& item, float sum, int layer) {
   if constexpr (Stage::kSumUnit != 1.f) sum *= Stage::kSumUnit;
   if constexpr (Stage::kRowScales) {
-    const float* of_lane = b.p.biases + static_cast<u64>(layer) * kBiasRows + Stage::kRowScaleAt +
-                           lane_of(b) * Stage::kRows;
+    const float* of_lane = b.p.biases + static_cast<u64>(layer) * kBiasRows + Stage::kRowScaleAt;
+    if constexpr (Stage::kId != StageId::kLmHead) of_lane += lane_of(b) * Stage::kRows;  // the head's are a rank's
     sum *= of_lane[item.there ? item.row : 0];
   }
   return sum;
