@@ -26,8 +26,13 @@ import numpy as np
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda_weights import FRAGMENT_ROWS as MMA_ROWS
-from kog_triton.schedule.cuda_weights import StreamWeights, stage_weights, unreadable
-from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
+from kog_triton.schedule.cuda_weights import (
+    STEP_VALUES,
+    StreamWeights,
+    stage_weights,
+    unreadable,
+)
+from kog_triton.schedule.lowering import Partition, Tiling, layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import GPUS, KB, Gpu
 
@@ -136,19 +141,37 @@ class CudaLowering(Partition):
         return partials + max(map(self.staged_bytes, matrix_stages(self.schedule))) + 2 * KB
 
     def staged_bytes(self, stage: Stage) -> int:
-        """Of a stage's activations, as its warps read them, and of what they sum up to where weights ask for it."""
-        return self.operand_bytes(stage) + self.operand_sum_bytes(stage)
+        """Of a stage's activations, as its warps read them, and of what lies before them."""
+        return self.operands_at(stage) + self.padded_k(stage) * self.value_bytes(stage)
 
-    def operand_bytes(self, stage: Stage) -> int:
-        return self.padded_k(stage) * (4 if is_wide(stage) else 2)
+    def value_bytes(self, stage: Stage) -> int:
+        """Of an activation: two 16-bit parts, a 16-bit word or two bytes."""
+        return 4 if is_wide(stage) and not self.weights[stage.name].integer else 2
 
-    def operand_sum_bytes(self, stage: Stage) -> int:
-        """Of each warp, for each granule of its part of K (include/kog/operands.h)."""
-        weights = self.weights[stage.name]
-        if not weights.sums_operands:
+    def operands_at(self, stage: Stage, columns: int = 1) -> int:
+        """Where a stage's activations begin: of whole numbers behind what belongs to their steps (include/kog/bytes.h).
+        What is staged for one of a layer's wide stages serves the other."""
+        if not self.weights[stage.name].integer:
             return 0
-        granules = self.unit_fragments(stage) * max(1, weights.granules)
-        return WARPS * granules * (16 if is_wide(stage) else 8)
+        return max(
+            self._staged_steps(s) * columns * self.weights[s.name].step_bytes
+            for s in self._staged_alike(stage)
+        )
+
+    def step_sums_at(self, stage: Stage, columns: int = 1) -> int:
+        """Words of steps' scales, which lie before their sums."""
+        if not self.weights[stage.name].integer:
+            return 0
+        return max(self._staged_steps(s) for s in self._staged_alike(stage)) * columns
+
+    def _staged_steps(self, stage: Stage) -> int:
+        return self.padded_k(stage) // STEP_VALUES
+
+    def _staged_alike(self, stage: Stage) -> list[Stage]:
+        """Stages that may take what is staged for one of whole numbers."""
+        wide = [s for s in layer_matrices(self.schedule) if is_wide(s)]
+        alike = wide if stage in wide else [stage]
+        return [s for s in alike if self.weights[s.name].integer]
 
     def padded_k(self, stage: Stage) -> int:
         return self.tilings[stage.name].padded_k(stage.cols)
@@ -230,13 +253,8 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     blocks = group * schedule.shards_per_rank
     candidates = []
     for frag_k, fragments in CHUNKS:
-        tilings = {}
-        for stage in matrix_stages(schedule):
-            tiling = _tiling(schedule, stage, frag_k, fragments, blocks)
-            if tiling is None:
-                break
-            tilings[stage.name] = tiling
-        else:
+        tilings = cut_stages(schedule, frag_k, fragments, blocks)
+        if tilings is not None:
             candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
     if not candidates:
         raise ModelError(
@@ -247,10 +265,10 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         deep or candidates,
         key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)),
     )
-    return replace(best, tilings=_shifted(best))
+    return replace(best, tilings=shifted(best))
 
 
-def _shifted(lowering: CudaLowering) -> dict[str, Tiling]:
+def shifted(lowering: CudaLowering) -> dict[str, Tiling]:
     """Tilings whose shifts give a unit more of a stage to blocks that had less of the layer's stages before it:
     all blocks wait for the last one, several times a layer."""
     tilings = dict(lowering.tilings)
@@ -320,6 +338,19 @@ def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) ->
     staged = WARPS * slice_values(schedule, frag_k)
     multiplied = tiling.padded_k(stage.cols)
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
+
+
+def cut_stages(
+    schedule: Schedule, frag_k: int, fragments: int, blocks: int
+) -> dict[str, Tiling] | None:
+    """How every matrix stage is cut, by name; None if one of them cannot be."""
+    tilings = {}
+    for stage in matrix_stages(schedule):
+        tiling = _tiling(schedule, stage, frag_k, fragments, blocks)
+        if tiling is None:
+            return None
+        tilings[stage.name] = tiling
+    return tilings
 
 
 def _tiling(

@@ -12,8 +12,9 @@ fragments share theirs (gate and up are woven row by row, and each has scales of
 behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
 they multiply a row's sum in the end (`row_scales`).
 
-Scales are stored as the checkpoint has them. What a code becomes in 16 bits is off by a power of two, `unit`, which
-the sums make good.
+Scales are stored as the checkpoint has them. E4M3 is multiplied as 16-bit values; codes that are whole numbers, or
+twice them, meet activations that are whole numbers, too (include/kog/bytes.h). What a code becomes is off by a power of
+two, `unit`, which the sums make good.
 """
 
 import math
@@ -26,6 +27,7 @@ from kog_triton.schedule.schedule import Axis, Epilogue, Op, Schedule, Scope, St
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
+STEP_VALUES = 32  # of K, that one product of whole numbers takes
 
 
 @dataclass(frozen=True)
@@ -89,24 +91,33 @@ class StreamWeights:
         return FRAGMENT_ROWS * self.frag_k * 2
 
     @property
-    def sums_operands(self) -> bool:
-        """Whether the kernel multiplies sums of operands: by what codes are less, or by minimums."""
-        how = self.format
-        return how is not None and (how.code is Code.UINT4 or how.offset is Offset.MINIMUM)
+    def integer(self) -> bool:
+        """Whether the kernel multiplies whole numbers."""
+        return self.format is not None and self.format.code is not Code.E4M3
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a token, beside the whole numbers of each step: their scale, and their sum if weights have offsets."""
+        assert self.format
+        return 4 if self.format.offset is Offset.NONE else 8
 
     def unit(self, dtype: DType) -> float:
-        """What a code stands for, over what it becomes in 16 bits of `dtype`."""
+        """What a code stands for, over what it is multiplied as: in 16 bits of `dtype`, or as a whole number."""
         if self.format is None:
             return 1.0
         exponents = {
-            Code.E4M3: {DType.BF16: 120, DType.F16: 8},
-            Code.E2M1: {DType.BF16: 126, DType.F16: 14},
+            Code.E4M3: {DType.BF16: 120, DType.F16: 8}.get(dtype, 0),
+            Code.INT8: 0,
+            Code.UINT4: -4,
+            Code.E2M1: -1,
         }
-        return 2.0 ** exponents.get(self.format.code, {}).get(dtype, 0)
+        return 2.0 ** exponents[self.format.code]
 
     def why_not(self) -> str:
         """Why the stream cannot hold the format with such fragments, "" if it can."""
         how = self.format
+        if self.integer and self.frag_k != STEP_VALUES:
+            return f"whole numbers take fragments of {STEP_VALUES}, not {self.frag_k}"
         if how is None or not how.group_cols or self.granule % self.frag_k == 0:
             return ""
         return f"groups of {how.group_cols} do not end with fragments of {self.frag_k}"
@@ -144,6 +155,13 @@ def unreadable(schedule: Schedule) -> str:
     }
     if unknown:
         return f"it does not read {', '.join(unknown)} weights with zero points or minimums"
+    cut = {
+        how.name: None
+        for _, how in schedule.spec.narrow
+        if how.code is not Code.E4M3 and how.group_cols % STEP_VALUES
+    }
+    if cut:
+        return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
     try:
         for _, stage in schedule.walk():
             if stage.op is Op.MATVEC and (how := stage_format(schedule, stage)):

@@ -21,6 +21,10 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+// A pointer among a kernel's arguments.
+template <class T>
+using Memory = T*;
+
 constexpr u32 kWholeWarp = 0xffffffffu;
 
 // ---- where am I, what time is it ----
@@ -125,10 +129,13 @@ KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
+// Stores of all warps are known to whoever has met them at a barrier.
+KOG_DEVICE void drain_stores() {}
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu (docs/SYNC.md) ----
 
+KOG_DEVICE void store_cache(u32* p, u32 v) { *p = v; }
 // Zero where there is nothing to load. One statement: were zero and the loaded value joined by the
 // compiler, a move between registers would wait for the load on the spot.
 KOG_DEVICE uint4 load_cache(const uint4* p, bool there) {
@@ -166,6 +173,8 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 // ---- a warp ----
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
+// Between what some threads of a warp publish and a wait of others: here each thread goes on by itself.
+KOG_DEVICE void rejoin() {}
 KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
@@ -195,6 +204,10 @@ KOG_DEVICE bool any_consumer(bool p) {
 
 KOG_DEVICE void add_shared(u32* p, u32 v) { atomicAdd(p, v); }
 KOG_DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
+
+// A warp of its own watches over the others' waits (watchdog.h).
+template <class Block>
+KOG_DEVICE void watch_own_wait(const Block&) {}
 
 // ---- arithmetic ----
 
@@ -240,16 +253,6 @@ KOG_DEVICE u32 and_or(u32 q, u32 mask, u32 base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(q), "r"(mask), "r"(base));
   return out;
 }
-// Of two values each, in 16 bits.
-template <bool kF16>
-KOG_DEVICE u32 subtract_pair(u32 a, u32 b) {
-  u32 out;
-  if constexpr (kF16)
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
 KOG_DEVICE float widen_f16(u16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -259,6 +262,22 @@ KOG_DEVICE float widen_f16(u16 x) {
 // The low 16 bits of two words, the second's above; and the high ones.
 KOG_DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 KOG_DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Each nibble of the selector picks a byte, of the second word from 4 on; from 8 on, that byte's sign in all bits.
+KOG_DEVICE u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
+
+// c[16][8] += a[16][32] * b[32][8] of bytes.
+KOG_DEVICE void multiply_bytes(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 
 // c[16][8] += a[16][16] * b[16][8], and the same with 8 values of K.
 template <bool kF16>

@@ -49,6 +49,8 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+template <class T>
+using Memory = T*;
 
 namespace host {
 
@@ -193,7 +195,9 @@ inline void store_system(u64* p, u64 v) { host::store(p, v); }
 inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b); }
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
+inline void drain_stores() {}
 inline void fence_gpu() { host::fence(); }
+inline void store_cache(u32* p, u32 v) { *p = v; }
 template <class T>
 T load_cache(const T* p, bool there) {
   return there ? *p : T{};
@@ -211,6 +215,7 @@ KOG_EMULATED u32 threads_with(bool p) {
   for (int i = 0; i < 32; i++) bits |= static_cast<u32>(all[i]) << i;
   return bits;
 }
+inline void rejoin() {}
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
@@ -257,6 +262,9 @@ inline void sync_consumers() { any_consumer(false); }
 inline void add_shared(u32* p, u32 v) { host::add(p, v); }
 inline void add_shared(u64* p, u64 v) { host::add(p, v); }
 
+template <class Block>
+void watch_own_wait(const Block&) {}
+
 inline float log2_fast(float x) { return std::log2(x); }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
 inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
@@ -293,13 +301,14 @@ u32 round_pair(float low, float high) {
   return host::to_half(high, kF16) << 16 | host::to_half(low, kF16);
 }
 inline u32 and_or(u32 q, u32 mask, u32 base) { return (q & mask) | base; }
-template <bool kF16>
-u32 subtract_pair(u32 a, u32 b) {
-  auto half = [&](int shift) {
-    float v = host::from_half(a >> shift & 0xffff, kF16) - host::from_half(b >> shift & 0xffff, kF16);
-    return host::to_half(v, kF16) << shift;
-  };
-  return half(16) | half(0);
+inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 which = selector >> 4 * i & 7, sign = selector >> 4 * i & 8;
+    u32 byte = (which < 4 ? a : b) >> which % 4 * 8 & 0xff;
+    out |= (sign == 0 ? byte : byte >> 7 != 0 ? 0xff : 0) << 8 * i;
+  }
+  return out;
 }
 inline float widen_f16(u16 x) { return host::from_half(x, true); }
 
@@ -334,6 +343,28 @@ void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 template <bool kF16>
 void multiply_add(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
   multiply_halves<kF16, 1>(c, a, b);
+}
+
+// c[16][8] += a[16][32] * b[32][8] of signed bytes, laid out as PTX says of mma.m16n8k32.
+KOG_EMULATED void multiply_bytes(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  host::Warp& w = host::warp();
+  int thread = host::thread();
+  auto& rows = w.a[w.generation % 2];
+  auto& columns = w.b[w.generation % 2];
+  for (int i = 0; i < 4; i++) std::memcpy(&rows[thread][i], &a[i], 4);
+  for (int i = 0; i < 2; i++) std::memcpy(&columns[thread][i], &b[i], 4);
+  host::meet();
+  auto product = [](const float& a, const float& b) {
+    signed char x[4], y[4];
+    std::memcpy(x, &a, 4), std::memcpy(y, &b, 4);
+    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3];
+  };
+  for (int i = 0; i < 4; i++) {
+    int row = thread / 4, column = 2 * (thread % 4) + i % 2;
+    for (int half = 0; half < 2; half++)
+      for (int q = 0; q < 4; q++)
+        c[i] += product(rows[4 * row + q][i / 2 + 2 * half], columns[4 * column + q][half]);
+  }
 }
 
 // An mbarrier: arrivals expected, arrivals due, bytes due, phase.

@@ -52,6 +52,7 @@ struct Flight {
     bool performed = false;
     int scope = 0, bytes = 0;
     u64 mask = 0;
+    u8 left[LANES] = {};         // of each lane's words, a bit each: those that memory has not seen yet
     std::vector<u64> addresses;  // one a lane
     std::vector<u64> lines;
     std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
@@ -79,6 +80,8 @@ struct Wave {
 struct LdsUse {
     u32 written = 0, read = 0;  // barriers before, + 1
     int writer = -1, reader = -1;  // -2: several waves
+    u64 agreed = 0;                // waves that wrote the same value behind the writer: they read their own
+    bool added = false;            // all that was written between these barriers, by atomics
 };
 
 struct Workgroup {
