@@ -99,9 +99,12 @@ def errors(got, want):
     return ((got.float() - want).square().mean(dims) / want.square().mean(dims)).sqrt()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("ends", [[13], [40], [3, 29, 30, 64]], ids=str)
-@pytest.mark.parametrize(("name", "ranks"), RANKS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "ends", "dtype"),
+    [(*case, ends, F32) for case in RANKS for ends in ([13], [3, 29, 30, 64])]
+    + [("biases", 2, [40], BF16), ("lanes of all kinds", 4, [40], BF16)],
+    ids=str,
+)
 def test_keys_values_and_streams_equal_the_reference(name, ranks, ends, dtype):
     ours, caches, first = opened(name, ranks, dtype), empty_caches(name, ranks, dtype), 0
     spec, each = SPECS[name], build(SPECS[name], ranks).shards_per_rank
@@ -149,6 +152,19 @@ def test_slices_leave_the_bits_of_a_run_at_once():
     assert all(torch.equal(a[..., :20, :], b[..., :20, :]) for a, b in zip(whole, cut, strict=True))
 
 
+def test_a_prompt_that_is_called_off_leaves_no_outputs_behind_and_the_next_one_is_right():
+    ours, caches = opened("llama", 2), empty_caches("llama", 2)
+    run = ours.begin(tokens_of(20), 0, caches)
+    for _ in range(8):  # in the first layer's join and beyond
+        assert not run.advance(0)
+    assert run.filled == 0 and all(o is not None for o in ours._sent)
+    del run
+    assert ours._sent == [None, None]
+    ours.begin(tokens_of(20), 0, caches).advance(math.inf)
+    held, want = torch.cat(caches, 1)[..., :20, :], expected_by_shard("llama", 2, F32, 20)
+    assert errors(held, want).max() < TOLERANCE[F32] and ours._sent == [None, None]
+
+
 def test_what_does_not_fit_is_refused():
     ours, caches = opened("llama", 2), empty_caches("llama", 2)
     with pytest.raises(RequestError, match="positions 60 to 64 do not fit a cache of 64"):
@@ -172,12 +188,12 @@ def test_passes_end_at_multiples_of_a_chunk(first, count):
 # ---- planted faults ----
 
 
-def first_rank_alone(self):
-    return self._sent[self._rank]
+def own_alone(self, own):
+    return own
 
 
 def own_only(self, x, o, how, delayed):
-    every = self._outputs.all()
+    every = self._outputs.all(o)
     x.add_(forward.total_of(every))
     delayed.append((o, every))
 
@@ -185,7 +201,7 @@ def own_only(self, x, o, how, delayed):
 @pytest.mark.parametrize(
     ("place", "name", "wrong", "model"),
     [
-        (forward.Outputs, "all", first_rank_alone, "llama"),
+        (forward.Outputs, "all", own_alone, "llama"),
         (forward.PrefillPass, "_join", own_only, "lanes of all kinds"),
     ],
 )

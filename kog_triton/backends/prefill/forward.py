@@ -43,19 +43,24 @@ class Outputs:
     """Module outputs of a pass on one GPU, beside those of the others on theirs: all walk the layers together, a piece
     of each in turn, so that what was sent in one piece is there in the next.
 
-    sent  by rank, what each sent last; one list of all ranks
+    sent  by rank, what each sent last, None before; one list of all ranks, which whoever runs the passes empties behind
+          them
     """
 
-    def __init__(self, sent: list[Tensor], rank: int = 0) -> None:
+    def __init__(self, sent: list[Any], rank: int = 0) -> None:
         self._sent, self._rank = sent, rank
 
     def send(self, o: Tensor) -> Tensor:
-        self._sent[self._rank] = o
+        if len(self._sent) > 1:
+            self._sent[self._rank] = o
         return o
 
-    def all(self) -> Tensor:
-        """Those of all ranks [all S, T, hidden], on this one's GPU: equal bits on each."""
-        own = self._sent[self._rank]
+    def all(self, own: Tensor) -> Tensor:
+        """Those of all ranks [all S, T, hidden], on this one's GPU: equal bits on each. `own` is what it sent last.
+
+        A copy from another GPU is torch's: it waits for what the streams of both were given before, and what comes next
+        on either waits for it. So neither is an output read before it is there, nor its memory used again meanwhile.
+        """
         if len(self._sent) == 1:
             return own
         return torch.cat([o.to(own.device, non_blocking=True) for o in self._sent])
@@ -83,7 +88,7 @@ class PrefillPass:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.matrices, self.dtype = matrices, embed.dtype
         self.device, self._lanes = embed.device, schedule.shards_per_rank
-        self._outputs = outputs or Outputs([embed])
+        self._outputs = outputs or Outputs([None])
         self._fuses = fused
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
         heads, kv, d = schedule.shard_heads, schedule.shard_kv_heads, spec.head_dim
@@ -168,7 +173,7 @@ class PrefillPass:
     ) -> Tensor:
         """Add module outputs o to x in place, and what the next module reads of it."""
         if self._fused is not None and self.spec.num_lanes == 1:
-            total = total_of(self._outputs.all())
+            total = total_of(self._outputs.all(o))
             return self._fused.normed(x, gain, self.spec.norm_eps, self.dtype, total)
         self._join(x, o, how, delayed)
         return self._norm(x, gain)
@@ -213,7 +218,7 @@ class PrefillPass:
     ) -> None:
         """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what arrives late: o, and all ranks'."""
         lanes, delay = self.spec.num_lanes, self.spec.delay
-        every = self._outputs.all()
+        every = self._outputs.all(o)
         if how is Reduce.NOW:
             x.add_(total_of(every))
         elif how is Reduce.OWN:

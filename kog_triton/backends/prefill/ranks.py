@@ -60,7 +60,7 @@ class RankPrefill:
             2,
             self.spec.head_dim,
         )
-        sent = [held.embed for held in ranks]  # until modules have put something out
+        self._sent: list[Tensor | None] = [None] * len(ranks)
         layers = range(self.spec.num_layers)
         self._passes = []
         for rank, held in enumerate(ranks):
@@ -70,7 +70,13 @@ class RankPrefill:
             fuse = fuses(device) if fused is None else fused
             self._passes.append(
                 PrefillPass(
-                    schedule, held.embed, own, held.matrices, held.rope, fuse, Outputs(sent, rank)
+                    schedule,
+                    held.embed,
+                    own,
+                    held.matrices,
+                    held.rope,
+                    fuse,
+                    Outputs(self._sent, rank),
                 )
             )
         self._rate, self._ran = Rate(), False
@@ -107,7 +113,10 @@ class RankPrefill:
                 ends = part is parts[-1] and streams is not None
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
-            yield from (Piece(at, work) for work in self._in_turn(runs))
+            try:
+                yield from (Piece(at, work) for work in self._in_turn(runs))
+            finally:  # called off, too
+                self._sent[:] = [None] * len(runs)
         self._ran = True
 
     def _in_turn(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
