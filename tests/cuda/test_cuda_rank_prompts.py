@@ -61,7 +61,11 @@ def alone(backend):
     return out
 
 
-@pytest.mark.parametrize(("spec", "ranks"), [(TWO, 2), (mixed_lanes(Head.SUM_THEN_NORM), 4)], ids=["two", "lanes on four"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [(TWO, 2), (mixed_lanes(Head.SUM_THEN_NORM), 4)],
+    ids=["two", "lanes on four"],
+)
 def test_it_is_the_kernels_own_prompt_but_for_rounding(spec, ranks):
     ours, own = opened(spec, ranks), opened(spec, ranks, "kernel")
     heads, rounding = ours.head_kernel, torch.finfo(HALF[spec.dtype]).eps

@@ -1,0 +1,238 @@
+"""Prompts that the library runs on two ranks of the CUDA backend: both on one GPU, half of its SMs each for the kernel,
+and on two GPUs.
+
+Keys, values and first tokens are near those of the kernel's own prompt; and in slices beside others, behind a cancel,
+again and again and with GPUs held up at random, they are the same, bit for bit.
+"""
+
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.gpus import check_peers
+from kog_triton.backends.mailbox import Mailbox
+from kog_triton.backends.prefill.ranks import RankPrefill
+from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
+from kog_triton.model.spec import DType, Head
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_requests import error_of, request, run, serve, timeless
+from tests.lib.gpu_ranks import SharedBackend
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.machine_code import spec_named
+from tests.lib.ring_walker import spec_of
+
+pytestmark = pytest.mark.gpu
+TOLD = SamplingParams(temperature=0, logprobs=5)
+COUNT, CHUNK = 6, 128
+SPECS = {  # most that keys and values of the library and of the kernel are apart, over their own norm
+    "biases, norms, windows": (
+        spec_of(
+            dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+            windows=(5, 0), max_context=2048,
+        ),
+        0.004,
+    ),
+    "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=2048), 0.004),
+    "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=2048), 0.004),
+    "laneformer-2b": (spec_named("laneformer-2b"), 0.02),
+    "llama-3.2-1b": (spec_named("llama-3.2-1b"), 0.1),
+}  # fmt: skip
+SMALL = SPECS["biases, norms, windows"][0]
+
+
+@pytest.fixture(scope="module", params=["one GPU", "two GPUs"])
+def kind(request):
+    if request.param == "one GPU":
+        return SharedBackend
+    try:
+        check_peers(2)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return CudaBackend
+
+
+def opened(kind, spec, prefill="library", num_slots=1):
+    asked = BackendOptions(num_slots, 2048, num_gpus=2, device="nvidia", prefill=prefill)
+    return kind(RandomWeights(spec, device="cuda"), asked)
+
+
+def prompt_of(spec, count):
+    return np.random.default_rng(count).integers(0, spec.vocab_size, count).tolist()
+
+
+def held(backend, slot, positions):
+    """Keys and values by rank."""
+    return [m.cache[slot][..., :positions, :].cpu() for m in backend.ranks.each]
+
+
+def left_by(backend, asked):
+    """What a request alone says, and what it leaves in its slot on each rank."""
+    steps = run(backend, asked)[asked.slot]
+    return steps, held(backend, asked.slot, len(asked.prompt) + COUNT - 1)
+
+
+def assert_same(left, expected):
+    assert left[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(left[1], expected[1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def small(kind):
+    made = opened(kind, SMALL, num_slots=3)
+    assert isinstance(made.library, RankPrefill)
+    made.library.chunk = CHUNK
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def long(small):
+    """A long prompt's request, and what it leaves alone."""
+    asked = request(1, prompt_of(SMALL, 700), COUNT, TOLD)
+    return asked, left_by(small, asked)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_it_is_near_the_kernels_own_prompt(kind, name):
+    """A first token of other streams or weights has other log-probabilities by units."""
+    spec, limit = SPECS[name]
+    left = {}
+    for prefill in ("library", "kernel"):
+        backend = opened(kind, spec, prefill)
+        backend.settle()
+        asked = [request(0, prompt_of(spec, n), COUNT, TOLD) for n in (9, 33, 600)]
+        left[prefill] = [left_by(backend, one) for one in asked]
+        if prefill == "library":
+            assert backend.head_kernel is not None
+            for one, expected in zip(asked, left[prefill], strict=True):
+                assert_same(left_by(backend, one), expected)
+        backend.close()
+        del backend
+        torch.cuda.empty_cache()
+    for one, ours, own in zip(asked, left["library"], left["kernel"], strict=True):
+        for mine, other in zip(ours[1], own[1], strict=True):
+            mine, other = (t[..., : len(one.prompt), :].float() for t in (mine, other))
+            assert other.std() > 0.1 and (mine - other).norm() < limit * other.norm()
+        near = dict(own[0][0].top)
+        common = [abs(p - near[token]) for token, p in ours[0][0].top if token in near]
+        assert len(common) >= 3 and max(common) < 0.3
+
+
+def test_slices_beside_another_request_change_nothing(small, long):
+    asked, expected = long
+    beside = request(0, prompt_of(SMALL, 9), 200)
+    alone = run(small, beside)[0]
+    for _ in range(10):
+        steps = run(small, beside, asked)
+        assert steps[0] == alone
+        assert_same((steps[1], held(small, 1, len(asked.prompt) + COUNT - 1)), expected)
+
+
+def test_a_cancel_between_pieces_leaves_what_all_ranks_had_filled(small, long, monkeypatch):
+    asked, expected = long
+    mailbox, right = Mailbox(), PromptRun.advance
+
+    def advance(self, seconds, at_once=False):
+        ended = right(self, 0.0, at_once)
+        if self.filled == 3 * CHUNK:
+            mailbox.cancel(1)
+        return ended
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PromptRun, "advance", advance)
+        mailbox.post(asked)
+        small.generate(mailbox)
+    (last,) = mailbox.read(1, 0)
+    assert (last.finish, last.held) == ("cancel", 3 * CHUNK)
+    assert_same(left_by(small, replace(asked, cached=last.held)), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_pass_fails_ends_its_request_alone(small, long, monkeypatch, rank):
+    asked, expected = long
+    beside = request(0, prompt_of(SMALL, 9), COUNT)
+    alone = run(small, beside)[0]
+    matrices, calls = small.library._passes[rank].matrices, []
+    right = matrices.product
+
+    def product(*arguments):
+        calls.append(arguments)
+        if len(calls) == 11:
+            raise torch.OutOfMemoryError(f"rank {rank} is out of memory")
+        return right(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(matrices, "product", product)
+        steps = serve(small, asked)
+    assert f"rank {rank} is out of memory" in str(error_of(steps[1]))
+    assert timeless(serve(small, beside)[0]) == alone
+    assert_same(left_by(small, asked), expected)
+
+
+def test_gpus_held_up_at_random_change_nothing(small, long, monkeypatch):
+    """Each ahead of some of its products, by up to 0.2 ms: on two GPUs outputs come long before they are read on the
+    other, and long after."""
+    asked, expected = long
+    draws = random.Random(0)
+
+    def slowed(right):
+        def product(layer, stage, x, bias):
+            if draws.random() < 0.3:
+                torch.cuda._sleep(draws.randrange(300_000))
+            return right(layer, stage, x, bias)
+
+        return product
+
+    for walk in small.library._passes:
+        monkeypatch.setattr(walk.matrices, "product", slowed(walk.matrices.product))
+    for _ in range(20):
+        assert_same(left_by(small, asked), expected)
+
+
+def test_prompts_again_and_again_say_the_same(small, long):
+    asked, expected = long
+    for _ in range(200):
+        assert run(small, asked)[1] == expected[0]
+    assert_same(left_by(small, asked), expected)
+
+
+def test_prompts_take_no_more_memory_each_time(small, long):
+    asked, _ = long
+    run(small, asked)
+    before = [torch.cuda.memory_allocated(d) for d in small.devices]
+    for _ in range(5):
+        run(small, asked)
+    assert [torch.cuda.memory_allocated(d) for d in small.devices] == before
+    assert small.memory_bytes()["other"] > small.library.memory_bytes() > 0
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_prompts_are_timed_by_the_library_and_in_chunks(kind, name):
+    """With -s it also prints times to the first token; on one GPU ranks take turns in the library, and chunks have half
+    of its SMs a rank."""
+    spec = spec_named(name)
+    backend = opened(kind, spec, "auto")
+    backend.settle()
+    for count in (33, 65, 129, 257, 513, 1793):
+        best = {}
+        for prefill in ("library", "kernel"):
+            backend.options = replace(backend.options, prefill=prefill)
+            times = []
+            for _ in range(4):
+                begun = time.perf_counter()
+                (step,) = run(backend, request(0, prompt_of(spec, count), 1))[0]
+                times.append(time.perf_counter() - begun)
+                assert step.token >= 0
+            best[prefill] = min(times) * 1e3
+        print(
+            f"{name}, {count} tokens: {best['library']:.2f} ms by the library, {best['kernel']:.2f} in chunks"
+        )
+    backend.close()
