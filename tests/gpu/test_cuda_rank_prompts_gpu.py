@@ -36,7 +36,7 @@ SPECS = {  # most that keys and values of the library and of the kernel are apar
     "biases, norms, windows": (
         spec_of(
             dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
-            windows=(5, 0), max_context=2048,
+            windows=(5, 0, 90), vocab_size=100, max_context=2048,
         ),
         0.004,
     ),
