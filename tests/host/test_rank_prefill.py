@@ -1,13 +1,16 @@
 """Library prefill on several ranks, on a CPU: each rank's keys, values and last streams against the reference's."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from kog_triton.backends.prefill import forward
+from kog_triton.backends.prefill import ranks as rank_passes
 from kog_triton.backends.prefill.library import chunks_of
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
+from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.schedule.rope import rope_table
@@ -157,12 +160,63 @@ def test_a_prompt_that_is_called_off_leaves_no_outputs_behind_and_the_next_one_i
     run = ours.begin(tokens_of(20), 0, caches)
     for _ in range(8):  # in the first layer's join and beyond
         assert not run.advance(0)
-    assert run.filled == 0 and all(o is not None for o in ours._sent)
+    assert run.filled == 0 and all(o is not None for o in ours._exchange.every)
     del run
-    assert ours._sent == [None, None]
+    assert ours._exchange.every == ours._exchange.sent == [None, None]
     ours.begin(tokens_of(20), 0, caches).advance(math.inf)
     held, want = torch.cat(caches, 1)[..., :20, :], expected_by_shard("llama", 2, F32, 20)
-    assert errors(held, want).max() < TOLERANCE[F32] and ours._sent == [None, None]
+    assert errors(held, want).max() < TOLERANCE[F32] and ours._exchange.every == [None, None]
+
+
+def test_outputs_go_to_all_ranks_between_their_pieces(monkeypatch):
+    """Not within them: a copy behind one GPU's next product would have the other wait for that."""
+    ours, told = opened("llama", 2, chunk=40), []
+    right = rank_passes.Exchange.deliver
+
+    def deliver(self):
+        if any(o is not None for o in self.sent):
+            told.append("all")
+        right(self)
+
+    def noting(rank, product):
+        return lambda layer, stage, *others: told.append((rank, stage)) or product(layer, stage, *others)  # fmt: skip
+
+    monkeypatch.setattr(rank_passes.Exchange, "deliver", deliver)
+    for rank, walk in enumerate(ours._passes):
+        monkeypatch.setattr(walk.matrices, "product", noting(rank, walk.matrices.product))
+    ours.begin(tokens_of(20), 0, empty_caches("llama", 2)).advance(math.inf)
+    layer = [(r, s) for s in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") for r in range(2)]
+    layer = [*layer[:4], "all", *layer[4:], "all"]
+    assert told == layer * (SPECS["llama"].num_layers - 1) + layer[:2]
+
+
+def test_a_run_is_waited_for_on_all_gpus(monkeypatch):
+    waited = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            waited.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    others = [torch.device("cuda", 1), torch.device("cuda", 2)]
+    run = PromptRun(
+        0,
+        2,
+        lambda at_once: iter([Piece(0, 1.0), Piece(1, 1.0)]),
+        nullcontext,
+        torch.device("cpu"),
+        Rate(),
+        others=others,
+    )
+    assert not run.advance(0) and waited == []
+    run.wait()
+    assert waited == others
 
 
 def test_what_does_not_fit_is_refused():
@@ -201,7 +255,7 @@ def own_only(self, x, o, how, delayed):
 @pytest.mark.parametrize(
     ("place", "name", "wrong", "model"),
     [
-        (forward.Outputs, "all", own_alone, "llama"),
+        (rank_passes.RankOutputs, "all", own_alone, "llama"),
         (forward.PrefillPass, "_join", own_only, "lanes of all kinds"),
     ],
 )

@@ -96,14 +96,14 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/ranks.py",
-        "Outputs(self._sent, rank)",
-        "Outputs(self._sent)",
+        "RankOutputs(self._exchange, rank)",
+        "RankOutputs(self._exchange, 0)",
         "host/test_rank_prefill.py",
         "ranks send their outputs to one place",
     ),
     Fault(
         "backends/prefill/ranks.py",
-        "self._sent[:] = [None] * len(runs)",
+        "self._exchange.clear()",
         "pass",
         "host/test_rank_prefill.py",
         "a prompt's last outputs stay in the GPUs' memory",
@@ -135,5 +135,19 @@ FAULTS = (
         "self._open_matrices(lowering, self.memory),",
         "cuda/test_cuda_rank_prompts.py",
         "all ranks' passes multiply with the first one's weights",
+    ),
+    Fault(
+        "backends/prefill/slices.py",
+        "for end in timed.others:",
+        "for end in ():",
+        "host/test_rank_prefill.py",
+        "a prompt that was called off still runs on a GPU",
+    ),
+    Fault(
+        "backends/prefill/ranks.py",
+        "            self._exchange.deliver()\n",
+        "",
+        "host/test_rank_prefill.py",
+        "no rank hears of the others' outputs",
     ),
 )

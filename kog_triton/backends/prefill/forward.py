@@ -40,30 +40,14 @@ def import_fused() -> Any:
 
 
 class Outputs:
-    """Module outputs of a pass on one GPU, beside those of the others on theirs: all walk the layers together, a piece
-    of each in turn, so that what was sent in one piece is there in the next.
-
-    sent  by rank, what each sent last, None before; one list of all ranks, which whoever runs the passes empties behind
-          them
-    """
-
-    def __init__(self, sent: list[Any], rank: int = 0) -> None:
-        self._sent, self._rank = sent, rank
+    """Module outputs of a pass [S, T, hidden], where all shards are on one GPU. Of several GPUs: ranks.py."""
 
     def send(self, o: Tensor) -> Tensor:
-        if len(self._sent) > 1:
-            self._sent[self._rank] = o
         return o
 
     def all(self, own: Tensor) -> Tensor:
-        """Those of all ranks [all S, T, hidden], on this one's GPU: equal bits on each. `own` is what it sent last.
-
-        A copy from another GPU is torch's: it waits for what the streams of both were given before, and what comes next
-        on either waits for it. So neither is an output read before it is there, nor its memory used again meanwhile.
-        """
-        if len(self._sent) == 1:
-            return own
-        return torch.cat([o.to(own.device, non_blocking=True) for o in self._sent])
+        """Those of all shards, on this GPU; `own` was sent last."""
+        return own
 
 
 class PrefillPass:
@@ -88,7 +72,7 @@ class PrefillPass:
         self.spec, self.embed, self.layers, self.rope = spec, embed, layers, rope
         self.matrices, self.dtype = matrices, embed.dtype
         self.device, self._lanes = embed.device, schedule.shards_per_rank
-        self._outputs = outputs or Outputs([None])
+        self._outputs = outputs or Outputs()
         self._fuses = fused
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
         heads, kv, d = schedule.shard_heads, schedule.shard_kv_heads, spec.head_dim

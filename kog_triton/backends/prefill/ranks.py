@@ -30,6 +30,52 @@ from kog_triton.schedule.schedule import Schedule
 Tensor = torch.Tensor
 
 
+class Exchange:
+    """Module outputs on their way between passes that walk the layers together, a piece of each in turn.
+
+    sent   by rank, what each has put out since the last `deliver`
+    every  by rank, all ranks' [all S, T, hidden], on its GPU: equal bits on each
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self.clear()
+
+    def clear(self) -> None:
+        self.sent: list[Tensor | None] = [None] * len(self._devices)
+        self.every: list[Tensor | None] = [None] * len(self._devices)
+
+    def deliver(self) -> None:
+        """Behind a piece of all ranks, and ahead of the next of any: torch's copy from another GPU waits for what the
+        streams of both were given before, and what comes next on either waits for it. So no output is read before it is
+        there, and none's memory is used again meanwhile; but behind one GPU's next product a copy would wait for that.
+        """
+        parts = [o for o in self.sent if o is not None]
+        if not parts:
+            return
+        assert len(parts) == len(self._devices), "all ranks send in one piece"
+        for rank, device in enumerate(self._devices):
+            with on_device(device):
+                self.every[rank] = torch.cat([o.to(device, non_blocking=True) for o in parts])
+        self.sent = [None] * len(self._devices)
+
+
+class RankOutputs(Outputs):
+    """One rank's end of an exchange."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+
+    def send(self, o: Tensor) -> Tensor:
+        self._exchange.sent[self._rank] = o
+        return o
+
+    def all(self, own: Tensor) -> Tensor:
+        every = self._exchange.every[self._rank]
+        assert every is not None, "delivered"
+        return every
+
+
 @dataclass(frozen=True)
 class RankTensors:
     """What a rank's GPU holds: as LibraryPrefill's arguments of these names."""
@@ -60,7 +106,7 @@ class RankPrefill:
             2,
             self.spec.head_dim,
         )
-        self._sent: list[Tensor | None] = [None] * len(ranks)
+        self._exchange = Exchange([held.embed.device for held in ranks])
         layers = range(self.spec.num_layers)
         self._passes = []
         for rank, held in enumerate(ranks):
@@ -76,7 +122,7 @@ class RankPrefill:
                     held.matrices,
                     held.rope,
                     fuse,
-                    Outputs(self._sent, rank),
+                    RankOutputs(self._exchange, rank),
                 )
             )
         self._rate, self._ran = Rate(), False
@@ -94,7 +140,9 @@ class RankPrefill:
             check_cache(cache, self._shape, walk.dtype)
             check_prompt(ids, first, min(self.max_context, cache.shape[4]), self.spec.vocab_size)
         pieces = partial(self._pieces, ids, first, caches, streams)
-        return PromptRun(first, first + len(ids), pieces, self._settings, self.device, self._rate)
+        others = [walk.device for walk in self._passes[1:]]
+        end = first + len(ids)
+        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, others=others)
 
     def _pieces(
         self,
@@ -116,16 +164,17 @@ class RankPrefill:
             try:
                 yield from (Piece(at, work) for work in self._in_turn(runs))
             finally:  # called off, too
-                self._sent[:] = [None] * len(runs)
+                self._exchange.clear()
         self._ran = True
 
     def _in_turn(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
-        """A piece of each rank, then the next."""
+        """A piece of each rank, then what all put out to all, then the next piece."""
         while True:
             works = []
             for walk, run in zip(self._passes, runs, strict=True):
                 with on_device(walk.device):
                     works.append(next(run, None))
+            self._exchange.deliver()
             if works[0] is None:
                 return
             yield works[0]

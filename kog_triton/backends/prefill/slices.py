@@ -8,7 +8,7 @@ pieces, so that what comes behind it is queued before it has ended.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -42,11 +42,12 @@ class Rate:
 
 
 class Timed(NamedTuple):
-    """A slice on its way, between two marks of its stream."""
+    """A slice on its way, between two marks of its stream; `others` are those of its ends on other GPUs."""
 
     begun: Any
     ended: Any
     work: float
+    others: Sequence[Any]
 
 
 class PromptRun:
@@ -58,6 +59,7 @@ class PromptRun:
     settings    what holds meanwhile
     rate        of the device, over all its prompts
     short       `at_once` it is one piece, and a short one: none begins before another has ended
+    others      GPUs that run it beside `device`, by which it is timed
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class PromptRun:
         device: torch.device,
         rate: Rate,
         short: bool = False,
+        others: Sequence[torch.device] = (),
     ) -> None:
         self.short = short
+        self._others = [device for device in others if device.type == "cuda"]
         self.filled, self._end = first, end
         self._begin, self._settings, self._device, self._rate = pieces, settings, device, rate
         self._pieces: Iterator[Piece] | None = None
@@ -93,16 +97,19 @@ class PromptRun:
                 work += self._next.work
                 self._next = next(self._pieces, None)
             self.filled = self._end if self._next is None else self._next.filled
-            queued = Timed(begun, self._mark(), work)
+            others = [torch.cuda.current_stream(d).record_event() for d in self._others]
+            queued = Timed(begun, self._mark(), work, others)
         self.wait()
         self._before = queued
         return self._next is None
 
     def wait(self) -> None:
-        """For the slice that was queued last."""
+        """For the slice that was queued last, on all GPUs."""
         timed, self._before = self._before, None
         if timed is not None:
             seconds = self._seconds(timed.begun, timed.ended)
+            for end in timed.others:
+                end.synchronize()
             if timed.work:  # a graph has none
                 self._rate.told(seconds, timed.work)
 
