@@ -68,9 +68,10 @@ PRODUCTS = (
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
-def _kernel_prompts(options: BackendOptions, whose: str) -> BackendOptions:
+def _kernel_prompts(options: BackendOptions) -> BackendOptions:
+    """Of narrow weights."""
     if options.prefill == "library":
-        raise ModelError(f"prompts {whose} run in the kernel: choose --prefill kernel")
+        raise ModelError("prompts of narrow weights run in the kernel: choose --prefill kernel")
     return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
@@ -118,7 +119,7 @@ class CudaBackend:
                 f"the cuda backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow:
-            options = _kernel_prompts(options, "of narrow weights")
+            options = _kernel_prompts(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])

@@ -36,8 +36,8 @@ CHUNKED = Crossover(8, 48)
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and
 # 9.2 for 6.9.
 CHUNKED_LANES = Crossover(8, 24)
-# On several GPUs, where every pass of the library is eager and queued for each of them: not measured. A pass takes the
-# host twice as long on two, a chunk the GPUs half as long, so that four times as many tokens are worth one.
+# On several GPUs, where every pass of the library is eager and queued for each of them: an estimate for two, not
+# measured (benchmarks/cuda-log.md#rank-prompts).
 CHUNKED_RANKS = Crossover(192, 192)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
