@@ -239,24 +239,27 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     assert launched(backend) == (1, 0)
 
 
-@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES])
+@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES, chunks.CHUNKED_RANKS])
 def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
-    tokens = range(1, 100)
+    tokens = range(1, 300)
     for first in (0, 200):
         chosen = [choose_prefill(n, first, crossover) for n in tokens]
         assert chosen == sorted(chosen) and set(chosen) == {"kernel", "library"}
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("llama-3.2-1b", 1), ("laneformer-2b", 1), ("llama-3.2-1b", 2)]
+)
 @pytest.mark.parametrize("positions", [2, 4, 8])
-def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, positions):
+def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, gpus, positions):
     """As many chunks' worth of tokens as of eight positions, and never less than a token at a time gets."""
     expected = {
-        "llama-3.2-1b": {2: (3, 12), 4: (4, 24), 8: (8, 48)},
-        "laneformer-2b": {2: (3, 8), 4: (4, 12), 8: (8, 24)},
-    }[name][positions]
-    lowering = lower(build(named_shape(name)), GPUS["h200"])
+        ("llama-3.2-1b", 1): {2: (3, 12), 4: (4, 24), 8: (8, 48)},
+        ("laneformer-2b", 1): {2: (3, 8), 4: (4, 12), 8: (8, 24)},
+        ("llama-3.2-1b", 2): {2: (48, 48), 4: (96, 96), 8: (192, 192)},
+    }[name, gpus][positions]
+    lowering = lower(build(named_shape(name), gpus), GPUS["h200"])
     with ThreadPoolExecutor(1) as compiler:
         ready = chunks.Chunks(lowering, 64, positions, compiler, lambda _: None, lambda _: None)
     assert ready.crossover == Crossover(*expected)
