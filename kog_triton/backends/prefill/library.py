@@ -282,6 +282,7 @@ class LibraryPrefill:
         return bool(self._to_capture)
 
     def _capture(self, size: int) -> None:
+        self._words.zero_()  # a longer prompt's last token would be none of this bucket's
         # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
         # workspace a stream, of 32 MiB on an H100.
         self._pad(size)
