@@ -254,6 +254,7 @@ class CudaBackend:
             self._score,
             self._launch_slots,
             self._launch_heads,
+            self._entry.aside,
             whole,
         )
         with self._entry.serving(self._free):

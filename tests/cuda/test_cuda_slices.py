@@ -37,32 +37,36 @@ def alone(prompt, count):
 
 
 def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
-    backend, mailbox, slices = opened(), Mailbox(), []
-    right = PromptRun.advance
+    """A launch between any two slices on the GPU's stream, though each slice is queued while the launch before runs."""
+    backend, mailbox, queued, told_at = opened(), Mailbox(), [], []
+    right, launch = PromptRun.advance, backend._launch
 
     def advance(self, seconds, at_once=False):
-        slices.append(at_once)
+        queued.append("slice")
         return right(self, 0.0, at_once)
 
-    outputs = []
+    def launched(*arguments, **others):
+        queued.append("launch")
+        return launch(*arguments, **others)
 
     def push(slot, step):
-        outputs.append((slot, len(slices)))
+        told_at.append((slot, len(queued), queued[-1]))
         Mailbox.push(mailbox, slot, step)
 
     monkeypatch.setattr(PromptRun, "advance", advance)
+    monkeypatch.setattr(backend, "_launch", launched)
     monkeypatch.setattr(mailbox, "push", push)
     mailbox.post(request(0, SHORT, 40))
     mailbox.post(request(1, LONG, 3))
     backend.generate(mailbox)
     assert said(mailbox, 0) == alone(SHORT, 40)
     assert said(mailbox, 1) == alone(LONG, 3)
-    long_slices = [n for n, at_once in enumerate(slices, 1) if not at_once]
-    assert len(long_slices) > 30  # while the short one ran
-    # behind every slice of the long prompt the short request gets tokens, as long as it runs
-    between = {n for slot, n in outputs if slot == 0}
-    first_of_long = min(n for slot, n in outputs if slot == 1)
-    assert {n for n in long_slices if n < first_of_long} <= between | {first_of_long}
+    short = [(at, last) for slot, at, last in told_at if slot == 0]
+    assert short[-1][0] < min(at for slot, at, _ in told_at if slot == 1)
+    beside = queued[short[0][0] : short[-1][0]]
+    assert beside.count("slice") > 30
+    assert ("slice", "slice") not in zip(beside, beside[1:], strict=False)
+    assert [last for _, last in short].count("slice") > 30
 
 
 def test_short_prompts_that_come_together_run_before_the_first_launch(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import told_if_slow
-from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
+from kog_triton.backends.device import TORCH_DTYPES, Clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -304,7 +304,7 @@ class TritonBackend:
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         before()
-        seconds = clock(self.device)
+        seconds = Clock(self.device)
         with self._first_time(stage, f"the Triton kernel of {stage}"):
             stage_kernel[grid](
                 pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
