@@ -38,7 +38,7 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
-from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
+from kog_triton.backends.prefill.library import fuses, library_for, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
@@ -265,10 +265,13 @@ class CudaBackend:
         self.ranks.write_request(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
+        """All of it, to the streams of its last token."""
+        library = library_for(request, self.library, self.options.prefill, self.chunks.crossover)
+        if library is None:
+            return None
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
         streams = self.memory.streams[request.slot, :, : self.spec.hidden_size]
-        crossover = self.chunks.crossover
-        return begin_prompt(self.library, self.options.prefill, request, cache, crossover, streams)
+        return library.begin(request.prompt[request.cached :], request.cached, cache, streams)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

@@ -37,7 +37,7 @@ def _read_amd(index: int) -> Seen:
 
 
 class Clock:
-    """Starts after all that is queued; calling it waits for what was queued since, or up to `stop`: the seconds it took.
+    """Starts after all that is queued; calling it waits for what was queued since, or until `stop`: its seconds.
 
     By the GPU's clock, on the current stream; on a CPU by the host's.
     """

@@ -95,4 +95,4 @@ def test_first_log_probabilities_are_near_the_kernels_own(name):
         common = [(logprob - near[token]) ** 2 for token, logprob in ours.top if token in near]
         assert len(common) >= 3
         squares += common
-    assert math.sqrt(sum(squares) / len(squares)) < 0.5
+    assert math.sqrt(sum(squares) / len(squares)) < (0.5 if name == "llama-3.2-1b" else 0.3)

@@ -212,8 +212,8 @@ def test_auto_leaves_short_prompts_to_the_kernel():
 
 
 def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
-    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps. A prompt that ran
-    before was longer than the smaller bucket."""
+    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps. A prompt
+    that ran before was longer than the smaller bucket."""
     reserved, told = [100 << 20], []
 
     class Graph:

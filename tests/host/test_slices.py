@@ -170,7 +170,7 @@ def pieces_of(layers, token_s, key_s, count=30000, chunk=2048, wrong=1.0):
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_long_prompt_beside_streams(model, others, wrong):
-    """Others wait 12 ms or three of their steps and get 0.3 of the time; the prompt takes 1.6 times as long as alone."""
+    """Others wait 12 ms or three of their steps and get 0.3 of the time; the prompt takes 1.6 times as long."""
     *shape, steps = MODELS[model]
     step, share, device = steps[others], Share(), Device()
     pieces = pieces_of(*shape, wrong=wrong)
@@ -217,7 +217,7 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
 
 
 def test_a_slice_that_was_too_long_shortens_those_behind_it_and_is_forgotten():
-    """Each slice is queued while the launch before it runs, and the slice before that: what is known is two slices old."""
+    """Each slice is queued while the slice before it runs: what is known is two slices old."""
     share, step, now, queued = Share(), 0.003, 0.0, []
     share.told(step, 1)
     for number in range(36):

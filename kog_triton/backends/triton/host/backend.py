@@ -15,7 +15,7 @@ from kog_triton.backends.device import TORCH_DTYPES, Clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
-from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_library
+from kog_triton.backends.prefill.library import Crossover, library_for, open_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
@@ -226,8 +226,12 @@ class TritonBackend:
     # ---- launches ----
 
     def _prompt(self, request: Request) -> PromptRun | None:
+        """All but its last token."""
+        library = library_for(request, self.library, self.options.prefill, IN_CHUNKS)
+        if library is None:
+            return None
         cache = self.memory.pointers.kv[request.slot]
-        return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+        return library.begin(request.prompt[request.cached : -1], request.cached, cache)
 
     def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
         """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
