@@ -1,6 +1,9 @@
 """Requests get tokens while a library runs a long prompt beside them, and a cancelled one keeps what it had filled."""
 
+from dataclasses import replace
 from itertools import pairwise
+
+import numpy as np
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request, Step
@@ -15,6 +18,7 @@ from tests.lib.ring_walker import spec_of
 GREEDY = SamplingParams(temperature=0)
 SPEC = spec_of(num_layers=3, dtype=DType.F16)
 SHORT, LONG = (5, 6), tuple(tokens_of(41))
+EVEN = np.arange(SPEC.vocab_size) % 2 == 0
 
 
 def opened():
@@ -69,6 +73,32 @@ def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
     assert beside.count("slice") > 30
     assert ("slice", "slice") not in pairwise(beside)
     assert [last for _, last in short].count("slice") > 30
+
+
+def test_masks_come_while_slices_are_queued_behind_the_launch_that_waits_for_them(monkeypatch):
+    right, slices = PromptRun.advance, []
+
+    def advance(self, seconds, at_once=False):
+        slices.append(at_once)
+        return right(self, 0.0, at_once)
+
+    def even(output):
+        asked.append(len(slices))
+        return EVEN
+
+    backend, mailbox, asked = opened(), Mailbox(), []
+    masked = replace(request(0, SHORT, 20), mask=even)
+    mailbox.post(masked)
+    backend.generate(mailbox)
+    want = said(mailbox, 0)
+    assert len(want) == 20 and not any(token % 2 for token in want) and want != alone(SHORT, 20)
+    asked.clear()
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    mailbox.post(masked)
+    mailbox.post(request(1, LONG, 3))
+    backend.generate(mailbox)
+    assert said(mailbox, 0) == want and said(mailbox, 1) == alone(LONG, 3)
+    assert len(set(asked)) > 15  # slices between most of them
 
 
 def test_short_prompts_that_come_together_run_before_the_first_launch(monkeypatch):
