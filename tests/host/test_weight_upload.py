@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kog_triton.backends.mapped_files import MappedFiles
 from kog_triton.backends.weight_upload import Piece, WeightUpload, as_bytes, copy_in_pieces
 
 
@@ -42,7 +43,7 @@ class LateTarget:
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_a_piece_is_filled_again_only_when_it_has_arrived(count, pieces):
     source, to = torch.arange(count).to(torch.uint8), LateTarget(count)
-    ring = [Piece(torch.empty(8, dtype=torch.uint8), to.mark) for _ in range(pieces)]
+    ring = [Piece(torch.empty(8, dtype=torch.uint8), to.mark, MappedFiles()) for _ in range(pieces)]
     copy_in_pieces(source, to, ring)
     assert to.waits == max(0, -(-count // 8) - pieces)  # the last ones are still on their way
     for piece in ring:
