@@ -68,7 +68,7 @@ class MappedFiles:
     def copy(self, source: Tensor, to: Tensor) -> None:
         """uint8 [n] each, contiguous, of the host; ModelError if the file behind `source` cannot be read."""
         mapping = self._mapping(source)
-        count, view = len(source), memoryview(to.numpy())
+        count, view = len(source), to.numpy().data
         if mapping is None or self._are_written(source.data_ptr(), count):
             to.copy_(source)
             return
@@ -148,15 +148,17 @@ def _find(first: int, last: int, holder: Tensor) -> Mapping | None:
 
 def _open(path: str, device: str, inode: int) -> int | None:
     """The same file again: another may have its name by now, and then the mapping alone shows the old one."""
+    major, minor = (int(part, 16) for part in device.split(":"))
+    same = (os.makedev(major, minor), inode)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        said = os.stat(path)
+        if not stat.S_ISREG(said.st_mode) or (said.st_dev, said.st_ino) != same:
+            return None  # pinned memory is a device's: to open that may do more than to read
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     said = os.fstat(fd)
-    major, minor = (int(part, 16) for part in device.split(":"))
-    if stat.S_ISREG(said.st_mode) and (os.major(said.st_dev), os.minor(said.st_dev), said.st_ino) == (
-        major, minor, inode,
-    ):  # fmt: skip
+    if (said.st_dev, said.st_ino) == same:
         return fd
     os.close(fd)
     return None
