@@ -149,16 +149,14 @@ def _find(first: int, last: int, holder: Tensor) -> Mapping | None:
 def _open(path: str, device: str, inode: int) -> int | None:
     """The same file again: another may have its name by now, and then the mapping alone shows the old one."""
     major, minor = (int(part, 16) for part in device.split(":"))
-    same = (os.makedev(major, minor), inode)
     try:
-        said = os.stat(path)
-        if not stat.S_ISREG(said.st_mode) or (said.st_dev, said.st_ino) != same:
+        if not stat.S_ISREG(os.stat(path).st_mode):
             return None  # pinned memory is a device's: to open that may do more than to read
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     said = os.fstat(fd)
-    if (said.st_dev, said.st_ino) == same:
+    if (said.st_dev, said.st_ino) == (os.makedev(major, minor), inode):
         return fd
     os.close(fd)
     return None

@@ -1,6 +1,7 @@
 """Mapped weights are read from their files: the bytes are those of the mapping, whatever has become of the file."""
 
 import errno
+import mmap
 import os
 import threading
 import time
@@ -92,13 +93,23 @@ def test_the_tensors_of_a_checkpoint_in_shards(tmp_path, files):
     assert files.bytes_read == sum(t.nbytes for t in tensors.values())
 
 
+def test_a_mapping_of_a_file_s_middle(tmp_path, files):
+    data = write(tmp_path / "weights")
+    with (tmp_path / "weights").open("rb") as file:
+        middle = mmap.mmap(file.fileno(), 8000, access=mmap.ACCESS_COPY, offset=8192)
+    found = copy(files, torch.frombuffer(middle, dtype=torch.uint8)[3:])
+    assert torch.equal(found, data[8195:16192]) and files.bytes_read == 7997
+
+
 def test_memory_that_is_no_file(files):
     data = torch.arange(5000).to(torch.uint8)
     assert torch.equal(copy(files, data), data)
     assert files.bytes_read == 0
 
 
-@pytest.mark.parametrize("end", ["replaced", "deleted"])
+@pytest.mark.parametrize(
+    "end", ["replaced", "deleted", "deleted beside a file named as Linux tells of it"]
+)
 def test_a_file_that_is_gone_is_what_its_mapping_shows(tmp_path, files, end):
     data, path = write(tmp_path / "weights"), tmp_path / "weights"
     mapped = map_file(path)
@@ -107,6 +118,8 @@ def test_a_file_that_is_gone_is_what_its_mapping_shows(tmp_path, files, end):
         (tmp_path / "other").rename(path)
     else:
         path.unlink()
+        if end != "deleted":
+            write(tmp_path / "weights (deleted)", seed=2)
     assert torch.equal(copy(files, mapped), data)
 
 

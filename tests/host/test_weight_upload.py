@@ -1,5 +1,7 @@
 """Weights in pieces by turns. A GPU's marks are fakes here: what a piece holds arrives only when it is waited for."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -62,6 +64,17 @@ def test_on_a_cpu_a_weight_stays_where_it_is():
     weight = torch.zeros(1 << 20)
     with WeightUpload(torch.device("cpu")) as bring:
         assert bring(weight) is weight
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_files_and_threads_are_closed_with_the_upload(monkeypatch, error):
+    closed = []
+    monkeypatch.setattr(MappedFiles, "close", lambda files: closed.append(files))
+    with pytest.raises(error) if error else nullcontext(), WeightUpload(torch.device("cpu")):
+        assert not closed
+        if error:
+            raise error
+    assert len(closed) == 1
 
 
 @pytest.mark.gpu
