@@ -40,8 +40,8 @@ from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
 from kog_triton.backends.prefill.library import (
     LibraryPrefill,
-    begin_prompt,
     fuses,
+    library_for,
     on_device,
     wants_library,
 )
@@ -279,6 +279,7 @@ class CudaBackend:
             self._score,
             self._launch_slots,
             self._launch_heads,
+            self._entry.aside,
             whole,
         )
         with self._entry.serving(self._free):
@@ -289,7 +290,11 @@ class CudaBackend:
         self.ranks.write_request(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
-        if self.library is None:
+        """All of it, to the streams of its last token."""
+        library: LibraryPrefill | RankPrefill | None = library_for(
+            request, self.library, self.options.prefill, self.chunks.crossover
+        )
+        if library is None:
             return None
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank
@@ -298,12 +303,10 @@ class CudaBackend:
             memory.streams[slot, rank * each : (rank + 1) * each, :hidden]
             for rank, memory in enumerate(self.ranks.each)
         ]
-        begin: Callable[[Sequence[int], int], PromptRun]
-        if isinstance(self.library, RankPrefill):
-            begin = partial(self.library.begin, caches=caches, streams=streams)
-        else:
-            begin = partial(self.library.begin, cache=caches[0], streams=streams[0])
-        return begin_prompt(begin, self.options.prefill, request, self.chunks.crossover, True)
+        tokens, first = request.prompt[request.cached :], request.cached
+        if isinstance(library, RankPrefill):
+            return library.begin(tokens, first, caches, streams)
+        return library.begin(tokens, first, caches[0], streams[0])
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

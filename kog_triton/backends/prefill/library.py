@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +37,7 @@ from kog_triton.schedule.schedule import build
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
+L = TypeVar("L")
 BUCKETS = (16, 32, 64, 128, 256, 512)
 # Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
 # whose widest tensors are chunk x 2 F a lane.
@@ -102,26 +104,21 @@ def open_library(
     return LibraryPrefill(weights, spec, max_context, embed, rope, matrices())
 
 
-def begin_prompt(
-    begin: Callable[[Sequence[int], int], PromptRun],
-    wanted: str,
+def library_for(
     request: Request,
+    library: L | None,
+    wanted: str,
     crossover: Crossover = BY_TOKEN,
-    to_head: bool = False,
-) -> PromptRun | None:
-    """The run of a request's prompt by a library: all of it `to_head`, or all but its last token. None where the kernel
-    is to do it.
+) -> L | None:
+    """What is to run a request's prompt; None: the kernel, as where all but its last token is cached.
 
-    begin      the library's, of tokens from a position on, into the request's slot
-    wanted     a `BackendOptions.prefill`
+    wanted     a `BackendOptions.prefill`; without a library it is the kernel's
     crossover  of this kernel, for "auto"
     """
-    new, first = request.prompt[request.cached : -1], request.cached
+    new = len(request.prompt) - 1 - request.cached
     if wanted == "auto":
-        wanted = choose_prefill(len(new), first, crossover)
-    if wanted == "kernel" or not new:
-        return None
-    return begin(request.prompt[first:] if to_head else new, first)
+        wanted = choose_prefill(new, request.cached, crossover)
+    return None if wanted == "kernel" or not new else library
 
 
 class LibraryPrefill:
@@ -276,6 +273,7 @@ class LibraryPrefill:
         return bool(self._to_capture)
 
     def _capture(self, size: int) -> None:
+        self._words.zero_()  # a longer prompt's last token would be none of this bucket's
         # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
         # workspace a stream, of 32 MiB on an H100.
         self._pad(size)
