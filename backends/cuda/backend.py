@@ -145,8 +145,6 @@ class CudaBackend:
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
         beside = Background(most=4)
-        # Columns and chunks on ranks are right on a CPU and not on two GPUs (benchmarks/cuda-log.md#two-gpus).
-        one_token_only = options.num_gpus > 1
         try:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
@@ -156,15 +154,12 @@ class CudaBackend:
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
-                0
-                if one_token_only or options.prefill in ("library", "decode")
-                else self.chunk_positions,
+                0 if options.prefill in ("library", "decode") else self.chunk_positions,
                 beside,
                 compile_columns,
                 load_columns,
             )
-            most = 0 if one_token_only else 2 * options.num_slots
-            counts = [c for c in self.column_counts if c < most]
+            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
             )

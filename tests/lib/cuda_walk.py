@@ -293,6 +293,12 @@ class ChunkBackend(FiberBackend):
         self.settle()
 
 
+class BothBackend(ColumnBackend):
+    """Chunks for prompts, columns for what follows."""
+
+    chunk_positions = POSITIONS
+
+
 def noting(sources: list[str]) -> type[FiberBackend]:
     """The backend of a model whose prompts may run in chunks; it notes every source that it begins to compile."""
 
