@@ -193,7 +193,8 @@ class Kernel:
         if isinstance(launches, Launch):
             launches = [launches]
         kernargs = [self._kernarg(launch) for launch in launches]
-        held = [*buffers, *map(Buffer, kernargs)]
+        image = np.frombuffer(self.code_object.image, np.uint8)
+        held = [*buffers, *map(Buffer, kernargs), Buffer(image)]
         ranges = np.array(
             [(b.address, b.address + b.array.nbytes, b.shared, b.least) for b in held],
             np.dtype(
@@ -214,6 +215,7 @@ class Kernel:
         )
         try:
             lib.gfx_reserve(machine, sum(int(np.prod(launch.grid)) for launch in launches))
+            lib.gfx_code_at(machine, ctypes.c_uint64(image.ctypes.data + self.address))
             for launch, kernarg in zip(launches, kernargs, strict=True):
                 self._start(machine, launch, kernarg, lds, xcc)
             ended = UNFINISHED

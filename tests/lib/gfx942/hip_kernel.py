@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from tests.lib.gfx942.executor import (
 KERNEL = "kog_decode"
 INCLUDES = tuple(ROOT / "backends" / vendor / "include" for vendor in ("hip", "cuda"))
 WAVE = 64
+UNLIMITED_NS = 1 << 40  # of a wait
 # With the host while the kernel runs, and what blocks exchange: nothing there may be touched with a narrower scope.
 LEAST = dict.fromkeys(("mailbox", "outbox", "masks", "logprobs"), SYSTEM) | {
     "words": AGENT,
@@ -48,27 +50,29 @@ def layout_of(spec: ModelSpec, num_blocks: int = 0, max_context: int = 64) -> La
 
 
 @cache
-def _compiled(source: str) -> CodeObject:
-    return clang.text_object(source, INCLUDES)
-
-
-def compiled(layout: Layout, entry: str = "decode.hip") -> CodeObject:
-    return _compiled(render(layout) + (ROOT / "backends/hip" / entry).read_text())
+def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES) -> CodeObject:
+    """The kernel behind a layout's header (`render`)."""
+    return clang.text_object(layout_text + (ROOT / "backends/hip/decode.hip").read_text(), includes)
 
 
 class HipWalk(Walk):
     """One model, one slot; `run` gives the instructions that a launch took."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Any, num_blocks: int = 0, max_context: int = 64
+        self,
+        spec: ModelSpec,
+        weights: Any,
+        num_blocks: int = 0,
+        max_context: int = 64,
+        includes: tuple[Path, ...] = INCLUDES,
     ) -> None:
         self.spec, self.layout = spec, layout_of(spec, num_blocks, max_context)
-        self.kernel = Kernel(compiled(self.layout), KERNEL)
+        self.kernel = Kernel(compiled(render(self.layout), includes), KERNEL)
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
         self.conditions: dict[str, Any] = {}
         self.last: Execution | None = None
 
-    def run(self, request, prompt, seed=0, limit=1 << 40, logits=None, control=0):  # type: ignore[no-untyped-def]
+    def run(self, request, prompt, seed=0, limit=UNLIMITED_NS, logits=None, control=0):  # type: ignore[no-untyped-def]
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         tensors = {name: getattr(self.memory, name) for name in TENSORS} | others

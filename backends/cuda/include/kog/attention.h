@@ -113,7 +113,7 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
       store_relaxed(words + i, phase);
     if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
-    return;
+    return rejoin();
   }
   walk_span(b, span, position, phase, NewRows{position});
 }

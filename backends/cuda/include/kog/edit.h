@@ -74,6 +74,7 @@ KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
   int count = (rows.last + 31) / 32 - rows.first / 32;
   const u64* words = b.p.masks + static_cast<u64>(b.small->slot) * kMaskWords + rows.first / 32;
   u64 epoch = static_cast<u64>(made + 1);
+  rejoin();
   for (int first = b.warp * 32; first < count; first += 32 * kWarps) {
     int i = first + b.in_warp;
     u64 word = epoch << 32;

@@ -173,6 +173,8 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 // ---- a warp ----
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
+// Between what some threads of a warp publish and a wait of others: here each thread goes on by itself.
+KOG_DEVICE void rejoin() {}
 KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }

@@ -8,7 +8,7 @@
 namespace kog {
 
 // Fragments that a wave takes before its activations are there: 4 registers each.
-constexpr int kMostAhead = 24;
+constexpr int kMostAhead = 20;
 template <class Weights>
 constexpr int kMostAheadOf = kMostAhead;
 template <int kA, int kB>
@@ -33,14 +33,14 @@ struct Ahead {
   static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
   static constexpr bool kWhole = kLongest * Stage::kUnitFragments <= kCount;
   static constexpr int kUnits = (kCount + Stage::kUnitFragments - 1) / Stage::kUnitFragments;
-  uint4 w[kCount];
+  uint4 w[kCount];  // each begins on every path: else registers would be kept for it throughout
 
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) { take<0, kCount, false>(b, ring, layer); }
   template <int kFirst, int kLast, bool>
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) {
 #pragma unroll
     for (int i = kFirst; i < kLast; i++)
-      if (i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(b.group_index, layer)) w[i] = ring.take(b);
+      w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(b.group_index, layer) ? ring.take(b) : uint4{};
   }
 };
 struct NothingAhead {
@@ -87,8 +87,8 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
   for (int i = 0; i < kDepth; i++) {
     if constexpr (Taken::kCount > 0)
       w[i] = taken.w[i];
-    else if (i < count)
-      w[i] = ring.take(b);
+    else
+      w[i] = i < count ? ring.take(b) : uint4{};
   }
   float c[2] = {0, 0};
   int first = 0;  // step of the unit with which a round begins, where a unit is several

@@ -69,8 +69,20 @@ struct Memory {
 
 KOG_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_y()); }
 KOG_DEVICE int in_wave() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
-KOG_DEVICE int thread_index() { return wave_index() * kWaveThreads + in_wave(); }
-KOG_DEVICE int block_index() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
+// A number that the compiler does not know: no code is laid out for it alone, and what follows from it is not kept.
+KOG_DEVICE u32 unknown(u32 v) {
+  asm volatile("" : "+v"(v));
+  return v;
+}
+// Nothing moves across: what is loaded early takes registers.
+KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
+// Asked again, they are new numbers (Block::begin_stage says why).
+KOG_DEVICE int thread_index() { return static_cast<int>(unknown(wave_index() * kWaveThreads + in_wave())); }
+KOG_DEVICE int block_index() {
+  u32 i = __builtin_amdgcn_workgroup_id_x();
+  asm volatile("" : "+s"(i));
+  return static_cast<int>(i);
+}
 // The constant clock of all XCDs, 100 MHz.
 constexpr int kTickNs = 160;
 KOG_DEVICE u64 nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
@@ -161,6 +173,9 @@ KOG_DEVICE void sync_warp() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
+// Between what some threads of a wave publish and a wait of others. A compiler may part threads at a branch for as long
+// as it likes, into a loop's next pass even, where some wait for what the others have yet to store; past this it may not.
+KOG_DEVICE void rejoin() { __builtin_amdgcn_wave_barrier(); }
 KOG_DEVICE u32 threads_with(bool p) {
   u64 wave = __builtin_amdgcn_ballot_w64(p);
   return static_cast<u32>(in_wave() < 32 ? wave : wave >> 32);
@@ -253,12 +268,6 @@ KOG_DEVICE void add_shared(T* p, T v) {
 }
 KOG_DEVICE u32 load_volatile(const u32* p) { return *in_shared(static_cast<const volatile u32*>(p)); }
 KOG_DEVICE void store_volatile(u32* p, u32 v) { *in_shared(static_cast<volatile u32*>(p)) = v; }
-// A number that the compiler does not know: no code is laid out for it alone.
-KOG_DEVICE u32 unknown(u32 v) {
-  asm volatile("" : "+v"(v));
-  return v;
-}
-
 // A wait that has failed looks at the clock itself: a wave that watched over the others would take a third of the
 // registers. From a millisecond on it hears of other blocks' expired waits too.
 template <class Block>

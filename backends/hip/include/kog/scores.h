@@ -5,6 +5,9 @@
 
 namespace kog {
 
+// A sum that is made here, not where it is needed: what is added would take registers until then.
+KOG_DEVICE float added_here(float sum) { return float_of(unknown(bits_of(sum))); }
+
 // Scores of kHeadsHeld heads, of which a thread of four has a quarter each, so that thread t of the four has those of
 // heads t and t + 4.
 template <int kHeadsHeld>
@@ -25,22 +28,28 @@ struct Scores {
   float p[kTileRows / 8][2];
 
   KOG_DEVICE Scores(const Block& b, const uint4* queries, const Keys& keys) {
-    const uint4* of_quarter = queries - b.in_warp + b.in_warp % 4;
+    // Read anew for each tile: kept from one to the next, they would take every register.
+    const uint4* of_quarter = queries - b.in_warp + unknown(b.in_warp % 4);
+    float s[kTileRows / 8][8] = {};
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++) {
+#pragma unroll
+      for (int h = 0; h < kGroupHeads; h++) {
+        uint4 q = of_quarter[t * 32 + 4 * h];
+#pragma unroll
+        for (int j = 0; j < kTileRows / 8; j++) {
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[j][h]);
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.y, s[j][h]);
+          s[j][h] = dot2<kF16>(keys.w[j][2 * t + 1], q.z, s[j][h]);
+          s[j][h] = added_here(dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[j][h]));
+        }
+      }
+      keep_order();
+    }
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++) {
-      float s[8] = {};
-#pragma unroll
-      for (int t = 0; t < kDimSteps; t++)
-#pragma unroll
-        for (int h = 0; h < kGroupHeads; h++) {
-          uint4 q = of_quarter[t * 32 + 4 * h];
-          s[h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t], q.y, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t + 1], q.z, s[h]);
-          s[h] = dot2<kF16>(keys.w[j][2 * t + 1], q.w, s[h]);
-        }
       float mine[2];
-      share_scores<kGroupHeads>(b, s, mine);
+      share_scores<kGroupHeads>(b, s[j], mine);
       // The thread of that key's four which has this thread's head.
       int head = b.in_warp / 4, from = 8 * (b.in_warp % 4) + head % 4;
 #pragma unroll
@@ -74,6 +83,11 @@ KOG_DEVICE void add_rows(const Block& b, const Values& values, const float (&p)[
         out[t][i + 2] = fused(weight[i], high_of(both), out[t][i + 2]);
       }
     }
+#pragma unroll
+    for (int t = 0; t < kDimSteps; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[t][i] = added_here(out[t][i]);
+    keep_order();
   }
 }
 KOG_DEVICE void add_values(const Block& b, const Values& values, const float (&p)[kTileRows / 8][2],

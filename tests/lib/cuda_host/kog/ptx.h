@@ -215,6 +215,7 @@ KOG_EMULATED u32 threads_with(bool p) {
   for (int i = 0; i < 32; i++) bits |= static_cast<u32>(all[i]) << i;
   return bits;
 }
+inline void rejoin() {}
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
