@@ -149,6 +149,7 @@ class CudaBackend:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
+                head_compiled = beside.submit(self._compile_ahead, "head_steps.cu", self.layout)
                 if fuses(self.device):
                     beside.submit(import_fused)
             self.chunks = Chunks(
@@ -176,12 +177,18 @@ class CudaBackend:
                     self.memory.embed[:, : self.spec.hidden_size],
                     self.memory.rope,
                     matrices,
+                    to_head=True,
                 )
             compiled.result()
+            if self.library is not None:
+                head_compiled.result()
         except BaseException:
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
+        self.head_kernel: RankKernel | None = None
+        if self.library is not None:
+            self.head_kernel = self._open_kernel("head_steps.cu", "kog_head_steps", self.layout)
 
     @property
     def memory(self) -> Memory:
@@ -246,6 +253,7 @@ class CudaBackend:
             self._admit,
             self._score,
             self._launch_slots,
+            self._launch_heads,
             whole,
         )
         with self._entry.serving(self._free):
@@ -257,8 +265,9 @@ class CudaBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
+        streams = self.memory.streams[request.slot, :, : self.spec.hidden_size]
         crossover = self.chunks.crossover
-        return begin_prompt(self.library, self.options.prefill, request, cache, crossover)
+        return begin_prompt(self.library, self.options.prefill, request, cache, crossover, streams)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""
@@ -399,6 +408,10 @@ class CudaBackend:
         finished = self._launch(ranks, slots, UNLIMITED, kernel, **others)
         finished.synchronize()
         check_launch(ranks, self.layout, finished)
+
+    def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
+        """Start the kernel of heads on slots whose `streams` are there, a step of each."""
+        return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
 
     def _launch(
         self,

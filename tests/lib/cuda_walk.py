@@ -41,6 +41,7 @@ FLAGS = {
     "decode.cu": ("-O1",),
     "stage.cu": ("-O1", "-DSTAGE"),
     "columns.cu": ("-O1", "-DCOLUMNS"),
+    "head_steps.cu": ("-O1", "-DHEAD_STEPS"),
 }
 
 
