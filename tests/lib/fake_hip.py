@@ -236,5 +236,5 @@ class FakeHip:
         return self.broken
 
     def hipEventDestroy(self, event: int) -> int:
-        del self._events[event]
+        self._events.pop(event, None)  # of an earlier test, perhaps
         return 0
