@@ -11,7 +11,9 @@ from kog_triton.backends.cuda.layout.layout import (
 from kog_triton.errors import ModelError
 from kog_triton.schedule.hip import THREADS, HipLowering
 
-STATIC_BYTES = 128  # of LDS that the compiler lays out: what each wave brings to a barrier (include/kog/ptx.h)
+STATIC_BYTES = (
+    128  # of LDS that the compiler lays out: what each wave brings to a barrier (include/kog/ptx.h)
+)
 
 
 def lay_out_hip(lowering: HipLowering, max_context: int) -> Layout:

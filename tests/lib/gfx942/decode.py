@@ -72,7 +72,7 @@ def _fill(
 ) -> None:
     name, kind = name_of(inst), type(inst).__name__
     read = _Read(inst)
-    saturates = _has(inst, "clmp") and f"{name}_CLAMP" in operations and read.clmp
+    saturates = f"{name}_CLAMP" in operations and _has(inst, "clmp") and read.clmp
     record["op"], record["at"] = operations[f"{name}_CLAMP" if saturates else name], at
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1

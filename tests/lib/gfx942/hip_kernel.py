@@ -19,7 +19,7 @@ from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
-from tests.lib.cuda_walk import Walk, write_request
+from tests.lib.cuda_walk import Walk, changed, write_request
 from tests.lib.gfx942 import clang
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import (
@@ -65,9 +65,11 @@ class HipWalk(Walk):
         num_blocks: int = 0,
         max_context: int = 64,
         includes: tuple[Path, ...] = INCLUDES,
+        **changes: int,
     ) -> None:
         self.spec, self.layout = spec, layout_of(spec, num_blocks, max_context)
-        self.kernel = Kernel(compiled(render(self.layout), includes), KERNEL)
+        text = changed(render(self.layout), **changes)
+        self.kernel = Kernel(compiled(text, includes), KERNEL)
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
         self.conditions: dict[str, Any] = {}
         self.last: Execution | None = None
@@ -76,7 +78,9 @@ class HipWalk(Walk):
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         tensors = {name: getattr(self.memory, name) for name in TENSORS} | others
-        self.last = launch(self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions)
+        self.last = launch(
+            self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions
+        )
         return self.last.steps
 
 

@@ -170,7 +170,7 @@ inline void check_race(Wave& w, u32 first, const void* value, int bytes, bool ad
         bool other_read = use.read == g.barriers && use.reader != me;
         if (other_wrote || (value && other_read))
             throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
-        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.written = g.barriers, use.writer = me;
+        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.writer = wrote && adds && use.writer != me ? -2 : me, use.written = g.barriers;
         else use.reader = other_read ? -2 : me, use.read = g.barriers;
     }
 }
