@@ -6,6 +6,7 @@ may touch are the tensors whose addresses its argument holds.
 """
 
 import ctypes
+import functools
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import torch
 
 from kog_triton.backends.cuda.layout.protocol import TENSORS
 from kog_triton.backends.cuda.memory import Memory
+from kog_triton.backends.cuda.stages import StageRunner
 from tests.lib.compiled import made_once, version_of
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import PLAIN, Buffer, Kernel, Launch
@@ -43,9 +45,10 @@ ERRORS = {
     209: ("hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"),
     600: ("hipErrorNotReady", "device not ready"),
     719: ("hipErrorLaunchFailure", "unspecified launch failure"),
+    999: ("hipErrorUnknown", "unknown error"),
     720: ("hipErrorCooperativeLaunchTooLarge", "too many blocks in cooperative launch"),
 }
-INVALID_IMAGE, NO_BINARY, NOT_READY, LAUNCH_FAILURE = 200, 209, 600, 719
+INVALID_IMAGE, NO_BINARY, NOT_READY, LAUNCH_FAILURE, UNKNOWN = 200, 209, 600, 719, 999
 ELF = b"\x7fELF"
 
 
@@ -84,6 +87,9 @@ def library() -> Path:
     return made_once([version_of("gcc"), _source().encode()], make)
 
 
+decoded = functools.lru_cache(16)(Kernel)  # to decode a kernel takes seconds
+
+
 class FakeHip:
     """One GPU. `failing` holds the status that a function answers from now on.
 
@@ -97,13 +103,14 @@ class FakeHip:
         self.failing: dict[str, int] = {}
         self.launches = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        self.broken = 0  # the status of a launch that broke off
+        self.broken, self.why = 0, ""  # the status of a launch that broke off, and why
         self._conditions = {"memory": PLAIN} | conditions
         self._modules: dict[int, CodeObject] = {}
         self._kernels: dict[int, Kernel] = {}
         self._queue: list[threading.Thread] = []
         self._events: dict[int, list[threading.Thread]] = {}
-        self._known: dict[int, torch.Tensor] = {}
+        self._known: dict[str, torch.Tensor] = {}
+        self._vectors: dict[str, torch.Tensor] = {}  # of a stage alone
         self._number = 0
 
     # ---- in the place of the library ----
@@ -126,17 +133,28 @@ class FakeHip:
             )
             return pointers(memory, *args, **others)
 
+        begin = StageRunner.__init__
+
+        def begun(runner: StageRunner, *args: Any) -> None:
+            begin(runner, *args)
+            self._vectors = {"x": runner.x, "out": runner.out}
+
         monkeypatch.setattr(Memory, "pointers", noted)
+        monkeypatch.setattr(StageRunner, "__init__", begun)
 
     def know(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Memory that the next launches may touch, by what it is called."""
-        self._known = {name: t for name, t in tensors if t.numel()}
+        self._known = self._vectors | {name: t for name, t in tensors if t.numel()}
 
     def _answering(self, name: str) -> Callable[..., int]:
         def answer(*arguments: Any) -> int:
             if name in self.failing:
                 return self.failing[name]
-            return getattr(self, name)(*arguments) or 0
+            try:
+                return getattr(self, name)(*arguments) or 0
+            except Exception as error:  # of this double: none may pass for success
+                self.why = f"{type(error).__name__}: {error}"
+                return UNKNOWN
 
         return answer
 
@@ -163,7 +181,7 @@ class FakeHip:
         return 0
 
     def hipModuleGetFunction(self, function: int, module: int, name: int) -> int:
-        kernel = Kernel(self._modules[module], ctypes.string_at(name).decode())
+        kernel = decoded(self._modules[module], ctypes.string_at(name).decode())
         self._kernels[self._new(function)] = kernel
         return 0
 
