@@ -52,7 +52,9 @@ def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
     cannot do."""
     refuse_narrow(find_backend("hip"), schedule.spec)
     if gpu.vendor != "amd":
-        raise DeviceError(f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x")
+        raise DeviceError(
+            f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
+        )
     if schedule.num_ranks > 1:
         raise DeviceError("the hip backend runs on one GPU: choose --gpus 1")
     lowering = lower_hip(schedule, gpu)
@@ -113,9 +115,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
     s = partition.schedule
     if isinstance(partition, CudaLowering):
         per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
-        fragments = (
-            f"fragments of 8 x {partition.frag_k} or 4 x {2 * partition.frag_k}"
-        )
+        fragments = f"fragments of 8 x {partition.frag_k} or 4 x {2 * partition.frag_k}"
         cut = (
             f"ring of {partition.ring_slots} slots of {partition.ring_slot_bytes} bytes, "
             f"{partition.calm_slots} to {partition.window_slots} in flight; {fragments}"

@@ -134,9 +134,7 @@ def check_launch(ranks: Ranks, layout: Layout, finished: Finished) -> tuple[Outc
         found = Outcome(int(memory.mailbox[Word.OUTCOME]))
         if found in (Outcome.RUNNING, Outcome.FAILED) or found is not outcome:
             where = f" on rank {rank}" if len(ranks.each) > 1 else ""
-            raise RunError(
-                f"the kernel ended without an outcome{where}{_absent(ranks, finished)}"
-            )
+            raise RunError(f"the kernel ended without an outcome{where}{_absent(ranks, finished)}")
     return outcome, int(words[Word.SLOT])
 
 

@@ -18,6 +18,7 @@ from kog_triton.backends.device import gpu_of
 from kog_triton.backends.hip import toolchain
 from kog_triton.backends.hip.driver import HipKernel, count_gpus
 from kog_triton.backends.hip.layout import lay_out_hip
+from kog_triton.backends.hip.selftest import check_gpu
 from kog_triton.backends.hip.toolchain import MI300, compiler_name
 from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.errors import DeviceError
@@ -76,10 +77,22 @@ class HipBackend(CudaBackend):
         super().__init__(weights, options, num_blocks)
 
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
+        """DeviceError, too, if the GPU does not pass the self-test."""
+        device, gpu = self._find_gpu()
+        check_gpu(device, gpu)
+        return [device], gpu
+
+    @classmethod
+    def _find_gpu(cls) -> tuple[torch.device, Gpu]:
         device = torch.device("cuda", torch.cuda.current_device())
         gpu = gpu_of(device)
         assert gpu is not None
-        return [device], gpu
+        return device, gpu
+
+    @classmethod
+    def xcds(cls) -> list[int]:
+        """Of every block of a grid that fills the GPU. DeviceError as for `_open_devices`."""
+        return check_gpu(*cls._find_gpu())
 
     def _lay_out(self, num_blocks: int) -> Layout:
         lowering = lower_hip(build(self.spec), self.gpu, num_blocks)
@@ -92,6 +105,4 @@ class HipBackend(CudaBackend):
         return compile_cubin(render(layout), own, arch, tools=toolchain)
 
     def _load(self, source: str, entry: str, layout: Layout) -> HipKernel:  # type: ignore[override]
-        return HipKernel(
-            self._code(source, layout), entry, layout.shared_bytes, self.devices[0]
-        )
+        return HipKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices[0])

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kog_triton import LLM, SamplingParams
-from kog_triton.backends.cuda import kernel_cache
-from kog_triton.backends.hip import toolchain
+from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.hip import selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.errors import DeviceError, KogError
 from kog_triton.schedule.topology import GPUS
-from tests.lib.compiled import FOLDER
+from tests.lib.compiled import FOLDER, made_once
 from tests.lib.fake_hip import FakeHip
 from tests.lib.tiny import save_folder
 
@@ -79,7 +79,8 @@ def hip(monkeypatch):
     monkeypatch.setattr(kernel_cache, "_unwritten", {})
     see(monkeypatch, "gfx942")
     gpu = replace(GPUS["mi300x"], num_blocks=BLOCKS)
-    monkeypatch.setattr(HipBackend, "_open_devices", lambda self: ([torch.device("cpu")], gpu))
+    monkeypatch.setattr(HipBackend, "_find_gpu", staticmethod(lambda: (torch.device("cpu"), gpu)))
+    monkeypatch.setattr(selftest, "ROUNDS", 3)
     return fake
 
 
@@ -111,7 +112,7 @@ def test_requests_one_after_the_other(hip, model, expected, params):
         assert llm.choice.name == "hip"
         for prompt in PROMPTS:
             assert ids(llm.generate(prompt, params)) == expected(prompt, params)
-    assert hip.launches == len(PROMPTS)  # a request is one launch
+    assert hip.launches == 1 + len(PROMPTS)  # the self-test; a request is one launch
     assert not hip._modules  # and nothing stays loaded
 
 
@@ -181,8 +182,9 @@ def refusal(act) -> str:
 
 def test_no_gpu(hip, model):
     hip.gpus = 0
-    assert "hipGetDeviceCount: hipErrorNoDevice (100, no ROCm-capable device is detected)" in refusal(
-        lambda: open_hip(model)
+    assert (
+        "hipGetDeviceCount: hipErrorNoDevice (100, no ROCm-capable device is detected)"
+        in refusal(lambda: open_hip(model))
     )
 
 
@@ -205,13 +207,14 @@ def test_out_of_memory(hip, model, name):
         with open_hip(model) as llm:
             llm.generate(PROMPTS[0], GREEDY)
 
+    open_hip(model).close()  # the self-test has passed
     hip.failing[name] = 2
     assert refusal(act).startswith(f"{name}: hipErrorOutOfMemory (2, out of memory); another ")
 
 
 def test_blocks_that_cannot_all_be_resident(hip, model):
-    hip.failing["hipModuleLaunchCooperativeKernel"] = 720
     with open_hip(model) as llm:
+        hip.failing["hipModuleLaunchCooperativeKernel"] = 720
         told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
     assert "hipErrorCooperativeLaunchTooLarge" in told
 
@@ -253,18 +256,30 @@ def test_a_code_object_is_kept_and_a_damaged_one_is_compiled_again(
     hip, model, expected, monkeypatch, tmp_path, caplog
 ):
     caplog.set_level(logging.INFO, "kog_triton.compilers")
+    # clang once for all processes of tests: what it made is handed out here
+    made, compile_apart = [], jit.compile_apart
+
+    def handed_out(text, source, *others):
+        made.append(source)
+        return made_once(
+            [text.encode(), *(path.read_bytes() for path in toolchain.headers())],
+            lambda draft: draft.write_bytes(compile_apart(text, source, *others)),
+        ).read_bytes()
+
+    monkeypatch.setattr(jit, "compile_apart", handed_out)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_hip(model).close()
     open_hip(model).close()
-    assert compilations(caplog) == 1
-    (kept,) = kernel_cache.cache_folder().iterdir()
-    kept.write_bytes(kept.read_bytes()[:-100])
+    assert made == ["selftest.hip", "decode.hip"] and compilations(caplog) == 1
+    for kept in kernel_cache.cache_folder().iterdir():
+        kept.write_bytes(kept.read_bytes()[:-100])
     with open_hip(model) as llm:
         assert ids(llm.generate(PROMPTS[0], GREEDY)) == expected(PROMPTS[0], GREEDY)
     assert compilations(caplog) == 2 and "is damaged: it is compiled again" in caplog.text
 
 
 def test_what_the_runtime_takes_for_no_object_is_told(hip, model, monkeypatch):
+    open_hip(model).close()
     monkeypatch.setattr(HipBackend, "_compile", lambda self, source, layout: b"no object" * 20)
     told = refusal(lambda: open_hip(model))
     assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "kog cache clear" in told

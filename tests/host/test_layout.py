@@ -174,7 +174,9 @@ SHARED_LAYOUT = "kog_triton.backends.cuda.layout."
 
 def test_backends_never_import_each_other():
     def another(module, name):
-        shared = module.startswith("kog_triton.backends.hip.") and f"{name}.".startswith(SHARED_LAYOUT)
+        shared = module.startswith("kog_triton.backends.hip.") and f"{name}.".startswith(
+            SHARED_LAYOUT
+        )
         return backend(name) not in ("", backend(module)) and not shared
 
     assert not offenders(lambda m: room(m) == "backends", another)

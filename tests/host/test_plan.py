@@ -124,7 +124,9 @@ def test_the_hip_plan_is_its_lowering(plan):
     code, out, err = plan("--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip")
     rows = table(out)
     assert (code, err) == (0, "") and "on 1 x mi300x, one token" in out
-    assert "304 CUs on 8 XCDs; weights go straight to registers, 8192 bytes of a block at once" in out
+    assert (
+        "304 CUs on 8 XCDs; weights go straight to registers, 8192 bytes of a block at once" in out
+    )
     assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
     warps = [row["warps K x rows"] for row in rows.values() if "warps K x rows" in row]
     assert len(warps) == 5 and all(k * by == WARPS for k, by in map(split_warps, warps))
@@ -157,7 +159,11 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
         (["--model", "x", "--shape", "y"], 2, "not allowed with"),
         (["--shape", "llama-3.3-70b", "--device", "l40s"], 3, "shared memory of l40s"),
-        (["--backend", "hip"], 4, "the hip backend is for AMD GPUs, and h200 is not: --device mi300x"),
+        (
+            ["--backend", "hip"],
+            4,
+            "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
+        ),
         (["--backend", "hip", "--device", "mi300x", "--gpus", "2"], 4, "choose --gpus 1"),
         (
             ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],

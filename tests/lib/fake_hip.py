@@ -1,15 +1,15 @@
 """A libamdhip64 whose GPU is the executor: a launch runs the code object that was loaded, as gfx942 machine code.
 
-The library is C, with the runtime's own prototypes, and lies where `ROCM_PATH` points: it is found, opened and called as
-AMD's would be. Each of its functions calls one of FakeHip's. Launches run in threads, one after another; what a kernel
-may touch are the tensors whose addresses its argument holds.
+The library is C, with the runtime's own prototypes, and lies where `ROCM_PATH` points: it is found, opened and called
+as AMD's would be. Each of its functions calls one of FakeHip's. Launches run in threads, one after another; what a
+kernel may touch are the tensors whose addresses its argument holds.
 """
 
 import ctypes
 import functools
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from kog_triton.backends.cuda.layout.protocol import TENSORS
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.stages import StageRunner
+from kog_triton.backends.hip import selftest
 from tests.lib.compiled import made_once, version_of
 from tests.lib.gfx942.code_object import CodeObject
-from tests.lib.gfx942.executor import PLAIN, Buffer, Kernel, Launch
+from tests.lib.gfx942.executor import PLAIN, SYSTEM, Buffer, Kernel, Launch
 from tests.lib.gfx942.hip_kernel import LEAST
 
 # Parameters as hip_runtime_api.h declares them: handles are pointers.
@@ -98,6 +99,7 @@ class FakeHip:
 
     gpus = 1
     elf_machine = 0x4C  # gfx942
+    least: Mapping[str, int] = LEAST  # the scope that accesses must have, by the memory's name
 
     def __init__(self, **conditions: Any) -> None:
         self.failing: dict[str, int] = {}
@@ -128,9 +130,7 @@ class FakeHip:
         pointers = Memory.pointers
 
         def noted(memory: Memory, *args: Any, **others: torch.Tensor) -> Any:
-            self.know(
-                (name, others.get(name, getattr(memory, name))) for name in TENSORS
-            )
+            self.know((name, others.get(name, getattr(memory, name))) for name in TENSORS)
             return pointers(memory, *args, **others)
 
         begin = StageRunner.__init__
@@ -139,6 +139,14 @@ class FakeHip:
             begin(runner, *args)
             self._vectors = {"x": runner.x, "out": runner.out}
 
+        lay = selftest.argument
+
+        def laid(tensors: dict[str, torch.Tensor], *args: Any) -> Any:
+            self.know(tensors.items())
+            return lay(tensors, *args)
+
+        selftest.check_gpu.cache_clear()
+        monkeypatch.setattr(selftest, "argument", laid)
         monkeypatch.setattr(Memory, "pointers", noted)
         monkeypatch.setattr(StageRunner, "__init__", begun)
 
@@ -176,7 +184,9 @@ class FakeHip:
         if int.from_bytes(head[48:52], "little") & 0xFF != self.elf_machine:
             return NO_BINARY
         sections = int.from_bytes(head[40:48], "little")
-        size = sections + int.from_bytes(head[58:60], "little") * int.from_bytes(head[60:62], "little")
+        size = sections + int.from_bytes(head[58:60], "little") * int.from_bytes(
+            head[60:62], "little"
+        )
         self._modules[self._new(module)] = CodeObject(ctypes.string_at(image, size))
         return 0
 
@@ -228,7 +238,8 @@ class FakeHip:
             earlier.join()
         self.meanwhile()
         buffers = [
-            Buffer(t, LEAST.get(name) == 3, LEAST.get(name, 0)) for name, t in tensors.items()
+            Buffer(t, LEAST.get(name) == SYSTEM, self.least.get(name, 0))
+            for name, t in tensors.items()
         ]
         try:
             kernel.run(launch, buffers, lds=shared, seed=seed, **self._conditions)
