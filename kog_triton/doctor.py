@@ -52,6 +52,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "driver": driver(),
         "gpus": gpus(),
         "unseen_gpu": unseen(),
+        "hip": hip(),
         "backends": [asdict(candidate) for candidate in survey()],
         "demo": {"path": str(demo), "present": (demo / "config.json").is_file()},
         "optional": {
@@ -188,6 +189,15 @@ def unseen() -> str | None:
     return f"{gpu.name}: {gpu.advice}" if gpu else None
 
 
+def hip() -> dict[str, str] | None:
+    """What the hip backend needs, found or missing; None on a machine without anything of AMD's, and without torch."""
+    try:
+        from kog_triton.backends.hip.findings import look
+    except ImportError:
+        return None
+    return look()
+
+
 def report(found: dict[str, Any]) -> str:
     """The findings as text for people."""
     packages = found["packages"].items()
@@ -208,6 +218,8 @@ def report(found: dict[str, Any]) -> str:
         lines.append(f"  {b['name']:<10}{state:<17}{b['reason']}".rstrip())
         if b["advice"] and not b["available"]:
             lines.append(f"  {'':<10}-> {b['advice']}")
+    if found.get("hip"):
+        lines += ["", "HIP", *(f"  {what:<10}{says}" for what, says in found["hip"].items())]
     if "memory" in found:
         lines += _surroundings(found)
     if "model" in found:

@@ -72,7 +72,7 @@ class CudaBackend:
     vendors = ("nvidia",)
     rank = 1
     plans_memory = True
-    column_counts = COUNTS  # of the kernels that serve several requests together
+    column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
 

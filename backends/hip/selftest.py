@@ -59,8 +59,8 @@ def check_gpu(device: torch.device, gpu: Gpu) -> list[int]:
         if bits & bit:
             count = sum(bool(wrong & bit) for _, wrong in found)
             raise DeviceError(
-                f"the hip backend's self-test fails on {gpu.name}: {what} ({count} of {blocks} blocks, {ROUNDS} rounds): "
-                "choose --backend triton, and report this"
+                f"the hip backend's self-test fails on {gpu.name}: {what} ({count} of {blocks} blocks, {ROUNDS} "
+                "rounds): choose --backend triton, and report this"
             )
     return [xcd for xcd, _ in found]
 

@@ -13,7 +13,7 @@ from kog_triton.errors import DeviceError
 FOLDER = Path(__file__).resolve().parent
 # HIP's first: a header of the same name takes the place of CUDA's (docs/HIP.md).
 INCLUDES = (FOLDER / "include", cuda.INCLUDE)
-FLAGS = (
+FLAGS: tuple[str, ...] = (
     *("-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib"),
     *("-std=c++20", "-O3", "-Wno-everything"),
 )

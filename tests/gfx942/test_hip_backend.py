@@ -290,3 +290,28 @@ def test_the_compilers_words(hip, model, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     with pytest.raises(DeviceError, match=r"clang\S* refuses the kernel:\n.*no-such-flag"):
         open_hip(model)
+
+
+# ---- kog doctor ----
+
+
+def test_doctor_explains(hip, capsys, monkeypatch):
+    from kog_triton import doctor
+
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "  hip       ready\n" in said.replace("ready  ", "ready")
+    assert "HIP\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
+    assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
+    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
+    hip.gpus = 0
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "hipGetDeviceCount: hipErrorNoDevice (100" in said and "  self-test not run\n" in said
+
+
+def test_doctor_says_nothing_of_hip_on_other_machines(hip, capsys, monkeypatch, tmp_path):
+    from kog_triton import doctor
+
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert doctor.hip() is None and "\nHIP\n" not in doctor.report(doctor.examine())
