@@ -13,13 +13,19 @@ import pytest
 import torch
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
 from kog_triton.backends.hip import selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
+from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import DeviceError, KogError
 from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import FOLDER, made_once
 from tests.lib.fake_hip import FakeHip
+from tests.lib.gfx942.requests import ASKED, tokens_of
+from tests.lib.gfx942.requests import expected as expected_of
+from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.tiny import save_folder
 
 CONFIG = {
@@ -117,8 +123,36 @@ def test_requests_one_after_the_other(hip, model, expected, params):
 
 
 def test_requests_beside_each_other(hip, model, expected):
+    """The launch ends with the first of them; the other goes on in the next where it stood."""
+    params = [replace(GREEDY, max_tokens=3), GREEDY]
     with open_hip(model, num_slots=2) as llm:
-        assert ids(llm.generate(PROMPTS, GREEDY)) == expected(PROMPTS, GREEDY)
+        assert ids(llm.generate(PROMPTS, params)) == expected(PROMPTS, params)
+    assert hip.launches >= 1 + 2
+
+
+def test_log_probabilities_are_the_references(hip, model):
+    params = replace(GREEDY, logprobs=3)
+    told = []
+    for backend in ("hip", "reference"):
+        with LLM(model, backend=backend, skip_tokenizer_init=True) as llm:
+            (output,) = llm.generate(PROMPTS[0], params)
+        told.append(
+            [{i: one.logprob for i, one in at.items()} for at in output.outputs[0].logprobs]
+        )
+    for ours, theirs in zip(*told, strict=True):
+        assert ours == pytest.approx(theirs, abs=0.02)
+
+
+def test_masks_of_the_host_are_waited_for(hip):
+    case = CASES["llama"]
+    backend = HipBackend(ArrayWeights(case.spec), BackendOptions(max_context=64))
+    mailbox = Mailbox()
+    mailbox.post(ASKED["masks"].request())
+    try:
+        backend.generate(mailbox)
+    finally:
+        backend.close()
+    assert tokens_of(mailbox.read(0, 0)) == expected_of("llama", "masks")
 
 
 def test_tokens_stream_while_the_kernel_runs(hip, model, expected):
