@@ -17,6 +17,7 @@ from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.device import gpu_of
 from kog_triton.backends.hip import toolchain
 from kog_triton.backends.hip.driver import HipKernel, count_gpus
+from kog_triton.backends.hip.findings import look
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.selftest import check_gpu
 from kog_triton.backends.hip.toolchain import MI300, compiler_name
@@ -34,6 +35,7 @@ UNPROVEN = "it has never run on an AMD GPU"
 class HipBackend(CudaBackend):
     name = "hip"
     vendors = ("amd",)
+    rank = None  # type: ignore[assignment]  # "auto" does not take it
     column_counts = ()  # there are no kernels of columns and chunks yet
     chunk_positions = 0
     profile = None  # type: ignore[assignment]  # and none that takes stamps
@@ -66,6 +68,11 @@ class HipBackend(CudaBackend):
             raise DeviceError("torch sees no AMD GPU")
         of = torch.cuda.get_device_properties()
         return of.name, of.gcnArchName.split(":")[0]
+
+    @classmethod
+    def findings(cls) -> dict[str, str]:
+        """For `kog doctor`."""
+        return look(cls.availability(), cls.xcds)
 
     @classmethod
     def why_not_narrow(cls, spec: ModelSpec) -> str:

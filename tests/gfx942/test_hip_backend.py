@@ -335,7 +335,7 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert "  hip       ready\n" in said.replace("ready  ", "ready")
-    assert "HIP\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
+    assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
     assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
     assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
     hip.gpus = 0
@@ -348,4 +348,4 @@ def test_doctor_says_nothing_of_hip_on_other_machines(hip, capsys, monkeypatch, 
     from kog_triton import doctor
 
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
-    assert doctor.hip() is None and "\nHIP\n" not in doctor.report(doctor.examine())
+    assert doctor.findings() == {} and "\nhip\n" not in doctor.report(doctor.examine())
