@@ -230,13 +230,6 @@ def test_a_prompt_in_chunks_leaves_the_bits_that_tokens_leave(case):
     assert chunks.equal(tokens)
 
 
-def test_a_library_has_no_prompts_of_narrow_weights():
-    with pytest.raises(
-        ModelError, match="prompts of narrow weights run in the kernel: choose --prefill kernel"
-    ):
-        FiberBackend(weights_of("fp8 blocks"), BackendOptions(prefill="library"), 3)
-
-
 # What is planted in narrow.h, the case that must see it, and its text.
 PLANTED = {
     "the scale of the next row": (
