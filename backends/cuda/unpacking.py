@@ -18,6 +18,7 @@ from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import first_ring_slots, unit_places
+from kog_triton.schedule.schedule import Stage
 
 Tensor = torch.Tensor
 
@@ -49,7 +50,7 @@ class Unpacking:
         self.buffer = torch.empty(unpacked_bytes(lowering), dtype=torch.uint8, device=arena.device)
         first, tables, at = first_ring_slots(lowering), [], 0
         begins: dict[tuple[str, int], int] = {}
-        places, bias_rows = bias_places(lowering)
+        places, self._bias_rows = bias_places(lowering)
         kernels: dict[StreamWeights, Queues] = {}
         self._stages: dict[str, tuple[UnpackCall, Callable[[int], None], int]] = {}
         for stage in layer_matrices(lowering.schedule):
@@ -57,10 +58,8 @@ class Unpacking:
             if weights not in kernels:
                 kernels[weights] = load(weights)
             for layer in range(lowering.schedule.spec.num_layers):
-                begin, before = unit_places(lowering, stage, layer, first[stage.name, layer])
-                units = np.stack([begin // lowering.fragments, before // weights.pack], -1)
                 begins[stage.name, layer] = at
-                tables.append(units.reshape(-1, 2).astype(np.int32))
+                tables.append(fragment_bytes_at(lowering, stage, layer, first[stage.name, layer]))
                 at += len(tables[-1])
             call = UnpackCall(
                 arena.data_ptr(),
@@ -68,9 +67,6 @@ class Unpacking:
                 None,
                 self.buffer.data_ptr(),
                 lowering.unit_fragments(stage),
-                lowering.fragments,
-                lowering.num_blocks,
-                lowering.ring_slot_bytes,
                 lowering.num_units(stage),
                 stage.rows,
                 lowering.tilings[stage.name].k_parts,
@@ -78,16 +74,13 @@ class Unpacking:
             blocks = wide_fragments(lowering, stage) // weights.pack
             queue = kernels[weights].queued(blocks, WARPS * 32, call)
             self._stages[stage.name] = call, queue, places[stage.name][1]
-        self._units = torch.from_numpy(np.concatenate(tables)).to(arena.device)
-        self._bias_rows = bias_rows
-        self._begins = {
-            where: self._units.data_ptr() + 8 * begin for where, begin in begins.items()
-        }
+        self._fragments = torch.from_numpy(np.concatenate(tables)).to(arena.device)
+        self._begins = {where: self._fragments[at:].data_ptr() for where, at in begins.items()}
 
     def queue(self, layer: int, stage: str, stream: int) -> None:
         """Put the matrices of a stage into `buffer`, behind what the stream still does."""
         call, launch, row_scales = self._stages[stage]
-        call.units = self._begins[stage, layer]
+        call.fragments = self._begins[stage, layer]
         call.row_scales = self._biases.data_ptr() + 4 * (layer * self._bias_rows + row_scales)
         launch(stream)
 
@@ -104,4 +97,20 @@ class Unpacking:
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes + self._units.nbytes
+        return self.buffer.nbytes + self._fragments.nbytes
+
+
+def fragment_bytes_at(
+    lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray
+) -> np.ndarray:
+    """The byte of the arena at which each fragment of all warps of a stage begins, in the order of shards, units and
+    K, int64.
+
+    first  the stage's, of `first_ring_slots`
+    """
+    begin, before = unit_places(lowering, stage, layer, first)[..., None]
+    pack, each = lowering.weights[stage.name].pack, lowering.unit_fragments(stage)
+    ahead, inside = np.divmod(before // pack + np.arange(each), lowering.fragments)
+    slot = begin // lowering.fragments + ahead * lowering.num_blocks
+    at: np.ndarray = slot * lowering.ring_slot_bytes + inside * lowering.fragment_bytes(stage)
+    return at.reshape(-1)

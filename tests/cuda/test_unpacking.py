@@ -28,7 +28,7 @@ from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 from tests.lib.product_cases import dealt
 from tests.lib.unpacked import unpacking_of
 
-LANES = {"num_lanes": 2, "delay": 0, "hidden_size": 256, "intermediate_size": 256}
+LANES = {"num_lanes": 2, "delay": 0, "hidden_size": 1024, "intermediate_size": 2048, "num_heads": 16}
 MORE = {
     "lanes, int4 zero points": (AWQ, LARGE | LANES),
     "lanes, fp8 channels": (FORMATS["fp8-channel"], LARGE | LANES),
@@ -88,7 +88,6 @@ PLANTED = {  # the case that must see it, and its text in prompt/unpack.h
     "nibbles in order": ("int4 g128", "i % 4 * 2 + i / 4", "i"),
     "a row's scale of the row before": ("fp8 channels", "* 8 + lane / 4;", "* 8 + lane / 4 - (lane > 3);"),
     "rows of the first shard": ("lanes, fp8 channels", "(unit / p.shard_units) * p.rows", "0"),
-    "no ring slot's end": ("fp8 blocks", "ahead = fragment / p.ring_slot", "ahead = 0"),
     "steps side by side": ("fp8 tensors", "to + step * kWarps * kFragmentBytes", "to"),
 }  # fmt: skip
 
@@ -179,4 +178,4 @@ def test_no_thread_takes_so_long_that_memory_waits(kind, dtype):
     assert not any(is_local(what) for _, what in code)
     assert sum("STG.E.128" in what for _, what in code) == weights.pack
     assert any("LDG.E.128" in what for _, what in code)
-    assert len(code) < 10 * 8 * weights.pack
+    assert len(code) < (16 if weights.row_scales else 10) * 8 * weights.pack

@@ -15,9 +15,8 @@ class UnpackCall(ctypes.Structure):
     """kog::Unpack (include/kog/prompt/unpack.h)."""
 
     _fields_ = (
-        *((n, ctypes.c_void_p) for n in ("arena", "units", "row_scales", "out")),
-        *((n, ctypes.c_int) for n in ("fragments", "ring_slot", "blocks", "ring_slot_bytes")),
-        *((n, ctypes.c_int) for n in ("shard_units", "rows", "parts")),
+        *((n, ctypes.c_void_p) for n in ("arena", "fragments", "row_scales", "out")),
+        *((n, ctypes.c_int) for n in ("unit_fragments", "shard_units", "rows", "parts")),
     )
 
 

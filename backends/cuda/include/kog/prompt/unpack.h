@@ -10,12 +10,11 @@ namespace kog {
 
 struct Unpack {  // the kernel's argument (unpacking.py)
   const u8* arena;
-  const uint2* units;       // of each shard's each unit: its block's ring slot, and fragments of the stage before it
+  const u64* fragments;     // of each shard's each unit: the byte of the arena at which each of them begins
   const float* row_scales;  // of each shard's rows, if they have one scale each
   u8* out;
-  int fragments;                           // of a unit
-  int ring_slot, blocks, ring_slot_bytes;  // fragments a ring slot, slots from one to a block's next, bytes
-  int shard_units, rows, parts;            // of a shard; into which K is cut
+  int unit_fragments, shard_units, rows;  // a unit's; a shard's units and rows
+  int parts;                              // into which K is cut
 };
 
 constexpr int kThreadWords = kFragK / 8, kThreadValues = kFragK / 4;
@@ -29,10 +28,9 @@ KOG_DEVICE float whole_less(u32 bits, int less) {
   constexpr int kHidden = 1 << 23;
   return float_of(0x4b000000u | bits) - static_cast<float>(kHidden + less);
 }
-// Magnitudes of E2M1 times two, a nibble each.
+// Where float32 has sign, exponent and mantissa; subnormal codes become subnormal values.
 KOG_DEVICE float e2m1_value(u32 code) {
-  float magnitude = static_cast<float>(0xc8643210u >> (code & 7) * 4 & 15u) * 0.5f;
-  return code & 8u ? -magnitude : magnitude;
+  return float_of((code & 7) << 22 | (code & 8) << 28) * float_of((126u + 127u) << 23);
 }
 KOG_DEVICE float e4m3_value(u32 low_half) {
   if constexpr (kF16) return widen_f16(static_cast<u16>(low_half)) * 256.f;
@@ -89,11 +87,8 @@ struct Beside {
 
 // What one thread of 16 warps makes of fragment `index` of all units.
 KOG_DEVICE void unpack_fragment(const Unpack& p, int index, int thread) {
-  int unit = index / p.fragments, warp = thread / 32, lane = thread % 32;
-  uint2 place = p.units[unit];
-  int fragment = static_cast<int>(place.y) + index % p.fragments, ahead = fragment / p.ring_slot;
-  const u8* from = p.arena + (static_cast<u64>(place.x) + static_cast<u64>(ahead) * p.blocks) * p.ring_slot_bytes;
-  from += (fragment % p.ring_slot) * (kWarps * (kFragmentBytes + Weights::kRecordBytes));
+  int warp = thread / 32, lane = thread % 32;
+  const u8* from = p.arena + p.fragments[index];
   auto codes = *reinterpret_cast<const ThreadWords*>(from + warp * kFragmentBytes + lane * sizeof(ThreadWords));
   u8* to = p.out + (static_cast<u64>(index) * Weights::kPack * kWarps + warp) * kFragmentBytes + lane * sizeof(codes);
   if constexpr (Weights::kCodes < 0) {
@@ -102,6 +97,7 @@ KOG_DEVICE void unpack_fragment(const Unpack& p, int index, int thread) {
     const u8* record = from + kWarps * kFragmentBytes + warp * Weights::kRecordBytes;
     Beside beside;
     if constexpr (kRowScales) {
+      int unit = index / p.unit_fragments;
       int row = ((unit % p.shard_units) * (kWarps / p.parts) + warp / p.parts) * 8 + lane / 4;
       if (row < p.rows) beside.scale = p.row_scales[static_cast<u64>(unit / p.shard_units) * p.rows + row];
     }
