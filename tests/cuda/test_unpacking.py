@@ -84,10 +84,10 @@ PLANTED = {  # the case that must see it, and its text in prompt/unpack.h
     "the scale of the first granule": ("int4 g32, float16", "step * Weights::kGranules / Weights::kPack", "0"),
     "no zero point": ("int4 g128, zero points", "value - point", "value - 8"),
     "no minimum": ("int4 g32, minimums (Q4_1)", "value + minimum", "value"),
-    "E2M1 without its sign": ("mxfp4", "? -magnitude :", "? magnitude :"),
+    "E2M1 without its sign": ("mxfp4", " | (code & 8) << 28", ""),
     "nibbles in order": ("int4 g128", "i % 4 * 2 + i / 4", "i"),
     "a row's scale of the row before": ("fp8 channels", "* 8 + lane / 4;", "* 8 + lane / 4 - (lane > 3);"),
-    "rows of the first shard": ("lanes, fp8 channels", "(unit / p.shard_units) * p.rows", "0"),
+    "rows of the first shard": ("lanes, fp8 channels", "(unit / p.shard_units) * p.rows", "(0)"),
     "steps side by side": ("fp8 tensors", "to + step * kWarps * kFragmentBytes", "to"),
 }  # fmt: skip
 
