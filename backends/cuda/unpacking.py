@@ -93,7 +93,9 @@ class Unpacking:
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         )
         found = self._lowering.schedule.stage(stage)
-        return self.buffer[: wide_fragments(self._lowering, found) * wide_fragment_bytes(self._lowering)]
+        return self.buffer[
+            : wide_fragments(self._lowering, found) * wide_fragment_bytes(self._lowering)
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,6 @@ from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.cuda.layout import batches
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench.kl_limit import UNPACKED
-from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import Code
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build

@@ -23,12 +23,18 @@ from tests.lib.cuda_requests import request, run
 from tests.lib.cuda_walk import ROOT, FiberBackend
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.machine_code import instructions, is_local, sass_of_text
-from tests.lib.narrow_stages import AWQ, CASES, LARGE, SMALL, weights_of
+from tests.lib.narrow_stages import AWQ, CASES, LARGE, weights_of
 from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 from tests.lib.product_cases import dealt
 from tests.lib.unpacked import unpacking_of
 
-LANES = {"num_lanes": 2, "delay": 0, "hidden_size": 1024, "intermediate_size": 2048, "num_heads": 16}
+LANES = {
+    "num_lanes": 2,
+    "delay": 0,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_heads": 16,
+}
 MORE = {
     "lanes, int4 zero points": (AWQ, LARGE | LANES),
     "lanes, fp8 channels": (FORMATS["fp8-channel"], LARGE | LANES),
