@@ -1,16 +1,19 @@
 """Narrow weights in 16 bits for the products of prompts: every value the checkpoint's, where the products read it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.layout.layout import lay_out
-from kog_triton.backends.cuda.layout.prompt import takes
-from kog_triton.backends.cuda.layout.unpack import render_unpack
+from kog_triton.backends.cuda.layout.prompt import KERNELS, render_product, takes
+from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
 from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.cuda.memory import HALF, allocate
-from kog_triton.backends.cuda.products import unpacked_group_tables
+from kog_triton.backends.cuda.products import ArenaProducts, unpacked_group_tables
+from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.cuda import lower
@@ -145,6 +148,50 @@ def test_the_products_kernel_finds_every_weight_in_its_order(case):
             assert np.array_equal(rows, ordered[shard]), (name, layer)
 
 
+class Noted:
+    """A kernel whose launches are noted: its function's name and a copy of the argument."""
+
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+
+    def queued(self, blocks, threads, argument):
+        def queue(stream):
+            copy = type(argument).from_buffer_copy(argument)
+            self.launches.append((self.name, blocks, stream, copy))
+
+        return queue
+
+
+def test_a_product_unpacks_its_matrix_and_reads_the_buffer(monkeypatch):
+    _, lowering, memory = opened("lanes, fp8 channels")
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    launches = []
+    unpacking = Unpacking(
+        lowering, memory.weights, memory.biases, lambda kind: Noted("kog_unpack", launches)
+    )
+    ours = ArenaProducts(
+        lowering,
+        memory.weights,
+        torch.bfloat16,
+        lambda kernel, name, _: Noted(name, launches),
+        unpacking,
+    )
+    stage = lowering.schedule.stage("o_proj")
+    ours.product(1, "o_proj", torch.zeros(2, 40, stage.cols).bfloat16(), None)
+    assert [name for name, *_ in launches] == ["kog_unpack"] + 2 * ["kog_arrange", "kog_product"]
+    assert {where for _, _, where, _ in launches} == {7}
+    (_, blocks, _, unpack), *products = launches
+    assert blocks == 2 * lowering.num_units(stage) * lowering.unit_fragments(stage)
+    assert unpack.arena == memory.weights.data_ptr() and unpack.out == unpacking.buffer.data_ptr()
+    for *_, multiply in products[1::2]:
+        assert multiply.arena == unpacking.buffer.data_ptr()
+        assert (multiply.ring_slot, multiply.ring_slot_step) == (1, 1)
+    assert unpacking.buffer.nbytes == unpacked_bytes(lowering)
+
+
 # ---- prompts ----
 
 
@@ -169,6 +216,22 @@ def test_a_prompt_leaves_what_that_of_the_unpacked_weights_leaves(case):
 
 
 # ---- machine code ----
+
+
+def test_products_of_unpacked_weights_wait_before_they_read_them():
+    """As many waits for the launch before as of 16-bit weights, and the one of the warps that copy these."""
+    source = (ROOT / "backends/cuda/prompt.cu").read_text()
+    waits = [
+        sum(
+            "ACQBULK" in what
+            for _, what in instructions(
+                sass_of_text(render_product(KERNELS[0], DType.BF16, unpacked) + source)
+            )
+        )
+        for unpacked in (False, True)
+    ]
+    assert waits[1] == waits[0] + 1 > 1
+
 
 KINDS = ("int4-g128", "int4-g128-zp", "mxfp4", "fp8-block", "fp8-channel", "q8_0", "q4_1")
 
