@@ -26,6 +26,7 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
@@ -33,6 +34,7 @@ from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
+from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -51,19 +53,18 @@ from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
-from kog_triton.schedule.cuda_weights import unreadable
+from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
+from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS = (
-    "prompt.cu"  # reads weights of 16 bits alone: prompts of others run in the kernel of chunks
-)
+PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
-def _kernel_prompts(options: BackendOptions, whose: str) -> BackendOptions:
+def _kernel_prompts(options: BackendOptions) -> BackendOptions:
     if options.prefill == "library":
-        raise ModelError(f"prompts {whose} run in the kernel: choose --prefill kernel")
+        raise ModelError("prompts on several GPUs run in the kernel: choose --prefill kernel")
     return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
@@ -110,10 +111,8 @@ class CudaBackend:
             raise DeviceError(
                 f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
-        if weights.spec.narrow:
-            options = _kernel_prompts(options, "of narrow weights")
         if options.num_gpus > 1:
-            options = _kernel_prompts(options, "on several GPUs")
+            options = _kernel_prompts(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -205,8 +204,12 @@ class CudaBackend:
         return lay_out(lowering, self.max_context)
 
     def _check_memory(self) -> None:
+        lowering, beside = self.layout.lowering, 0
+        if wants_library(self.options, self.device):
+            beside = unpacked_bytes(lowering)
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
+            plan = replace(plan, weights=plan.weights + beside)
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
 
@@ -215,22 +218,43 @@ class CudaBackend:
         self._kernels.append(kernel)
         return kernel
 
+    def _prompt_texts(self) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
+        """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
+        lowering, dtype = self.layout.lowering, self.spec.dtype
+        narrow = bool(self.spec.narrow)
+        texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
+            k: (render_product(k, dtype, narrow), PRODUCTS) for k in KERNELS
+        }
+        if narrow:
+            kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
+            texts |= {kind: (render_unpack(kind, dtype), UNPACK) for kind in kinds}
+        return texts
+
     def _compile_products(self) -> None:
-        for kernel in KERNELS:
-            begin_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
-        for kernel in KERNELS:
-            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
+        texts = self._prompt_texts().values()
+        for text in texts:
+            begin_cubin(*text, self.gpu.arch)
+        for text in texts:
+            compile_cubin(*text, self.gpu.arch)
 
     def _open_matrices(self, lowering: CudaLowering) -> Matrices:
-        def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
-            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
+        texts = self._prompt_texts()
+
+        def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
+            cubin = compile_cubin(*texts[kernel], self.gpu.arch)
             opened = Kernel(cubin, entry, shared, self.device)
             self._kernels.append(opened)
             return opened
 
         with waited_for("the kernels of products"):
             self._products_compiled.result()
-        return ArenaProducts(lowering, self.memory.weights, self.memory.embed.dtype, load)
+        memory = self.memory
+        unpacking = None
+        if self.spec.narrow:
+            unpacking = Unpacking(
+                lowering, memory.weights, memory.biases, lambda kind: load(kind, "kog_unpack", 0)
+            )
+        return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load, unpacking)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)

@@ -36,6 +36,9 @@ CHUNKED = Crossover(8, 48)
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and
 # 9.2 for 6.9.
 CHUNKED_LANES = Crossover(8, 24)
+# Of narrow weights, which are unpacked for every pass of the library: an estimate, not a measurement. Qwen3-8B int4, a
+# chunk 2.2 ms, all layers unpacked 5 and 16-bit products of few tokens 6 (benchmarks/cuda-log.md#narrow).
+CHUNKED_NARROW = Crossover(40, 64)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
 MOST_CHUNKS = 32
@@ -118,7 +121,10 @@ class Chunks:
         layout = self._layout
         if layout is None:
             return BY_TOKEN
-        timed = CHUNKED_LANES if layout.lowering.schedule.num_shards > 1 else CHUNKED
+        schedule = layout.lowering.schedule
+        timed = CHUNKED_LANES if schedule.num_shards > 1 else CHUNKED
+        if schedule.spec.narrow:
+            timed = CHUNKED_NARROW
         fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))
         return Crossover(max(fresh, BY_TOKEN.fresh), max(behind, BY_TOKEN.behind))
 
