@@ -26,6 +26,7 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
@@ -33,6 +34,7 @@ from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
+from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -58,20 +60,21 @@ from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
-from kog_triton.schedule.cuda_weights import unreadable
+from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
+from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS = (
-    "prompt.cu"  # reads weights of 16 bits alone: prompts of others run in the kernel of chunks
-)
+PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
 def _kernel_prompts(options: BackendOptions) -> BackendOptions:
-    """Of narrow weights."""
+    """Of narrow weights on several GPUs."""
     if options.prefill == "library":
-        raise ModelError("prompts of narrow weights run in the kernel: choose --prefill kernel")
+        raise ModelError(
+            "prompts of narrow weights on several GPUs run in the kernel: choose --prefill kernel"
+        )
     return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
@@ -80,7 +83,7 @@ class CudaBackend:
     vendors = ("nvidia",)
     rank = 1
     plans_memory = True
-    column_counts = COUNTS  # of the kernels that serve several requests together
+    column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
 
@@ -116,19 +119,21 @@ class CudaBackend:
         available = self.availability()
         if not available.ok:
             raise DeviceError(
-                f"the cuda backend cannot run: {available.reason}; {available.advice}"
+                f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
-        if weights.spec.narrow:
+        if weights.spec.narrow and options.num_gpus > 1:
             options = _kernel_prompts(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
         if self.spec.dtype not in HALF:
             raise ModelError(
-                "the cuda backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
+                f"the {self.name} backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
             )
         if self.spec.kv_dtype not in (None, self.spec.dtype):
-            raise ModelError("the cuda backend keeps keys and values in the type of the weights")
+            raise ModelError(
+                f"the {self.name} backend keeps keys and values in the type of the weights"
+            )
         free_what_was_kept()
         self.devices, self.gpu = self._open_devices()
         self.device = self.devices[0]
@@ -142,9 +147,8 @@ class CudaBackend:
         self._ahead: dict[
             tuple[int, str], tuple[Layout, bytes]
         ] = {}  # by the layout's id, which lives on here
-        lowering = lower(build(self.spec, options.num_gpus), self.gpu, num_blocks)
-        check_lowering(lowering)
-        self.layout = lay_out(lowering, self.max_context)
+        self.layout = self._lay_out(num_blocks)
+        lowering = self.layout.lowering
         self._check_memory()
         compile_columns = partial(self._compile_ahead, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
@@ -194,9 +198,18 @@ class CudaBackend:
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
         return open_gpus(self.num_devices)
 
+    def _lay_out(self, num_blocks: int) -> Layout:
+        lowering = lower(build(self.spec, self.num_devices), self.gpu, num_blocks)
+        check_lowering(lowering)
+        return lay_out(lowering, self.max_context)
+
     def _check_memory(self) -> None:
+        lowering, beside = self.layout.lowering, 0
+        if wants_library(self.options, self.device):
+            beside = unpacked_bytes(lowering)
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
+            plan = replace(plan, weights=plan.weights + beside)
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
 
@@ -205,11 +218,24 @@ class CudaBackend:
         self._kernels.append(kernel)
         return kernel
 
+    def _prompt_texts(self) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
+        """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
+        lowering, dtype = self.layout.lowering, self.spec.dtype
+        narrow = bool(self.spec.narrow)
+        texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
+            k: (render_product(k, dtype, narrow), PRODUCTS) for k in KERNELS
+        }
+        if narrow:
+            kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
+            texts |= {kind: (render_unpack(kind, dtype), UNPACK) for kind in kinds}
+        return texts
+
     def _compile_products(self) -> None:
-        for kernel in KERNELS:
-            begin_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
-        for kernel in KERNELS:
-            compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
+        texts = self._prompt_texts().values()
+        for text in texts:
+            begin_cubin(*text, self.gpu.arch)
+        for text in texts:
+            compile_cubin(*text, self.gpu.arch)
 
     def _open_library(
         self, weights: WeightSource, lowering: CudaLowering
@@ -238,31 +264,41 @@ class CudaBackend:
         )
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
-        device = memory.weights.device
+        texts, device = self._prompt_texts(), memory.weights.device
 
-        def load(kernel: ProductKernel, entry: str, shared: int) -> Kernel:
-            cubin = compile_cubin(render_product(kernel, self.spec.dtype), PRODUCTS, self.gpu.arch)
+        def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
+            cubin = compile_cubin(*texts[kernel], self.gpu.arch)
             opened = Kernel(cubin, entry, shared, device)
             self._kernels.append(opened)
             return opened
 
         with waited_for("the kernels of products"):
             self._products_compiled.result()
+        unpacking = None
         with on_device(device):  # whose context takes modules
-            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load)
+            if self.spec.narrow:
+                unpacking = Unpacking(
+                    lowering,
+                    memory.weights,
+                    memory.biases,
+                    lambda kind: load(kind, "kog_unpack", 0),
+                )
+            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load, unpacking)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)
 
     def _compile_ahead(self, source: str, layout: Layout) -> None:
-        """For `_load`. To render a layout and find its kernel takes 0.1 s or more, in which the thread that launches
+        """For `_code`. To render a layout and find its kernel takes 0.1 s or more, in which the thread that launches
         would leave every request without a token."""
         self._ahead[id(layout), source] = layout, self._compile(source, layout)
 
-    def _load(self, source: str, entry: str, layout: Layout) -> RankKernel:
+    def _code(self, source: str, layout: Layout) -> bytes:
         _, cubin = self._ahead.pop((id(layout), source), (layout, b""))
-        cubin = cubin or self._compile(source, layout)
-        return RankKernel(cubin, entry, layout.shared_bytes, self.devices)
+        return cubin or self._compile(source, layout)
+
+    def _load(self, source: str, entry: str, layout: Layout) -> RankKernel:
+        return RankKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices)
 
     # ---- entry points ----
 
@@ -291,10 +327,8 @@ class CudaBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
-        library: LibraryPrefill | RankPrefill | None = library_for(
-            request, self.library, self.options.prefill, self.chunks.crossover
-        )
-        if library is None:
+        library, crossover = self.library, self.chunks.crossover
+        if not library or not library_for(request, library, self.options.prefill, crossover):
             return None
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank

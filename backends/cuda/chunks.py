@@ -39,6 +39,9 @@ CHUNKED_LANES = Crossover(8, 24)
 # On several GPUs, where every pass of the library is eager and queued for each of them: an estimate for two, not
 # measured (benchmarks/cuda-log.md#rank-prompts).
 CHUNKED_RANKS = Crossover(192, 192)
+# Of narrow weights, which are unpacked for every pass of the library: an estimate, not a measurement. Qwen3-8B int4, a
+# chunk 2.2 ms, all layers unpacked 5 and 16-bit products of few tokens 6 (benchmarks/cuda-log.md#narrow).
+CHUNKED_NARROW = Crossover(40, 64)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
 MOST_CHUNKS = 32
@@ -123,6 +126,8 @@ class Chunks:
             return BY_TOKEN
         schedule = layout.lowering.schedule
         timed = CHUNKED_LANES if schedule.spec.num_lanes > 1 else CHUNKED
+        if schedule.spec.narrow:
+            timed = CHUNKED_NARROW
         if schedule.num_ranks > 1:
             timed = CHUNKED_RANKS
         fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))

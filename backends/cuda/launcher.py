@@ -139,9 +139,7 @@ def check_launch(ranks: Ranks, layout: Layout, finished: Finished) -> tuple[Outc
         found = Outcome(int(memory.mailbox[Word.OUTCOME]))
         if found in (Outcome.RUNNING, Outcome.FAILED) or found is not outcome:
             where = f" on rank {rank}" if len(ranks.each) > 1 else ""
-            raise RunError(
-                f"the cuda kernel ended without an outcome{where}{_absent(ranks, finished)}"
-            )
+            raise RunError(f"the kernel ended without an outcome{where}{_absent(ranks, finished)}")
     return outcome, int(words[Word.SLOT])
 
 
@@ -175,7 +173,7 @@ def check_waits(ranks: Ranks, layout: Layout, finished: Finished | None = None) 
     )
     kind = LateMask if _waits_for_mask(note) else RunError
     raise kind(
-        f"a wait of the cuda kernel expired: rank {rank}, block {note.block}, {what}, "
+        f"a wait of the kernel expired: rank {rank}, block {note.block}, {what}, "
         f"after {ranks.each[rank].mailbox[Word.STEPS]} steps{_absent(ranks, finished)}"
     )
 

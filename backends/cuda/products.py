@@ -1,5 +1,6 @@
 """Products of prompts with the matrices of the weight arena (prompt.cu)."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from kog_triton.backends.cuda.layout.prompt import (
     takes,
 )
 from kog_triton.backends.cuda.matrices import ArenaMatrices
+from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import first_ring_slots, group_places, unit_places
@@ -47,7 +49,8 @@ class Ready:
 class ArenaProducts:
     """prefill.weights.Matrices, by the kernels where they read a stage (`layout.prompt.takes`), else unpacked.
 
-    load  makes a function of a kernel ready: the kernel, the function's name, its shared memory
+    load       makes a function of a kernel ready: the kernel, the function's name, its shared memory
+    unpacking  of a narrow model, whose matrices the kernels read out of its buffer
     """
 
     def __init__(
@@ -56,16 +59,19 @@ class ArenaProducts:
         arena: Tensor,
         dtype: torch.dtype,
         load: Callable[[ProductKernel, str, int], Kernel],
+        unpacking: Unpacking | None = None,
     ) -> None:
-        self._lowering, self._arena = lowering, arena
-        self._unpacked = ArenaMatrices(lowering, arena, dtype)
+        self._lowering, self._unpacking = lowering, unpacking
+        self._weights = arena if unpacking is None else unpacking.buffer
+        self._unpacked = ArenaMatrices(lowering, arena, dtype, unpacking)
         self._most = torch.cuda.get_device_properties(arena.device).multi_processor_count
         self._kernels: Mapping[ProductKernel, Kernel] = {
             k: load(k, "kog_product", k.shared_bytes) for k in KERNELS
         }
         self._arrange = load(KERNELS[0], "kog_arrange", 0)
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
-        table, at = group_tables(lowering, self._stages)
+        make = group_tables if unpacking is None else unpacked_group_tables
+        table, at = make(lowering, self._stages)
         self._table = torch.from_numpy(table).to(arena.device)
         begin, row = self._table.data_ptr(), self._table.stride(0) * self._table.element_size()
         self._groups = {where: [begin + row * n for n in rows] for where, rows in at.items()}
@@ -86,6 +92,8 @@ class ArenaProducts:
         arrange.out = multiply.x = arranged.data_ptr()
         arrange.x, multiply.y = x.data_ptr(), y.data_ptr()
         stream = torch.cuda.current_stream(x.device).cuda_stream
+        if self._unpacking is not None:
+            self._unpacking.queue(layer, stage, stream)
         for groups in self._groups[stage, layer]:
             multiply.groups = groups
             way.arrange(stream)
@@ -107,7 +115,7 @@ class ArenaProducts:
         arrange = ArrangeCall(None, None, tokens, padded, stage.cols, parts, steps)
         blocks = -(-padded * parts * steps // ARRANGE_THREADS)
         call = ProductCall(
-            self._arena.data_ptr(),
+            self._weights.data_ptr(),
             None,
             None,
             None,
@@ -121,8 +129,7 @@ class ArenaProducts:
             way.steps,
             way.whole,
             parts.bit_length() - 1,
-            lo.fragments,
-            lo.num_blocks * lo.fragments,
+            *((lo.fragments, lo.num_blocks * lo.fragments) if self._unpacking is None else (1, 1)),
         )
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
@@ -148,10 +155,31 @@ def group_tables(
     for (name, layer), first in first_ring_slots(lowering).items():
         if name not in stages:
             continue
-        units = unit_places(lowering, stages[name], layer, first)
-        groups = group_places(lowering, stages[name], units)
-        groups = np.pad(groups, ((0, 0), (0, -groups.shape[1] % MOST_GROUPS), (0, 0)), mode="edge")
+        groups = _groups(lowering, stages[name], unit_places(lowering, stages[name], layer, first))
         at[name, layer] = [count + shard * groups.shape[1] for shard in range(len(groups))]
         count += len(groups) * groups.shape[1]
         parts.append(groups.reshape(-1, 4))
     return np.concatenate(parts), at
+
+
+def unpacked_group_tables(
+    lowering: CudaLowering, stages: Mapping[str, Stage]
+) -> tuple[np.ndarray, dict[tuple[str, int], list[int]]]:
+    """As `group_tables`, where a stage's fragments lie in order (unpacking.py): alike in all layers."""
+    parts = [np.zeros((0, 4), np.int32)]
+    at: dict[tuple[str, int], list[int]] = {}
+    count = 0
+    for name, stage in stages.items():
+        shape = (lowering.schedule.num_shards, lowering.num_units(stage))
+        begin = np.arange(math.prod(shape)).reshape(shape) * lowering.steps(stage)
+        groups = _groups(lowering, stage, np.stack([begin, np.zeros_like(begin)]))
+        shards = [count + shard * groups.shape[1] for shard in range(len(groups))]
+        at |= {(name, layer): shards for layer in range(lowering.schedule.spec.num_layers)}
+        count += len(groups) * groups.shape[1]
+        parts.append(groups.reshape(-1, 4))
+    return np.concatenate(parts), at
+
+
+def _groups(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
+    groups = group_places(lowering, stage, units)
+    return np.pad(groups, ((0, 0), (0, -groups.shape[1] % MOST_GROUPS), (0, 0)), mode="edge")

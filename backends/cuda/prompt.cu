@@ -253,8 +253,9 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
   int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   if (group == kGroups) {
     if constexpr (kGroups == 2) give_registers<56>();
-    // Weights are nobody's output: their copies do not wait for the launch before.
+    // Weights of 16 bits are nobody's output: their copies do not wait for the launch before.
     if (warp < kWeightWarps && elected()) {
+      if constexpr (kUnpacked) wait_for_launch_before();
       copy_weights(p, walk, shared, warp);
     } else if (warp == kWeightWarps && elected()) {
       wait_for_launch_before();

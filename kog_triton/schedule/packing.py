@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.schedule.cuda import WARPS, CudaLowering
+from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
 
@@ -81,9 +81,9 @@ def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> 
 
 def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
     """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: `unit_places` of
-    its unit, the byte of a fragment of all warps at which its rows begin, and 0."""
+    its unit, the byte of a fragment of all warps, of 16-bit weights, at which its rows begin, and 0."""
     rows_of_unit = WARPS // lowering.tilings[stage.name].k_parts
-    width = lowering.fragment_bytes(stage) // rows_of_unit
+    width = WARPS * MMA_ROWS * lowering.frag_k * 2 // rows_of_unit
     begin, before = np.repeat(units, rows_of_unit, 2)
     inside = np.tile(np.arange(rows_of_unit) * width, units.shape[2])
     groups = [begin, before, np.broadcast_to(inside, begin.shape), np.zeros_like(begin)]
@@ -96,13 +96,17 @@ def unpack_stage(lowering: CudaLowering, stage: Stage, arena: Any, places: Any) 
     arena   any 16-bit type, all of it
     places  `fragment_places`, of the arena's kind of array
     """
-    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
-    shards, units, steps = places.shape
-    parts = tiling.k_parts
     fragments = arena.reshape(-1, lowering.fragment_bytes(stage) // 2)[places.reshape(-1)]
-    shape = (shards, units, steps, WARPS // parts, parts, high, wide)
+    return order_fragments(lowering, stage, fragments)
+
+
+def order_fragments(lowering: CudaLowering, stage: Stage, fragments: Any) -> Any:
+    """As `unpack_stage`, of all of the stage's fragments in the order of shards, units and K."""
+    tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
+    units, steps, parts = lowering.num_units(stage), lowering.steps(stage), tiling.k_parts
+    shape = (-1, units, steps, WARPS // parts, parts, high, wide)
     ordered = permute(fragments.reshape(shape), (0, 1, 3, 5, 4, 2, 6))
-    rows = units * tiling.unit_rows
+    shards, rows = len(ordered), units * tiling.unit_rows
     return ordered.reshape(shards, rows, lowering.padded_k(stage))[:, : stage.rows, : stage.cols]
 
 

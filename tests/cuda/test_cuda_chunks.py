@@ -239,7 +239,10 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     assert launched(backend) == (1, 0)
 
 
-@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES, chunks.CHUNKED_RANKS])
+@pytest.mark.parametrize(
+    "crossover",
+    [chunks.CHUNKED, chunks.CHUNKED_LANES, chunks.CHUNKED_NARROW, chunks.CHUNKED_RANKS],
+)
 def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
     tokens = range(1, 300)
     for first in (0, 200):

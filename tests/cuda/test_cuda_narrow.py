@@ -10,7 +10,6 @@ from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.cuda.layout import batches
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench.kl_limit import UNPACKED
-from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import Code
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
@@ -228,13 +227,6 @@ def test_a_prompt_in_chunks_leaves_the_bits_that_tokens_leave(case):
         backend.memory.cache[0][..., : len(prompt) + COUNT - 1, :] for backend in backends
     )
     assert chunks.equal(tokens)
-
-
-def test_a_library_has_no_prompts_of_narrow_weights():
-    with pytest.raises(
-        ModelError, match="prompts of narrow weights run in the kernel: choose --prefill kernel"
-    ):
-        FiberBackend(weights_of("fp8 blocks"), BackendOptions(prefill="library"), 3)
 
 
 # What is planted in narrow.h, the case that must see it, and its text.

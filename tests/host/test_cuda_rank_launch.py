@@ -233,7 +233,7 @@ def test_a_wait_that_expired_names_rank_block_layer_and_word(ranks, layout):
     expire(ranks, 1)
     place = layout.place_of("attention_out", 5)
     assert said(ranks, layout) == (
-        f"a wait of the cuda kernel expired: rank 1, block 3, layer 2, {place}, seen 0, wanted 1, after 7 steps"
+        f"a wait of the kernel expired: rank 1, block 3, layer 2, {place}, seen 0, wanted 1, after 7 steps"
     )
 
 

@@ -268,7 +268,10 @@ class FiberBackend(CudaBackend):
         """Its kernels are Hopper's own: what they read is unpacked instead."""
 
     def _open_matrices(self, lowering, memory):
-        return ArenaMatrices(lowering, memory.weights, memory.embed.dtype)
+        from tests.lib.unpacked import unpacking_of  # which takes its folders from here
+
+        unpacking = unpacking_of(lowering, memory) if self.spec.narrow else None
+        return ArenaMatrices(lowering, memory.weights, memory.embed.dtype, unpacking)
 
     def _load(self, source, entry, layout):
         return FiberKernel(layout, FLAGS[source], self._seed)

@@ -172,17 +172,12 @@ def _stages(layout: Layout) -> list[str]:
     schedule = lo.schedule
     kinds = dict.fromkeys(lo.weights[stage.name] for stage in matrix_stages(schedule))
     names = {kind: f"Weights{n}" for n, kind in enumerate(kinds)}
-    lines = [
-        *_enum("Codes", Code),
-        *_enum("ScaleKind", Scale, "scale_"),
-        *_enum("OffsetKind", Offset, "offset_"),
-        *(_constants(name, _weight_fields(kind)) for kind, name in names.items()),
-    ]
-    bias_at = 0
+    lines = render_weights({name: kind for kind, name in names.items()})
     layer = layer_matrices(schedule)
+    places, bias_rows = bias_places(lo)
     for stage in matrix_stages(schedule):
         name, tiling = stage.name, lo.tilings[stage.name]
-        rows = stage.rows * schedule.num_shards
+        bias_at, row_scale_at = places.get(name, (bias_rows, 0))
         fields = {
             "rows": lo.num_rows(stage),
             "cols": stage.cols,
@@ -213,10 +208,8 @@ def _stages(layout: Layout) -> list[str]:
             "sums_in_place": batches.sums_in_place(lo, stage, layout.columns),
             "sums_over": batches.sums_over(lo, stage, layout.columns),
             "row_scales": lo.weights[name].row_scales,
-            "row_scale_at": bias_at + rows if stage in layer else 0,
+            "row_scale_at": row_scale_at,
         }
-        bias_at += rows if stage in layer else 0
-        bias_at += rows if stage in layer and fields["row_scales"] else 0
         identity = f"static constexpr StageId kId = StageId::{_camel('k_' + name)};"
         identity += f" using Weights = {names[lo.weights[name]]};"
         identity += f" static constexpr float kSumUnit = {sum_unit(lo, stage)!r}f;"
@@ -226,11 +219,31 @@ def _stages(layout: Layout) -> list[str]:
         "template <class... Stages> struct Matrices;",
         f"using LayerMatrices = Matrices<{order}>;",
     ]
-    return [*lines, f"constexpr int kBiasRows = {bias_at};"]
+    return [*lines, f"constexpr int kBiasRows = {bias_rows};"]
+
+
+def bias_places(lo: CudaLowering) -> tuple[dict[str, tuple[int, int]], int]:
+    """Of a layer's matrices where their biases begin and what multiplies their sums, among a layer's rows of `biases`
+    (memory.py), and how many rows these are."""
+    places, at = {}, 0
+    for stage in layer_matrices(lo.schedule):
+        rows = stage.rows * lo.schedule.num_shards
+        places[stage.name] = at, at + rows
+        at += 2 * rows if lo.weights[stage.name].row_scales else rows
+    return places, at
+
+
+def render_weights(kinds: Mapping[str, StreamWeights]) -> list[str]:
+    """A struct each, by its name: how a stage's weights lie in the stream (include/kog/narrow.h)."""
+    return [
+        *_enum("Codes", Code),
+        *_enum("ScaleKind", Scale, "scale_"),
+        *_enum("OffsetKind", Offset, "offset_"),
+        *(_constants(name, _weight_fields(kind)) for name, kind in kinds.items()),
+    ]
 
 
 def _weight_fields(weights: StreamWeights) -> dict[str, int]:
-    """How a stage's weights lie in the stream (include/kog/narrow.h)."""
     how = weights.format
     return {
         "codes": int(how.code) if how else -1,

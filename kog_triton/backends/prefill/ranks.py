@@ -162,12 +162,12 @@ class RankPrefill:
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
             try:
-                yield from (Piece(at, work) for work in self._in_turn(runs))
+                yield from (Piece(at, work) for work in self._together(runs))
             finally:  # called off, too
                 self._exchange.clear()
         self._ran = True
 
-    def _in_turn(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+    def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
         """A piece of each rank, then what all put out to all, then the next piece."""
         while True:
             works = []

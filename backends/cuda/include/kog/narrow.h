@@ -8,6 +8,7 @@
 // (Stage::kSumUnit). What a granule's values sum up to, or a step's bytes, is multiplied by its scale and added to the
 // unit's sums. Zero points and minimums multiply what a step's operands sum up to.
 #pragma once
+#include <kog/codes.h>
 #include <kog/operands.h>
 #include <kog/ring.h>
 
@@ -20,14 +21,6 @@ constexpr int kFragmentOfAll = kWarps * (kFragmentBytes + Weights::kRecordBytes)
 template <class... Stages>
 constexpr bool kSlotsFit = ((kFragments * kFragmentOfAll<typename Stages::Weights> <= kRingSlotBytes) && ...);
 static_assert(kSlotsFit<QkvProj, OProj, GateUpProj, DownProj, LmHead>);
-
-// Two codes of E4M3 of four, woven (schedule/narrow_packing.py), as 16-bit values: those that lie in place, and the
-// others, in two parts. They are off by what the exponents' biases differ; subnormal codes become subnormal values.
-KOG_DEVICE u32 e4m3_first(u32 q) { return q & (kF16 ? 0xbf80bf80u : 0x87f087f0u); }
-KOG_DEVICE u32 e4m3_second(u32 q) {
-  if constexpr (kF16) return and_or(q << 7, 0x3f803f80u, (q << 1) & 0x80008000u);
-  return and_or(q << 4, 0x80f080f0u, (q >> 4) & 0x07000700u);
-}
 
 // Step `step` of a fragment of codes of E4M3.
 template <class Weights>
