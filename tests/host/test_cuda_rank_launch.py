@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions, launch_queue
-from kog_triton.backends.cuda import gpus, launcher, rank_kernel
+from kog_triton.backends.cuda import driver, gpus, launcher, rank_kernel
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.cuda.layout.names import STEPS
@@ -114,7 +114,15 @@ def test_a_launch_is_one_a_gpu_behind_what_all_gpus_were_given(log):
     assert first.waited and second.waited and launch.query() and not launch.missing
     log.clear()
     kernel.close()
-    assert log == ["on 0", "close", "on 1", "close"]
+    assert log == ["close", "close"]
+
+
+def test_a_kernel_is_unloaded_from_its_own_gpu(log):
+    kernel = SimpleNamespace(
+        _device=DEVICES[1], _module=7, _call=lambda *told: log.append(f"{told[0]} {told[1]}")
+    )
+    driver.Kernel.close(kernel)
+    assert log == ["on 1", "cuModuleUnload 7"]
 
 
 def test_on_one_gpu_a_launch_is_the_drivers_and_nothing_else(log):
@@ -370,7 +378,11 @@ def test_too_little_memory_on_one_of_the_gpus_names_it(layout, monkeypatch):
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda d: 0)
     backend = SimpleNamespace(
-        layout=layout, devices=DEVICES, num_devices=2, options=BackendOptions(num_slots=1)
+        layout=layout,
+        devices=DEVICES,
+        device=DEVICES[0],
+        num_devices=2,
+        options=BackendOptions(num_slots=1),
     )
     with pytest.raises(DeviceError, match=r"^GPU 1: 0\.0 GiB of weights and 64 positions a slot"):
         CudaBackend._check_memory(backend)
