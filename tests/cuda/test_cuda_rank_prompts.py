@@ -13,8 +13,12 @@ from kog_triton.backends.cuda.memory import HALF
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.prefill.ranks import RankPrefill
 from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import ModelError
+from kog_triton.model.shapes import with_format
 from kog_triton.model.spec import Head
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import error_of, prompt_of, request, run, serve, timeless
 from tests.lib.cuda_walk import FiberBackend
@@ -162,3 +166,11 @@ def test_what_the_library_holds_on_all_ranks_is_counted():
     held = opened().library.memory_bytes()
     assert held > 0 and ours["other"] == own["other"] + held
     assert (ours["weights"], ours["kv_cache"]) == (own["weights"], own["kv_cache"])
+
+
+def test_narrow_weights_on_several_gpus_are_refused():
+    """Their prompts run in the kernel: nobody has unpacked a rank's."""
+    weights = NarrowRandomWeights(with_format(TWO, FORMATS["int8-channel"]))
+    asked = BackendOptions(num_gpus=2, prefill="library")
+    with pytest.raises(ModelError, match="prompts of narrow weights on several GPUs run in the k"):
+        FiberBackend(weights, asked, 2)
