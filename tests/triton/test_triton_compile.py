@@ -141,7 +141,7 @@ def test_llama_on_hopper(reports_of, compiler):
     weights = report.count(r"LDG\.E\.EF\.128")
     assert weights >= 100
     assert report.count(r"LDG\.E\.EF(\.64)?") <= weights // 4
-    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 20
+    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 16  # 2 the join's
     assert sum(report.instructions.values()) <= 13000
 
 
@@ -206,7 +206,7 @@ def test_llama_on_other_nvidia_gpus(target, reports_of, compiler):
     assert report.registers <= 255
     assert report.shared_bytes <= 72 * 1024
     assert report.count(r"LDG\.E\.(EF\.)?128.*") >= 100
-    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 20
+    assert report.count(r"LDG\.E(\.\d+)?\.STRONG\.SYS") >= 16  # 2 the join's
     assert sum(report.instructions.values()) <= 13000
 
 

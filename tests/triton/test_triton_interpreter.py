@@ -213,6 +213,12 @@ FAULTS = {
     "splits are added as if their maxima were equal": Fault(
         "attention", "tl.exp2(top - tl.max(top, axis=0)[None, :])", "top * 0 + 1", "long",
     ),
+    "every split joins the first values of a head": Fault(
+        "attention", "i, s = split * EACH + tl.arange(0, EACH)", "i, s = tl.arange(0, EACH)", "long",
+    ),
+    "splits that are not in use join nothing": Fault(
+        "attention", "if split * EACH < VALUES:", "if (split * EACH < VALUES) & (split < used):", "llama",
+    ),
     "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, S), S)",
         "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",

@@ -2,7 +2,7 @@
 
 The block rotates its query heads, walks its part of the cache with an online softmax (arXiv 2205.14135) and
 publishes what it found, and the logarithm of what that weighs; the splits of a head then join them, each for
-some of the query heads, in the order of the splits. The last split also takes the new key and value, which
+some of the values, in the order of the splits. The last split also takes the new key and value, which
 travel in words like the queries, and appends them to the cache.
 """
 
@@ -33,6 +33,8 @@ FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
+# Values that a split joins, at least: a sector of the L2 (benchmarks/triton-log.md#joined-values).
+LEAST_JOINED: tl.constexpr = tl.constexpr(8)
 
 
 # ---- queries, the new key and the new value ----
@@ -282,33 +284,40 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     return alive
 
 
+@triton.constexpr_function
+def joined_values(S):
+    """Of a key/value head's outputs, how many each of its splits joins, a power of two: all blocks have a part."""
+    return triton.next_power_of_2(
+        max(LEAST_JOINED.value, -(-S.attention_words * 2 // (S.kv_heads * S.splits)))
+    )
+
+
 @triton.jit
 def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constexpr):
-    """Join the splits of this head for query heads split, split + used, ... and publish them."""
+    """Join the splits of this head for the values that are this split's, in use or not, and publish them."""
     lane, head, split = task
     D: tl.constexpr = S.head_dim
-    GROUP: tl.constexpr = S.heads // S.kv_heads
-    DP: tl.constexpr = triton.next_power_of_2(D)
-    SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // DP)
-    i, s = tl.arange(0, DP), tl.arange(0, SP)
+    VALUES: tl.constexpr = S.heads // S.kv_heads * D  # one query head's after the other's
+    EACH: tl.constexpr = joined_values(S)
+    SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // EACH)
+    i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     window = constants[0]
     length = tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
     used = num_splits(length, S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
-    if split < used:
-        for g in range(split, GROUP, used):
-            mine = (s < used)[:, None]
-            part = base + s[:, None] * S.split_words
-            have = mine & (i < D)[None, :]
-            outputs, weights = part + g * D + i[None, :], part + GROUP * D + g + i[None, :] * 0
-            ptrs, count = (outputs, weights), used * S.split_words
-            w, alive = wait_all(
-                ptrs, (have, have), base, count, phase, alive, "attention splits", layer, p, S
-            )
-            top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
-            share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
-            out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
-            out = out / tl.sum(share, axis=0)
-            words = p.words + S.region("attention") + lane * S.attention_words
-            publish_pairs(words + (head * GROUP + g) * (D // 2), 0, out, D, phase, S, DP)
+    if split * EACH < VALUES:
+        mine = (s < used)[:, None]
+        part = base + s[:, None] * S.split_words
+        have = mine & (i < VALUES)[None, :]
+        outputs, weights = part + i[None, :], part + VALUES + (i // D)[None, :]
+        ptrs, count = (outputs, weights), used * S.split_words
+        w, alive = wait_all(
+            ptrs, (have, have), base, count, phase, alive, "attention splits", layer, p, S
+        )
+        top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
+        share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
+        out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
+        out = out / tl.sum(share, axis=0)
+        words = p.words + S.region("attention") + lane * S.attention_words + head * (VALUES // 2)
+        publish_pairs(words, split * EACH, out, VALUES, phase, S, EACH)
     return alive

@@ -161,8 +161,9 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
     x = tl.expand_dims(x, 1 - LINES_AXIS)
-    products = low(w, S) * low(x, S) + high(w, S) * high(x, S)
-    SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
+    # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
+    products = tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
+    SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
     sums = tl.sum(tl.reshape(products, SHAPE), axis=3)
     if PARTS == 1:
         sums = tl.sum(sums, axis=LINES_AXIS)
