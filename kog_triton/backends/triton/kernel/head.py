@@ -134,7 +134,7 @@ def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
         next_base = tl.where(j == S.lanes - 1, behind.to(tl.int64), following).to(base.dtype)
         out = (logits, first, 0, j)
         own = (base, next_base, block, fetched)
-        _, _, _, fetched = rowwise(own, xs, out, S, 4, store_logits)
+        _, _, _, fetched = rowwise(own, xs, out, S, 4, store_logits, 1, 0)
         meet(S)  # the next lane's share is added to what other threads stored
     return (head, behind, block, fetched), alive
 
@@ -154,7 +154,7 @@ def score(x, gains, row, epoch, coords, stream, alive, p, S: tl.constexpr):
         else:
             y = rms_norm(x, gains, S)
         out = (logits, first, vocab_first, 0)
-        stream = rowwise(stream, rounded(y, S), out, S, 4, store_logits)
+        stream = rowwise(stream, rounded(y, S), out, S, 4, store_logits, 1, 0)
     return stream, alive
 
 
@@ -182,7 +182,7 @@ def choice_rows(S):
 
 @triton.jit
 def choose(position, epoch, slot, coords, alive, p, S: tl.constexpr, RULES: tl.constexpr):
-    """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
+    """The block's best key for the token at `position`, its id, and alive; `epoch` counts choices."""
     block, _, _ = coords
     ROWS: tl.constexpr = choice_rows(S)
     request = request_of(slot, p, S)
