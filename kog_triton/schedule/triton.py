@@ -211,7 +211,8 @@ class Tiles:
     @property
     def regions(self) -> dict[str, tuple[int, int]]:
         """Offset and size of each exchange."""
-        regions = ex.lay_out_regions((*_decode_exchanges(self), _arrivals(self)), 1)
+        mine = (*_decode_exchanges(self), _arrivals(self), _operands(self))
+        regions = ex.lay_out_regions(mine, 1)
         return {name: (r.offset, r.size) for name, r in regions.items()}
 
     def region(self, name: str) -> int:
@@ -219,8 +220,8 @@ class Tiles:
 
     @property
     def total_words(self) -> int:
-        offset, size = self.regions["arrivals"]
-        return offset + size
+        offset, size = self.regions["x"]
+        return -(-(offset + size) // 32) * 32
 
 
 # ---- what blocks exchange ----
@@ -310,6 +311,12 @@ def _decode_exchanges(
 def _arrivals(t: Tiles) -> ex.Exchange:
     to = (ex.Reader(MEET[1]),)
     return ex.Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
+
+
+def _operands(t: Tiles) -> ex.Exchange:
+    """What qkv_proj, gate_up_proj and lm_head read of a column, if requests share a step."""
+    to = tuple(ex.Reader(step) for step in ("qkv_proj", "gate_up_proj", "lm_head"))
+    return ex.Exchange("x", "feed", to, t.hidden_size // 2, t.lanes, mark=ex.Mark.GUARDED)
 
 
 def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:

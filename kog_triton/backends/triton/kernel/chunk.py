@@ -166,7 +166,8 @@ def run_chunk(pos, count, slot, number, alive, coords, p, S: tl.constexpr):
 
 @triton.jit
 def run_prompts(alive, coords, p, S: tl.constexpr):
-    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
+    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave, and
+    the number of the next meeting."""
     block, _, _ = coords
     zero = block * 0
     entry, number, stays = zero, zero, zero + 1
@@ -189,7 +190,7 @@ def run_prompts(alive, coords, p, S: tl.constexpr):
                 tl.store(own + TOKEN, token)
             meet(S)  # other threads of the block read them
             stays = tl.where(control == YIELD, 0, stays)
-    return alive, stays
+    return alive, stays, number
 
 
 @triton.jit(noinline=True)

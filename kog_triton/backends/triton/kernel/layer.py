@@ -37,27 +37,27 @@ POINTS = (
 
 
 @triton.jit
-def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+def store_qkv(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
-    base, bias, first, phase = out
+    bias, first, phase = out
     row = first + unit * ROWS
     if S.qkv_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    publish_pairs(base, row, y, T.rows, phase, S, ROWS)
+    publish_pairs(to, row, y, T.rows, phase, S, ROWS)
 
 
 @triton.jit
-def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+def silu_mul(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
     PAIRS: tl.constexpr = T.tile_rows // 2
-    base, bias, first, phase = out
+    bias, first, phase = out
     row = first + unit * ROWS
     if S.mlp_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
     gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
-    publish_pairs(base, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
+    publish_pairs(to, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
 
 
 # ---- stages ----
@@ -70,8 +70,8 @@ def qkv_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.c
     T: tl.constexpr = S.stages[0]
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(stream, xs, out, S, 0, store_qkv, COLUMNS, S.total_words)
+    out = (bias, group_index * T.block_rows, phase)
+    return rowwise(stream, xs, words, out, S, 0, store_qkv, COLUMNS, S.total_words)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def gate_up_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: 
     T: tl.constexpr = S.stages[2]
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
-    out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(stream, xs, out, S, 2, silu_mul, COLUMNS, S.total_words)
+    out = (bias, group_index * T.block_rows, phase)
+    return rowwise(stream, xs, words, out, S, 2, silu_mul, COLUMNS, S.total_words)
 
 
 @triton.jit

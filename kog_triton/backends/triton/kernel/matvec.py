@@ -293,9 +293,10 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexp
     T: tl.constexpr = S.stages[STAGE]
     AHEAD: tl.constexpr = T.ahead
     UNITS: tl.constexpr = T.units
+    K_TILES: tl.constexpr = T.k_tiles
     LOOP_UNITS: tl.constexpr = T.loop_units
     sums, rests = no_sums(S, STAGE, UNITS * COLUMNS)
-    for k in tl.static_range(T.k_tiles):
+    for k in tl.static_range(K_TILES):
         x = operands(xs, S, STAGE, k, COLUMNS)  # every warp's copy lives as long as their tiles
         if loop_iterations(S, STAGE, k) > 0:
             for i in range(loop_iterations(S, STAGE, k)):
@@ -312,8 +313,9 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit
 def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
     """What `wired` sums to in the column that is first: a tuple of [tile_rows], one a unit."""
+    UNITS: tl.constexpr = S.stages[STAGE].units
     ys = ()
-    for u in tl.static_range(S.stages[STAGE].units):
+    for u in tl.static_range(UNITS):
         y = whole(sums[u * COLUMNS], rests[u * COLUMNS], S, STAGE)
         ys = ys + (unscaled(y, S),)
     return ys
@@ -323,6 +325,7 @@ def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
 def hand_over(
     sums,
     rests,
+    to,
     unit,
     out,
     S: tl.constexpr,
@@ -334,11 +337,11 @@ def hand_over(
     """A row tile of every column to EPILOGUE; returns the sums."""
     T: tl.constexpr = S.stages[STAGE]
     if COLUMNS == 1:
-        EPILOGUE(whole(sums[0], rests[0], S, STAGE), unit, out, S, T)
+        EPILOGUE(whole(sums[0], rests[0], S, STAGE), to, unit, out, S, T)
     else:
         for column in range(COLUMNS):
-            own = (out[0] + column * STRIDE,) + out[1:]
-            EPILOGUE(whole(sums[0], rests[0], S, STAGE), unit, own, S, T)
+            own = to + column * STRIDE
+            EPILOGUE(whole(sums[0], rests[0], S, STAGE), own, unit, out, S, T)
             sums, rests = sums[1:] + sums[:1], rests[1:] + rests[:1]
     return sums, rests
 
@@ -347,6 +350,7 @@ def hand_over(
 def rowwise(
     stream,
     xs,
+    to,
     out,
     S: tl.constexpr,
     STAGE: tl.constexpr,
@@ -354,9 +358,9 @@ def rowwise(
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T); the stream.
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], to, unit, out, S, T); the stream.
 
-    The first of `out` is where column 0 goes, STRIDE before the next one.
+    `to` is where column 0 goes, STRIDE before the next one.
     """
     base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
@@ -380,11 +384,15 @@ def rowwise(
                 x = operands(xs, S, STAGE, k, COLUMNS)
                 sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                 fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
-            sums, rests = hand_over(sums, rests, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
+            sums, rests = hand_over(
+                sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE
+            )
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
             x = operands(xs, S, STAGE, k, COLUMNS)
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
-        sums, rests = hand_over(sums, rests, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
+        sums, rests = hand_over(
+            sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE
+        )
     return base, behind, block, fetched

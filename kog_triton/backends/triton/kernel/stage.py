@@ -112,8 +112,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             weights, alive = score_lanes(stream, p.logits, first, weights, 1, alive, p, S)
         else:
             first, _, vocab_first = head_rows(coords, S)
-            given = (p.logits, first, vocab_first, 0)
+            given = (first, vocab_first, 0)
             xs = rounded(stream, S)
-            rowwise(weights, xs, given, S, 4, store_logits, 1, 0)
+            rowwise(weights, xs, p.logits, given, S, 4, store_logits, 1, 0)
     if alive == 0:
         diagnose_timeout(p, S)

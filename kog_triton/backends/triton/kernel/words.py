@@ -402,7 +402,8 @@ def record_timeout(base, count, wanted, reason: tl.constexpr, layer, p):
     tl.atomic_cas(p.error, 0, tl.program_id(0) + 1)
     tl.store(own, NUMBER)
     tl.store(own + 1, layer)
-    tl.store(own + 2, wanted)
+    if wanted is not None:
+        tl.store(own + 2, wanted)
     tl.store(own + 5, offset(base, p))
     tl.store(own + 6, count)
 
