@@ -25,11 +25,12 @@ from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import VENDORS
-from kog_triton.schedule.triton import lower_tiles
+from kog_triton.schedule.triton import Tiles, lower_tiles
 
 OLDEST = 80  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 # AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
 AMD_ARCHS = ("gfx90a", "gfx942", "gfx950")
+COLUMNS = (2, 4, 8)  # requests that kernels of shared steps are made for
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs (benchmarks/triton-log.md#prompts): 16 tokens in chunks 1.06 ms, by the
@@ -102,7 +103,14 @@ class TritonBackend:
             plan_of(self.schedule, self.tiles, options.num_slots), device, options.memory_share
         )
         with self._entry.on_stream():
-            self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
+            self.memory = allocate(
+                self.schedule,
+                self.tiles,
+                weights,
+                options.num_slots,
+                device,
+                most_columns(self.tiles, options.num_slots),
+            )
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
@@ -111,9 +119,10 @@ class TritonBackend:
                 options, weights, self.spec, self.max_context, embed, rope, matrices
             )
         self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run
+            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run, self._columns
         )
         self._serving: LaunchServing | None = None
+        self._most_columns = most_columns(self.tiles, options.num_slots)
         self._compiled: Any = None  # the variant of the kernel that was launched last
         self._launched: set[object] = (
             set()
@@ -229,12 +238,17 @@ class TritonBackend:
         cache = self.memory.pointers.kv[request.slot]
         return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
-    def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
+    def _columns(self, requests: int) -> int:
+        """Columns of the kernel that so many requests share a step of; 1: they take turns."""
+        fitting = (c for c in COLUMNS if c >= min(requests, self._most_columns))
+        return next(fitting) if requests > 1 and self._most_columns > 1 else 1
+
+    def _run(self, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
         """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
 
         The result tells whether it has left.
         """
-        return self._launch(self.memory.pointers, rules, chunks)
+        return self._launch(self.memory.pointers, rules, chunks, columns)
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Logits of positions [first, last), float32, run in a cache [1, ...]. RunError if a wait expires."""
@@ -253,7 +267,7 @@ class TritonBackend:
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
         admit_logits(alone, list(tokens), first, last)
-        self._launch(alone, False, False)
+        self._launch(alone, False, False, 1)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # and no other engine's
         beat = int(alone.mailbox[BEAT])
@@ -261,18 +275,27 @@ class TritonBackend:
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
-    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
+    def _launch(
+        self, pointers: Any, rules: bool, chunks: bool, columns: int
+    ) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel.decode import decode_kernel
+        from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 
         # Copies and not fills, which would be kernels: a request that needs no library runs in one.
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
-        with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
-            self._compiled = decode_kernel[grid](
-                pointers, self.tiles, rules, chunks, **self._launch_options
-            )
+        parts += f" of {columns} columns" * (columns > 1)
+        with self._first_time((rules, chunks, columns), f"the Triton kernel{parts}"):
+            if columns > 1:
+                shared_kernel[grid](
+                    pointers, self.tiles, columns, rules, chunks, **self._launch_options
+                )
+            else:
+                self._compiled = decode_kernel[grid](
+                    pointers, self.tiles, rules, chunks, **self._launch_options
+                )
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()
@@ -314,6 +337,13 @@ class TritonBackend:
         if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
         return took
+
+
+def most_columns(tiles: Tiles, num_slots: int) -> int:
+    """Requests that share a step at most; 1 if there is no such kernel: lanes have none."""
+    if tiles.lanes > 1 or num_slots < 2:
+        return 1
+    return next((c for c in COLUMNS if c >= num_slots), COLUMNS[-1])
 
 
 def _name_and_arch(device: torch.device) -> tuple[str, str]:

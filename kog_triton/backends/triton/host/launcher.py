@@ -34,7 +34,9 @@ class TritonLauncher:
 
     prompt   how the library runs a request's prompt, if it is to
     logits   of positions [first, last) of a prompt, run in a cache [1, ...]
-    run      launches the kernel: whether with all sampling rules, and with prompts in chunks; asks whether it has left
+    run      launches the kernel: whether with all sampling rules, and with prompts in chunks, and its columns; asks
+             whether it has left
+    columns  of the kernel that so many requests share a step of; 1 if they take turns
     """
 
     spec: ModelSpec
@@ -42,7 +44,8 @@ class TritonLauncher:
     tiles: Tiles
     prompt: Callable[[Request], PromptRun | None]
     logits: Callable[[torch.Tensor, Sequence[int], int, int], np.ndarray]
-    run: Callable[[bool, bool], Callable[[], bool]]
+    run: Callable[[bool, bool, int], Callable[[], bool]]
+    columns: Callable[[int], int] = lambda requests: 1
     outcomes: list[int] = field(default_factory=list)  # slot by slot, of the last launch
 
     def __post_init__(self) -> None:
@@ -67,18 +70,25 @@ class TritonLauncher:
         return self.logits(kv, request.prompt, first, last)
 
     def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
-        """It ends when the host says so, whatever `most` is."""
+        """It ends when the host says so, whatever `most` is, or where requests share steps with the first of them."""
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
-        slots = list(running)
+        columns = self.columns(len(running))
+        slots = list(running)[: columns if columns > 1 else None]
         order = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.slot_order[: len(order)] = order.to(self.device)
         ruled = any(
-            flags_of(one.request, self.tiles.vocab_size) & RULES for one in running.values()
+            flags_of(running[slot].request, self.tiles.vocab_size) & RULES for slot in slots
         )
         # whether enough of a prompt is left for a pass of many tokens; the last token is not for it
-        ahead = max(len(one.request.prompt) - 1 - one.position for one in running.values())
-        ended = self.run(ruled, ahead >= CHUNKS_FROM.value)
-        return Launch(slots, ended, partial(self._settle, slots), together=False)
+        ahead = max(len(running[s].request.prompt) - 1 - running[s].position for s in slots)
+        ended = self.run(ruled, ahead >= CHUNKS_FROM.value, columns)
+        served = slots if columns > 1 else slots[:1]
+        outdated = partial(self._outdated, columns, len(running))
+        settle = partial(self._settle, slots, served)
+        return Launch(slots, ended, settle, outdated, together=columns > 1)
+
+    def _outdated(self, columns: int, requests: int) -> bool:
+        return columns == 1 and self.columns(requests) > 1
 
     def leave(self) -> None:
         self._mail[0, HOST] = Outcome.YIELD
@@ -86,15 +96,15 @@ class TritonLauncher:
     def steps(self) -> int:
         return int(self._mail[0, BEAT])
 
-    def _settle(self, slots: Sequence[int]) -> Result:
+    def _settle(self, slots: Sequence[int], served: Sequence[int]) -> Result:
         states = self.memory.pointers.states.cpu()[:, 0]
         self.outcomes = states[:, OUTCOME.value].tolist()
         # A pass that failed has counted its position already.
         failed = (states[:, OUTCOME.value] == Outcome.FAILED).int()
         positions = (states[:, POSITION.value] - failed).tolist()
         ended = [s for s in slots if self.outcomes[s] not in (0, Outcome.FAILED)]
-        # The next launch begins with another slot: launches may end at every token.
-        return Result(positions, ended, slots[:1], self._expired())
+        # The next launch begins with others: launches may end at every token.
+        return Result(positions, ended, served, self._expired())
 
     def take_back(self, one: InSlot) -> None:
         # The block that waited told all of them to leave, in a pass of one slot's token.

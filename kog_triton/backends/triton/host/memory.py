@@ -47,8 +47,14 @@ def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int) -> MemoryPlan:
 
 
 def allocate(
-    schedule: Schedule, tiles: Tiles, weights: WeightSource, num_slots: int, device: torch.device
+    schedule: Schedule,
+    tiles: Tiles,
+    weights: WeightSource,
+    num_slots: int,
+    device: torch.device,
+    columns: int = 1,
 ) -> Memory:
+    """`columns`: requests that share a step at most."""
     spec, dtype = schedule.spec, HALF[tiles.f16]
 
     with WeightUpload(device) as bring:
@@ -70,7 +76,7 @@ def allocate(
     def ints(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-    words = ints(tiles.total_words)
+    words = ints(columns * tiles.total_words)
     floats, halves = scratch_sizes(tiles)
     vocab = spec.vocab_size
     pointers = Pointers(
@@ -103,7 +109,7 @@ def allocate(
         bias=torch.zeros(num_slots, vocab, device=device),
         bans=ints(num_slots, vocab),
         kv=new_cache(tiles, num_slots, device),
-        logits=torch.zeros(1, vocab, device=device),
+        logits=torch.zeros(columns, vocab, device=device),
         mailbox=new_mailbox(tiles, num_slots, device),
         limit=PATIENCE,
     )
