@@ -275,9 +275,7 @@ class TritonBackend:
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
-    def _launch(
-        self, pointers: Any, rules: bool, chunks: bool, columns: int
-    ) -> Callable[[], bool]:
+    def _launch(self, pointers: Any, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel.decode import decode_kernel
         from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 

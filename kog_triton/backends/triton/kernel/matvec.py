@@ -22,7 +22,7 @@ from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, u
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# Columns of a shared step whose products are written out one after the other, so that weights are unpacked once for them.
+# Columns of a shared step whose products are written out one after the other: weights are unpacked once for them.
 TOGETHER: tl.constexpr = tl.constexpr(4)
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
@@ -251,7 +251,7 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
 
 @triton.jit
 def operands(xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """One column's operands that meet tile K, in the layout they have from here on; of more, which lie in memory, xs."""
+    """One column's operands that meet tile K, in the layout that they keep; of more, which lie in memory, xs."""
     T: tl.constexpr = S.stages[STAGE]
     if COLUMNS > 1:
         return xs
@@ -384,15 +384,11 @@ def rowwise(
                 x = operands(xs, S, STAGE, k, COLUMNS)
                 sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                 fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
-            sums, rests = hand_over(
-                sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE
-            )
+            sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
             x = operands(xs, S, STAGE, k, COLUMNS)
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
-        sums, rests = hand_over(
-            sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE
-        )
+        sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
     return base, behind, block, fetched

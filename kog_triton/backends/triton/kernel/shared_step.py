@@ -14,7 +14,13 @@ import triton.language as tl
 from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.attention import ask_constants, join_heads, walk_splits
 from kog_triton.backends.triton.kernel.chunk import gather, run_prompts, run_prompts_apart
-from kog_triton.backends.triton.kernel.head import choose, head_rows, keep, no_candidate, store_logits
+from kog_triton.backends.triton.kernel.head import (
+    choose,
+    head_rows,
+    keep,
+    no_candidate,
+    store_logits,
+)
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import first_tiles, outputs, rowwise, wired
 from kog_triton.backends.triton.kernel.residual import (
@@ -159,7 +165,9 @@ def run_shared_layers(
 
 
 @triton.jit
-def shared_kernel(p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr):
+def shared_kernel(
+    p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr
+):
     """Serve the slots that `p.slot_order` lists, at most COLUMNS, a token each a step, until one of them has ended."""
     tl.static_assert(S.lanes == 1, "lanes share no step")
     block = tl.program_id(0)
