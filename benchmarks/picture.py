@@ -22,6 +22,7 @@ PEERS = {
     "transformers-compiled": "transformers, torch.compile",
     "transformers-tuned": "transformers, torch.compile, tuned",
     "torch-graph": "plain torch in a CUDA graph",
+    "torch-narrow": "torch's narrow products in a CUDA graph",
     "llama-bench": "llama.cpp",
 }
 SHAPES = {

@@ -145,26 +145,22 @@ class CudaBackend:
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
         beside = Background(most=4)
-        # Columns and chunks on ranks are right on a CPU and not on two GPUs (benchmarks/cuda-log.md#two-gpus).
-        one_token_only = options.num_gpus > 1
         try:
             compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
+                head_compiled = beside.submit(self._compile_ahead, "head_steps.cu", self.layout)
                 if fuses(self.device):
                     beside.submit(import_fused)
             self.chunks = Chunks(
                 lowering,
                 self.max_context,
-                0
-                if one_token_only or options.prefill in ("library", "decode")
-                else self.chunk_positions,
+                0 if options.prefill in ("library", "decode") else self.chunk_positions,
                 beside,
                 compile_columns,
                 load_columns,
             )
-            most = 0 if one_token_only else 2 * options.num_slots
-            counts = [c for c in self.column_counts if c < most]
+            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
                 lowering, self.max_context, counts, compile_columns, load_columns
             )
@@ -181,12 +177,18 @@ class CudaBackend:
                     self.memory.embed[:, : self.spec.hidden_size],
                     self.memory.rope,
                     matrices,
+                    to_head=True,
                 )
             compiled.result()
+            if self.library is not None:
+                head_compiled.result()
         except BaseException:
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
         self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
+        self.head_kernel: RankKernel | None = None
+        if self.library is not None:
+            self.head_kernel = self._open_kernel("head_steps.cu", "kog_head_steps", self.layout)
 
     @property
     def memory(self) -> Memory:
@@ -251,6 +253,7 @@ class CudaBackend:
             self._admit,
             self._score,
             self._launch_slots,
+            self._launch_heads,
             whole,
         )
         with self._entry.serving(self._free):
@@ -262,8 +265,9 @@ class CudaBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
+        streams = self.memory.streams[request.slot, :, : self.spec.hidden_size]
         crossover = self.chunks.crossover
-        return begin_prompt(self.library, self.options.prefill, request, cache, crossover)
+        return begin_prompt(self.library, self.options.prefill, request, cache, crossover, streams)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""
@@ -404,6 +408,10 @@ class CudaBackend:
         finished = self._launch(ranks, slots, UNLIMITED, kernel, **others)
         finished.synchronize()
         check_launch(ranks, self.layout, finished)
+
+    def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
+        """Start the kernel of heads on slots whose `streams` are there, a step of each."""
+        return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
 
     def _launch(
         self,

@@ -2,7 +2,8 @@
 
 A launch serves one request; several in token columns, a token of each a step; or, where a model has no such
 kernel or it is still being compiled, several round robin, a token each. It ends when one of them does. A prompt
-goes first, alone and in chunks (chunks.py), while the others wait.
+goes first, alone and in chunks (chunks.py), while the others wait. Ahead of all that requests whose prompt the library
+has run get their first tokens, by the head alone, whoever is beside them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class CudaLauncher:
     admit   lays a request into its slot, to be run from a position on
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
+    heads   starts the kernel of first tokens on slots
     whole   a request alone is one launch: no cancel is heard before its first token
     """
 
@@ -51,6 +53,7 @@ class CudaLauncher:
     admit: Callable[[Request, int], None]
     score: Callable[[Request, int, int], np.ndarray]
     run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
+    heads: Callable[[Sequence[int]], tuple[Layout, Finished]]
     whole: bool = False
     stamps = True
 
@@ -69,6 +72,10 @@ class CudaLauncher:
         return SlotWords(outbox[:, 0], outbox[:, 1], records, m.masks[slot].numpy().view(np.uint64))
 
     def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
+        if at_head := [slot for slot, one in running.items() if one.at_head][:MAX_REQUESTS]:
+            layout, finished = self.heads(at_head)
+            settle = partial(self._settle, at_head, layout, finished)
+            return Launch(at_head, finished.query, settle, first_tokens=True)
         for slot, one in running.items():
             ahead = len(one.request.prompt) - one.position
             if step := self.chunks.for_prompt(ahead, self._devices):

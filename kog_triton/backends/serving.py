@@ -149,13 +149,20 @@ class SlotWords(NamedTuple):
 class InSlot(Running):
     """A request of a kernel. `words` is None until its prompt was scored or run by a library, if it is to be.
 
-    prompt  the library's run of its prompt, until that has ended
+    prompt   the library's run of its prompt, until that has ended
+    ran_all  that has run the last token of the prompt, too, through all layers
     """
 
     words: SlotWords | None = None
     prompt: PromptRun | None = None
+    ran_all: bool = False
     output: list[int] = field(default_factory=list)
     error: Exception | None = None  # of the caller's mask; ends the request once the launch has
+
+    @property
+    def at_head(self) -> bool:
+        """Its first token needs the head alone."""
+        return self.ran_all and self.position < len(self.request.prompt)
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class Launch:
     settle    what it left, once it has ended
     outdated  whether a kernel that serves those who run faster is ready by now
     together  whether it ends with the first of its requests that ends, and not with the last
+    first_tokens  it makes those alone, of prompts that the library has run
     """
 
     slots: Sequence[int]
@@ -188,6 +196,7 @@ class Launch:
     settle: Callable[[], Result]
     outdated: Callable[[], bool] = lambda: False
     together: bool = True
+    first_tokens: bool = False
 
 
 class Launcher(Protocol):
@@ -204,7 +213,8 @@ class Launcher(Protocol):
         """Whether every token brings its time."""
 
     def prompt(self, request: Request) -> PromptRun | None:
-        """How a request's prompt, but its last token, runs by other means than the kernel, where that pays."""
+        """How a request's prompt runs by other means than the kernel, where that pays: all of it, and the kernel's next
+        launch of the request begins at the head; or all but its last token."""
 
     def admit(self, request: Request, position: int) -> None:
         """Lay a request into its slot, to be run from a position on."""
@@ -336,9 +346,10 @@ class LaunchServing(Serving[InSlot]):
         seconds = share.slice_s(time.monotonic()) if beside else alone_s
         self._last = one.prompt
         ended = one.prompt.advance(seconds, not beside)
-        one.position = one.prompt.filled
+        filled, last = one.prompt.filled, len(one.request.prompt) - 1
+        one.position = min(filled, last)  # the last token runs next, if only through the head
         if ended:
-            one.prompt = None
+            one.prompt, one.ran_all = None, filled > last
             self._enter(one)
 
     def _enter(self, one: InSlot) -> None:
@@ -393,7 +404,8 @@ class LaunchServing(Serving[InSlot]):
                 time.sleep(COARSE_S)
             raise
         tokens += self.poll()  # what it left behind is complete
-        self._share.told(seconds() if seconds else time.monotonic() - begun, tokens)
+        took = seconds() if seconds else time.monotonic() - begun
+        self._share.told(took, 0 if launch.first_tokens else tokens)
         self._settle(launch)
 
     def poll(self) -> int:
@@ -405,6 +417,11 @@ class LaunchServing(Serving[InSlot]):
         for one in list(self.running.values()):
             if one.words is not None:
                 told = max(told, self._read(one, one.words))
+        self._hear()
+        return told
+
+    def _hear(self) -> None:
+        """Have the kernel leave if the host is to speak."""
         mailbox = self.mailbox
         if (
             mailbox.stops
@@ -412,7 +429,6 @@ class LaunchServing(Serving[InSlot]):
             or any(one.error or mailbox.cancelled(slot) for slot, one in self.running.items())
         ):
             self._leave()
-        return told
 
     def _leave(self) -> None:
         self._leaving = True
@@ -468,6 +484,7 @@ class LaunchServing(Serving[InSlot]):
         if one.request.mask is None or one.words is None:
             return
         mask = None if allowed else one.request.mask(one.output)
+        self._hear()  # first: with the mask the kernel goes on, and looks again only behind the next token
         one.words.mask[:] = mask_words(mask, self._launcher.spec.vocab_size, len(one.output) + 1)
 
     def _bring_next_mask(self, one: InSlot) -> None:

@@ -8,18 +8,24 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from kog_triton.bench.kl_limit import PEER
 from kog_triton.bench.peers import Setting, find_peer, llama_bench, transformers_compiled
 from kog_triton.bench.timing import summarize
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError, RunError
 from kog_triton.model.families import read_spec
+from kog_triton.model.shapes import named_shape, with_format
+from kog_triton.model.spec import DType
+from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
 from tests.lib.bench_models import MODELS, PROMPT, SMALL, judge_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ZERO_POINTS = WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.ZERO_POINT)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -38,6 +44,81 @@ def test_a_peer_is_the_same_model(model, peer):
     assert runs[0].arrivals == sorted(runs[0].arrivals)
     assert engine.memory_bytes()["weights"] == weights.spec.num_parameters * 4
     engine.close()
+
+
+NARROW = {"int4-g32": "cpu", "int4-g32-zp": "cpu", "fp8-channel": "cpu", "fp8-block": "cuda"}
+
+
+def narrow_setting(name: str, device: str, shape=None) -> Setting:
+    """A model whose layers' matrices are narrow, and whose widths take a scale a block of 128 x 128."""
+    how = ZERO_POINTS if name == "int4-g32-zp" else FORMATS[name]
+    wide = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+    spec = read_spec(SMALL | MODELS["qwen2"] | wide | {"num_key_value_heads": 2})
+    spec = spec.replace(dtype=DType.BF16)
+    return Setting(
+        NarrowRandomWeights(with_format(spec, how), 0, device),
+        torch.device(device),
+        len(PROMPT) + 16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, marks=[pytest.mark.gpu] if device == "cuda" else [])
+        for name, only in NARROW.items()
+        for device in ("cpu", "cuda")
+        if only in ("cpu", device)
+    ],
+)
+def test_the_baseline_multiplies_by_narrow_weights(name, device):
+    """By torch's own products, which lose what bf16 and, with FP8, 3 bits of an activation's mantissa lose."""
+    setting = narrow_setting(name, device)
+    engine = find_peer("torch-narrow")(setting)
+    ids = PROMPT[:8]
+    exact = judge_of(setting.weights, ids).logits
+    error = np.linalg.norm(engine.logits(ids) - exact) / np.linalg.norm(exact)
+    assert error < (0.03 if name.startswith("int4") else 0.15), error
+    assert engine.spec.narrow and engine.spec.bytes_per_token < setting.wide_spec.bytes_per_token
+    layers = engine.memory_bytes()["weights"] - 2 * setting.weights.load("embed").numel()
+    wide_layers = find_peer("torch-graph")(setting).memory_bytes()["weights"]
+    assert layers < 0.75 * wide_layers
+    run = engine.generate(PROMPT, 16)
+    assert len(run.tokens) == 16
+    engine.close()
+
+
+def test_other_peers_of_narrow_weights_read_their_values():
+    """Their bytes a token are those of 16 bits: by the narrow ones' the share of the bandwidth would come out small."""
+    setting = narrow_setting("int4-g32", "cpu")
+    for name in ("torch-graph", "transformers"):
+        engine = find_peer(name)(setting)
+        assert not engine.spec.narrow and engine.spec.dtype is DType.BF16
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("q4_1", "torch's int4 product has zero points, not minimums"),
+        ("mxfp4", "torch has no product of mxfp4 weights"),
+        ("q8_0", "torch has no product of int8 g32 weights"),
+        ("int4-g128", ""),
+        ("fp8-block", ""),
+    ],
+)
+def test_torch_s_products_of_narrow_weights(name, reason):
+    setting = Setting(
+        NarrowRandomWeights(with_format(named_shape("qwen3-0.6b"), FORMATS[name])),
+        torch.device("cuda"),
+        8,
+    )
+    assert find_peer("torch-narrow").absent(setting) == reason
+
+
+def test_wide_weights_have_their_own_baseline():
+    setting = Setting(RandomWeights(named_shape("qwen3-0.6b")), torch.device("cuda"), 8)
+    assert find_peer("torch-narrow").absent(setting) == "it is for narrow weights: --weights"
 
 
 def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):

@@ -45,8 +45,8 @@ from tests.lib.cuda_requests import (
     without_a_block,
 )
 from tests.lib.cuda_walk import (
+    BothBackend,
     ChunkBackend,
-    ColumnBackend,
     FiberBackend,
     compile_walk,
     header,
@@ -260,12 +260,6 @@ def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, posit
     with ThreadPoolExecutor(1) as compiler:
         ready = chunks.Chunks(lowering, 64, positions, compiler, lambda _: None, lambda _: None)
     assert ready.crossover == Crossover(*expected)
-
-
-class BothBackend(ColumnBackend):
-    """Chunks for prompts, columns for what follows."""
-
-    chunk_positions = 8
 
 
 def test_prompts_that_arrive_go_first_and_join_in_columns(spec):

@@ -53,6 +53,20 @@ def tokens_of(spec, count):
     return np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
 
 
+def test_a_walk_waits_by_its_own_limit():
+    """Of fibers it counts rounds and of GPUs nanoseconds, of which 16,384 pass before the second rank has begun."""
+
+    class Noting(RankWalk):
+        limit = 123
+
+        def _start(self, arguments, seed, absent):
+            return [argument.limit for argument in arguments]
+
+    walk = Noting(TWO, RandomWeights(TWO), 2, 2)
+    assert walk.run(walk.words([1, 2], 3), [1, 2]) == [123, 123]
+    assert walk.run(walk.words([1, 2], 3), [1, 2], limit=9) == [9, 9]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_references_on_as_many_ranks(name):
     """Every position's, under two orders of the blocks: equal bits."""

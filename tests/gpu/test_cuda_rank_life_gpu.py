@@ -62,14 +62,22 @@ def opened(kind, weights, max_context=512, num_slots=1):
 
 @pytest.fixture(scope="module")
 def small(kind):
+    """With its kernels of columns and of chunks."""
     made = opened(kind, RandomWeights(SMALL, device="cuda"), num_slots=3)
+    for count in made.columns.counts:
+        made.columns.ready(count)  # begins to compile
+    made.settle()
+    assert made.chunks.kernel is not None
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def alone(small):
-    return {p: tokens_of(run(small, request(0, p, COUNT))[0]) for p in PROMPTS[:3]}
+    """Tokens on the kernel of one token, all of the prompt included."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(small.chunks, "kernel", None)
+        return {p: tokens_of(run(small, request(0, p, COUNT))[0]) for p in PROMPTS[:3]}
 
 
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b"])
@@ -92,9 +100,25 @@ def test_tokens_are_the_references_but_for_near_ties(kind, name):
     reference.close()
 
 
-def test_requests_of_several_slots_take_turns(small, alone):
+def test_requests_share_steps_and_say_what_each_says_alone(small, alone):
     steps = run(small, *(request(slot, p, COUNT) for slot, p in enumerate(PROMPTS[:3])))
     assert {p: tokens_of(steps[slot]) for slot, p in enumerate(PROMPTS[:3])} == alone
+    assert small.columns.kernels
+
+
+def test_requests_of_several_slots_take_turns_without_a_kernel_of_columns(
+    small, alone, monkeypatch
+):
+    monkeypatch.setattr(small.columns, "ready", lambda requests: False)
+    steps = run(small, *(request(slot, p, COUNT) for slot, p in enumerate(PROMPTS[:3])))
+    assert {p: tokens_of(steps[slot]) for slot, p in enumerate(PROMPTS[:3])} == alone
+
+
+def test_a_thousand_times_three_requests_share_steps_and_say_the_same(small, alone):
+    asked = [request(slot, p, 8) for slot, p in enumerate(PROMPTS[:3])]
+    for _ in range(1000):
+        steps = serve(small, *asked)
+        assert [tokens_of(steps[r.slot]) for r in asked] == [alone[r.prompt][:8] for r in asked]
 
 
 def test_a_yield_returns_at_a_token_boundary_and_resumes(small, alone, monkeypatch):
@@ -123,7 +147,7 @@ def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(
         patched.setattr(kernel, "launch", refuse)
         patched.setattr(kernel, "queued", refuse)
         begun = time.monotonic()
-        error = error_of(serve(small, request(0, PROMPTS[0]))[0])
+        error = error_of(serve(small, request(0, PROMPTS[1]))[0])  # too short for a chunk
         assert 0.05 < time.monotonic() - begun < 1
     assert isinstance(error, RunError)
     assert re.fullmatch(

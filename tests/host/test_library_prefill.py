@@ -3,6 +3,7 @@
 On a CPU a bucket's pass runs uncaptured: the same tokens, padding and copy as on a GPU.
 """
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -27,6 +28,7 @@ from tests.lib.prefill_cases import (
     empty_cache,
     errors,
     expected,
+    expected_streams,
     prefill_of,
     tokens_of,
     weights_of,
@@ -52,6 +54,22 @@ def test_keys_and_values_equal_the_reference(name, way):
     for end in WAYS[way]:
         ours.run(tokens[first:end], first, held)
         assert_filled(held, name, F32, end)
+        first = end
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_last_tokens_streams_equal_the_reference(name, way, dtype):
+    """Whatever is padded behind it, and in which chunk it stands."""
+    ours, held, first = prefill_of(name, dtype, to_head=True), empty_cache(name, dtype), 0
+    tokens = tokens_of(WAYS[way][-1])
+    for end in WAYS[way]:
+        streams = torch.full((SPECS[name].num_lanes, SPECS[name].hidden_size), torch.nan)
+        ours.begin(tokens[first:end], first, held, streams).advance(math.inf, at_once=True)
+        want = expected_streams(name, dtype, end)
+        assert (streams - want).norm() < TOLERANCE[dtype] * want.norm()
+        assert_filled(held, name, dtype, end)
         first = end
 
 
@@ -162,8 +180,10 @@ def test_memory_is_counted():
         2 * biases
         + 4 * norms
         + 16 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2  # the buckets' cache
-        + 16 * 8  # token ids
+        + 17 * 8  # token ids, and the last one's number
     )
+    to_head = prefill_of("biases", BF16, to_head=True).memory_bytes()
+    assert to_head == prefill_of("biases", BF16).memory_bytes() + 4 * spec.hidden_size
 
 
 def test_what_does_not_fit_is_refused():

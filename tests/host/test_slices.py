@@ -50,6 +50,20 @@ def test_slices_leave_the_bits_of_a_run_at_once(name, count):
     assert filled == sorted(filled) and filled[-1] == count
 
 
+@pytest.mark.parametrize("count", [13, 40])
+def test_slices_leave_the_streams_of_a_run_at_once(count):
+    ours, tokens = prefill_of("qwen3", BF16, to_head=True), tokens_of(count)
+    whole, cut = (torch.zeros(1, SPECS["qwen3"].hidden_size) for _ in range(2))
+    ours.begin(tokens, 0, empty_cache("qwen3", BF16), whole).advance(math.inf, at_once=True)
+    run, slices = ours.begin(tokens, 0, empty_cache("qwen3", BF16), cut), 1
+    while not run.advance(0):
+        assert not cut.any()
+        slices += 1
+    chunks = 1 if count <= 16 else -(-count // 7)
+    assert slices == chunks * (5 * SPECS["qwen3"].num_layers - 4) + 4
+    assert whole.any() and torch.equal(whole, cut)
+
+
 @pytest.mark.parametrize("cut", [7, 21])
 def test_a_prompt_that_goes_on_where_it_was_cut_leaves_the_same_bits(cut):
     """Chunks end at multiples of their length, wherever a run begins."""

@@ -49,9 +49,11 @@ class RankWalk(Walk):
     def _compile(self, **changes):
         self.library = compile_walk(self.layout, **changes)
 
-    def run(self, request, prompt, seed=0, limit=LIMIT, logits=None, absent=ALL, control=0):
-        """Rounds that it took, or -1. `absent`: the rank that is never launched, or a slice of no rank."""
-        return self._start(self.arguments(request, prompt, limit, logits, control), seed, absent)
+    def run(self, request, prompt, seed=0, limit=None, logits=None, absent=ALL, control=0):
+        """Rounds that it took, or -1. `limit`: of a wait, the walk's own if none is given; `absent`: the rank that is
+        never launched, or a slice of no rank."""
+        arguments = self.arguments(request, prompt, limit or self.limit, logits, control)
+        return self._start(arguments, seed, absent)
 
     def _start(self, arguments, seed, absent):
         blocks = self.layout.lowering.num_blocks
@@ -96,10 +98,10 @@ class RankThreadWalk(RankWalk, ThreadWalk):
         flags = thread_flags(self.source, self._judged)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
 
-    def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=ALL, control=0):
+    def run(self, request, prompt, seed=0, limit=None, logits=None, absent=ALL, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
         others = {} if logits is None else {"logits": logits}
-        arguments = self.arguments(request, prompt, limit, logits, control)
+        arguments = self.arguments(request, prompt, limit or self.limit, logits, control)
         return self._start(arguments, seed, absent, **others)
 
     def _start(self, arguments, seed, absent, **others):

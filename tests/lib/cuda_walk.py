@@ -41,6 +41,7 @@ FLAGS = {
     "decode.cu": ("-O1",),
     "stage.cu": ("-O1", "-DSTAGE"),
     "columns.cu": ("-O1", "-DCOLUMNS"),
+    "head_steps.cu": ("-O1", "-DHEAD_STEPS"),
 }
 
 
@@ -291,6 +292,12 @@ class ChunkBackend(FiberBackend):
         self.chunk_positions = positions
         super().__init__(weights, options, num_blocks, seed)
         self.settle()
+
+
+class BothBackend(ColumnBackend):
+    """Chunks for prompts, columns for what follows."""
+
+    chunk_positions = POSITIONS
 
 
 def noting(sources: list[str]) -> type[FiberBackend]:

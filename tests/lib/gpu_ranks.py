@@ -78,7 +78,7 @@ class GpuRanks(RankWalk):
         for device in set(self.devices):
             torch.cuda.synchronize(device)
 
-    def forward_logits(self, tokens, seed=0, limit=LIMIT_NS):
+    def forward_logits(self, tokens, seed=0, limit=None):
         """Logits [tokens, vocab]; every rank writes its own columns of one tensor."""
         out = torch.full((len(tokens), self.spec.vocab_size), torch.nan, device=self.devices[0])
         self.run(encode_logits(len(tokens)), tokens, seed, limit, logits=out)

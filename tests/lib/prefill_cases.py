@@ -79,6 +79,21 @@ def expected(name, dtype, count):
     return torch.stack(layers)
 
 
+@cache
+def expected_streams(name, dtype, count):
+    """The reference's residual streams behind all layers, of the last token: float32 [lanes, hidden]."""
+    backend, seen = ReferenceBackend(weights_of(name, dtype), BackendOptions()), {}
+    run = backend.run
+
+    def noting(stage, layer, values, *others):
+        run(stage, layer, values, *others)
+        seen.update(values)
+
+    backend.run = noting
+    backend.forward(0, tokens_of(count), 0, last_only=True)
+    return seen["x"][:, 0]
+
+
 class PlainMatrices(Unpacked):
     """A layer's matrices by their definition (prefill/weights.py), from the canonical weights."""
 

@@ -20,6 +20,7 @@ TENSORS = {
     "qk_gains": "const float*",  # [layers, 2, head_dim]
     "rope": "const float*",  # [positions, 2, head_dim / 2]
     "cache": "u16*",  # [slots, *Layout.cache_shape]
+    "streams": "const float*",  # [slots, lanes, hidden, up to 4]: of a prompt's last token, behind all layers
     "words": "u32*",  # zero at launch
     "logits": "float*",  # [rows, vocab], if asked for
     "tokens": "int*",  # [slots, positions + 1]: the prompts, and what bad words look back on

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -69,17 +69,19 @@ class PrefillPass:
         """Imported by the first pass: Triton takes a second, of a start whose prompt needs none."""
         return import_module(FUSED) if self._fuses else None
 
-    def run(self, ids: Tensor, first: int, cache: Tensor) -> None:
+    def run(self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None) -> None:
         """All of `layers_of`."""
-        for _ in self.layers_of(ids, first, cache):
+        for _ in self.layers_of(ids, first, cache, head):
             pass
 
-    def layers_of(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[float]:
+    def layers_of(
+        self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None
+    ) -> Iterator[float]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
         attention after the other: gives first how long the next one will take, as a lane's multiply-adds.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
-        The last layer stops at its keys and values: nobody reads what it would add to the streams.
+        Of the last layer's outputs nobody reads but the `head`, and that one token's.
         """
         spec = self.spec
         x = self.embed[ids].float().expand(spec.num_lanes, -1, -1).contiguous()
@@ -91,7 +93,8 @@ class PrefillPass:
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
             yield tokens * qkv
             q = self._queries(index, w, y, first, cache[index])
-            if index == spec.num_layers - 1:
+            last = index == spec.num_layers - 1
+            if last and head is None:
                 break
             start, mask = bounds[window]
             parts = []
@@ -101,6 +104,9 @@ class PrefillPass:
                 kv = cache[index, :, :, :, start : start + seen]
                 parts.append(attend(q[:, :, rows], kv, None if mask is None else mask[rows, :seen]))
             a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            if last and head is not None:
+                tokens, x, a = 1 + PASS_TOKENS, head.of(x), head.of(a)
+                delayed = {module: [head.of(o) for o in late] for module, late in delayed.items()}
             yield tokens * outputs
             o = self.matrices.product(index, "o_proj", a, w.o_bias)
             how = spec.reduce_attention[index]
@@ -109,6 +115,10 @@ class PrefillPass:
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
             yield tokens * mlp
             o = self.matrices.product(index, "down_proj", self._gated(h), w.down_bias)
+            if last and head is not None:
+                self._join(x, o, spec.reduce_mlp[index], delayed["mlp"])
+                head.streams.copy_(x[:, 0])
+                break
             gain = self.layers[index + 1].attention_norm
             y = self._joined(x, o, spec.reduce_mlp[index], delayed["mlp"], gain)
 
@@ -176,6 +186,21 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+class ToHead(NamedTuple):
+    """What a head needs of a pass.
+
+    streams  [S, hidden]: those of one token behind all layers
+    token    int64 [1]: its number in the pass
+    """
+
+    streams: Tensor
+    token: Tensor
+
+    def of(self, rows: Tensor) -> Tensor:
+        """[S, T, n] to [S, 1, n]."""
+        return rows.index_select(1, self.token)
 
 
 def rows_at_once(first: int, end: int) -> list[slice]:

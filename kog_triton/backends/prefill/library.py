@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Request
-from kog_triton.backends.prefill.forward import PrefillPass
+from kog_triton.backends.prefill.forward import PrefillPass, ToHead
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import Matrices, load_layer
@@ -89,16 +89,18 @@ def open_library(
     embed: Tensor,
     rope: Tensor,
     matrices: Callable[[], Matrices],
+    to_head: bool = False,
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
     embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
     rope      the backend's table, float32 [`rope_positions` or more, 2, d / 2]
     matrices  makes the backend's own ready; norms and biases are read again, from `weights`
+    to_head   as LibraryPrefill's
     """
     if not wants_library(options, embed.device):
         return None
-    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices())
+    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices(), to_head=to_head)
 
 
 def begin_prompt(
@@ -107,8 +109,10 @@ def begin_prompt(
     request: Request,
     cache: Tensor,
     crossover: Crossover = BY_TOKEN,
+    streams: Tensor | None = None,
 ) -> PromptRun | None:
-    """The run of a request's prompt, but its last token, into the slot's cache; None where the kernel is to do it.
+    """The run of a request's prompt into the slot's cache: all of it, to the `streams` of its last token, or without
+    these all but the last. None where the kernel is to do it.
 
     wanted     a `BackendOptions.prefill`; without a library it is the kernel's
     crossover  of this kernel, for "auto"
@@ -118,7 +122,9 @@ def begin_prompt(
         wanted = choose_prefill(len(new), first, crossover)
     if library is None or wanted == "kernel" or not new:
         return None
-    return library.begin(new, first, cache)
+    if streams is None:
+        return library.begin(new, first, cache)
+    return library.begin(request.prompt[first:], first, cache, streams)
 
 
 class LibraryPrefill:
@@ -127,6 +133,7 @@ class LibraryPrefill:
     embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
     rope      the caller's table of as many positions as the context and the longest bucket have
     matrices  the caller's, of the same device and dtype
+    to_head   passes go on to a prompt's last streams, which a head reads
     fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     """
 
@@ -141,6 +148,7 @@ class LibraryPrefill:
         buckets: Sequence[int] = BUCKETS,
         chunk: int = CHUNK,
         fused: bool | None = None,
+        to_head: bool = False,
     ) -> None:
         device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
@@ -151,7 +159,12 @@ class LibraryPrefill:
             fused = fuses(device)
         self._pass = PrefillPass(spec, embed, layers, matrices, rope, fused)
         self._rate = Rate()
-        self._ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
+        # The number of the last token that is no padding, and a bucket's tokens.
+        self._words = torch.zeros(1 + self._sizes[-1], dtype=torch.int64, device=device)
+        self._head: ToHead | None = None
+        if to_head:
+            streams = torch.zeros(spec.num_lanes, spec.hidden_size, device=device)
+            self._head = ToHead(streams, self._words[:1])
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros(
             (*shape, self._sizes[-1], spec.head_dim), dtype=dtype, device=device
@@ -172,11 +185,17 @@ class LibraryPrefill:
         if token_ids:
             self.begin(token_ids, first, cache).advance(math.inf, at_once=True)
 
-    def begin(self, token_ids: Sequence[int], first: int, cache: Tensor) -> PromptRun:
-        """As `run`, but nothing is queued yet; `cache` is written to until the run has ended or is let go."""
+    def begin(
+        self, token_ids: Sequence[int], first: int, cache: Tensor, streams: Tensor | None = None
+    ) -> PromptRun:
+        """As `run`, but nothing is queued yet; `cache` is written to until the run has ended or is let go.
+
+        streams  float32 [lanes, hidden]: get those of the last token behind all layers; of a library `to_head`
+        """
+        assert streams is None or self._head is not None
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
-        pieces = partial(self._pieces, ids, first, cache)
+        pieces = partial(self._pieces, ids, first, cache, streams)
         end, short = first + len(ids), first == 0 and self._size_for(len(ids)) > 0
         return PromptRun(first, end, pieces, self._settings, self.device, self._rate, short)
 
@@ -184,21 +203,32 @@ class LibraryPrefill:
         """The bucket of so many tokens; 0: none."""
         return next((size for size in self._sizes if size >= count), 0)
 
-    def _pieces(self, ids: Tensor, first: int, cache: Tensor, at_once: bool) -> Iterator[Piece]:
+    def _pieces(
+        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None, at_once: bool
+    ) -> Iterator[Piece]:
         """A product or an attention after the other, or a graph of all."""
         size = self._size_for(len(ids))
         if size and first == 0:
             yield from self._bucket(ids, size, cache, at_once)
+            if streams is not None and self._head is not None:
+                streams.copy_(self._head.streams)
         else:
-            yield from self._chunks(ids, first, cache)
+            yield from self._chunks(ids, first, cache, streams)
         self._ran = True
 
-    def _chunks(self, ids: Tensor, first: int, cache: Tensor) -> Iterator[Piece]:
-        there = torch.empty_like(ids, device=self.device)
-        upload(ids, there)
+    def _chunks(
+        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
+    ) -> Iterator[Piece]:
+        words = torch.empty(1 + len(ids), dtype=torch.int64, device=self.device)
+        last_chunk = (first + len(ids) - 1) // self.chunk * self.chunk
+        last = first + len(ids) - 1 - max(last_chunk, first)  # of its chunk
+        upload(torch.cat([torch.tensor([last]), ids]), words)
+        head = None if streams is None else ToHead(streams, words[:1])
+        there = words[1:]
         while len(there):
             count = min(self.chunk - first % self.chunk, len(there))
-            for work in self._pass.layers_of(there[:count], first, cache):
+            ends = count == len(there)
+            for work in self._pass.layers_of(there[:count], first, cache, head if ends else None):
                 yield Piece(first, work)
             first, there = first + count, there[count:]
 
@@ -206,13 +236,11 @@ class LibraryPrefill:
         """Bytes held beside what the caller holds: the buckets' cache, graphs, norms and biases."""
         walk = self._pass
         small = sum(t.nbytes for layer in walk.layers for t in layer.tensors())
-        return (
-            small
-            + self._scratch.nbytes
-            + self._ids.nbytes
-            + self._captured_bytes
-            + walk.matrices.nbytes
-        )
+        held = [self._scratch, self._words]
+        if self._head is not None:
+            held.append(self._head.streams)
+        small += sum(t.nbytes for t in held)
+        return small + self._captured_bytes + walk.matrices.nbytes
 
     # ---- buckets ----
 
@@ -220,17 +248,19 @@ class LibraryPrefill:
         count = len(ids)
         # Padded with a token of its own: another request's might hold NaN, which a weight of zero
         # does not undo.
-        upload(torch.cat([ids, ids[-1:].expand(size - count)]), self._ids[:size])
+        padded = torch.cat([torch.tensor([count - 1]), ids, ids[-1:].expand(size - count)])
+        upload(padded, self._words[: 1 + size])
         if at_once and size in self._graphs:
             self._graphs[size].replay()
         else:
             scratch = self._scratch[..., :size, :]
-            for work in self._pass.layers_of(self._ids[:size], 0, scratch):
+            ids = self._words[1 : 1 + size]
+            for work in self._pass.layers_of(ids, 0, scratch, self._head):
                 yield Piece(0, work)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
     def _pad(self, size: int) -> None:
-        self._pass.run(self._ids[:size], 0, self._scratch[..., :size, :])
+        self._pass.run(self._words[1 : 1 + size], 0, self._scratch[..., :size, :], self._head)
         self._ran = True
 
     def make_ready(self) -> bool:

@@ -13,12 +13,14 @@ import torch
 from kog_triton.backends import WeightSource
 from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.errors import RequestError
+from kog_triton.model.spec import ModelSpec
 
 PEERS = {  # module and class
     "transformers": ("transformers_eager", "TransformersEager"),
     "transformers-compiled": ("transformers_compiled", "TransformersCompiled"),
     "transformers-tuned": ("transformers_tuned", "TransformersTuned"),
     "torch-graph": ("torch_graph", "TorchGraph"),
+    "torch-narrow": ("torch_narrow", "TorchNarrow"),
     "llama-bench": ("llama_bench", "LlamaBench"),
 }
 
@@ -31,6 +33,11 @@ class Setting:
     device: torch.device
     max_context: int
     gguf: Path | None = None  # the same model for llama-bench
+
+    @property
+    def wide_spec(self) -> ModelSpec:
+        """The model as an engine runs it that has no narrow weights: by their values in the model's own type."""
+        return self.weights.spec.replace(narrow=())
 
 
 class Peer(EngineUnderTest, Protocol):

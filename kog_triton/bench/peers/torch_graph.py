@@ -7,8 +7,8 @@ The prompt runs in chunks through the same function, eagerly.
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +18,46 @@ from kog_triton.backends import WeightSource
 from kog_triton.backends.device import TORCH_DTYPES
 from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
+from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.rope import rope_table
 
 CHUNK = 512  # prompt tokens of one pass: bounds the score matrix
 Tensor = torch.Tensor
 
 
+class Linear(Protocol):
+    """x [T, columns] to x W^T + bias [T, rows], of x's dtype."""
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class WideLinear:
+    """By `torch.nn.functional.linear`: weight [rows, columns] of the model's dtype, bias [rows] or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._weight, self._bias)
+
+
 class PlainDecoder:
     """One-lane decoder over a cache of `context` positions. Shapes: T tokens, n positions,
-    H query heads in groups of g on K key heads, d head_dim."""
+    H query heads in groups of g on K key heads, d head_dim.
 
-    def __init__(self, weights: WeightSource, device: torch.device, context: int) -> None:
+    make_linear  of the names of the matrices whose rows follow each other, and their bias; None: `WideLinear`
+    """
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        device: torch.device,
+        context: int,
+        make_linear: Callable[[Sequence[str], Tensor | None], Linear] | None = None,
+    ) -> None:
         spec = self.spec = weights.spec
         dtype = TORCH_DTYPES[spec.dtype]
 
@@ -36,8 +65,13 @@ class PlainDecoder:
             tensor = weights.load(name).to(device, dtype)
             return tensor[0] if tensor.shape[0] == 1 else tensor
 
-        def rows(layer: int, kinds: Sequence[str], present: bool = True) -> Tensor | None:
-            return torch.cat([get(f"layers.{layer}.{k}") for k in kinds]) if present else None
+        def rows(names: Sequence[str]) -> Tensor:
+            return torch.cat([get(name) for name in names])
+
+        def matrix(layer: int, kinds: Sequence[str], biased: bool) -> Linear:
+            names = [f"layers.{layer}.{kind}_proj" for kind in kinds]
+            bias = rows([f"layers.{layer}.{kind}_bias" for kind in kinds]) if biased else None
+            return make_linear(names, bias) if make_linear else WideLinear(rows(names), bias)
 
         self.embed, self.norm = get("embed"), get("norm")
         self.head = self.embed if spec.tied_embeddings else get("lm_head")
@@ -45,16 +79,12 @@ class PlainDecoder:
             {
                 "attention_norm": get(f"layers.{i}.attention_norm"),
                 "mlp_norm": get(f"layers.{i}.mlp_norm"),
-                "qkv": rows(i, ("q_proj", "k_proj", "v_proj")),
-                "qkv_bias": rows(i, ("q_bias", "k_bias", "v_bias"), spec.qkv_bias),
-                "o": get(f"layers.{i}.o_proj"),
-                "o_bias": rows(i, ("o_bias",), spec.o_bias),
-                "gate_up": rows(i, ("gate_proj", "up_proj")),
-                "gate_up_bias": rows(i, ("gate_bias", "up_bias"), spec.mlp_bias),
-                "down": get(f"layers.{i}.down_proj"),
-                "down_bias": rows(i, ("down_bias",), spec.mlp_bias),
-                "q_norm": rows(i, ("q_norm",), spec.qk_norm),
-                "k_norm": rows(i, ("k_norm",), spec.qk_norm),
+                "qkv": matrix(i, "qkv", spec.qkv_bias),
+                "o": matrix(i, "o", spec.o_bias),
+                "gate_up": matrix(i, ("gate", "up"), spec.mlp_bias),
+                "down": matrix(i, ("down",), spec.mlp_bias),
+                "q_norm": get(f"layers.{i}.q_norm") if spec.qk_norm else None,
+                "k_norm": get(f"layers.{i}.k_norm") if spec.qk_norm else None,
             }
             for i in range(spec.num_layers)
         ]
@@ -67,18 +97,17 @@ class PlainDecoder:
     def weight_bytes(self) -> int:
         parts = [self.embed, self.norm, *(t for la in self.layers for t in la.values())]
         parts += [] if self.spec.tied_embeddings else [self.head]
-        return sum(t.nbytes for t in parts if t is not None)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [T, vocab] of ids [T] at positions [T]; their keys and values go to the cache."""
         x = self.embed[ids]
         for index, w in enumerate(self.layers):
             h = self._norm(x, w["attention_norm"])
-            a = self._attention(index, w, linear(h, w["qkv"], w["qkv_bias"]), positions)
-            x = x + linear(a, w["o"], w["o_bias"])
-            h = linear(self._norm(x, w["mlp_norm"]), w["gate_up"], w["gate_up_bias"])
-            gate, up = h.chunk(2, -1)
-            x = x + linear(silu(gate) * up, w["down"], w["down_bias"])
+            a = self._attention(index, w, w["qkv"](h), positions)
+            x = x + w["o"](a)
+            gate, up = w["gate_up"](self._norm(x, w["mlp_norm"])).chunk(2, -1)
+            x = x + w["down"](silu(gate) * up)
         return linear(self._norm(x, self.norm), self.head)
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
@@ -124,6 +153,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class TorchGraph:
     name = "torch-graph"
+    how = "CUDA graph of plain torch"
     checks_text = True
     ran = "this adapter has run on a CPU, its step uncaptured, and on one H200"
 
@@ -136,12 +166,16 @@ class TorchGraph:
         return ""
 
     def __init__(self, setting: Setting) -> None:
-        self.version = f"torch {torch.__version__}, CUDA graph of plain torch"
-        self.spec = setting.weights.spec
-        self._decoder = PlainDecoder(setting.weights, setting.device, setting.max_context)
+        self.version = f"torch {torch.__version__}, {self.how}"
+        self.spec, self._decoder = self.open(setting)
         self._token = torch.zeros(1, dtype=torch.int64, device=setting.device)
         self._position = torch.zeros(1, dtype=torch.int64, device=setting.device)
         self._graph = self._capture() if setting.device.type == "cuda" else None
+
+    def open(self, setting: Setting) -> tuple[ModelSpec, PlainDecoder]:
+        """The model as it runs, and its decoder."""
+        decoder = PlainDecoder(setting.weights, setting.device, setting.max_context)
+        return setting.wide_spec, decoder
 
     @torch.inference_mode()
     def _step(self) -> None:

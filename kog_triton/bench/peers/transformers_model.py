@@ -36,7 +36,7 @@ class TransformersPeer:
 
     def __init__(self, setting: Setting) -> None:
         self.version = f"transformers {version('transformers')}, {self.how}"
-        self.spec = setting.weights.spec
+        self.spec = setting.wide_spec
         self._model: Any = load_model(setting.weights, setting.device)
 
     @torch.inference_mode()

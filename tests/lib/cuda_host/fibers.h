@@ -1,6 +1,6 @@
 // The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
 // a block run. The generated header is included first; STAGE makes it the kernel of one stage,
-// COLUMNS that of several requests a step.
+// COLUMNS that of several requests a step, HEAD_STEPS that of first tokens.
 #pragma once
 #include GENERATED
 #ifdef STAGE
@@ -9,7 +9,7 @@
 #include <kog/columns/decode.h>
 #include <kog/roles.h>
 #else
-#include <kog/decode.h>
+#include <kog/head_steps.h>
 #include <kog/roles.h>
 #endif
 #include <sys/mman.h>
@@ -28,6 +28,8 @@ using Argument = Pointers;
 #endif
 #ifdef COLUMNS
 namespace walk = kog::columns;
+#elif defined(HEAD_STEPS)
+namespace walk = kog::head_steps;
 #else
 namespace walk = kog;
 #endif

@@ -34,6 +34,15 @@ struct Embedded {
   }
 };
 
+// The lane's stream, of streams [lanes, kHiddenStride].
+KOG_DEVICE void load_streams(const Block& b, const float* streams, float (&x)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    int e = element(b, i / 4) + i % 4;
+    x[i] = e < kHidden ? streams[b.lane * kHiddenStride + e] : 0;
+  }
+}
+
 // Threads without an element multiply zeros with these gains of a norm.
 KOG_DEVICE void load_gains(const Block& b, int norm, float (&gain)[kHeld]) {
 #pragma unroll

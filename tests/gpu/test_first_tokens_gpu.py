@@ -1,0 +1,86 @@
+"""First tokens of prompts that matrix products have run, on a GPU: alone, beside others and by a graph they are the
+same, bit for bit, and near those of the kernel's own prompt."""
+
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType, Head
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_requests import at_token, held, idle, prompt_of, request, run, timeless
+from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.real_shapes import real_shape
+from tests.lib.ring_walker import spec_of
+
+pytestmark = pytest.mark.gpu
+TOLD = SamplingParams(temperature=0, logprobs=5)
+COUNT, LENGTHS = 6, (4, 9, 33, 200, 700)
+SPECS = {
+    "biases, norms, windows": spec_of(
+        dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+        windows=(5, 0, 90), max_context=1024,
+    ),
+    "lanes": mixed_lanes(Head.MEAN, max_context=1024),
+    "lanes, side by side": mixed_lanes(Head.CONCAT, max_context=1024),
+    "llama-3.2-1b": named_shape("llama-3.2-1b"),
+    "qwen3-8b": real_shape("qwen3-8b", 4),
+}  # fmt: skip
+
+
+def opened(spec, prefill):
+    options = BackendOptions(device="nvidia", max_context=1024, num_slots=5, prefill=prefill)
+    return CudaBackend(RandomWeights(spec, device="cuda"), options)
+
+
+def asked_of(spec):
+    return [
+        request(i, [t % spec.vocab_size for t in prompt_of(n, n)], COUNT, TOLD)
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def left_by(backend, asked):
+    """What a request alone says, and what it leaves in its slot."""
+    steps = run(backend, asked)[asked.slot]
+    return steps, held(backend, asked.slot, len(asked.prompt) + COUNT - 1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_first_tokens_alone_beside_others_and_by_a_graph(name):
+    spec = SPECS[name]
+    asked, backend = asked_of(spec), opened(spec, "library")
+    alone = [left_by(backend, one) for one in asked]
+    backend.settle()  # captures graphs
+    for one, (steps, cache) in zip(asked, alone, strict=True):
+        again = left_by(backend, one)
+        assert again[0] == steps and torch.equal(again[1], cache)
+    backend.memory.cache.zero_()
+    together = run(backend, *asked)
+    for one, (steps, cache) in zip(asked, alone, strict=True):
+        assert together[one.slot] == steps
+        assert torch.equal(held(backend, one.slot, len(one.prompt) + COUNT - 1), cache)
+    server = idle(backend)  # all others join one that has a token
+    at_token(server, 0, 2, lambda: [server.post(one) for one in asked[1:]])
+    server.post(asked[0])
+    server.start()
+    steps = server.finish()
+    for one, (want, _) in zip(asked, alone, strict=True):
+        assert timeless(steps[one.slot]) == want
+    backend.close()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_first_log_probabilities_are_near_the_kernels_own(name):
+    """Rounding apart. A first token of other streams, weights or norms has other log-probabilities by units."""
+    spec, first = SPECS[name], {}
+    for prefill in ("library", "decode"):
+        backend = opened(spec, prefill)
+        first[prefill] = [run(backend, one)[one.slot][0] for one in asked_of(spec)]
+        backend.close()
+    for ours, own in zip(first["library"], first["decode"], strict=True):
+        near = dict(own.top)
+        common = [abs(logprob - near[token]) for token, logprob in ours.top if token in near]
+        assert len(common) >= 3 and max(common) < 0.3
