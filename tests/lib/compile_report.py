@@ -92,7 +92,7 @@ def compile_kernel(
         signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
         known = {"STAGE": stage, "S": tiles}
     elif columns > 1:
-        known = {"S": tiles, "COLUMNS": columns, "RULES": rules, "CHUNKS": chunks}
+        known = {"S": tiles, "COLUMNS": columns, "RULES": rules}
     else:
         known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
     aligned = [["tt.divisibility", 16]]

@@ -25,12 +25,11 @@ from kog_triton.errors import DeviceError, RequestError, RunError
 from kog_triton.model.spec import DTYPES
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import VENDORS
-from kog_triton.schedule.triton import Tiles, lower_tiles
+from kog_triton.schedule.triton import lower_tiles
 
 OLDEST = 80  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 # AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
 AMD_ARCHS = ("gfx90a", "gfx942", "gfx950")
-COLUMNS = (2, 4, 8)  # requests that kernels of shared steps are made for
 SECOND_NAMES = ("wide", "half_weights", "half_embed")  # of memory that another pointer names
 ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # Llama-3.2-1B on one H200, development runs (benchmarks/triton-log.md#prompts): 16 tokens in chunks 1.06 ms, by the
@@ -72,6 +71,7 @@ class TritonBackend:
         num_blocks: int = 0,
         device: torch.device | None = None,
     ) -> None:
+        from kog_triton.backends.triton.host.columns import Columns, most_columns
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.matrices import TileMatrices
         from kog_triton.backends.triton.host.memory import allocate, plan_of
@@ -99,17 +99,12 @@ class TritonBackend:
         if self.gpu is not None:
             num_blocks = num_blocks or self.gpu.num_blocks
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        check_memory(
-            plan_of(self.schedule, self.tiles, options.num_slots), device, options.memory_share
-        )
+        most = most_columns(self.tiles, options.num_slots)
+        plan = plan_of(self.schedule, self.tiles, options.num_slots, most)
+        check_memory(plan, device, options.memory_share)
         with self._entry.on_stream():
             self.memory = allocate(
-                self.schedule,
-                self.tiles,
-                weights,
-                options.num_slots,
-                device,
-                most_columns(self.tiles, options.num_slots),
+                self.schedule, self.tiles, weights, options.num_slots, device, most
             )
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             arena = self.memory.pointers.weights
@@ -118,15 +113,6 @@ class TritonBackend:
             self.library = open_library(
                 options, weights, self.spec, self.max_context, embed, rope, matrices
             )
-        self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run, self._columns
-        )
-        self._serving: LaunchServing | None = None
-        self._most_columns = most_columns(self.tiles, options.num_slots)
-        self._compiled: Any = None  # the variant of the kernel that was launched last
-        self._launched: set[object] = (
-            set()
-        )  # variants of kernels, each of which is compiled by its first launch
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -134,6 +120,16 @@ class TritonBackend:
                 "launch_cooperative_grid": True,
                 "enable_fp_fusion": True,  # not every release has it on by default
             }
+        compile = self._compile_shared() if device.type == "cuda" else None
+        self.columns = Columns(most, compile)
+        self.launcher = TritonLauncher(
+            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run, self.columns
+        )
+        self._serving: LaunchServing | None = None
+        self._compiled: Any = None  # the variant of the kernel that was launched last
+        self._launched: set[object] = (
+            set()
+        )  # variants of kernels, each of which is compiled by its first launch
 
     # ---- entry points ----
 
@@ -216,6 +212,7 @@ class TritonBackend:
         return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
 
     def settle(self) -> None:
+        self.columns.settle()
         while self.make_ready():
             pass
 
@@ -238,17 +235,28 @@ class TritonBackend:
         cache = self.memory.pointers.kv[request.slot]
         return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
 
-    def _columns(self, requests: int) -> int:
-        """Columns of the kernel that so many requests share a step of; 1: they take turns."""
-        fitting = (c for c in COLUMNS if c >= min(requests, self._most_columns))
-        return next(fitting) if requests > 1 and self._most_columns > 1 else 1
-
     def _run(self, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
-        """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
+        """Launch a kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them; of more
+        than one column, which has no chunks, the one that `columns` says is ready.
 
         The result tells whether it has left.
         """
         return self._launch(self.memory.pointers, rules, chunks, columns)
+
+    def _compile_shared(self) -> Callable[[tuple[int, bool]], object]:
+        """What compiles a kernel of columns; it keeps neither this backend nor its memory."""
+        from kog_triton.backends.triton.host.columns import without_memory
+
+        pointers, tiles, device = without_memory(self.memory.pointers), self.tiles, self.device
+        options, grid = self._launch_options, (self.tiles.num_blocks,)
+
+        def compile(key: tuple[int, bool]) -> None:
+            from kog_triton.backends.triton.kernel.shared_step import shared_kernel
+
+            with torch.cuda.device(device):
+                shared_kernel.warmup(pointers, tiles, *key, grid=grid, **options)
+
+        return compile
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Logits of positions [first, last), float32, run in a cache [1, ...]. RunError if a wait expires."""
@@ -280,17 +288,17 @@ class TritonBackend:
         from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 
         # Copies and not fills, which would be kernels: a request that needs no library runs in one.
-        pointers.words.copy_(self.memory.blank_words)
+        words = columns * self.tiles.total_words
+        pointers.words[:words].copy_(self.memory.blank_words[:words])
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
-        parts += f" of {columns} columns" * (columns > 1)
-        with self._first_time((rules, chunks, columns), f"the Triton kernel{parts}"):
-            if columns > 1:
-                shared_kernel[grid](
-                    pointers, self.tiles, columns, rules, chunks, **self._launch_options
-                )
-            else:
+        if columns > 1:
+            self._compiled = shared_kernel[grid](
+                pointers, self.tiles, columns, rules, **self._launch_options
+            )
+        else:
+            with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
                 self._compiled = decode_kernel[grid](
                     pointers, self.tiles, rules, chunks, **self._launch_options
                 )
@@ -335,13 +343,6 @@ class TritonBackend:
         if expired := describe_wait(pointers.error.tolist(), self.tiles):
             raise RunError(f"{expired}: the run is void")
         return took
-
-
-def most_columns(tiles: Tiles, num_slots: int) -> int:
-    """Requests that share a step at most; 1 if there is no such kernel: lanes have none."""
-    if tiles.lanes > 1 or num_slots < 2:
-        return 1
-    return next((c for c in COLUMNS if c >= num_slots), COLUMNS[-1])
 
 
 def _name_and_arch(device: torch.device) -> tuple[str, str]:

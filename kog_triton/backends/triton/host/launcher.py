@@ -16,6 +16,7 @@ from kog_triton.backends.request_words import Flag, flags_of
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
 from kog_triton.backends.token_words import Outcome
 from kog_triton.backends.triton.host.admission import admit, start
+from kog_triton.backends.triton.host.columns import Columns
 from kog_triton.backends.triton.host.memory import Memory
 from kog_triton.backends.triton.host.waits import describe_wait, mask_was_late
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
@@ -25,6 +26,8 @@ from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.triton import Tiles
 
+# Steps of requests that share them while others wait for a turn.
+TURN = 16
 RULES = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # what only the kernel that knows them does
 
 
@@ -34,9 +37,8 @@ class TritonLauncher:
 
     prompt   how the library runs a request's prompt, if it is to
     logits   of positions [first, last) of a prompt, run in a cache [1, ...]
-    run      launches the kernel: whether with all sampling rules, and with prompts in chunks, and its columns; asks
-             whether it has left
-    columns  of the kernel that so many requests share a step of; 1 if they take turns
+    run      launches a kernel: whether with all sampling rules, with prompts in chunks, and its columns; asks whether
+             it has left
     """
 
     spec: ModelSpec
@@ -45,7 +47,7 @@ class TritonLauncher:
     prompt: Callable[[Request], PromptRun | None]
     logits: Callable[[torch.Tensor, Sequence[int], int, int], np.ndarray]
     run: Callable[[bool, bool, int], Callable[[], bool]]
-    columns: Callable[[int], int] = lambda requests: 1
+    columns: Columns
     outcomes: list[int] = field(default_factory=list)  # slot by slot, of the last launch
 
     def __post_init__(self) -> None:
@@ -70,25 +72,41 @@ class TritonLauncher:
         return self.logits(kv, request.prompt, first, last)
 
     def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
-        """It ends when the host says so, whatever `most` is, or where requests share steps with the first of them."""
+        """It ends when the host says so, whatever `most` is, or where requests share steps with the first of them.
+
+        They take turns while one's prompt goes in chunks, and until a kernel of columns is ready.
+        """
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
-        columns = self.columns(len(running))
-        slots = list(running)[: columns if columns > 1 else None]
+        first = dict(list(running.items())[: self.columns.most])
+        chunks, ruled = _in_chunks(first), self._ruled(first)
+        columns = 1 if chunks else self.columns.ready(len(first), ruled)
+        if columns == 1:
+            first = dict(running)
+            chunks, ruled = _in_chunks(first), self._ruled(first)
+        slots = list(first)
         order = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.slot_order[: len(order)] = order.to(self.device)
-        ruled = any(
-            flags_of(running[slot].request, self.tiles.vocab_size) & RULES for slot in slots
-        )
-        # whether enough of a prompt is left for a pass of many tokens; the last token is not for it
-        ahead = max(len(running[s].request.prompt) - 1 - running[s].position for s in slots)
-        ended = self.run(ruled, ahead >= CHUNKS_FROM.value, columns)
-        served = slots if columns > 1 else slots[:1]
-        outdated = partial(self._outdated, columns, len(running))
-        settle = partial(self._settle, slots, served)
+        ended = self.run(ruled, chunks, columns)
+        others_wait = len(running) > len(first)
+        outdated = partial(self._can_share, first)
+        if columns > 1:
+            outdated = partial(self._turn_is_over, others_wait)
+        # The next launch begins with others: launches may end at every token.
+        settle = partial(self._settle, slots, slots if columns > 1 else slots[:1])
         return Launch(slots, ended, settle, outdated, together=columns > 1)
 
-    def _outdated(self, columns: int, requests: int) -> bool:
-        return columns == 1 and self.columns(requests) > 1
+    def _can_share(self, running: Mapping[int, InSlot]) -> bool:
+        """Whether requests that take turns need not any more."""
+        first = dict(list(running.items())[: self.columns.most])
+        waits = any(not one.output for one in first.values()) and _in_chunks(first)
+        return not waits and self.columns.ready(len(first), self._ruled(first)) > 1
+
+    def _turn_is_over(self, others_wait: bool) -> bool:
+        return others_wait and self.steps() >= TURN
+
+    def _ruled(self, running: Mapping[int, InSlot]) -> bool:
+        vocab = self.tiles.vocab_size
+        return any(flags_of(one.request, vocab) & RULES for one in running.values())
 
     def leave(self) -> None:
         self._mail[0, HOST] = Outcome.YIELD
@@ -103,7 +121,6 @@ class TritonLauncher:
         failed = (states[:, OUTCOME.value] == Outcome.FAILED).int()
         positions = (states[:, POSITION.value] - failed).tolist()
         ended = [s for s in slots if self.outcomes[s] not in (0, Outcome.FAILED)]
-        # The next launch begins with others: launches may end at every token.
         return Result(positions, ended, served, self._expired())
 
     def take_back(self, one: InSlot) -> None:
@@ -118,3 +135,9 @@ class TritonLauncher:
         expired = describe_wait(errors, self.tiles, self.steps())
         kind = LateMask if mask_was_late(errors) else RunError
         return kind(f"{expired}: the run is void") if expired else None
+
+
+def _in_chunks(running: Mapping[int, InSlot]) -> bool:
+    """Whether enough of a prompt is left for a pass of many tokens; the last token is not for it."""
+    ahead = max(len(one.request.prompt) - 1 - one.position for one in running.values())
+    return ahead >= CHUNKS_FROM.value

@@ -38,12 +38,13 @@ class Memory:
     blank_error: Tensor
 
 
-def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int) -> MemoryPlan:
-    """What `allocate` will take of the GPU, but for words and tables."""
+def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) -> MemoryPlan:
+    """What `allocate` will take of the GPU, but for tables."""
     spec = schedule.spec
     weights = 4 * _arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
     position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
-    return MemoryPlan(weights, position, num_slots, tiles.max_context)
+    words = 2 * 4 * columns * tiles.total_words  # and zeros to begin with
+    return MemoryPlan(weights, position, num_slots, tiles.max_context, words)
 
 
 def allocate(

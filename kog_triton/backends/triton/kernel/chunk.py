@@ -166,8 +166,7 @@ def run_chunk(pos, count, slot, number, alive, coords, p, S: tl.constexpr):
 
 @triton.jit
 def run_prompts(alive, coords, p, S: tl.constexpr):
-    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave, and
-    the number of the next meeting."""
+    """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
     block, _, _ = coords
     zero = block * 0
     entry, number, stays = zero, zero, zero + 1
@@ -190,7 +189,7 @@ def run_prompts(alive, coords, p, S: tl.constexpr):
                 tl.store(own + TOKEN, token)
             meet(S)  # other threads of the block read them
             stays = tl.where(control == YIELD, 0, stays)
-    return alive, stays, number
+    return alive, stays
 
 
 @triton.jit(noinline=True)

@@ -73,9 +73,9 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
     head = layers + S.num_layers * S.layer_words
     if CHUNKS:
         if calls_cheaply(S):
-            alive, stays, _ = run_prompts_apart(alive, coords, p, S)
+            alive, stays = run_prompts_apart(alive, coords, p, S)
         else:
-            alive, stays, _ = run_prompts(alive, coords, p, S)
+            alive, stays = run_prompts(alive, coords, p, S)
         entry = tl.where(stays != 0, next_slot(slots - 1, slots, block, p, S), -1)
     fetched = first_tiles(layers, block, S, 0)
     while entry >= 0:

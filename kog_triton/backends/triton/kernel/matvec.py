@@ -22,8 +22,9 @@ from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, u
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# Columns of a shared step whose products are written out one after the other: weights are unpacked once for them.
-TOGETHER: tl.constexpr = tl.constexpr(4)
+# The loop over a shared step's columns, half of which are written out: weights are unpacked once for them. Without a
+# loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
+COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -269,7 +270,7 @@ def add_tile(
     if COLUMNS == 1:
         return add_part(sums, rests, w, xs, S, STAGE, K)
     else:
-        GROUP: tl.constexpr = min(COLUMNS, TOGETHER)
+        GROUP: tl.constexpr = COLUMNS // COLUMN_LOOP
         for column in range(0, COLUMNS, GROUP):
             for i in tl.static_range(GROUP):
                 x = load_operands(xs, column + i, S, STAGE, K)

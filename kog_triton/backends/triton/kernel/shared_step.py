@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.attention import ask_constants, join_heads, walk_splits
-from kog_triton.backends.triton.kernel.chunk import gather, run_prompts, run_prompts_apart
+from kog_triton.backends.triton.kernel.chunk import gather
 from kog_triton.backends.triton.kernel.head import (
     choose,
     head_rows,
@@ -45,7 +45,7 @@ from kog_triton.backends.triton.kernel.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.kernel.sync import calls_cheaply, meet
+from kog_triton.backends.triton.kernel.sync import meet
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 WORDS: tl.constexpr = tl.constexpr(Pointers._fields.index("words"))
@@ -165,9 +165,7 @@ def run_shared_layers(
 
 
 @triton.jit
-def shared_kernel(
-    p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr
-):
+def shared_kernel(p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr):
     """Serve the slots that `p.slot_order` lists, at most COLUMNS, a token each a step, until one of them has ended."""
     tl.static_assert(S.lanes == 1, "lanes share no step")
     block = tl.program_id(0)
@@ -176,11 +174,6 @@ def shared_kernel(
     alive, stays, number, steps = zero + 1, zero + 1, zero, zero
     layers = p.weights + tl.zeros((), tl.int64)
     head = layers + S.num_layers * S.layer_words
-    if CHUNKS:
-        if calls_cheaply(S):
-            alive, stays, number = run_prompts_apart(alive, coords, p, S)
-        else:
-            alive, stays, number = run_prompts(alive, coords, p, S)
     count = tl.load(p.slot_order)
     i = tl.arange(0, COLUMNS)
     slots = tl.load(p.slot_order + 1 + tl.minimum(i, count - 1))
