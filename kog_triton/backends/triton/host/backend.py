@@ -71,10 +71,10 @@ class TritonBackend:
         num_blocks: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        from kog_triton.backends.triton.host.columns import Columns, most_columns
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.matrices import TileMatrices
         from kog_triton.backends.triton.host.memory import allocate, plan_of
+        from kog_triton.backends.triton.host.shared_steps import SharedSteps, most_columns
 
         refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
@@ -121,9 +121,15 @@ class TritonBackend:
                 "enable_fp_fusion": True,  # not every release has it on by default
             }
         compile = self._compile_shared() if device.type == "cuda" else None
-        self.columns = Columns(most, compile)
+        self.shared_steps = SharedSteps(most, compile)
         self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run, self.columns
+            self.spec,
+            self.memory,
+            self.tiles,
+            self._prompt,
+            self._logits,
+            self._run,
+            self.shared_steps,
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
@@ -212,7 +218,7 @@ class TritonBackend:
         return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
 
     def settle(self) -> None:
-        self.columns.settle()
+        self.shared_steps.settle()
         while self.make_ready():
             pass
 
@@ -237,7 +243,7 @@ class TritonBackend:
 
     def _run(self, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
         """Launch a kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them; of more
-        than one column, which has no chunks, the one that `columns` says is ready.
+        than one column, which has no chunks, the one that `shared_steps` says is ready.
 
         The result tells whether it has left.
         """
@@ -245,7 +251,7 @@ class TritonBackend:
 
     def _compile_shared(self) -> Callable[[tuple[int, bool]], object]:
         """What compiles a kernel of columns; it keeps neither this backend nor its memory."""
-        from kog_triton.backends.triton.host.columns import without_memory
+        from kog_triton.backends.triton.host.shared_steps import without_memory
 
         pointers, tiles, device = without_memory(self.memory.pointers), self.tiles, self.device
         options, grid = self._launch_options, (self.tiles.num_blocks,)

@@ -16,8 +16,8 @@ from kog_triton.backends.request_words import Flag, flags_of
 from kog_triton.backends.serving import InSlot, LateMask, Launch, Result, SlotWords
 from kog_triton.backends.token_words import Outcome
 from kog_triton.backends.triton.host.admission import admit, start
-from kog_triton.backends.triton.host.columns import Columns
 from kog_triton.backends.triton.host.memory import Memory
+from kog_triton.backends.triton.host.shared_steps import SharedSteps
 from kog_triton.backends.triton.host.waits import describe_wait, mask_was_late
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, POSITION, mailbox_offsets
@@ -47,7 +47,7 @@ class TritonLauncher:
     prompt: Callable[[Request], PromptRun | None]
     logits: Callable[[torch.Tensor, Sequence[int], int, int], np.ndarray]
     run: Callable[[bool, bool, int], Callable[[], bool]]
-    columns: Columns
+    shared_steps: SharedSteps
     outcomes: list[int] = field(default_factory=list)  # slot by slot, of the last launch
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class TritonLauncher:
         They take turns while one's prompt goes in chunks, and until a kernel of columns is ready.
         """
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
-        first = dict(list(running.items())[: self.columns.most])
+        first = dict(list(running.items())[: self.shared_steps.most])
         chunks, ruled = _in_chunks(first), self._ruled(first)
-        columns = 1 if chunks else self.columns.ready(len(first), ruled)
+        columns = 1 if chunks else self.shared_steps.ready(len(first), ruled)
         if columns == 1:
             first = dict(running)
             chunks, ruled = _in_chunks(first), self._ruled(first)
@@ -97,9 +97,9 @@ class TritonLauncher:
 
     def _can_share(self, running: Mapping[int, InSlot]) -> bool:
         """Whether requests that take turns need not any more."""
-        first = dict(list(running.items())[: self.columns.most])
+        first = dict(list(running.items())[: self.shared_steps.most])
         waits = any(not one.output for one in first.values()) and _in_chunks(first)
-        return not waits and self.columns.ready(len(first), self._ruled(first)) > 1
+        return not waits and self.shared_steps.ready(len(first), self._ruled(first)) > 1
 
     def _turn_is_over(self, others_wait: bool) -> bool:
         return others_wait and self.steps() >= TURN

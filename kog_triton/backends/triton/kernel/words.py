@@ -40,7 +40,7 @@ EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 WAITS = (
     "attention qkv", "attention splits", "o_proj attention", "o_proj delayed", "o_proj attention_out",
     "down_proj mlp", "down_proj delayed", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample all_reduce",
-    "sample mask", "sample argmax", "chunk arrivals",
+    "sample mask", "sample argmax", "meeting arrivals",
 )  # fmt: skip
 WAIT_NUMBERS = {reason: i for i, reason in enumerate(WAITS)}
 

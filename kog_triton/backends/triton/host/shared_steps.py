@@ -34,7 +34,7 @@ def _sums(tiles: Tiles) -> int:
     return most
 
 
-class Columns:
+class SharedSteps:
     """compile: puts a kernel where its launch finds it; None where there is nothing to compile."""
 
     def __init__(self, most: int, compile: Callable[[Key], object] | None) -> None:
