@@ -245,6 +245,13 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
     "gate_up_proj": ("gate_up_proj", *MEET),
     "down_proj": ("down_proj", *MEET),
 }
+SHARED_STEPS = {  # of a step that requests share (backends/triton/kernel/shared_step.py): all meet after each
+    "qkv_proj": ("feed", *MEET, "qkv_proj", *MEET),
+    "attention": ("attention", *MEET, "attention_join", *MEET),
+    "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
+    "gate_up_proj": ("gate_up_proj", *MEET),
+    "down_proj": ("down_proj", *MEET, "layer_end"),
+}
 
 
 def decode_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
@@ -344,6 +351,33 @@ def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     )
     steps = ex.layer_steps(schedule, PROMPT_STEPS)
     return ex.Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(ex.Fence, MEET)))
+
+
+def shared_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
+    """The walk of a step that requests share: all vectors are read behind meetings, and requests choose their tokens one
+    after the other (here two of them)."""
+    count = ex.distinct_layers(schedule.spec)
+    words = {e.name: replace(e, mark=ex.Mark.GUARDED) for e in _decode_exchanges(t)}
+    joined = replace(words["attention_out"], readers=(ex.Reader("feed_attention"),))
+    vectors = ("qkv", "attention", "mlp", "mlp_out", "splits")
+    chosen = tuple(e for e in _decode_exchanges(t) if e.mark is ex.Mark.NUMBER)
+    exchanges = (
+        *(words[name] for name in vectors),
+        joined,
+        _operands(t),
+        _arrivals(t),
+        *chosen,
+        ex.cache_of("attention"),
+    )
+    head = ("feed", *MEET, "lm_head")
+    ends = (
+        ("feed", *MEET, *AGREE),  # prompts alone
+        head + AGREE + AGREE,
+        head + ALL_REDUCE + AGREE + AGREE,
+        head + ALL_REDUCE + ALL_REDUCE + AGREE + RANK + ALL_REDUCE + AGREE,
+    )
+    steps = ex.layer_steps(schedule, SHARED_STEPS)
+    return ex.Kernel(t.lanes, count, exchanges, steps, ends, tuple(map(ex.Fence, MEET)))
 
 
 def lower_tiles(
