@@ -354,7 +354,7 @@ def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
 
 
 def shared_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
-    """The walk of a step that requests share: all vectors are read behind meetings, and requests choose their tokens one
+    """The walk of a step that requests share: vectors are read behind meetings, and requests choose their tokens one
     after the other (here two of them)."""
     count = ex.distinct_layers(schedule.spec)
     words = {e.name: replace(e, mark=ex.Mark.GUARDED) for e in _decode_exchanges(t)}

@@ -18,11 +18,12 @@ Key = tuple[int, bool]  # columns, and whether all sampling rules are known
 
 
 def most_columns(tiles: Tiles, num_slots: int) -> int:
-    """Columns of the widest kernel that a model on so many slots has; 1 if none."""
+    """Columns of the widest kernel that a model on so many slots has, each with a block at least; 1 if none."""
     if tiles.lanes > 1 or num_slots < 2:
         return 1
     wanted = next((count for count in COUNTS if count >= num_slots), COUNTS[-1])
-    return max((c for c in COUNTS if c <= wanted and c * _sums(tiles) <= SUMS), default=1)
+    fitting = (c for c in COUNTS if c * _sums(tiles) <= SUMS)
+    return max((c for c in fitting if c <= min(wanted, tiles.num_blocks)), default=1)
 
 
 def _sums(tiles: Tiles) -> int:
