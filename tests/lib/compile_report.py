@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.decode import decode_kernel
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 from kog_triton.backends.triton.kernel.stage import stage_kernel
 from kog_triton.model.spec import ModelSpec

@@ -71,7 +71,7 @@ def leave_outdated(backend, mailbox, columns) -> None:
     launcher, running = backend.launcher, mailbox.resumed
     outdated = running and launcher._can_share(running)
     if columns[-1] > 1:
-        outdated = launcher._turn_is_over(len(running) > columns[-1])
+        outdated = launcher._others_are_due(len(running) > columns[-1])
     if outdated:
         launcher.leave()
 
@@ -170,7 +170,7 @@ def test_more_requests_than_columns_are_served_in_turns(monkeypatch):
     from kog_triton.backends.triton.host import launcher, shared_steps
 
     monkeypatch.setattr(shared_steps, "COUNTS", (2,))
-    monkeypatch.setattr(launcher, "TURN", 1)
+    monkeypatch.setattr(launcher, "WHILE_OTHERS_WAIT", 1)
     backend, ahead = backend_of(ONE, num_slots=3), []
     columns = watch_launches(backend, monkeypatch)
     requests = [request(n, count=4) for n in range(3)]

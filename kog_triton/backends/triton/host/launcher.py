@@ -1,5 +1,5 @@
-"""Launches of the Triton kernel for requests (backends/serving.py): one serves all slots, until none runs or it is to
-leave. What slots keep is in device memory (slots.py).
+"""Launches of the Triton kernels for requests (backends/serving.py): that of one token serves all slots, until none runs
+or it is to leave; those of shared steps serve up to eight. What slots keep is in device memory (slots.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.triton import Tiles
 
-# Steps of requests that share them while others wait for a turn.
-TURN = 16
+# Steps of a launch while other requests wait for the next one.
+WHILE_OTHERS_WAIT = 16
 RULES = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # what only the kernel that knows them does
 
 
@@ -90,7 +90,7 @@ class TritonLauncher:
         others_wait = len(running) > len(first)
         outdated = partial(self._can_share, first)
         if columns > 1:
-            outdated = partial(self._turn_is_over, others_wait)
+            outdated = partial(self._others_are_due, others_wait)
         # The next launch begins with others: launches may end at every token.
         settle = partial(self._settle, slots, slots if columns > 1 else slots[:1])
         return Launch(slots, ended, settle, outdated, together=columns > 1)
@@ -101,8 +101,8 @@ class TritonLauncher:
         waits = any(not one.output for one in first.values()) and _in_chunks(first)
         return not waits and self.shared_steps.ready(len(first), self._ruled(first)) > 1
 
-    def _turn_is_over(self, others_wait: bool) -> bool:
-        return others_wait and self.steps() >= TURN
+    def _others_are_due(self, others_wait: bool) -> bool:
+        return others_wait and self.steps() >= WHILE_OTHERS_WAIT
 
     def _ruled(self, running: Mapping[int, InSlot]) -> bool:
         vocab = self.tiles.vocab_size

@@ -9,8 +9,8 @@ from kog_triton.backends import WeightSource
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.request_words import capacity
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.partition import scratch_sizes
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD
 from kog_triton.backends.weight_upload import WeightUpload

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from kog_triton.backends.compiled_beside import CompiledBeside
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.matvec import sums_width
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.schedule.triton import SUMS, Tiles
 
 COUNTS = (2, 4, 8)

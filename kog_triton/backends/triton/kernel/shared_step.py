@@ -11,7 +11,6 @@ stream of one column, which as many others have too, and operands are read from 
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.attention import ask_constants, join_heads, walk_splits
 from kog_triton.backends.triton.kernel.chunk import gather
 from kog_triton.backends.triton.kernel.head import (
@@ -23,6 +22,7 @@ from kog_triton.backends.triton.kernel.head import (
 )
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import first_tiles, outputs, rowwise, wired
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.residual import (
     join,
     load_embedding,
