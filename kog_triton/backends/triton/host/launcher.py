@@ -1,5 +1,5 @@
-"""Launches of the Triton kernels for requests (backends/serving.py): that of one token serves all slots, until none runs
-or it is to leave; those of shared steps serve up to eight. What slots keep is in device memory (slots.py).
+"""Launches of the Triton kernels for requests (backends/serving.py): that of one token serves all slots, until none
+runs or it is to leave; those of shared steps serve up to eight. What slots keep is in device memory (slots.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
