@@ -1,8 +1,7 @@
 """Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
 
 A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage. An answer has the version
-of Triton and the
-reports, or the error.
+of Triton and the reports, or the error.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
