@@ -69,7 +69,7 @@ def watch_launches(backend, patch) -> list[int]:
 def leave_outdated(backend, mailbox, columns) -> None:
     """What `serving` does while a launch runs, which in the interpreter has ended before it is told of it."""
     launcher, running = backend.launcher, mailbox.resumed
-    outdated = running and launcher._can_share(running)
+    outdated = running and launcher._can_share(running, launcher._ruled(running))
     if columns[-1] > 1:
         outdated = launcher._others_are_due(len(running) > columns[-1])
     if outdated:

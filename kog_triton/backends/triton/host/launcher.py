@@ -80,26 +80,24 @@ class TritonLauncher:
         first = dict(list(running.items())[: self.shared_steps.most])
         chunks, ruled = _in_chunks(first), self._ruled(first)
         columns = 1 if chunks else self.shared_steps.ready(len(first), ruled)
-        if columns == 1:
-            first = dict(running)
-            chunks, ruled = _in_chunks(first), self._ruled(first)
-        slots = list(first)
+        if columns > 1:
+            slots, served = list(first), list(first)
+            outdated = partial(self._others_are_due, len(running) > len(first))
+        else:
+            slots, served = list(running), list(running)[:1]
+            outdated = partial(self._can_share, first, ruled)
+            chunks, ruled = _in_chunks(running), self._ruled(running)
         order = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.slot_order[: len(order)] = order.to(self.device)
         ended = self.run(ruled, chunks, columns)
-        others_wait = len(running) > len(first)
-        outdated = partial(self._can_share, first)
-        if columns > 1:
-            outdated = partial(self._others_are_due, others_wait)
         # The next launch begins with others: launches may end at every token.
-        settle = partial(self._settle, slots, slots if columns > 1 else slots[:1])
+        settle = partial(self._settle, slots, served)
         return Launch(slots, ended, settle, outdated, together=columns > 1)
 
-    def _can_share(self, running: Mapping[int, InSlot]) -> bool:
-        """Whether requests that take turns need not any more."""
-        first = dict(list(running.items())[: self.shared_steps.most])
+    def _can_share(self, first: Mapping[int, InSlot], ruled: bool) -> bool:
+        """Whether these, who come first, need not go round robin any more."""
         waits = any(not one.output for one in first.values()) and _in_chunks(first)
-        return not waits and self.shared_steps.ready(len(first), self._ruled(first)) > 1
+        return not waits and self.shared_steps.ready(len(first), ruled) > 1
 
     def _others_are_due(self, others_wait: bool) -> bool:
         return others_wait and self.steps() >= WHILE_OTHERS_WAIT
