@@ -253,13 +253,8 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     blocks = group * schedule.shards_per_rank
     candidates = []
     for frag_k, fragments in CHUNKS:
-        tilings = {}
-        for stage in matrix_stages(schedule):
-            tiling = _tiling(schedule, stage, frag_k, fragments, blocks)
-            if tiling is None:
-                break
-            tilings[stage.name] = tiling
-        else:
+        tilings = cut_stages(schedule, frag_k, fragments, blocks)
+        if tilings is not None:
             candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
     if not candidates:
         raise ModelError(
@@ -270,10 +265,10 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         deep or candidates,
         key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)),
     )
-    return replace(best, tilings=_shifted(best))
+    return replace(best, tilings=shifted(best))
 
 
-def _shifted(lowering: CudaLowering) -> dict[str, Tiling]:
+def shifted(lowering: CudaLowering) -> dict[str, Tiling]:
     """Tilings whose shifts give a unit more of a stage to blocks that had less of the layer's stages before it:
     all blocks wait for the last one, several times a layer."""
     tilings = dict(lowering.tilings)
@@ -343,6 +338,19 @@ def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) ->
     staged = WARPS * slice_values(schedule, frag_k)
     multiplied = tiling.padded_k(stage.cols)
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
+
+
+def cut_stages(
+    schedule: Schedule, frag_k: int, fragments: int, blocks: int
+) -> dict[str, Tiling] | None:
+    """How every matrix stage is cut, by name; None if one of them cannot be."""
+    tilings = {}
+    for stage in matrix_stages(schedule):
+        tiling = _tiling(schedule, stage, frag_k, fragments, blocks)
+        if tiling is None:
+            return None
+        tilings[stage.name] = tiling
+    return tilings
 
 
 def _tiling(

@@ -9,9 +9,9 @@ import re
 import numpy as np
 import pytest
 
-from tests.lib.gfx942 import cross_lane, differential, folding
+from tests.lib.gfx942 import clang, cross_lane, differential, folding
 from tests.lib.gfx942.cross_lane import DPP, LANE, LANES, SWIZZLE, run
-from tests.lib.gfx942.executor import WEAK, Kernel, operations
+from tests.lib.gfx942.executor import WEAK, Buffer, Fault, Kernel, Launch, operations
 
 ROUNDS = (0, 1)
 u32, f32 = np.uint32, np.float32
@@ -210,6 +210,29 @@ def test_branches_and_masks():
     assert o.tolist() == want.tolist()
 
 
+def test_constants_of_the_image():
+    for n, constant in enumerate((7, 1000003, 5, 0xDEADBEEF, 42, 9, 77, 3)):
+        o = words(24)
+        run("constants", np.full(LANES, n, u32), o)
+        np.testing.assert_array_equal(o, u32(constant) + LANE.astype(u32))
+
+
+def test_two_waves_that_add_to_lds_do_not_race():
+    a = words(25, 2 * LANES)
+    sums = a.astype(np.uint64).reshape(-1, 8).sum(0)
+    o = words(26)
+    run("lds_sums", a, o, threads=2 * LANES)
+    np.testing.assert_array_equal(o[:8], sums.astype(u32))
+    wide = o[8:16] | o[16:24].astype(np.uint64) << np.uint64(32)
+    np.testing.assert_array_equal(wide, sums << np.uint64(20))
+    raced = Kernel(clang.code_object("cross_lane.hip", "-DRACE_WITH_SUMS"), "lds_sums")
+    with pytest.raises(Fault, match="a race for byte"):
+        raced.run(
+            Launch([a.ctypes.data, o.ctypes.data], (1, 1, 1), (2 * LANES, 1, 1)),
+            [Buffer(a), Buffer(o)],
+        )
+
+
 def test_scalar_loads_and_fences():
     a, o = words(21, 16), words(22)
     run("eight_words", a, o)
@@ -218,6 +241,10 @@ def test_scalar_loads_and_fences():
             o.tolist()
             == [int(sum(a[8:] * np.array([1, 3, 5, 7, 11, 13, 17, 19], u32), start=u32(0)))] * LANES
         )
+    a, o = words(21, 32), words(22)
+    run("sixteen_words", a, o)
+    with np.errstate(over="ignore"):
+        assert o.tolist() == [int((a[16:] * np.arange(1, 33, 2, u32)).sum(dtype=u32))] * LANES
     a, o = words(21), words(22)
     want = (a + u32(5))[LANE ^ 1]
     run("fences", a, o, memory=WEAK)

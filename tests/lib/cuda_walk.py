@@ -50,20 +50,22 @@ def layout_of(spec, num_blocks=0, max_context=64, gpu="h200"):
     return layout.lay_out(lowering, max_context)
 
 
+def changed(text: str, **numbers) -> str:
+    """A layout's header with other numbers, by their names in snake case, where they are given."""
+    for name, wanted in numbers.items():
+        if wanted:
+            camel = "k" + "".join(map(str.capitalize, name.split("_")))
+            text, count = re.subn(rf"{camel} = \w+;", f"{camel} = {wanted};", text)
+            assert count == 1
+    return text
+
+
 def build_walk(
     layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None
 ) -> Path:
     """What g++ makes of one model and a source of cuda_host; kept by content."""
-    text = header.render(layout)
-    changes = (
-        ("kSplitLeast", split_least),
-        ("kMergedLength", merged_length),
-        ("kStreams", streams),
-    )
-    for name, wanted in changes:
-        if wanted:
-            text, count = re.subn(rf"{name} = \w+;", f"{name} = {wanted};", text)
-            assert count == 1
+    changes = {"split_least": split_least, "merged_length": merged_length, "streams": streams}
+    text = changed(header.render(layout), **changes)
     sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
     parts = [version_of("g++"), text.encode(), " ".join(flags).encode()]
 

@@ -179,17 +179,10 @@ class Layout:
 def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
     check_model(lowering)
-    schedule, spec = lowering.schedule, lowering.schedule.spread
-    splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // schedule.shard_kv_heads)
-    kernel = decode_kernel(lowering, splits)
-    check_kernel(kernel)
-    rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
-    attention = rooms["o_proj"] + attention_bytes(spec, splits)
-    least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
-    scratch = up(max(*rooms.values(), attention), 128)
+    splits, kernel = proved_kernel(lowering)
+    scratch, over_sums = scratch_rooms(lowering, splits)
     small = small_bytes(lowering, SMALL_BYTES)
     ring = _ring_beside(lowering, scratch, small)
-    over_sums = up(max(*rooms.values(), least), 128)
     if _ring_beside(lowering, over_sums, small) > ring:
         scratch, ring = over_sums, _ring_beside(lowering, over_sums, small)
     if ring < 2 * lowering.least_window:
@@ -198,6 +191,24 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
             f"the cuda backend needs {2 * lowering.least_window}"
         )
     return Layout(lowering, max_context, kernel, splits, scratch, ring, small_bytes=small)
+
+
+def proved_kernel(lowering: CudaLowering) -> tuple[int, Kernel]:
+    """Splits of the context, and what the blocks of the kernel of one token exchange."""
+    schedule = lowering.schedule
+    splits = max(1, lowering.group_size(schedule.stage("qkv_proj")) // schedule.shard_kv_heads)
+    kernel = decode_kernel(lowering, splits)
+    check_kernel(kernel)
+    return splits, kernel
+
+
+def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int]:
+    """Bytes of scratch where results of attention lie in it, and where they run on over the partial sums."""
+    schedule, spec = lowering.schedule, lowering.schedule.spread
+    rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
+    attention = rooms["o_proj"] + attention_bytes(spec, splits)
+    least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
+    return up(max(*rooms.values(), attention), 128), up(max(*rooms.values(), least), 128)
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:

@@ -151,7 +151,8 @@ def _structure(kind: type[ctypes.Structure], name: str = "") -> list[str]:
     for member, kept, *_ in (*inherited, *own):
         held: Any = kept
         length = getattr(held, "_length_", 0)
-        text = pointers.get(member) or numbers[held._type_ if length else held]
+        to = pointers.get(member, "").removesuffix("*")
+        text = f"Memory<{to}>" if to else numbers[held._type_ if length else held]
         members += f"{text} {member}{f'[{length}]' if length else ''}; "
         checks[f"KOG_OFFSET({name}, {member})"] = getattr(kind, member).offset
         checks[f"sizeof({name}::{member})"] = getattr(kind, member).size

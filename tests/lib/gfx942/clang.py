@@ -35,6 +35,22 @@ def _compile(source: str, flags: Sequence[str]) -> Path:
     return made_once([version_of(CLANG), " ".join([source, *flags]).encode(), *sources], make)
 
 
+def text_object(source: str, includes: Sequence[Path], *flags: str) -> CodeObject:
+    """Of a kernel's text, whose headers lie in `includes`, the first of a name foremost."""
+    if shutil.which(CLANG) is None:
+        pytest.skip(f"{CLANG} is not there: apt-get install clang-19 lld-19")
+    how = (*DEVICE, "-std=c++20", "-Wno-everything", *flags)
+
+    def make(draft: Path) -> None:
+        command = [CLANG, *how, *(f"-I{folder}" for folder in includes), "-", "-o", str(draft)]
+        done = subprocess.run(command, input=source.encode(), capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()[:4000]
+
+    headers = [path.read_bytes() for folder in includes for path in sorted(folder.rglob("*.h"))]
+    parts = [version_of(CLANG), " ".join(how).encode(), source.encode(), *headers]
+    return CodeObject(made_once(parts, make).read_bytes())
+
+
 def link(objects: Path, to: Path) -> None:
     """An object file of another code generator to a code object, by lld-19."""
     how = ("--target=amdgcn-amd-amdhsa", "-mcpu=gfx942", "-nogpulib")

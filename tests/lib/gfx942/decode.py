@@ -71,11 +71,12 @@ def _fill(
     record: Any, at: int, inst: Any, operations: dict[str, int], index: dict[int, int]
 ) -> None:
     name, kind = name_of(inst), type(inst).__name__
-    record["op"], record["at"] = operations[name], at
+    read = _Read(inst)
+    saturates = f"{name}_CLAMP" in operations and _has(inst, "clmp") and read.clmp
+    record["op"], record["at"] = operations[f"{name}_CLAMP" if saturates else name], at
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1
     record["src"] = -1
-    read = _Read(inst)
     record["literal"] = signed(getattr(read, "literal", 0), 32)
     for prefix, fill in FILL.items():
         if kind.startswith(prefix):

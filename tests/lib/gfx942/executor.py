@@ -76,9 +76,9 @@ class Buffer:
 
 @dataclass
 class Launch:
-    """One grid on one GPU. Arguments in the kernel's order: integers, floats, addresses."""
+    """One grid on one GPU. Arguments in the kernel's order: integers, floats, addresses, structures as bytes."""
 
-    args: Sequence[int | float]
+    args: Sequence[int | float | bytes]
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     gpu: int = 0
@@ -193,7 +193,8 @@ class Kernel:
         if isinstance(launches, Launch):
             launches = [launches]
         kernargs = [self._kernarg(launch) for launch in launches]
-        held = [*buffers, *map(Buffer, kernargs)]
+        image = np.frombuffer(self.code_object.image, np.uint8)
+        held = [*buffers, *map(Buffer, kernargs), Buffer(image)]
         ranges = np.array(
             [(b.address, b.address + b.array.nbytes, b.shared, b.least) for b in held],
             np.dtype(
@@ -214,6 +215,7 @@ class Kernel:
         )
         try:
             lib.gfx_reserve(machine, sum(int(np.prod(launch.grid)) for launch in launches))
+            lib.gfx_code_at(machine, ctypes.c_uint64(image.ctypes.data + self.address))
             for launch, kernarg in zip(launches, kernargs, strict=True):
                 self._start(machine, launch, kernarg, lds, xcc)
             ended = UNFINISHED
@@ -269,11 +271,12 @@ class Kernel:
             at, bytes_of, kind = arg[".offset"], arg[".size"], arg[".value_kind"]
             if kind in ("global_buffer", "by_value"):
                 value = next(given)
-                packed = (
-                    struct.pack("<f", value)
-                    if isinstance(value, float)
-                    else value.to_bytes(8, "little", signed=value < 0)
-                )
+                if isinstance(value, bytes):
+                    packed = value
+                elif isinstance(value, float):
+                    packed = struct.pack("<f", value)
+                else:
+                    packed = value.to_bytes(8, "little", signed=value < 0)
             elif kind.startswith("hidden_block_count_"):
                 packed = launch.grid["xyz".index(kind[-1])].to_bytes(4, "little")
             elif kind.startswith("hidden_group_size_"):

@@ -10,6 +10,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel.slots import BEAT
+from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import History, SamplingParams, sample
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, serve
 from tests.lib.gfx942.triton_cases import CASES
@@ -79,10 +80,12 @@ def expected(case: str, name: str = "greedy") -> list[int]:
 
     Those of a 16-bit kernel differ a little: these requests are such that no token changes.
     """
-    reference, asked = (
-        ReferenceBackend(ArrayWeights(CASES[case].spec), BackendOptions()),
-        ASKED[name],
-    )
+    return reference_tokens(CASES[case].spec, ASKED[name])
+
+
+def reference_tokens(spec: ModelSpec, asked: Asked) -> list[int]:
+    """Of any small model."""
+    reference = ReferenceBackend(ArrayWeights(spec), BackendOptions())
     history = History(asked.prompt)
     for i in range(TOKENS):
         logits = reference.forward_logits([*asked.prompt, *history.output])[-1]

@@ -72,7 +72,7 @@ KOG_DEVICE void walk_tiles(const Block& b, int start, const Tiles& tiles, const 
     softmax.weigh(b, queries, tile.key, tiles.end - at, p);
     if constexpr (kLong) fetch_tile(b, cache, next + kRoundRows, tiles.cached);
     if (again) tile.key.load(b, cache.keys, next, tiles.cached);  // on its way while the values are added
-    softmax.add(tile.value, p);
+    softmax.add(b, tile.value, p);
     if (again) tile.value.load(b, cache.values, next, tiles.cached);
   }
 }
@@ -113,7 +113,7 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
     for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
       store_relaxed(words + i, phase);
     if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
-    return;
+    return rejoin();
   }
   walk_span(b, span, position, phase, NewRows{position});
 }

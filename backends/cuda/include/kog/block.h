@@ -122,6 +122,7 @@ KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leav
 // it; `word_index` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
 // it was reported: the wait may have ended meanwhile, and the warp stand in another.
 KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted) {
+  watch_own_wait(b);
   if (!any_in_warp(must_leave(b))) return false;
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {

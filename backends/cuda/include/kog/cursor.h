@@ -30,7 +30,7 @@ struct StepOrder {
 // What says whether a token ends its request: asked for before the blocks agree on the token.
 struct Ending {
   u32 most, count, first;  // tokens, stop ids, and of those the one of this thread
-  const u32* stops;
+  Memory<const u32> stops;
 
   KOG_DEVICE void load(const Block& b) {
     u32 at = b.request[Request::kStopIds], mine = at + static_cast<u32>(b.in_warp);

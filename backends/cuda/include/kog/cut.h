@@ -162,6 +162,7 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
     if (b.in_warp == 0)
 #pragma unroll
       for (int rank = 0; rank < kRanks; rank++) put(rank, totals + 4 * bin, sum);
+    rejoin();
   }
   for (int first = b.warp * 32; first < kBins; first += 32 * kWarps) {
     const u64* at = totals + 4 * (first + b.in_warp);

@@ -21,6 +21,7 @@ KOG_DEVICE void begin_step(Block& b, Walk& walk, const StepOrder& order) {
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& walk, const StepOrder& order) {
   select_request(b, order.of(b), order.position(b));
+  walk.ring.begin_token();
   walk.embedded.unpack(b, walk.x);
   if constexpr (Ahead<QkvProj, true>::kCount > 0)
     run_layers_ahead(b, walk);

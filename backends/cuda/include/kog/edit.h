@@ -39,7 +39,7 @@ KOG_DEVICE int tokens_made(const Block& b, int position) {
 // `token` stands at `position`. Every block writes it and reads what it wrote itself: the prompt is
 // there already, and the output is, as far as bad words look back on it.
 KOG_DEVICE u32* sequence_of(const Block& b) {
-  return reinterpret_cast<u32*>(b.p.tokens) + static_cast<u64>(b.small->slot) * (b.p.positions + 1);
+  return reinterpret_cast<u32*>(b.p.tokens + static_cast<u64>(b.small->slot) * (b.p.positions + 1));
 }
 
 // 0 for an id that is neither in the prompt nor in the output, else 1 + how often it was put out.
@@ -74,6 +74,7 @@ KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
   int count = (rows.last + 31) / 32 - rows.first / 32;
   const u64* words = b.p.masks + static_cast<u64>(b.small->slot) * kMaskWords + rows.first / 32;
   u64 epoch = static_cast<u64>(made + 1);
+  rejoin();
   for (int first = b.warp * 32; first < count; first += 32 * kWarps) {
     int i = first + b.in_warp;
     u64 word = epoch << 32;

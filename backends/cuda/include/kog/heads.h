@@ -117,7 +117,7 @@ KOG_DEVICE void append(const Block& b, const Head& head, u16* scratch, u16* cach
   head.each(b, [&](int word, float2 v) {
     u32 w = cached_pair(v);
     reinterpret_cast<u32*>(scratch)[word] = w;
-    if (keeps) reinterpret_cast<u32*>(cache)[word] = w;
+    if (keeps) store_cache(reinterpret_cast<u32*>(cache) + word, w);
   });
 }
 

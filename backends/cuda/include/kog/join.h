@@ -71,6 +71,7 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
       else
         *reinterpret_cast<float2*>(sums + item * kHeadDim + 2 * pair) = out[n];
     }
+    rejoin();
   }
   if (kSplits <= kJoined || parts == 1) return;
   sync_consumers();
@@ -83,6 +84,7 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
     }
     int query = span.split + i / (kHeadDim / 2) * span.used;
     put(span.head * kQueries + query, pair, v);
+    rejoin();
   }
   leave_results();
 }

@@ -87,6 +87,7 @@ KOG_DEVICE void o_proj(Block& b, Walk& walk, const Ahead<OProj>& ahead) {
 
 KOG_DEVICE void join_attention_out(Block& b, Walk& walk) {
   attention_out(b, walk).join(Step::kAttentionOut, walk.x);
+  if (b.layer == kLayers - 1) drain_stores();  // rows of the cache, ahead of the barriers before their release
   stamp(b, Point::kAttentionOut);
 }
 

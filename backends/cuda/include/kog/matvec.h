@@ -25,50 +25,6 @@
 
 namespace kog {
 
-// The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
-// a thread four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
-// stages for itself.
-constexpr int kGroups = (kSlice + 127) / 128;
-constexpr int kHeld = 4 * kGroups;
-constexpr int kHiddenStride = (kHidden + 3) / 4 * 4;
-
-template <bool kOwnSlice>
-KOG_DEVICE void sync_staged() {
-  if constexpr (kOwnSlice)
-    sync_warp();
-  else
-    sync_consumers();
-}
-
-// v[0] + v[1] + ... in pairs, then pairs of pairs: a sum that waits for log2(N) additions.
-template <int N>
-KOG_DEVICE float sum_of(float (&v)[N]) {
-#pragma unroll
-  for (int by = 1; by < N; by *= 2)
-#pragma unroll
-    for (int i = 0; i + by < N; i += 2 * by) v[i] += v[i + by];
-  return v[0];
-}
-// The sums of all parts of K, `stride` apart, as one.
-template <class Stage>
-KOG_DEVICE float sum_of_parts(const float* from, int stride) {
-  float v[Stage::kParts];
-#pragma unroll
-  for (int i = 0; i < Stage::kParts; i++) v[i] = from[i * stride];
-  return sum_of(v);
-}
-
-// 1 / rms(x) of the x staged last, of one column; after a barrier that all warps have passed since.
-KOG_DEVICE float inverse_rms(const Block& b, int column = 0) {
-  float v[kWarps];
-#pragma unroll
-  for (int i = 0; i < kWarps; i += 4) {
-    float4 q = *reinterpret_cast<const float4*>(b.small->squares + column * kWarps + i);
-    v[i] = q.x, v[i + 1] = q.y, v[i + 2] = q.z, v[i + 3] = q.w;
-  }
-  return rsqrt_of(sum_of(v) * (1.f / kHidden) + kNormEps);
-}
-
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
 template <class Stage>
 KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::kSets][2][4],

@@ -148,6 +148,7 @@ KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& 
     for (int mask = 1; mask < kSharers; mask <<= 1)
       merged.join([&](float Merged::*m) { return shuffle_xor(merged.*m, mask); });
     if (inside && b.in_warp % kSharers == 0) put(head, pair, merged.output(), merged.log(top));
+    rejoin();
   }
 }
 

@@ -33,10 +33,12 @@ KOG_DEVICE void sum_parts(Block& b, u32 phase, Said said) {
         [&](int lane) { return from + lane * kColumns * PartWords::kStride; },
         [&](int) { return mine; }, phase, w);
     float sum = add_lanes(0, [](int) { return true; }, [&](int lane) { return w[lane]; });
-    if (!mine) continue;
-    store_relaxed(b.p.words + YWords::kOffset + column * YWords::kStride + row,
-                  pack_f32(kMean ? sum / kLanes : sum, phase));
-    if (row % 4 == 0 && column == 0) said(quad);
+    if (mine) {
+      store_relaxed(b.p.words + YWords::kOffset + column * YWords::kStride + row,
+                    pack_f32(kMean ? sum / kLanes : sum, phase));
+      if (row % 4 == 0 && column == 0) said(quad);
+    }
+    rejoin();
   }
 }
 

@@ -25,17 +25,10 @@
 // slots ahead (matvec.h).
 #pragma once
 #include <kog/bytes.h>
-#include <kog/words.h>
+#include <kog/values.h>
 
 namespace kog {
 
-// N words that one thread reads or writes side by side, so many at once as it can.
-template <int N>
-struct alignas(N < 4 ? 4 * N : 16) WordVector {
-  u32 w[N];
-  KOG_DEVICE static WordVector load(const void* p) { return *static_cast<const WordVector*>(p); }
-  KOG_DEVICE void store(void* p) const { *static_cast<WordVector*>(p) = *this; }
-};
 constexpr int kThreadWords = kFragK / 8;
 constexpr int kFragmentBytes = 32 * kThreadWords * 4;  // of one warp, whatever the weights are
 using Fragment = WordVector<kThreadWords>;

@@ -38,6 +38,7 @@ KOG_DEVICE void run_steps(Block& b, Steps& steps) {
     b.profile_row++;
     // The one place where the warps of a block learn of each other's expired waits.
     outcome = any_consumer(must_leave(b)) ? static_cast<int>(kFailed) : steps.end();
+    rejoin();
   }
   pair_clocks(b, kProfileTokens);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);

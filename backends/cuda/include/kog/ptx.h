@@ -21,6 +21,10 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+// A pointer among a kernel's arguments.
+template <class T>
+using Memory = T*;
+
 constexpr u32 kWholeWarp = 0xffffffffu;
 
 // ---- where am I, what time is it ----
@@ -125,10 +129,13 @@ KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
+// Stores of all warps are known to whoever has met them at a barrier.
+KOG_DEVICE void drain_stores() {}
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu (docs/SYNC.md) ----
 
+KOG_DEVICE void store_cache(u32* p, u32 v) { *p = v; }
 // Zero where there is nothing to load. One statement: were zero and the loaded value joined by the
 // compiler, a move between registers would wait for the load on the spot.
 KOG_DEVICE uint4 load_cache(const uint4* p, bool there) {
@@ -166,6 +173,8 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 // ---- a warp ----
 
 KOG_DEVICE void sync_warp() { __syncwarp(); }
+// Between what some threads of a warp publish and a wait of others: here each thread goes on by itself.
+KOG_DEVICE void rejoin() {}
 KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
@@ -195,6 +204,10 @@ KOG_DEVICE bool any_consumer(bool p) {
 
 KOG_DEVICE void add_shared(u32* p, u32 v) { atomicAdd(p, v); }
 KOG_DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
+
+// A warp of its own watches over the others' waits (watchdog.h).
+template <class Block>
+KOG_DEVICE void watch_own_wait(const Block&) {}
 
 // ---- arithmetic ----
 

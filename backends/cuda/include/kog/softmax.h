@@ -4,7 +4,7 @@
 // 2 * (thread % 4) and the next. Queries and weights are split in two 16-bit parts each, so that only keys
 // and values are rounded to 16 bits.
 #pragma once
-#include <kog/cache.h>
+#include <kog/scores.h>
 
 namespace kog {
 
@@ -26,22 +26,13 @@ struct Softmax {
   // words of the first step, high and low parts as rows 0-7 and 8-15.
   KOG_DEVICE void weigh(const Block& b, const uint4* queries, const Keys& keys, int count,
                         float (&p)[kTileRows / 8][2]) {
-    // Two chains of sums: each product waits for the one before it in its chain.
-    float c[2][kTileRows / 8][4] = {};
-#pragma unroll
-    for (int t = 0; t < kDimSteps; t++) {
-      uint4 q = queries[t * 32];
-      u32 a[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-      for (int j = 0; j < kTileRows / 8; j++)
-        multiply_add<kF16>(c[t % 2][j], a, {keys.w[j][2 * t], keys.w[j][2 * t + 1]});
-    }
+    Scores scores(b, queries, keys);
     float best = top;
 #pragma unroll
     for (int j = 0; j < kTileRows / 8; j++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        p[j][i] = c[0][j][i] + c[1][j][i] + (c[0][j][i + 2] + c[1][j][i + 2]);
+        p[j][i] = scores.at(j, i);
         bool valid = 8 * j + b.in_warp % 4 * 2 + i < count;
         if (!valid) p[j][i] = kNoScore;
         best = larger(best, p[j][i]);
@@ -71,24 +62,8 @@ struct Softmax {
     }
   }
 
-  KOG_DEVICE void add(const Values& values, const float (&p)[kTileRows / 8][2]) {
-    u32 high[kTileRows / 8], low[kTileRows / 8];
-#pragma unroll
-    for (int j = 0; j < kTileRows / 8; j++) {
-      HighLow parts(p[j][0], p[j][1]);
-      high[j] = parts.high, low[j] = parts.low;
-    }
-#pragma unroll
-    for (int t = 0; t < kDimSteps; t++) {
-      u32 a[kTileRows / 4];
-#pragma unroll
-      for (int j = 0; j < kTileRows / 8; j++) {
-        a[2 * j] = low_halves(values.w[2 * j][t], values.w[2 * j + 1][t]);
-        a[2 * j + 1] = high_halves(values.w[2 * j][t], values.w[2 * j + 1][t]);
-      }
-      multiply_add<kF16>(out[t], a, high);
-      multiply_add<kF16>(out[t], a, low);
-    }
+  KOG_DEVICE void add(const Block& b, const Values& values, const float (&p)[kTileRows / 8][2]) {
+    add_values(b, values, p, out);
   }
 
   KOG_DEVICE float total() const {

@@ -93,6 +93,7 @@ KOG_DEVICE u32* lane_words(const Block& b) {
 // runs once the words are there has been fetched while they were not.
 template <class WordIndex, class Ask>
 KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase, Ask ask) {
+  rejoin();
 #pragma unroll 1
   for (bool waits = false;; waits = true) {
     u32 bad = ask();
@@ -170,6 +171,7 @@ template <int N, class Address, class Need>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
                            u64 (&v)[N]) {
   const u32 wanted = static_cast<u32>(number >> 32);
+  rejoin();
   ulonglong2 w[N];
   auto late = [&](int i) { return ((w[i].x ^ number) | (w[i].y ^ number)) >> 32 != 0; };
   auto ask = [&] {  // all are on their way before the first is looked at

@@ -49,6 +49,8 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+template <class T>
+using Memory = T*;
 
 namespace host {
 
@@ -193,7 +195,9 @@ inline void store_system(u64* p, u64 v) { host::store(p, v); }
 inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b); }
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
+inline void drain_stores() {}
 inline void fence_gpu() { host::fence(); }
+inline void store_cache(u32* p, u32 v) { *p = v; }
 template <class T>
 T load_cache(const T* p, bool there) {
   return there ? *p : T{};
@@ -211,6 +215,7 @@ KOG_EMULATED u32 threads_with(bool p) {
   for (int i = 0; i < 32; i++) bits |= static_cast<u32>(all[i]) << i;
   return bits;
 }
+inline void rejoin() {}
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
@@ -256,6 +261,9 @@ inline void sync_consumers() { any_consumer(false); }
 
 inline void add_shared(u32* p, u32 v) { host::add(p, v); }
 inline void add_shared(u64* p, u64 v) { host::add(p, v); }
+
+template <class Block>
+void watch_own_wait(const Block&) {}
 
 inline float log2_fast(float x) { return std::log2(x); }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }

@@ -126,6 +126,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
 }
 
 void gfx_reserve(Machine* m, int groups) { m->groups.reserve(groups); }
+void gfx_code_at(Machine* m, u64 address) { m->code_at = address; }
 
 // A workgroup whose waves begin at instruction `entry` with these SGPRs; v0 packs a thread's three indices.
 void gfx_workgroup(Machine* m, int gpu, int xcd, const i32* block, int lds_bytes, int entry, const u32* sgprs, int count) {

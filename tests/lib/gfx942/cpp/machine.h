@@ -41,6 +41,7 @@ struct Machine {
     std::vector<u64> awaited;   // how often each wait found something in flight
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
+    u64 code_at = 0;  // where the kernel's first instruction would lie: behind its constants, which code finds from there
     std::vector<Workgroup> groups;
     Options options;
     Random random;

@@ -71,6 +71,7 @@ static const Operation INTEGER_OPERATIONS[] = {
     V1(V_ACCVGPR_MOV_B32, u32, u32, a),
     V2(V_ADD_U32, u32, u32, u32, a + b),
     V2(V_SUB_U32, u32, u32, u32, a - b),
+    V2(V_SUB_U32_CLAMP, u32, u32, u32, a > b ? a - b : 0),
     V2(V_SUBREV_U32, u32, u32, u32, b - a),
     V2(V_AND_B32, u32, u32, u32, a & b),
     V2(V_OR_B32, u32, u32, u32, a | b),

@@ -124,7 +124,9 @@ inline bool perform_atomic(Machine& m, Wave& w, Flight& f, bool all) {
 
 // ---- LDS ----
 
-enum Lds { READ, READ_TWO, READ_U16, WRITE, WRITE_TWO, SWIZZLE, PERMUTE_FROM };
+enum Lds { READ, READ_TWO, READ_U16, WRITE, WRITE_TWO, ADD, SWIZZLE, PERMUTE_FROM };
+
+inline bool changes(Lds what) { return what == WRITE || what == WRITE_TWO || what == ADD; }
 
 inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int step) {
     Flight f;
@@ -134,7 +136,7 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
     f.bytes = bytes;
     f.words = {u32(what), u32(step)};
     auto take = [&](int code) { f.words.insert(f.words.end(), w.row[code - ROW].lane, w.row[code - ROW].lane + LANES); };
-    bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = what == WRITE || what == WRITE_TWO;
+    bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = changes(what);
     take(i.addr);
     int rows = std::max(1, bytes / 4);
     if (writes || what == PERMUTE_FROM)
@@ -152,18 +154,23 @@ inline int swizzled_lane(i32 pattern, int lane) {
     return (lane & 32) | ((((lane & 31) & and_mask) | or_mask) ^ xor_mask);
 }
 
-// Two waves that touch the same byte without a barrier between, one of them to change it, race.
-inline void check_race(Wave& w, u32 first, const void* value, int bytes) {
+// Two waves that touch the same byte without a barrier between, one of them to change it, race, unless both add.
+inline void check_race(Wave& w, u32 first, const void* value, int bytes, bool adds = false) {
     Workgroup& g = *w.group;
     int me = int(&w - g.waves.data());
-    if (value && std::memcmp(&g.lds[first], value, bytes) == 0) return;  // no change, no harm
+    if (value && std::memcmp(&g.lds[first], value, bytes) == 0) {  // no change, no harm
+        for (u32 at = first; at < first + u32(bytes); at++)
+            if (g.lds_use[at].written == g.barriers) g.lds_use[at].agreed |= u64(1) << me;
+        return;
+    }
     for (u32 at = first; at < first + u32(bytes); at++) {
         LdsUse& use = g.lds_use[at];
-        bool other_wrote = use.written == g.barriers && use.writer != me;
+        bool wrote = use.written == g.barriers, other_wrote = wrote && use.writer != me && !(adds && use.added);
+        if (!value && (use.agreed >> me & 1)) other_wrote = false;
         bool other_read = use.read == g.barriers && use.reader != me;
         if (other_wrote || (value && other_read))
             throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
-        if (value) use.written = g.barriers, use.writer = me;
+        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.writer = wrote && adds && use.writer != me ? -2 : me, use.written = g.barriers;
         else use.reader = other_read ? -2 : me, use.read = g.barriers;
     }
 }
@@ -191,9 +198,18 @@ inline void perform_lds(Wave& w, Flight& f) {
             if (u64(at) + f.bytes > lds.size())
                 throw Fault("an access to " + std::to_string(f.bytes) + " bytes at " + std::to_string(at) +
                             " of LDS, which has " + std::to_string(lds.size()));
+            if (what == ADD) {
+                u64 sum = 0, by = 0;
+                std::memcpy(&sum, &lds[at], f.bytes);
+                for (int k = 0; k < rows; k++) by |= u64(data[k * LANES + l]) << 32 * k;
+                sum += by;
+                check_race(w, at, &sum, f.bytes, true);
+                std::memcpy(&lds[at], &sum, f.bytes);
+                continue;
+            }
             for (int k = 0; k < rows; k++) {
                 int row = part * rows + k;
-                bool writes = what == WRITE || what == WRITE_TWO;
+                bool writes = changes(what);
                 check_race(w, at + 4 * k, writes ? &data[row * LANES + l] : nullptr, std::min(4, f.bytes));
                 if (writes) std::memcpy(&lds[at + 4 * k], &data[row * LANES + l], std::min(4, f.bytes));
                 else std::memcpy(&out[row * LANES + l], &lds[at + 4 * k], std::min(4, f.bytes));
@@ -248,7 +264,7 @@ inline void arrive(Wave& w, Flight& f) {
         for (size_t k = 0; k < f.words.size(); k++) w.sgpr[i.dst + k] = f.words[k];
     } else if (f.kind == Flight::LDS) {
         Lds what = Lds(f.words[0]);
-        if (what == WRITE || what == WRITE_TWO) return;
+        if (changes(what)) return;
         int rows = std::max(1, f.bytes / 4) * (what == READ_TWO ? 2 : 1);
         for (int r = 0; r < rows; r++) put(w.row[i.dst - ROW + r], &f.words[2 + r * LANES], f.mask);
     } else if (f.kind == Flight::ATOMIC && (i.flags & RETURNS)) {
@@ -350,12 +366,16 @@ static const Operation MEMORY_OPERATIONS[] = {
     LDS(DS_WRITE2_B64, WRITE_TWO, 8, 8),
     LDS(DS_WRITE2ST64_B32, WRITE_TWO, 4, 256),
     LDS(DS_WRITE2ST64_B64, WRITE_TWO, 8, 512),
+    LDS(DS_ADD_U32, ADD, 4, 0),
+    LDS(DS_ADD_U64, ADD, 8, 0),
     LDS(DS_SWIZZLE_B32, SWIZZLE, 4, 0),
     LDS(DS_BPERMUTE_B32, PERMUTE_FROM, 4, 0),
     SCALAR_LOAD(S_LOAD_DWORD, 1),
     SCALAR_LOAD(S_LOAD_DWORDX2, 2),
     SCALAR_LOAD(S_LOAD_DWORDX4, 4),
     SCALAR_LOAD(S_LOAD_DWORDX8, 8),
+    SCALAR_LOAD(S_LOAD_DWORDX16, 16),
+    {"S_GETPC_B64", [](Machine& m, Wave& w, const Inst& i) { w.set_pair(i.dst, m.code_at + u64(i.at) + 4); }},
     {"S_MEMREALTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
     {"S_MEMTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
 };

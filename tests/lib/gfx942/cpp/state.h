@@ -80,6 +80,8 @@ struct Wave {
 struct LdsUse {
     u32 written = 0, read = 0;  // barriers before, + 1
     int writer = -1, reader = -1;  // -2: several waves
+    u64 agreed = 0;                // waves that wrote the same value behind the writer: they read their own
+    bool added = false;            // all that was written between these barriers, by atomics
 };
 
 struct Workgroup {

@@ -235,6 +235,33 @@ KERNEL eight_words(const u32* a, u32* o) {
     asm volatile("s_load_dwordx8 %0, %1, 0x20\n s_waitcnt lgkmcnt(0)" : "=s"(r) : "s"(a));
     o[T] = r[0] + 3 * r[1] + 5 * r[2] + 7 * r[3] + 11 * r[4] + 13 * r[5] + 17 * r[6] + 19 * r[7];
 }
+KERNEL sixteen_words(const u32* a, u32* o) {
+    typedef u32 v16 __attribute__((ext_vector_type(16)));
+    v16 r;
+    asm volatile("s_load_dwordx16 %0, %1, 0x40\n s_waitcnt lgkmcnt(0)" : "=s"(r) : "s"(a));
+    u32 sum = 0;
+    for (int i = 0; i < 16; i++) sum += (2 * i + 1) * r[i];
+    o[T] = sum;
+}
+// Constants lie in the image, as far from the code as the linker has put them.
+KERNEL constants(const u32* a, u32* o) {
+    static __attribute__((device)) const u32 table[] = {7, 1000003, 5, 0xdeadbeef, 42, 9, 77, 3};
+    o[T] = table[a[0] & 7] + T;
+}
+// Two waves add to the same words; `a`: what each thread adds.
+KERNEL lds_sums(const u32* a, u32* o) {
+    __attribute__((shared)) static u32 counts[8];
+    __attribute__((shared)) static u64 sums[8];
+    if (T < 8) counts[T] = 0, sums[T] = 0;
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup"), __builtin_amdgcn_s_barrier(), __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+    __hip_atomic_fetch_add((__attribute__((address_space(3))) u32*)counts + T % 8, a[T], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+    __hip_atomic_fetch_add((__attribute__((address_space(3))) u64*)sums + T % 8, (u64)a[T] << 20, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+#ifdef RACE_WITH_SUMS
+    if (T == 100) o[0] = counts[1];
+#endif
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup"), __builtin_amdgcn_s_barrier(), __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+    if (T < 8) o[T] = counts[T], o[8 + T] = (u32)sums[T], o[16 + T] = (u32)(sums[T] >> 32);
+}
 KERNEL fences(u32* a, u32* o) {
     a[T] += 5;
     __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent");

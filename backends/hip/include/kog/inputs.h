@@ -1,0 +1,90 @@
+// How a stage's inputs are staged as operands (operands.h): x, of which every block has a copy in registers, and words
+// of other stages' outputs.
+#pragma once
+#include <kog/matvec.h>
+
+namespace kog {
+
+// Index of the first element of a thread's group i; kHidden or more if it has none.
+KOG_DEVICE int element(const Block& b, int i) {
+  int local = i * 128 + b.in_warp * 4;
+  return local < kSlice ? b.warp * kSlice + local : kHiddenStride;
+}
+
+// Stage x * gain for Stage, and leave the warps' sums of squares for `inverse_rms`.
+template <class Stage>
+KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[kHeld]) {
+  static_assert(Stage::kWide);
+  float square = 0;
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+    int local = i * 128 + b.in_warp * 4, e = b.warp * kSlice + local;
+    float scaled[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      square = fused(x[4 * i + j], x[4 * i + j], square);
+      scaled[j] = product(x[4 * i + j], gain[4 * i + j]);
+    }
+    if (local < kSlice && e < Stage::kPaddedK) put_wide(b, Stage::kPaddedK, e, scaled);
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
+  if (b.in_warp == 0) b.small->squares[b.warp] = square;
+  sync_staged<Stage::kParts == kWarps>();
+}
+
+// Stage's inputs as they come in 16-bit words, kValues (8 or 4) a vector: which of them a thread stages.
+template <class Stage, int kValues = 8>
+struct Inputs {
+  static_assert(!Stage::kWide);
+  static constexpr bool kOwnSlice = Stage::kParts == kWarps;
+  static constexpr int kPart =
+      kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
+  static constexpr int kStride = kValues * 32 * (kOwnSlice ? 1 : kWarps);
+  static constexpr int kCount = (kPart + kStride - 1) / kStride;
+  int first, thread;
+
+  KOG_DEVICE explicit Inputs(const Block& b) {
+    first = kOwnSlice ? b.warp * kPart : 0;
+    thread = kOwnSlice ? b.in_warp : b.thread;
+  }
+  // The first value of vector i; kPaddedK or more where there is none.
+  KOG_DEVICE int value(int i) const {
+    int local = i * kStride + thread * kValues;
+    return local < kPart ? first + local : Stage::kPaddedK;
+  }
+  KOG_DEVICE void put(const Block& b, int i, const u32 (&w)[kValues / 2]) const {
+    int at = value(i);
+    if (at >= Stage::kPaddedK) return;
+    u32* to = reinterpret_cast<u32*>(b.scratch) + at / 2;
+    if constexpr (kValues == 8)
+      *reinterpret_cast<uint4*>(to) = {w[0], w[1], w[2], w[3]};
+    else
+      *reinterpret_cast<uint2*>(to) = {w[0], w[1]};
+  }
+};
+
+// Wait for Stage's inputs, the lane's pair words of a region, and stage them.
+template <class Stage, class Words>
+KOG_DEVICE void stage_words(Block& b, Step step, u32 phase) {
+  constexpr int kCount = Inputs<Stage>::kCount, kWords = (Stage::kCols + 1) / 2;
+  Inputs<Stage> in(b);
+  int at[kCount];
+  uint4 q[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    int value = in.value(i);
+    at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
+  }
+  poll<kWords>(b, step, lane_words<Words>(b), at, phase, q);
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    u32 w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = at[i] + j < kWords ? operand_of(word_of(q[i], j)) : 0;
+    in.put(b, i, w);
+  }
+  sync_staged<Inputs<Stage>::kOwnSlice>();
+}
+
+}  // namespace kog

@@ -1,0 +1,335 @@
+// One wrapper per instruction of CDNA3, in the place of CUDA's ptx.h: the one file with inline assembly and AMD's
+// builtins. No ROCm header is needed. A warp is half a wave of 64 (docs/HIP.md).
+#pragma once
+
+#define KOG_ASSUME(x) __builtin_assume(x)
+#define KOG_OFFSET(T, member) __builtin_offsetof(T, member)
+#define KOG_DEVICE inline __attribute__((device, always_inline))
+// A call would need a stack in memory: what CUDA keeps out of line is inlined.
+#define KOG_DEVICE_NOINLINE KOG_DEVICE
+#define KOG_CONSTANT static __attribute__((device)) const
+// Two waves a SIMD: each has half of its registers.
+#define KOG_KERNEL \
+  extern "C" __attribute__((global, amdgpu_flat_work_group_size(kog::kThreads, kog::kThreads), amdgpu_waves_per_eu(2, 2)))
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct ulonglong2 {
+  unsigned long long x, y;
+};
+
+namespace kog {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
+constexpr int kAgent = __HIP_MEMORY_SCOPE_AGENT, kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
+// Of words that blocks exchange (layout/header.py): of several ranks the host's.
+#ifdef KOG_WORD_SCOPE
+constexpr int kWordScope = kSystem;
+#else
+constexpr int kWordScope = kAgent;
+#endif
+
+// What a pointer points into, where the compiler could not tell: memory, or shared memory.
+template <class T>
+KOG_DEVICE __attribute__((address_space(1))) T* in_memory(T* p) {
+  return (__attribute__((address_space(1))) T*)p;
+}
+template <class T>
+KOG_DEVICE __attribute__((address_space(3))) T* in_shared(T* p) {
+  return (__attribute__((address_space(3))) T*)p;
+}
+
+// A pointer among a kernel's arguments: so much is known of it.
+template <class T>
+struct Memory {
+  __attribute__((address_space(1))) T* address;
+
+  KOG_DEVICE Memory() = default;
+  KOG_DEVICE Memory(T* p) : address(in_memory(p)) {}
+  KOG_DEVICE operator T*() const { return (T*)address; }
+};
+
+// ---- where am I, what time is it ----
+
+KOG_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_y()); }
+KOG_DEVICE int in_wave() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
+// A number that the compiler does not know: no code is laid out for it alone, and what follows from it is not kept.
+KOG_DEVICE u32 unknown(u32 v) {
+  asm volatile("" : "+v"(v));
+  return v;
+}
+// Nothing moves across: what is loaded early takes registers.
+KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
+// Asked again, they are new numbers (Block::begin_stage says why).
+KOG_DEVICE int thread_index() { return static_cast<int>(unknown(wave_index() * kWaveThreads + in_wave())); }
+KOG_DEVICE int block_index() {
+  u32 i = __builtin_amdgcn_workgroup_id_x();
+  asm volatile("" : "+s"(i));
+  return static_cast<int>(i);
+}
+// The constant clock of all XCDs, 100 MHz.
+constexpr int kTickNs = 160;
+KOG_DEVICE u64 nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
+// Of 160 ns: 32 bits of them hold every wait.
+KOG_DEVICE i64 clock_ticks() { return static_cast<i64>(__builtin_amdgcn_s_memrealtime() / (kTickNs / 10)); }
+KOG_DEVICE u8* shared_memory() {
+  extern __attribute__((shared, aligned(128))) u8 memory[];
+  return memory;
+}
+
+// ---- words that other blocks or the host write and read (docs/SYNC.md): relaxed, past the caches that are not
+// theirs. Eight bytes at most are one access ----
+
+template <int kScope, class T>
+KOG_DEVICE T load_scoped(const T* p) {
+  return __hip_atomic_load(in_memory(p), __ATOMIC_RELAXED, kScope);
+}
+template <int kScope, class T>
+KOG_DEVICE void store_scoped(T* p, T v) {
+  __hip_atomic_store(in_memory(p), v, __ATOMIC_RELAXED, kScope);
+}
+KOG_DEVICE uint2 load_relaxed2(const u32* p) {
+  u64 v = load_scoped<kWordScope>(reinterpret_cast<const u64*>(p));
+  return {static_cast<u32>(v), static_cast<u32>(v >> 32)};
+}
+KOG_DEVICE uint4 load_relaxed4(const u32* p) {
+  uint2 low = load_relaxed2(p), high = load_relaxed2(p + 2);
+  return {low.x, low.y, high.x, high.y};
+}
+KOG_DEVICE u32 load_relaxed(const u32* p) { return load_scoped<kWordScope>(p); }
+KOG_DEVICE ulonglong2 load_relaxed_pair(const u64* p) {
+  return {load_scoped<kWordScope>(p), load_scoped<kWordScope>(p + 1)};
+}
+KOG_DEVICE void store_relaxed(u32* p, u32 v) { store_scoped<kWordScope>(p, v); }
+KOG_DEVICE void store_relaxed_pair(u64* p, u64 a, u64 b) {
+  store_scoped<kWordScope>(p, a);
+  store_scoped<kWordScope>(p + 1, b);
+}
+KOG_DEVICE void store_pair(u64* p, u64 a, u64 b) { in_memory(p)[0] = a, in_memory(p)[1] = b; }
+KOG_DEVICE u64 load_system(const u64* p) { return load_scoped<kSystem>(p); }
+KOG_DEVICE void store_system(u64* p, u64 v) { store_scoped<kSystem>(p, v); }
+// All that this wave has stored is where others find it.
+KOG_DEVICE void drain_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+// The host looks at the first of two words: that one lands last.
+KOG_DEVICE void store_system_pair(u64* p, u64 a, u64 b) {
+  store_system(p + 1, b);
+  drain_stores();
+  store_system(p, a);
+}
+KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) {
+  __hip_atomic_compare_exchange_strong(in_memory(p), &expected, v, __ATOMIC_RELAXED, __ATOMIC_RELAXED, kWordScope);
+  return expected;
+}
+// Both ways. What others read is stored past the caches, so there is nothing to write back: it has to have landed.
+KOG_DEVICE void fence_gpu() {
+  asm volatile("s_waitcnt vmcnt(0)\nbuffer_inv sc1" ::: "memory");
+}
+
+// ---- memory of nobody else, weights, and the cache of keys and values ----
+
+using Words4 = u32 __attribute__((ext_vector_type(4)));
+using Words2 = u32 __attribute__((ext_vector_type(2)));
+
+// 16 bytes that are read once a token.
+KOG_DEVICE uint4 load_streamed(const u8* p) {
+  Words4 v = __builtin_nontemporal_load(in_memory(reinterpret_cast<const Words4*>(p)));
+  return {v.x, v.y, v.z, v.w};
+}
+// Zero where there is nothing to load.
+KOG_DEVICE uint4 load_cache(const uint4* p, bool there) {
+  Words4 v = {0, 0, 0, 0};
+  if (there) v = *in_memory(reinterpret_cast<const Words4*>(p));
+  return {v.x, v.y, v.z, v.w};
+}
+KOG_DEVICE uint2 load_cache(const uint2* p, bool there) {
+  Words2 v = {0, 0};
+  if (there) v = *in_memory(reinterpret_cast<const Words2*>(p));
+  return {v.x, v.y};
+}
+KOG_DEVICE u32 load_cache(const u32* p, bool there) { return there ? *in_memory(p) : 0; }
+KOG_DEVICE void store_cache(u32* p, u32 v) { store_scoped<kAgent>(p, v); }
+// There is no instruction for it.
+KOG_DEVICE void fetch_to_l2(const void*, u32) {}
+
+// ---- a warp: half a wave ----
+
+KOG_DEVICE void sync_warp() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+}
+// Between what some threads of a wave publish and a wait of others. A compiler may part threads at a branch for as long
+// as it likes, into a loop's next pass even, where some wait for what the others have yet to store; past this it may not.
+KOG_DEVICE void rejoin() { __builtin_amdgcn_wave_barrier(); }
+KOG_DEVICE u32 threads_with(bool p) {
+  u64 wave = __builtin_amdgcn_ballot_w64(p);
+  return static_cast<u32>(in_wave() < 32 ? wave : wave >> 32);
+}
+KOG_DEVICE bool any_in_warp(bool p) { return threads_with(p) != 0; }
+
+// Permutations that a thread of a row of 16 takes part in without memory (DPP).
+constexpr int kQuadXor1 = 0xb1, kQuadXor2 = 0x4e, kRowRotate8 = 0x128;
+constexpr int kQuadBroadcast = 0x55;  // times which thread of the four
+template <int kControl>
+KOG_DEVICE u32 permuted(u32 v) {
+  return static_cast<u32>(__builtin_amdgcn_update_dpp(0, static_cast<int>(v), kControl, 0xf, 0xf, true));
+}
+// By the crossbar of shared memory, without its memory: thread exclusive or kMask.
+template <int kMask>
+KOG_DEVICE u32 swizzled(u32 v) {
+  return static_cast<u32>(__builtin_amdgcn_ds_swizzle(static_cast<int>(v), kMask << 10 | 0x1f));
+}
+KOG_DEVICE u32 of_thread(u32 v, int thread) {
+  int lane = (in_wave() & 32) | (thread & 31);
+  return static_cast<u32>(__builtin_amdgcn_ds_bpermute(4 * lane, static_cast<int>(v)));
+}
+KOG_DEVICE u32 shuffle_xor(u32 v, int mask) {
+  switch (mask) {
+    case 1: return permuted<kQuadXor1>(v);
+    case 2: return permuted<kQuadXor2>(v);
+    case 8: return permuted<kRowRotate8>(v);
+    case 4: return swizzled<4>(v);
+    case 16: return swizzled<16>(v);
+    default: return of_thread(v, (in_wave() ^ mask) & 31);
+  }
+}
+KOG_DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
+KOG_DEVICE float float_of(u32 x) { return __builtin_bit_cast(float, x); }
+KOG_DEVICE float shuffle_xor(float v, int mask) { return float_of(shuffle_xor(bits_of(v), mask)); }
+KOG_DEVICE u64 shuffle_xor(u64 v, int mask) {
+  return shuffle_xor(static_cast<u32>(v), mask) | static_cast<u64>(shuffle_xor(static_cast<u32>(v >> 32), mask)) << 32;
+}
+KOG_DEVICE float shuffle_down(float v, int by) {
+  int from = (in_wave() & 31) + by;
+  return float_of(of_thread(bits_of(v), from < 32 ? from : from - by));
+}
+KOG_DEVICE u32 shuffle(u32 v, int thread) { return of_thread(v, thread); }
+KOG_DEVICE float shuffle(float v, int thread) { return float_of(of_thread(bits_of(v), thread)); }
+KOG_DEVICE u64 shuffle(u64 v, int thread) {
+  return of_thread(static_cast<u32>(v), thread) | static_cast<u64>(of_thread(static_cast<u32>(v >> 32), thread)) << 32;
+}
+// Of four threads side by side, what the one of this number has.
+template <int kThread>
+KOG_DEVICE u32 of_quad(u32 v) {
+  return permuted<kThread * kQuadBroadcast>(v);
+}
+template <class Join>
+KOG_DEVICE u32 join_threads(u32 v, Join join) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) v = join(v, shuffle_xor(v, mask));
+  return v;
+}
+KOG_DEVICE u32 largest_of_warp(u32 v) {
+  return join_threads(v, [](u32 a, u32 b) { return a > b ? a : b; });
+}
+KOG_DEVICE u32 sum_of_warp(u32 v) {
+  return join_threads(v, [](u32 a, u32 b) { return a + b; });
+}
+
+// ---- the waves of a block ----
+
+// Of shared memory alone: what is on its way to and from memory stays there.
+KOG_DEVICE void sync_consumers() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+// A barrier that also says whether any thread brought `p`.
+KOG_DEVICE bool any_consumer(bool p) {
+  static __attribute__((shared)) u32 brought[kWaves];
+  bool any = __builtin_amdgcn_ballot_w64(p) != 0;
+  if (in_wave() == 0) brought[wave_index()] = any;
+  sync_consumers();
+  u32 out = 0;
+#pragma unroll
+  for (int i = 0; i < kWaves; i++) out |= brought[i];
+  sync_consumers();
+  return out != 0;
+}
+
+template <class T>
+KOG_DEVICE void add_shared(T* p, T v) {
+  __hip_atomic_fetch_add(in_shared(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+KOG_DEVICE u32 load_volatile(const u32* p) { return *in_shared(static_cast<const volatile u32*>(p)); }
+KOG_DEVICE void store_volatile(u32* p, u32 v) { *in_shared(static_cast<volatile u32*>(p)) = v; }
+// A wait that has failed looks at the clock itself: a wave that watched over the others would take a third of the
+// registers. From a millisecond on it hears of other blocks' expired waits too.
+template <class Block>
+KOG_DEVICE void watch_own_wait(const Block& b) {
+  if (b.in_warp != 0) return;
+  u32* began = &b.small->waits[b.warp];
+  u32 since = load_volatile(began);
+  if ((since & 1) == 0) return;  // it has expired
+  i64 waited = static_cast<i64>(static_cast<u32>(clock_ticks()) - since) * kTickNs;
+  if (waited > 1000000 && (load_relaxed(b.p.error) != 0 || told_to_leave(b.p))) store_volatile(&b.small->leave, 1);
+  if (waited > b.p.limit && compare_and_swap(b.p.error, 0, 1) == 0) {
+    store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
+    store_volatile(began, 2);  // kExpired
+    store_volatile(&b.small->leave, 1);
+    tell_ranks_to_leave(b.p);
+  }
+}
+
+// ---- arithmetic ----
+
+KOG_DEVICE float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
+KOG_DEVICE float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
+// Quotients to 2 units in the last place, without a subroutine.
+KOG_DEVICE float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
+// Rounded as written: what the compiler may fuse, or not, would differ from kernel to kernel.
+KOG_DEVICE float product(float a, float b) {
+#pragma clang fp contract(off)
+  return a * b;
+}
+KOG_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+KOG_DEVICE float rsqrt_of(float x) { return __builtin_amdgcn_rsqf(x); }
+KOG_DEVICE u64 bits_of(double x) { return __builtin_bit_cast(u64, x); }
+KOG_DEVICE double double_of(u64 x) { return __builtin_bit_cast(double, x); }
+KOG_DEVICE int bit_length(u64 x) { return x == 0 ? 0 : 64 - __builtin_clzll(x); }
+
+using Half2 = _Float16 __attribute__((ext_vector_type(2)));
+
+KOG_DEVICE u32 rounded_bf16(float x) {
+  u32 bits = bits_of(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+// Two float32 rounded to 16-bit values, to nearest, ties to even; `low` in the low half.
+template <bool kF16>
+KOG_DEVICE u32 round_pair(float low, float high) {
+  if constexpr (kF16) {
+    Half2 both = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+    return __builtin_bit_cast(u32, both);
+  } else {
+    return rounded_bf16(high) << 16 | rounded_bf16(low);
+  }
+}
+KOG_DEVICE float widen_f16(u16 x) { return static_cast<float>(__builtin_bit_cast(_Float16, x)); }
+
+// c + a.low * b.low + a.high * b.high, of 16-bit values. gfx942 has no such instruction of bfloat16.
+template <bool kF16>
+KOG_DEVICE float dot2(u32 a, u32 b, float c) {
+  if constexpr (kF16) {
+    return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), c, false);
+  } else {
+    c = fused(float_of(a << 16), float_of(b << 16), c);
+    return fused(float_of(a & 0xffff0000u), float_of(b & 0xffff0000u), c);
+  }
+}
+
+}  // namespace kog

@@ -1,0 +1,177 @@
+"""The HIP kernel's own machine code: whole requests in the executor, gates on small objects and one of full size.
+
+Tokens equal the reference's in both memories. What a kernel must not lack is taken away, to see the requests go wrong.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.model.spec import DType
+from tests.lib.gfx942.executor import WEAK, Fault, Memory, NoEnd
+from tests.lib.gfx942.gates import Gates, gates_of
+from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, UNLIMITED_NS, HipWalk, compiled, layout_of
+from tests.lib.gfx942.requests import ASKED, ENDS, TOKENS, expected, reference_tokens
+from tests.lib.gfx942.triton_cases import ALL, CASES
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.triton_cases import plain
+
+CONDITIONS = {
+    "plain": {"memory": Memory(quantum=4000)},
+    "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
+}
+# Of bfloat16, those whose tokens rounding does not change.
+NAMES = {"llama": ("greedy", "sampled", "rules", "edits", "masks"), "qwen3": ("greedy", "edits"),
+         "laneformer": ("greedy", "sampled", "rules", "edits")}  # fmt: skip
+RUNS = [(case, name) for case, names in NAMES.items() for name in names if name != "masks"]
+FINISHED = 2  # Outcome.LENGTH
+STOPPED = 1  # Outcome.STOP
+MOST_STEPS = 60_000_000  # instructions: three times what the longest request takes
+
+
+@cache
+def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
+    spec = CASES[case].spec
+    return HipWalk(spec, ArrayWeights(spec), CASES[case].num_blocks, includes=includes)
+
+
+def generate(one: HipWalk, name: str, conditions: dict, seed: int = 1, stops=()) -> tuple:
+    one.conditions = conditions | {"steps": MOST_STEPS}
+    return one.generate(list(ASKED[name].prompt), TOKENS, ASKED[name].params, stops, seed)
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
+@pytest.mark.parametrize(("case", "name"), RUNS)
+def test_requests_equal_the_reference(case, name, conditions):
+    assert generate(walk(case), name, conditions) == (expected(case, name), FINISHED)
+
+
+# Short contexts that are split over all blocks, and whose many splits are joined in a step of their own.
+SPLIT = plain(2, hidden_size=64, num_kv_heads=1)
+LENGTHS = {"split_least": 4, "merged_length": 16}
+
+
+@cache
+def split_walk(includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
+    return HipWalk(SPLIT, ArrayWeights(SPLIT), 8, includes=includes, **LENGTHS)
+
+
+@cache
+def split_tokens() -> list[int]:
+    return reference_tokens(SPLIT, ASKED["long prompt"])
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
+def test_a_context_that_is_split(conditions):
+    one = split_walk()
+    assert one.layout.splits == 8
+    assert generate(one, "long prompt", conditions) == (split_tokens(), FINISHED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 18))
+@pytest.mark.parametrize(("case", "name"), RUNS)
+def test_requests_equal_the_reference_whatever_the_order(case, name, seed):
+    for conditions in CONDITIONS.values():
+        assert generate(walk(case), name, conditions, seed) == (expected(case, name), FINISHED)
+
+
+def test_a_stop_id_ends_the_request():
+    tokens = expected("llama")
+    made, outcome = generate(
+        walk("llama"), "greedy", CONDITIONS["adversarial"], stops=(tokens[ENDS],)
+    )
+    assert made == tokens[: tokens.index(tokens[ENDS]) + 1]
+    assert outcome == STOPPED
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_every_position(case):
+    """As near to the reference's as 16-bit words between the stages allow."""
+    spec, tokens = CASES[case].spec, [3, 42, 12, 7, 9, 30, 1, 2]
+    one = walk(case)
+    one.conditions = CONDITIONS["plain"]
+    logits = one.forward_logits(tokens, limit=UNLIMITED_NS)
+    exact = ReferenceBackend(ArrayWeights(spec), BackendOptions()).forward_logits(tokens)
+    error = np.sqrt(((logits - exact) ** 2).mean())
+    assert error < (0.03 if spec.dtype is DType.BF16 else 0.006)
+
+
+# ---- seen red ----
+
+PLANTED = {
+    # What threads of a wave publish is put off until others of it have seen it: they never do.
+    "threads go apart": (
+        "__builtin_amdgcn_wave_barrier(); }\nKOG_DEVICE u32 threads_with",
+        "}\nKOG_DEVICE u32 threads_with",
+    ),
+    # Rows of the cache stay in one XCD's L2.
+    "a cache row is not written through": ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"),
+    # Words travel within an XCD.
+    "words of a narrow scope": (
+        "constexpr int kWordScope = kAgent",
+        "constexpr int kWordScope = __HIP_MEMORY_SCOPE_WORKGROUP",
+    ),
+    "half of a dot product": (
+        "__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), c",
+        "__builtin_bit_cast(Half2, a & 0xffff), __builtin_bit_cast(Half2, b), c",
+    ),
+}
+
+
+def planted(fault: str, folder: Path) -> tuple[Path, ...]:
+    """The include path of a kernel whose seam has a fault."""
+    text, (old, new) = (INCLUDES[0] / "kog/ptx.h").read_text(), PLANTED[fault]
+    assert text.count(old) == 1, fault
+    (folder / "kog").mkdir()
+    (folder / "kog/ptx.h").write_text(text.replace(old, new))
+    return (folder, *INCLUDES)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    one = split_walk(planted(fault, tmp_path))
+    hard = CONDITIONS["adversarial"] | {"memory": Memory(adversarial=True, evict=0)}
+    for seed in range(32):
+        try:
+            made = generate(one, "long prompt", hard, seed)
+            right = made == (split_tokens(), FINISHED)
+        except (Fault, NoEnd, AssertionError):
+            right = False
+        if not right:
+            return
+    pytest.fail("all runs went well")
+
+
+# ---- gates ----
+
+
+def gates(case: str) -> Gates:
+    one = ALL[case]
+    layout = layout_of(one.spec, one.num_blocks, one.max_context)
+    return gates_of(compiled(render(layout)), KERNEL, layout.shared_bytes, layout.threads // 64)
+
+
+@pytest.mark.parametrize("case", [*CASES, "llama-3.2-1b"])
+def test_the_object_keeps_what_the_design_promises(case):
+    one, half = gates(case), ALL[case].spec.dtype is DType.F16
+    assert (one.spilled, one.scratch) == (0, 0)
+    assert one.vgprs <= 256 and one.groups_per_cu >= 1 and one.lds <= 64 << 10
+    assert one.narrow == 0 and one.non_temporal >= 4  # weights in loads of 16 bytes alone
+    assert (one.count("V_DOT2") > 0) == half
+    assert one.count("BUFFER_WBL2", "FLAT_", "SCRATCH_") == 0
+    assert one.count("BUFFER_INV") >= 1
+    # Plain, agent scope, the host's, streamed: nothing else.
+    forms = {form[1:] for form in one.scopes if form[0] != "ATOMIC"}
+    assert forms <= {(0, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)}
+
+
+def test_enough_is_in_flight_at_full_size():
+    """1.5 times what 4.2 TB/s and 2 us ask of a CU, in straight code (docs/HIP.md)."""
+    one = gates("llama-3.2-1b")
+    assert one.most_in_flight * 64 * 16 * one.waves >= 1.5 * 4.2e12 * 2e-6 / 304
