@@ -60,10 +60,10 @@ class Columns:
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
     ) -> None:
-        self._load = load
+        self._compile, self._load = compile, load
         self._layouts: dict[int, Layout] = {}
         self._compiled: CompiledBeside[int] = CompiledBeside(
-            lambda count: compile(self._layouts[count]), lambda count: f"{count} columns"
+            lambda count: self._compile(self._layouts[count]), lambda count: f"{count} columns"
         )
         self._kernels: dict[int, ColumnKernel] = {}
         for count in counts:
