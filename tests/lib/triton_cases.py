@@ -62,7 +62,7 @@ def backend_of(case: Case, weights=None, limit: int = 1 << 22, num_slots: int = 
     return backend
 
 
-def in_turns(case: Case, **sizes) -> TritonBackend:
+def round_robin(case: Case, **sizes) -> TritonBackend:
     """A backend whose requests share no step (test_triton_shared_steps.py has those that do)."""
     backend = backend_of(case, **sizes)
     backend.launcher.shared_steps = SharedSteps(1, None)

@@ -148,7 +148,7 @@ def test_each_request_comes_and_goes_when_it_likes(monkeypatch):
 
 def test_a_yield_at_any_step_leaves_all_to_go_on():
     backend, mailbox = backend_of(ONE, num_slots=2), Mailbox()
-    requests = [request(0, EDITED), request(1)]
+    requests = [request(0, EDITED, 5), request(1, count=5)]
     for one in requests:
         mailbox.post(one)
     ran = backend.memory.pointers.states[:, 0, 0]
@@ -165,20 +165,20 @@ def test_a_yield_at_any_step_leaves_all_to_go_on():
         with concurrent(returns, "stale", host):
             backend.generate(mailbox)
         returns += 1
-    assert returns >= 3
+    assert returns >= 2
     for one in requests:
         assert tokens(mailbox.read(one.slot, 0)) == alone(ONE, one)[0]
         assert torch.equal(state_of(backend, one, 0)[0], alone(ONE, one)[1])
 
 
-def test_more_requests_than_columns_are_served_in_turns(monkeypatch):
+def test_more_requests_than_columns_are_served_round_robin(monkeypatch):
     from kog_triton.backends.triton.host import launcher, shared_steps
 
     monkeypatch.setattr(shared_steps, "COUNTS", (2,))
     monkeypatch.setattr(launcher, "WHILE_OTHERS_WAIT", 1)
     backend, ahead = backend_of(ONE, num_slots=3), []
     columns = watch_launches(backend, monkeypatch)
-    requests = [request(n, count=4) for n in range(3)]
+    requests = [request(0, count=6), request(1, count=6), request(2, count=2)]
 
     def host(mailbox):
         made = [mailbox._inboxes[n]._steps.qsize() for n in range(3)]
@@ -186,8 +186,8 @@ def test_more_requests_than_columns_are_served_in_turns(monkeypatch):
         leave_outdated(backend, mailbox, columns)
 
     made = serve(backend, *requests, host=host)
-    assert set(columns) <= {1, 2} and len(columns) > 3
-    assert max(ahead) < 4  # the third does not wait for the end of the first
+    assert columns[:2] == [2, 2]
+    assert max(ahead) < 6  # the third does not wait for the end of the first
     assert [tokens(steps) for steps in made] == [alone(ONE, one)[0] for one in requests]
 
 
