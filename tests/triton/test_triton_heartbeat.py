@@ -19,7 +19,7 @@ from kog_triton.backends.serving import Launch, LaunchServing
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
 from kog_triton.errors import DeviceError
 from tests.lib.silent_gpu import assert_shut
-from tests.lib.triton_cases import GREEDY, Case, backend_of, round_robin, plain, serve
+from tests.lib.triton_cases import GREEDY, Case, backend_of, plain, round_robin, serve
 
 ONE = Case(plain(qk_norm=True), 3)
 

@@ -34,7 +34,7 @@ from kog_triton.sampling import History, SamplingParams, sample
 from kog_triton.sampling.definition import raw_logprobs
 from tests.lib.concurrent_interpreter import concurrent
 from tests.lib.lowering_cases import ArrayWeights
-from tests.lib.triton_cases import GREEDY, Case, backend_of, round_robin, lanes, plain, serve
+from tests.lib.triton_cases import GREEDY, Case, backend_of, lanes, plain, round_robin, serve
 
 ONE = Case(plain(qk_norm=True), 3)
 LANES = Case(lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True), 4)
