@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton import __version__
+from kog_triton.backends import backend_names, find_backend
 from kog_triton.backends.choose import survey
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.caches import Cache, caches
@@ -52,6 +53,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "driver": driver(),
         "gpus": gpus(),
         "unseen_gpu": unseen(),
+        "findings": findings(),
         "backends": [asdict(candidate) for candidate in survey()],
         "demo": {"path": str(demo), "present": (demo / "config.json").is_file()},
         "optional": {
@@ -188,6 +190,19 @@ def unseen() -> str | None:
     return f"{gpu.name}: {gpu.advice}" if gpu else None
 
 
+def findings() -> dict[str, dict[str, str]]:
+    """By backend, what it needs and found, of those whose classes say so (`findings`) and that have anything here."""
+    out = {}
+    for name in backend_names():
+        try:
+            said = find_backend(name).findings()  # type: ignore[attr-defined]
+        except Exception:  # none, or a broken package, of which the list of backends tells
+            continue
+        if said:
+            out[name] = said
+    return out
+
+
 def report(found: dict[str, Any]) -> str:
     """The findings as text for people."""
     packages = found["packages"].items()
@@ -208,6 +223,8 @@ def report(found: dict[str, Any]) -> str:
         lines.append(f"  {b['name']:<10}{state:<17}{b['reason']}".rstrip())
         if b["advice"] and not b["available"]:
             lines.append(f"  {'':<10}-> {b['advice']}")
+    for name, said in found.get("findings", {}).items():
+        lines += ["", name, *(f"  {what:<10}{says}" for what, says in said.items())]
     if "memory" in found:
         lines += _surroundings(found)
     if "model" in found:

@@ -1,8 +1,8 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
-For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding; `--backend triton` shows the Triton kernel's
-tiles, of any GPU. AMD GPUs have no other lowering of their own yet, nor have MXFP4 and zero points: their rows are
-dealt out evenly to blocks, which is enough for bytes and rooflines.
+For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding; `--backend hip` shows the HIP kernel's, of AMD
+GPUs, `--backend triton` the Triton kernel's tiles, of any GPU. Else AMD GPUs' rows are dealt out evenly to blocks, as
+are those of MXFP4 and zero points, which is enough for bytes and rooflines.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,14 @@ from kog_triton.backends import find_backend, refuse_narrow
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
+from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import with_format
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.cuda_weights import unreadable
+from kog_triton.schedule.hip import HipLowering, lower_hip
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.scaling import MOST_FITTED, PROTOTYPE_GPU, WORST_MISS, predict
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
@@ -43,6 +45,22 @@ def plan(schedule: Schedule, gpu: Gpu) -> Partition:
     check_schedule(schedule)
     check_partition(partition)
     return partition
+
+
+def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
+    """The checked HIP lowering. DeviceError for a GPU that is not AMD's or for several, KogError for what the kernel
+    cannot do."""
+    refuse_narrow(find_backend("hip"), schedule.spec)
+    if gpu.vendor != "amd":
+        raise DeviceError(
+            f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
+        )
+    if schedule.num_ranks > 1:
+        raise DeviceError("the hip backend runs on one GPU: choose --gpus 1")
+    lowering = lower_hip(schedule, gpu)
+    check_schedule(schedule)
+    check_partition(lowering)
+    return lowering
 
 
 def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
@@ -97,11 +115,16 @@ def summary(partition: Partition, gpu: Gpu) -> str:
     s = partition.schedule
     if isinstance(partition, CudaLowering):
         per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
+        fragments = f"fragments of 8 x {partition.frag_k} or 4 x {2 * partition.frag_k}"
         cut = (
             f"ring of {partition.ring_slots} slots of {partition.ring_slot_bytes} bytes, "
-            f"{partition.calm_slots} to {partition.window_slots} in flight; fragments of 8 x "
-            f"{partition.frag_k} or 4 x {2 * partition.frag_k}"
+            f"{partition.calm_slots} to {partition.window_slots} in flight; {fragments}"
         )
+        if isinstance(partition, HipLowering):
+            cut = (
+                f"{gpu.num_sms} CUs on {gpu.dies} XCDs; weights go straight to registers, "
+                f"{partition.ring_slot_bytes} bytes of a block at once; {fragments}"
+            )
     else:
         total = sum(
             weight_bytes(s, stage, segment.repeat)
@@ -109,10 +132,10 @@ def summary(partition: Partition, gpu: Gpu) -> str:
             if stage.op is Op.MATVEC
         )
         per_gpu = -(-total // s.num_ranks)
-        what = f"{gpu.vendor} GPUs"
-        if gpu.vendor == "nvidia":
-            what = f"{s.spec.narrow_formats} weights"
-        cut = f"rows dealt out evenly: there is no lowering for {what} yet"
+        why = "--backend hip shows the lowering of one AMD GPU"
+        if s.spec.narrow:
+            why = f"there is no lowering for {s.spec.narrow_formats} weights yet"
+        cut = f"rows dealt out evenly: {why}"
     roofline = per_gpu / gpu.bandwidth
     return (
         f"{per_gpu / 1e9:.3f} GB a token and GPU; {gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow "
@@ -234,7 +257,7 @@ def _body(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument(
         "--backend",
-        choices=("cuda", "triton"),
+        choices=("cuda", "hip", "triton"),
         default="cuda",
         help="whose plan (default: cuda)",
     )
@@ -252,7 +275,7 @@ def _body(argv: Sequence[str] | None) -> int:
         console.write_table(tiles_table(schedule, tiles, gpu, name))
         console.write_line(tiles_summary(schedule, tiles, gpu))
         return 0
-    partition = plan(schedule, gpu)
+    partition = plan_hip(schedule, gpu) if args.backend == "hip" else plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))
     return 0

@@ -38,7 +38,7 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
-from kog_triton.backends.prefill.library import begin_prompt, fuses, open_library, wants_library
+from kog_triton.backends.prefill.library import fuses, library_for, open_library, wants_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import Matrices
 from kog_triton.backends.recording import Recording
@@ -72,7 +72,7 @@ class CudaBackend:
     vendors = ("nvidia",)
     rank = 1
     plans_memory = True
-    column_counts = COUNTS  # of the kernels that serve several requests together
+    column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
 
@@ -108,7 +108,7 @@ class CudaBackend:
         available = self.availability()
         if not available.ok:
             raise DeviceError(
-                f"the cuda backend cannot run: {available.reason}; {available.advice}"
+                f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow:
             options = _kernel_prompts(options, "of narrow weights")
@@ -119,10 +119,12 @@ class CudaBackend:
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
         if self.spec.dtype not in HALF:
             raise ModelError(
-                "the cuda backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
+                f"the {self.name} backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
             )
         if self.spec.kv_dtype not in (None, self.spec.dtype):
-            raise ModelError("the cuda backend keeps keys and values in the type of the weights")
+            raise ModelError(
+                f"the {self.name} backend keeps keys and values in the type of the weights"
+            )
         free_what_was_kept()
         self.devices, self.gpu = self._open_devices()
         self.device = self.devices[0]
@@ -136,9 +138,8 @@ class CudaBackend:
         self._ahead: dict[
             tuple[int, str], tuple[Layout, bytes]
         ] = {}  # by the layout's id, which lives on here
-        lowering = lower(build(self.spec, options.num_gpus), self.gpu, num_blocks)
-        check_lowering(lowering)
-        self.layout = lay_out(lowering, self.max_context)
+        self.layout = self._lay_out(num_blocks)
+        lowering = self.layout.lowering
         self._check_memory()
         compile_columns = partial(self._compile_ahead, "columns.cu")
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
@@ -198,6 +199,11 @@ class CudaBackend:
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
         return open_gpus(self.num_devices)
 
+    def _lay_out(self, num_blocks: int) -> Layout:
+        lowering = lower(build(self.spec, self.num_devices), self.gpu, num_blocks)
+        check_lowering(lowering)
+        return lay_out(lowering, self.max_context)
+
     def _check_memory(self) -> None:
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
@@ -230,14 +236,16 @@ class CudaBackend:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)
 
     def _compile_ahead(self, source: str, layout: Layout) -> None:
-        """For `_load`. To render a layout and find its kernel takes 0.1 s or more, in which the thread that launches
+        """For `_code`. To render a layout and find its kernel takes 0.1 s or more, in which the thread that launches
         would leave every request without a token."""
         self._ahead[id(layout), source] = layout, self._compile(source, layout)
 
-    def _load(self, source: str, entry: str, layout: Layout) -> RankKernel:
+    def _code(self, source: str, layout: Layout) -> bytes:
         _, cubin = self._ahead.pop((id(layout), source), (layout, b""))
-        cubin = cubin or self._compile(source, layout)
-        return RankKernel(cubin, entry, layout.shared_bytes, self.devices)
+        return cubin or self._compile(source, layout)
+
+    def _load(self, source: str, entry: str, layout: Layout) -> RankKernel:
+        return RankKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices)
 
     # ---- entry points ----
 
@@ -254,6 +262,7 @@ class CudaBackend:
             self._score,
             self._launch_slots,
             self._launch_heads,
+            self._entry.aside,
             whole,
         )
         with self._entry.serving(self._free):
@@ -264,10 +273,13 @@ class CudaBackend:
         self.ranks.write_request(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
+        """All of it, to the streams of its last token."""
+        library = library_for(request, self.library, self.options.prefill, self.chunks.crossover)
+        if library is None:
+            return None
         cache = self.memory.cache[request.slot][..., : self.spec.head_dim]
         streams = self.memory.streams[request.slot, :, : self.spec.hidden_size]
-        crossover = self.chunks.crossover
-        return begin_prompt(self.library, self.options.prefill, request, cache, crossover, streams)
+        return library.begin(request.prompt[request.cached :], request.cached, cache, streams)
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

@@ -9,6 +9,7 @@ however that ends. What the compiler says of an error goes to stderr.
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,9 +36,21 @@ def find_nvrtc() -> Any:
     return nvrtc
 
 
+def find_clang() -> str | None:
+    """The clang++ that compiles for AMD GPUs: ROCm's, or else the newest on the PATH; None where there is none."""
+    rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
+    places = [*(f"{rocm}/{place}/clang++" for place in ("llvm/bin", "lib/llvm/bin")), "amdclang++"]
+    places += ["clang++", *(f"clang++-{version}" for version in range(23, 17, -1))]
+    return next(filter(None, map(shutil.which, places)), None)
+
+
 def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
-    """A text's cubin, in this process, by `toolchain.compiler_name`; Refused if it does not compile."""
-    return (_by_nvrtc if compiler.startswith("nvrtc") else _by_nvcc)(text, source, flags)
+    """A text's cubin, in this process, by a toolchain's `compiler_name`; Refused if it does not compile."""
+    if compiler.startswith("nvrtc"):
+        return _by_nvrtc(text, source, flags)
+    if compiler.startswith("nvcc"):
+        return _by_program(["nvcc", "-cubin"], text, source, flags)
+    return _by_program([find_clang() or "clang++"], text, source, flags)
 
 
 def _by_nvrtc(text: str, source: str, flags: Sequence[str]) -> bytes:
@@ -54,15 +67,16 @@ def _by_nvrtc(text: str, source: str, flags: Sequence[str]) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-def _by_nvcc(text: str, source: str, flags: Sequence[str]) -> bytes:
+def _by_program(program: Sequence[str], text: str, source: str, flags: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path, cubin = Path(folder, source), Path(folder, "cubin")
         path.write_text(text)
-        command = ["nvcc", "-cubin", *flags, str(path), "-o", str(cubin)]
+        command = [*program, *flags, str(path), "-o", str(cubin)]
         # Its own children, which write into that folder alone, may take seconds more.
         done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
         if done.returncode:
-            raise Refused(f"nvcc refuses the kernel:\n{done.stdout}{done.stderr}")
+            name = os.path.basename(program[0])
+            raise Refused(f"{name} refuses the kernel:\n{done.stdout}{done.stderr}")
         return cubin.read_bytes()
 
 

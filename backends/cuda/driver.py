@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.device import clock
+from kog_triton.backends.device import Clock
 from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 
@@ -92,7 +92,7 @@ class Kernel:
         """Launch and wait for the end; seconds on the GPU from what `before` has queued to the end."""
         with torch.cuda.device(self._device):
             before()
-            seconds = clock(self._device)
+            seconds = Clock(self._device)
             self.launch(blocks, threads, argument)
             return seconds()
 

@@ -7,6 +7,7 @@ has run get their first tokens, by the head alone, whoever is beside them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,6 +43,7 @@ class CudaLauncher:
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
     heads   starts the kernel of first tokens on slots
+    aside   inside, what is read waits for nothing that others have queued
     whole   a request alone is one launch: no cancel is heard before its first token
     """
 
@@ -54,6 +56,7 @@ class CudaLauncher:
     score: Callable[[Request, int, int], np.ndarray]
     run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
     heads: Callable[[Sequence[int]], tuple[Layout, Finished]]
+    aside: Callable[[], AbstractContextManager[object]]
     whole: bool = False
     stamps = True
 
@@ -75,7 +78,7 @@ class CudaLauncher:
         if at_head := [slot for slot, one in running.items() if one.at_head][:MAX_REQUESTS]:
             layout, finished = self.heads(at_head)
             settle = partial(self._settle, at_head, layout, finished)
-            return Launch(at_head, finished.query, settle, first_tokens=True)
+            return Launch(at_head, finished.query, settle, first_tokens=True, aside=True)
         for slot, one in running.items():
             ahead = len(one.request.prompt) - one.position
             if step := self.chunks.for_prompt(ahead, self._devices):
@@ -95,7 +98,8 @@ class CudaLauncher:
     ) -> Launch:
         layout, finished = self.run(slots, most_steps, step)
         settle = partial(self._settle, slots, layout, finished)
-        return Launch(slots, finished.query, settle, lambda: not step and self.columns.ready(count))
+        outdated = lambda: not step and self.columns.ready(count)  # noqa: E731
+        return Launch(slots, finished.query, settle, outdated, aside=True)
 
     def leave(self) -> None:
         self.ranks.first.mailbox[Word.CONTROL] = Outcome.YIELD
@@ -104,11 +108,12 @@ class CudaLauncher:
         return int(self.ranks.first.mailbox[Word.STEPS])
 
     def _settle(self, slots: Sequence[int], layout: Layout, finished: Finished) -> Result:
-        positions = self.ranks.first.states.cpu()[:, 0].tolist()
-        try:
-            outcome, last = check_launch(self.ranks, layout, finished)
-        except RunError as error:
-            return Result(positions, (), error=error)
+        with self.aside():  # a slice of a prompt may be queued behind the launch
+            positions = self.ranks.first.states.cpu()[:, 0].tolist()
+            try:
+                outcome, last = check_launch(self.ranks, layout, finished)
+            except RunError as error:
+                return Result(positions, (), error=error)
         ended = () if outcome is Outcome.YIELD else (last,)
         round_robin = layout.columns == 1
         return Result(positions, ended, slots[: slots.index(last) + 1] if round_robin else slots)
@@ -134,9 +139,7 @@ def check_launch(ranks: Ranks, layout: Layout, finished: Finished) -> tuple[Outc
         found = Outcome(int(memory.mailbox[Word.OUTCOME]))
         if found in (Outcome.RUNNING, Outcome.FAILED) or found is not outcome:
             where = f" on rank {rank}" if len(ranks.each) > 1 else ""
-            raise RunError(
-                f"the cuda kernel ended without an outcome{where}{_absent(ranks, finished)}"
-            )
+            raise RunError(f"the kernel ended without an outcome{where}{_absent(ranks, finished)}")
     return outcome, int(words[Word.SLOT])
 
 
@@ -170,7 +173,7 @@ def check_waits(ranks: Ranks, layout: Layout, finished: Finished | None = None) 
     )
     kind = LateMask if _waits_for_mask(note) else RunError
     raise kind(
-        f"a wait of the cuda kernel expired: rank {rank}, block {note.block}, {what}, "
+        f"a wait of the kernel expired: rank {rank}, block {note.block}, {what}, "
         f"after {ranks.each[rank].mailbox[Word.STEPS]} steps{_absent(ranks, finished)}"
     )
 

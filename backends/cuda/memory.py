@@ -163,7 +163,7 @@ def allocate(
         def get(name: str) -> Tensor:
             return bring(weights.load(name))
 
-        get_narrow = partial(load_narrow, weights, device)
+        get_narrow = partial(load_narrow, weights, bring)
         embed = get("embed").to(dtype)
         gains = [
             get(f"layers.{i}.{name}").float()

@@ -28,19 +28,19 @@ class Narrow(Protocol):
     @property
     def offsets(self) -> Tensor | None: ...
     def scale_values(self) -> Tensor: ...
-    def to(self, device: torch.device) -> "Narrow": ...
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Narrow": ...
 
 
 LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device
 
 
-def load_narrow(weights: WeightSource, device: torch.device, name: str) -> Narrow:
+def load_narrow(weights: WeightSource, bring: Callable[[Tensor], Tensor], name: str) -> Narrow:
     """ModelError if the source has values of its weights, but no codes."""
     load = getattr(weights, "narrow", None)
     if load is None:
         raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
     tensor: Narrow = load(name)
-    return tensor.to(device)
+    return tensor.moved(bring)
 
 
 def narrow_matrices(

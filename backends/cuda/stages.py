@@ -56,7 +56,7 @@ class StageRunner:
         self._before, self.seconds = before, []
         known = {s.name for _, s in self.schedule.walk()} & set(STAGES)
         if stage not in known:
-            raise RequestError(f"the cuda backend has no stage named {stage!r} in this model")
+            raise RequestError(f"the kernel has no stage named {stage!r} in this model")
         if stage == "attention":
             return self._attention(
                 layer, {name: value.cpu().float() for name, value in state.items()}

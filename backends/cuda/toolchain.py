@@ -33,3 +33,8 @@ def compiler_name() -> str:
 def flags_for(arch: str) -> tuple[str, ...]:
     """Of code for one of ARCHS."""
     return (*FLAGS, f"--gpu-architecture={arch}", f"-I{INCLUDE}")
+
+
+def headers() -> list[Path]:
+    """All that a source may include."""
+    return sorted(INCLUDE.rglob("*.h"))

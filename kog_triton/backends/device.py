@@ -1,7 +1,6 @@
 """What backends and benchmarks ask of a torch device: which GPU it is, and how long it takes for what it is given."""
 
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -37,20 +36,30 @@ def _read_amd(index: int) -> Seen:
     )
 
 
-def clock(device: torch.device) -> Callable[[], float]:
-    """Starts after all that is queued; calling the result waits for what was queued since: the seconds it took.
+class Clock:
+    """Starts after all that is queued; calling it waits for what was queued since, or until `stop`: its seconds.
 
     By the GPU's clock, on the current stream; on a CPU by the host's.
     """
-    if device.type != "cuda":
-        started = time.perf_counter()
-        return lambda: time.perf_counter() - started
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
 
-    def stop() -> float:
-        ended.record()
-        ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._ended: torch.cuda.Event | None = None
+        if self._gpu:
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+        self._started = time.perf_counter()
 
-    return stop
+    def stop(self) -> None:
+        """What is queued from now on does not count; on a CPU nothing is queued."""
+        if self._gpu:
+            self._ended = torch.cuda.Event(enable_timing=True)
+            self._ended.record()
+
+    def __call__(self) -> float:
+        if self._ended is None:
+            self.stop()
+        if self._ended is None:
+            return time.perf_counter() - self._started
+        self._ended.synchronize()
+        return self._begun.elapsed_time(self._ended) / 1e3

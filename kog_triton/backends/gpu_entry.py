@@ -26,6 +26,7 @@ class GpuEntry:
         self._answers, self.queue = Answers(), queue_of(*devices)
         gpus = devices if self._has_gpu else ()
         self._streams = [(device, torch.cuda.Stream(device)) for device in gpus]
+        self._aside = [torch.cuda.Stream(device) for device in gpus]
         _open.add(self)
 
     @contextmanager
@@ -40,6 +41,15 @@ class GpuEntry:
             yield
         for own, callers in pairs:
             callers.wait_stream(own)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, torch's current streams are others, which wait for nothing: to read what a launch has left that has
+        ended, while the GPUs go on with what was queued behind it."""
+        with ExitStack() as stack:
+            for stream in reversed(self._aside):  # the first one's GPU is the current one inside
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

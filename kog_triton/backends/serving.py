@@ -7,8 +7,9 @@
 `Serving` is what every backend's loop does with its requests; `LaunchServing` is the loop of backends whose kernels
 make the tokens: each brings a `Launcher`. Why a request ends is the kernel's to say, in the word of its last token
 (token_words.py). A prompt whose tokens' log-probabilities are asked for goes first, in pieces, while the others
-wait; one that a library runs goes slice by slice between the others' launches (`Share`). All that a request needs is in
-the memory of its slot, so that the next launch goes on bit for bit.
+wait; one that a library runs goes slice by slice between the others' launches (`Share`), each slice queued behind a
+launch that has not ended yet, so that the GPU waits for no host between them. All that a request needs is in the memory
+of its slot, so that the next launch goes on bit for bit.
 """
 
 import math
@@ -22,7 +23,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kog_triton.backends.device import clock
+from kog_triton.backends.device import Clock
 from kog_triton.backends.launch_queue import LaunchQueue, LaunchQueues
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
@@ -48,7 +49,9 @@ MASK_S = 2.0
 GAP_S = 0.0118
 GAP_STEPS = 2.95
 OTHERS = 0.32
-LOST_S = 0.0004  # from a launch's end to the next slice, in which the GPU waits for the host
+# Of it, for what a slice takes longer than its work told, and for the host, where the GPU waits for it between a launch
+# and a slice: each up to 0.5 ms (benchmarks/cuda-log.md#slices).
+SLACK_S = 0.0006
 UNKNOWN_S = 0.004  # of a slice before any launch has been timed
 
 
@@ -189,6 +192,7 @@ class Launch:
     outdated  whether a kernel that serves those who run faster is ready by now
     together  whether it ends with the first of its requests that ends, and not with the last
     first_tokens  it makes those alone, of prompts that the library has run
+    aside     `settle` waits for nothing that was queued behind it
     """
 
     slots: Sequence[int]
@@ -197,6 +201,7 @@ class Launch:
     outdated: Callable[[], bool] = lambda: False
     together: bool = True
     first_tokens: bool = False
+    aside: bool = False
 
 
 class Launcher(Protocol):
@@ -266,7 +271,8 @@ class Share:
         self._since, self._given = now, 0.0
         if not self._step:
             return UNKNOWN_S
-        return max(0.0, min(due - self._over, self._gap() - self._step - LOST_S))
+        # Half of it: the slice that was queued before this one did not know of it yet.
+        return max(0.0, min(due - self._over / 2, self._gap() - self._step - SLACK_S))
 
     def told(self, seconds: float, tokens: int) -> None:
         """What a launch took for so many tokens of each request."""
@@ -296,6 +302,7 @@ class LaunchServing(Serving[InSlot]):
         self._leaving = False  # it was told to
         self._share = Share()
         self._last: PromptRun | None = None  # whose slice was queued last
+        self._is_ahead = False  # it was queued behind a launch, ahead of the next one
 
     def run(self) -> None:
         with exact_sleeps():
@@ -324,6 +331,9 @@ class LaunchServing(Serving[InSlot]):
     def _run_prompts(self) -> bool:
         """A slice of a prompt that a library runs, short ones first; while nobody has a token yet all short ones, and
         those that come meanwhile. Whether a launch is next."""
+        if self._is_ahead:
+            self._is_ahead = False
+            return bool(self._ready())
         ahead = [one for one in self.running.values() if one.prompt is not None]
         short = [one for one in ahead if one.prompt and one.prompt.short]
         streams = any(one.output for one in self._ready().values())
@@ -373,17 +383,20 @@ class LaunchServing(Serving[InSlot]):
         launcher = self._launcher
         before = reached(launcher.device)
         self._leaving = False
-        others_wait = any(one.prompt is not None for one in self.running.values())
+        others_wait = self._prompts_wait()
         most = self._share.tokens() if others_wait else None
         if not others_wait:
             self._share.alone()
-        # Of the launch alone: a slice may still run before it.
-        seconds = clock(launcher.device) if others_wait else None
+        # Of the launch alone: a slice may still run before it, and one behind it.
+        seconds = Clock(launcher.device) if others_wait else None
         begun, tokens = time.monotonic(), 0
         launch = launcher.launch(self._ready(), most)
-        heart, pace = Heart(before, launch.ended), Pace()
-        self._heart = heart
+        self._heart = heart = Heart(before, launch.ended)
         try:
+            if seconds and launch.aside and not launch.first_tokens:
+                seconds.stop()
+                self._go_ahead()
+            pace = Pace()
             while not launch.ended():
                 if heart.listen(launcher.steps()):
                     self.mailbox.beat()
@@ -407,6 +420,17 @@ class LaunchServing(Serving[InSlot]):
         took = seconds() if seconds else time.monotonic() - begun
         self._share.told(took, 0 if launch.first_tokens else tokens)
         self._settle(launch)
+
+    def _go_ahead(self) -> None:
+        """Queue the next slice behind the launch; one that is to end for the host's sake has none. Comes back when the
+        slice before the launch has ended."""
+        self._hear()
+        if not self._leaving:
+            self._run_prompts()
+            self._is_ahead = True
+
+    def _prompts_wait(self) -> bool:
+        return any(one.prompt is not None for one in self.running.values())
 
     def poll(self) -> int:
         """Bring over what the kernel wrote, write what it waits for, and have it leave if the host is to speak.

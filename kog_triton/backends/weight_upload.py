@@ -1,13 +1,15 @@
 """Weights of the host into the memory of a GPU, in pieces of pinned memory by turns.
 
 A copy out of pageable memory, such as a mapped file, is made by one thread: it faults a file's pages in and copies them
-to pinned memory of the driver's, and the GPU waits. Here all threads of torch fill one piece while the GPU takes the
-last one.
+to pinned memory of the driver's, and the GPU waits. Here several threads fill one piece (mapped_files.py) while the GPU
+takes the last one.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
+
+from kog_triton.backends.mapped_files import MappedFiles
 
 Tensor = torch.Tensor
 # None of the three is measured. torch keeps the pieces pinned until a graph is captured.
@@ -22,8 +24,10 @@ def nothing() -> None:
 class Piece:
     """Memory of the host, which `mark` says is being read by the GPU: it gives what waits for the end of that."""
 
-    def __init__(self, memory: Tensor, mark: Callable[[], Callable[[], object]]) -> None:
-        self._memory, self._mark = memory, mark
+    def __init__(
+        self, memory: Tensor, mark: Callable[[], Callable[[], object]], files: MappedFiles
+    ) -> None:
+        self._memory, self._mark, self._files = memory, mark, files
         self.wait: Callable[[], object] = nothing  # until the GPU has read what was brought last
 
     @property
@@ -34,18 +38,20 @@ class Piece:
         """Bytes of the host to the GPU, in the order of the current stream."""
         self.wait()
         held = self._memory[: len(source)]
-        held.copy_(source)
+        self._files.copy(source, held)
         to.copy_(held, non_blocking=True)
         self.wait = self._mark()
 
 
 class WeightUpload:
-    """Call it with a tensor for that tensor on `device`, in the order of the current stream. As a context manager it
-    lets go of the pinned memory, once what was brought is there."""
+    """Call it with a tensor for that tensor on `device`, in the order of the current stream; ModelError if its file
+    cannot be read. As a context manager it ends its threads, closes what it opened, and lets go of the pinned memory,
+    once what was brought is there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pieces: list[Piece] = []
+        self._files = MappedFiles()
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if self._device.type != "cuda" or tensor.device.type != "cpu":
@@ -54,7 +60,11 @@ class WeightUpload:
             return tensor.to(self._device)
         if not self._pieces:
             self._pieces = [
-                Piece(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), self._mark)
+                Piece(
+                    torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True),
+                    self._mark,
+                    self._files,
+                )
                 for _ in range(NUM_PIECES)
             ]
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -65,6 +75,7 @@ class WeightUpload:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._files.close()
         for piece in self._pieces:
             piece.wait()
         self._pieces = []

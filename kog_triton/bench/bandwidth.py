@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.device import clock
+from kog_triton.backends.device import Clock
 from kog_triton.schedule.topology import Gpu
 
 # What the H200 reached on which the project's absolute targets were set, by bulk copies.
@@ -85,7 +85,7 @@ def median_seconds(device: torch.device, launch: Callable[[], Any]) -> float:
     """Of a launch by the device's clock; the first two do not count."""
     spans = []
     for _ in range(REPEATS + 2):
-        seconds = clock(device)
+        seconds = Clock(device)
         launch()
         spans.append(seconds())
     return median(spans[2:])

@@ -27,7 +27,7 @@ from kog_triton.backends import (
     find_backend,
 )
 from kog_triton.backends.choose import Choice
-from kog_triton.backends.device import clock
+from kog_triton.backends.device import Clock
 from kog_triton.bench.engines import check_devices
 from kog_triton.bench.model import SEED
 from kog_triton.bench.task import Common, Say
@@ -214,7 +214,7 @@ def stage_seconds(
         if isinstance(backend, StageTimer):
             return sum(backend.time_stage(stage, layer, state, before))
         before()
-        took = clock(device)
+        took = Clock(device)
         backend.run_stage(stage, layer, state)
         return took()
 

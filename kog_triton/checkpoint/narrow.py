@@ -5,6 +5,7 @@ of this form, such as a backend's packing, needs to know no file format. `unpack
 value, in float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,10 +89,12 @@ class NarrowTensor:
 
     def to(self, device: str | torch.device) -> "NarrowTensor":
         """This weight on another device."""
-        offsets = None if self.offsets is None else self.offsets.to(device)
-        return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets
-        )
+        return self.moved(lambda tensor: tensor.to(device))
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "NarrowTensor":
+        """This weight with each of its tensors as `move` gives it elsewhere."""
+        offsets = None if self.offsets is None else move(self.offsets)
+        return replace(self, codes=move(self.codes), scales=move(self.scales), offsets=offsets)
 
     def reshape(self, shape: tuple[int, ...]) -> "NarrowTensor":
         """With other leading dimensions; rows and columns stay."""

@@ -128,7 +128,7 @@ def test_a_rank_that_is_never_launched_is_named_and_the_next_requests_run(
     for error in errors:
         assert isinstance(error, RunError)
         assert re.fullmatch(
-            rf"a wait of the cuda kernel expired: rank {1 - rank}, block \d, layer 0, delayed_outputs, word \d+ of "
+            rf"a wait of the kernel expired: rank {1 - rank}, block \d, layer 0, delayed_outputs, word \d+ of "
             rf"attention_out_sent, seen 0, wanted 1, after 0 steps; the kernel of rank {rank} told nothing after 0 "
             "steps",
             str(error),

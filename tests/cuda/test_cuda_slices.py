@@ -1,5 +1,10 @@
 """Requests get tokens while a library runs a long prompt beside them, and a cancelled one keeps what it had filled."""
 
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request, Step
 from kog_triton.backends.prefill.slices import PromptRun
@@ -13,6 +18,7 @@ from tests.lib.ring_walker import spec_of
 GREEDY = SamplingParams(temperature=0)
 SPEC = spec_of(num_layers=3, dtype=DType.F16)
 SHORT, LONG = (5, 6), tuple(tokens_of(41))
+EVEN = np.arange(SPEC.vocab_size) % 2 == 0
 
 
 def opened():
@@ -37,32 +43,62 @@ def alone(prompt, count):
 
 
 def test_a_request_gets_tokens_between_the_slices_of_a_long_prompt(monkeypatch):
-    backend, mailbox, slices = opened(), Mailbox(), []
-    right = PromptRun.advance
+    """A launch between any two slices on the GPU's stream, though each slice is queued while the launch before runs."""
+    backend, mailbox, queued, told_at = opened(), Mailbox(), [], []
+    right, launch = PromptRun.advance, backend._launch
 
     def advance(self, seconds, at_once=False):
-        slices.append(at_once)
+        queued.append("slice")
         return right(self, 0.0, at_once)
 
-    outputs = []
+    def launched(*arguments, **others):
+        queued.append("launch")
+        return launch(*arguments, **others)
 
     def push(slot, step):
-        outputs.append((slot, len(slices)))
+        told_at.append((slot, len(queued), queued[-1]))
         Mailbox.push(mailbox, slot, step)
 
     monkeypatch.setattr(PromptRun, "advance", advance)
+    monkeypatch.setattr(backend, "_launch", launched)
     monkeypatch.setattr(mailbox, "push", push)
     mailbox.post(request(0, SHORT, 40))
     mailbox.post(request(1, LONG, 3))
     backend.generate(mailbox)
     assert said(mailbox, 0) == alone(SHORT, 40)
     assert said(mailbox, 1) == alone(LONG, 3)
-    long_slices = [n for n, at_once in enumerate(slices, 1) if not at_once]
-    assert len(long_slices) > 30  # while the short one ran
-    # behind every slice of the long prompt the short request gets tokens, as long as it runs
-    between = {n for slot, n in outputs if slot == 0}
-    first_of_long = min(n for slot, n in outputs if slot == 1)
-    assert {n for n in long_slices if n < first_of_long} <= between | {first_of_long}
+    short = [(at, last) for slot, at, last in told_at if slot == 0]
+    assert short[-1][0] < min(at for slot, at, _ in told_at if slot == 1)
+    beside = queued[short[0][0] : short[-1][0]]
+    assert beside.count("slice") > 30
+    assert ("slice", "slice") not in pairwise(beside)
+    assert [last for _, last in short].count("slice") > 30
+
+
+def test_masks_come_while_slices_are_queued_behind_the_launch_that_waits_for_them(monkeypatch):
+    right, slices = PromptRun.advance, []
+
+    def advance(self, seconds, at_once=False):
+        slices.append(at_once)
+        return right(self, 0.0, at_once)
+
+    def even(output):
+        asked.append(len(slices))
+        return EVEN
+
+    backend, mailbox, asked = opened(), Mailbox(), []
+    masked = replace(request(0, SHORT, 20), mask=even)
+    mailbox.post(masked)
+    backend.generate(mailbox)
+    want = said(mailbox, 0)
+    assert len(want) == 20 and not any(token % 2 for token in want) and want != alone(SHORT, 20)
+    asked.clear()
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    mailbox.post(masked)
+    mailbox.post(request(1, LONG, 3))
+    backend.generate(mailbox)
+    assert said(mailbox, 0) == want and said(mailbox, 1) == alone(LONG, 3)
+    assert len(set(asked)) > 15  # slices between most of them
 
 
 def test_short_prompts_that_come_together_run_before_the_first_launch(monkeypatch):

@@ -151,7 +151,7 @@ def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(
         assert 0.05 < time.monotonic() - begun < 1
     assert isinstance(error, RunError)
     assert re.fullmatch(
-        rf"a wait of the cuda kernel expired: rank {1 - rank}, block \d+, layer 0, attention_out, word \d+ of "
+        rf"a wait of the kernel expired: rank {1 - rank}, block \d+, layer 0, attention_out, word \d+ of "
         rf"attention_out_now, seen 0, wanted 1, after 0 steps; the kernel of rank {rank} was not launched: it does not "
         "start",
         str(error),

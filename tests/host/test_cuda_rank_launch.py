@@ -137,12 +137,13 @@ def test_a_rank_that_cannot_be_launched_is_told_by_the_launch_of_the_others(log,
 
 
 def test_streams_of_all_gpus_are_the_backends_and_the_first_gpu_is_current(monkeypatch):
-    said, current, made = [], {d: f"callers {d.index}" for d in DEVICES}, {}
+    said, current = [], {d: f"callers {d.index}" for d in DEVICES}
+    made = {d: [] for d in DEVICES}
 
     class Own:
         def __init__(self, device):
             self.device = device
-            made[device] = self
+            made[device].append(self)
 
         def wait_stream(self, other):
             said.append(f"own {self.device.index} waits for {other.name}")
@@ -167,8 +168,14 @@ def test_streams_of_all_gpus_are_the_backends_and_the_first_gpu_is_current(monke
     monkeypatch.setattr(torch.cuda, "stream", stream)
     entry = GpuEntry(*DEVICES)
     with entry.on_stream():
-        assert [current[d] for d in DEVICES] == [made[d] for d in DEVICES]
+        own = [current[d] for d in DEVICES]
+        assert all(stream in made[d] for stream, d in zip(own, DEVICES, strict=True))
         assert said[-1] == "current 0"
+        before = len(said)
+        with entry.aside():
+            assert not {current[d] for d in DEVICES} & set(own)
+            assert said[before:] == ["current 1", "current 0"]  # and no stream waits
+        assert [current[d] for d in DEVICES] == own and len(said) == before + 2
     assert said[-2:] == ["callers 0 waits for own 0", "callers 1 waits for own 1"]
     assert {"own 0 waits for callers 0", "own 1 waits for callers 1"} <= set(said[:4])
 
@@ -226,7 +233,7 @@ def test_a_wait_that_expired_names_rank_block_layer_and_word(ranks, layout):
     expire(ranks, 1)
     place = layout.place_of("attention_out", 5)
     assert said(ranks, layout) == (
-        f"a wait of the cuda kernel expired: rank 1, block 3, layer 2, {place}, seen 0, wanted 1, after 7 steps"
+        f"a wait of the kernel expired: rank 1, block 3, layer 2, {place}, seen 0, wanted 1, after 7 steps"
     )
 
 

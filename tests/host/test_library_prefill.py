@@ -212,7 +212,8 @@ def test_auto_leaves_short_prompts_to_the_kernel():
 
 
 def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
-    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps."""
+    """A GPU's allocator and graphs are fakes here. cuBLAS has a workspace a stream, which torch keeps. A prompt
+    that ran before was longer than the smaller bucket."""
     reserved, told = [100 << 20], []
 
     class Graph:
@@ -230,7 +231,9 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
 
     fakes = {"CUDAGraph": Graph, "graph": capture, "Stream": stream, "empty_cache": lambda: None}
     fakes["memory_reserved"] = lambda device: reserved[0]
-    ours = prefill_of("llama")
+    ours = prefill_of("llama", to_head=True)
+    streams = torch.zeros(1, SPECS["llama"].hidden_size)
+    ours.begin(tokens_of(13), 0, empty_cache("llama"), streams).advance(math.inf, at_once=True)
     before = ours.memory_bytes()
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

@@ -114,10 +114,24 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
 def test_an_amd_plan_says_that_it_is_a_plain_one(plan):
     _, out, _ = plan("--shape", "laneformer-2b", "--device", "mi300x")
     rows = table(out)
-    assert "there is no lowering for amd GPUs yet" in out and "warps" not in out
+    assert "--backend hip shows the lowering of one AMD GPU" in out and "warps" not in out
     assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
     assert int(rows["o_proj"]["rows/block"]) * 32 >= 3072
     assert "warps K x rows" in plan("--shape", "laneformer-2b")[1]
+
+
+def test_the_hip_plan_is_its_lowering(plan):
+    code, out, err = plan("--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip")
+    rows = table(out)
+    assert (code, err) == (0, "") and "on 1 x mi300x, one token" in out
+    assert (
+        "304 CUs on 8 XCDs; weights go straight to registers, 8192 bytes of a block at once" in out
+    )
+    assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
+    warps = [row["warps K x rows"] for row in rows.values() if "warps K x rows" in row]
+    assert len(warps) == 5 and all(k * by == WARPS for k, by in map(split_warps, warps))
+    read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
+    assert read == pytest.approx(matrix_bytes(named_shape("laneformer-2b")) / 1e6, abs=0.3)
 
 
 def test_the_demo_is_the_default(plan):
@@ -145,6 +159,17 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
         (["--model", "x", "--shape", "y"], 2, "not allowed with"),
         (["--shape", "llama-3.3-70b", "--device", "l40s"], 3, "shared memory of l40s"),
+        (
+            ["--backend", "hip"],
+            4,
+            "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
+        ),
+        (["--backend", "hip", "--device", "mi300x", "--gpus", "2"], 4, "choose --gpus 1"),
+        (
+            ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],
+            4,
+            "backend hip cannot run this checkpoint: its kernel reads 16-bit weights, and these are",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):

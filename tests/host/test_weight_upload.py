@@ -1,8 +1,11 @@
 """Weights in pieces by turns. A GPU's marks are fakes here: what a piece holds arrives only when it is waited for."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from kog_triton.backends.mapped_files import MappedFiles
 from kog_triton.backends.weight_upload import Piece, WeightUpload, as_bytes, copy_in_pieces
 
 
@@ -42,7 +45,7 @@ class LateTarget:
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_a_piece_is_filled_again_only_when_it_has_arrived(count, pieces):
     source, to = torch.arange(count).to(torch.uint8), LateTarget(count)
-    ring = [Piece(torch.empty(8, dtype=torch.uint8), to.mark) for _ in range(pieces)]
+    ring = [Piece(torch.empty(8, dtype=torch.uint8), to.mark, MappedFiles()) for _ in range(pieces)]
     copy_in_pieces(source, to, ring)
     assert to.waits == max(0, -(-count // 8) - pieces)  # the last ones are still on their way
     for piece in ring:
@@ -61,6 +64,17 @@ def test_on_a_cpu_a_weight_stays_where_it_is():
     weight = torch.zeros(1 << 20)
     with WeightUpload(torch.device("cpu")) as bring:
         assert bring(weight) is weight
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_files_and_threads_are_closed_with_the_upload(monkeypatch, error):
+    closed = []
+    monkeypatch.setattr(MappedFiles, "close", lambda files: closed.append(files))
+    with pytest.raises(error) if error else nullcontext(), WeightUpload(torch.device("cpu")):
+        assert not closed
+        if error:
+            raise error
+    assert len(closed) == 1
 
 
 @pytest.mark.gpu

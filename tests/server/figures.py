@@ -29,7 +29,7 @@ from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.raw_stream import raw_stream, request_head
 from tests.lib.served import content, served
 from tests.server.reparsing import follow
-from tests.server.soak import fill_word_cache, memory_kib, soak
+from tests.server.soak import WARM_UP, fill_word_cache, memory_kib, soak
 from tests.server.ten_questions import agents, converse, percent_cached
 
 RATE = 3000  # tokens/s of the scripted engine
@@ -252,7 +252,7 @@ def measure(tokens: int, soak_s: float) -> Iterator[tuple[str, Any]]:
             yield "first_event_ms_after_a_leaver", after_a_leaver_ms(server, 50)
             yield "idle_percent_of_a_core", [round(share, 2) for share in idle(server)]
             fill_word_cache(server)
-            yield "soak", soak(server, soak_s)
+            yield "soak", soak(server, soak_s, WARM_UP)
         with agents(folder / "agents") as server:
             questions = converse(server)
             assert all(question.warm == question.cold for question in questions)

@@ -20,7 +20,7 @@ from kog_triton.checkpoint.folder import Checkpoint
 from tests.server.ten_questions import PRINTABLE, Question, percent_cached
 
 ASKED_CACHED = 95  # percent of prompt tokens
-ASKED_WARM = 0.15  # of the time that a prompt takes cold
+ASKED_WARM = 0.15  # of the time that a prompt takes cold, of 8,000 tokens and more
 
 
 class Reader:

@@ -5,17 +5,33 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+from pytest import approx
+
 from kog_triton.server.arenas import MOST
-from tests.server.soak import Soak, soak
+from tests.server.soak import Soak, mappings_kib, memory_kib, mib_per_minute, soak
 
 SECONDS = 8.0
 
 
 def test_everything_clients_do_for_a_while_is_without_an_error(server, figure):
-    found = soak(server, SECONDS)
+    found = soak(server, SECONDS, warm_up=12)
     assert found["errors"] == 0
     assert found["requests"] >= 24  # each kind twice, on a loaded machine
     figure("R17", json.dumps(found))
+
+
+def test_the_slope_is_in_mib_a_minute():
+    assert mib_per_minute([(s, 5000 + 1024 * s) for s in range(0, 60, 7)]) == approx(60)
+    assert mib_per_minute([(float(s), 5000 + s % 2) for s in range(601)]) == approx(0, abs=1e-3)
+
+
+def test_what_is_mapped_adds_up_to_the_memory(server):
+    """Each KiB has a mapping's name: a heap, files and the rest."""
+    pid = server.engine_pid()
+    found = mappings_kib(pid)
+    assert found["[heap]"] > 0 and found["anonymous"] > 0
+    assert any(".so" in name for name in found)
+    assert sum(found.values()) == approx(memory_kib(pid), rel=0.05)
 
 
 ARENA = (

@@ -103,28 +103,21 @@ def open_library(
     return LibraryPrefill(weights, spec, max_context, embed, rope, matrices(), to_head=to_head)
 
 
-def begin_prompt(
+def library_for(
+    request: Request,
     library: "LibraryPrefill | None",
     wanted: str,
-    request: Request,
-    cache: Tensor,
     crossover: Crossover = BY_TOKEN,
-    streams: Tensor | None = None,
-) -> PromptRun | None:
-    """The run of a request's prompt into the slot's cache: all of it, to the `streams` of its last token, or without
-    these all but the last. None where the kernel is to do it.
+) -> "LibraryPrefill | None":
+    """What is to run a request's prompt; None: the kernel, as where all but its last token is cached.
 
     wanted     a `BackendOptions.prefill`; without a library it is the kernel's
     crossover  of this kernel, for "auto"
     """
-    new, first = request.prompt[request.cached : -1], request.cached
+    new = len(request.prompt) - 1 - request.cached
     if wanted == "auto":
-        wanted = choose_prefill(len(new), first, crossover)
-    if library is None or wanted == "kernel" or not new:
-        return None
-    if streams is None:
-        return library.begin(new, first, cache)
-    return library.begin(request.prompt[first:], first, cache, streams)
+        wanted = choose_prefill(new, request.cached, crossover)
+    return None if wanted == "kernel" or not new else library
 
 
 class LibraryPrefill:
@@ -282,6 +275,7 @@ class LibraryPrefill:
         return bool(self._to_capture)
 
     def _capture(self, size: int) -> None:
+        self._words.zero_()  # a longer prompt's last token would be none of this bucket's
         # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
         # workspace a stream, of 32 MiB on an H100.
         self._pad(size)

@@ -18,7 +18,7 @@ CALLS, REPLAYS = 50, 20  # of a graph; the fastest replay counts
 
 def microseconds(call: Callable[[], object], device: torch.device) -> float:
     """Of one of CALLS calls, the fastest of REPLAYS times."""
-    from kog_triton.backends.device import clock
+    from kog_triton.backends.device import Clock
 
     call()
     run = call
@@ -32,7 +32,7 @@ def microseconds(call: Callable[[], object], device: torch.device) -> float:
     best = float("inf")
     for _ in range(REPLAYS):
         dist.barrier()
-        seconds = clock(device)
+        seconds = Clock(device)
         run()
         best = min(best, seconds())
     return best * 1e6 / (CALLS if device.type == "cuda" else 1)

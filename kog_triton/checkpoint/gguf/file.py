@@ -92,7 +92,7 @@ class Directory:
         self.path = path
         try:
             with path.open("rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is empty"
             raise ModelError(f"{path}: cannot be read as GGUF: {reason}") from error

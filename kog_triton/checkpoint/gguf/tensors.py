@@ -59,8 +59,9 @@ class GgufTensors:
     def read(self, name: str) -> torch.Tensor:
         """A wide tensor; of a narrow one its bytes, [..., blocks of a row, bytes of a block]."""
         entry = self._directory.entries[name]
-        window = self._directory.data[entry.first : entry.first + entry.num_bytes]
-        data = torch.frombuffer(bytearray(window), dtype=torch.uint8)
+        data = torch.frombuffer(
+            self._directory.data, dtype=torch.uint8, offset=entry.first, count=entry.num_bytes
+        )
         if entry.kind in _WIDE:
             return data.view(_WIDE[entry.kind]).reshape(entry.shape)
         block, size = _BYTES[entry.kind]

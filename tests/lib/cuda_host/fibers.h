@@ -4,7 +4,7 @@
 #pragma once
 #include GENERATED
 #ifdef STAGE
-#include <kog/stage.h>
+#include <kog/stage_roles.h>
 #elif defined(COLUMNS)
 #include <kog/columns/decode.h>
 #include <kog/roles.h>

@@ -10,6 +10,7 @@ struct Ring {
   u32 slot = 0, parity = 0;
 
   KOG_DEVICE void begin_token() {}  // the producer knows
+  KOG_DEVICE void begin_at(int) {}
   KOG_DEVICE const u8* weights(const Block& b) const { return b.ring + slot * kRingSlotBytes; }
   // Until the next N are there: the code of a wait that lasts stands there once, not N times.
   template <int N>

@@ -3,7 +3,8 @@
 #pragma once
 #include <kog/head.h>
 #include <kog/produce.h>
-#include <kog/roles.h>
+#include <kog/runs.h>
+#include <kog/staged.h>
 
 namespace kog {
 
@@ -30,26 +31,6 @@ KOG_DEVICE void run_mix(Block& b, Walk& walk) {
   for (int i = 0; i < kHeld; i++) walk.x[i] *= walk.gain[i] * scale;
 }
 
-// Word `word` (two values) of what o_proj would multiply.
-KOG_DEVICE u32 staged_word(const Block& b, int word) {
-  const u32* scratch = reinterpret_cast<const u32*>(b.scratch + OProj::kOperandsAt);
-  if constexpr (OProj::Weights::kInteger) {
-    int step = 2 * word / kFragK, in_step = 2 * word % kFragK;
-    const u32* from = scratch + step * OperandLayout<OProj>::kStepWords + in_step / 4;
-    float scale = float_of(reinterpret_cast<const u32*>(b.scratch)[step_index<OProj>(step, 0)]), v[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      int shift = 24 - 8 * (in_step % 4 + i);  // a byte with its sign
-      int high = static_cast<int>(from[0] << shift) >> 24, low = static_cast<int>(from[8] << shift) >> 24;
-      v[i] = static_cast<float>(whole_sum(high, low)) * scale;
-    }
-    return round_pair<kF16>(v[0], v[1]);
-  }
-  int in_fragment = 2 * word % kFragK, in_thread = word % kThreadWords;
-  return scratch[(2 * word / kFragK * 2 + in_thread % 2) * kColumnWords +
-                 in_fragment / (2 * kThreadWords) * (kThreadWords / 2) + in_thread / 2];
-}
-
 // What o_proj would multiply, as the words that a join of many splits sends; by one block a lane.
 KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
   u32* to = lane_words<AttentionWords>(b);
@@ -59,11 +40,19 @@ KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
     store_relaxed(to + word, pack_operand(staged_word(b, word), phase));
 }
 
+// Which run of the stream is the stage's; -1 if it has no weights.
+KOG_DEVICE int run_of(StageId which, int layer) {
+  if (which == LmHead::kId) return kRuns;
+  int number = LayerMatrices::number(which);
+  return number < 0 ? -1 : layer * LayerMatrices::kCount + number;
+}
+
 KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   Walk walk;
   walk.iteration = kStageIteration;
   b.small->slot = 0;  // every thread writes the same
   load_streams(b, c.x, walk.x);
+  if (int run = run_of(static_cast<StageId>(c.which), b.layer); run >= 0) walk.ring.begin_at(ring_slots_of_runs(b, run));
   Ahead<QkvProj, true> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
@@ -114,33 +103,6 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   any_consumer(must_leave(b));
   store_streams(b, walk.x, c.out);
   if (b.thread == 0) store_volatile(&b.small->stop, 1);
-}
-
-// Which run of the stream is the stage's; -1 if it has no weights.
-KOG_DEVICE int run_of(StageId which, int layer) {
-  if (which == LmHead::kId) return kRuns;
-  int number = LayerMatrices::number(which);
-  return number < 0 ? -1 : layer * LayerMatrices::kCount + number;
-}
-
-// The stage's part of the block's stream, and behind it the next one's, of which o_proj may read the
-// first ring slot (SlotWeights). Consumers that leave end it.
-KOG_DEVICE void produce_stage(Block& b, StageId which) {
-  int run = run_of(which, b.layer);
-  Producer producer;
-  if (run >= 0) {
-    int first = ring_slots_of_runs(b, run), end = run < kRuns ? run + 2 : run + 1;
-    Stream stream(b, first, ring_slots_of_runs(b, end) - first);
-    while (run < end && stream.fill_run(b, producer, run)) run++;
-  }
-  producer.drain(b);
-}
-
-KOG_DEVICE void run_stage(Block& b, const StageCall& c) {
-  b.layer = c.layer;
-  run_roles(
-      b, [&] { consume_stage(b, c); },
-      [&] { produce_stage(b, static_cast<StageId>(c.which)); });
 }
 
 }  // namespace kog

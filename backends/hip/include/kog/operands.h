@@ -16,6 +16,9 @@ static_assert(kColumns == 1 && kFragK == 32 && kFragments == 1 && kRingSlotBytes
 // Weights of fewer than 16 bits have no kernel here yet (schedule/hip.py).
 template <class Weights>
 constexpr bool kSumsOperands = false;
+// Bytes of a fragment, of all warps.
+template <class Weights>
+constexpr int kFragmentOfAll = kRingSlotBytes;
 template <class... Stages>
 constexpr bool kPlainWeights = ((Stages::Weights::kCodes < 0 && !Stages::kRowScales) && ...);
 static_assert(kPlainWeights<QkvProj, OProj, GateUpProj, DownProj, LmHead>);

@@ -276,7 +276,8 @@ KOG_DEVICE void watch_own_wait(const Block& b) {
   u32* began = &b.small->waits[b.warp];
   u32 since = load_volatile(began);
   if ((since & 1) == 0) return;  // it has expired
-  i64 waited = static_cast<i64>(static_cast<u32>(clock_ticks()) - since) * kTickNs;
+  // Signed: made odd, `since` may be a tick ahead.
+  i64 waited = static_cast<i64>(static_cast<int>(static_cast<u32>(clock_ticks()) - since)) * kTickNs;
   if (waited > 1000000 && (load_relaxed(b.p.error) != 0 || told_to_leave(b.p))) store_volatile(&b.small->leave, 1);
   if (waited > b.p.limit && compare_and_swap(b.p.error, 0, 1) == 0) {
     store_relaxed(b.p.error + 1, static_cast<u32>(b.block));

@@ -10,6 +10,8 @@ struct Ring {
   u64 offset = 0;  // of the next fragment, from the block's first
 
   KOG_DEVICE void begin_token() { offset = 0; }
+  // Of a stage alone: behind so many fragments.
+  KOG_DEVICE void begin_at(int fragments) { offset = static_cast<u64>(fragments) * kBlocks * kRingSlotBytes; }
   // The thread's 16 bytes of the next fragment; on its way until they are used.
   KOG_DEVICE uint4 take(const Block& b) {
     const u8* first = b.p.weights + static_cast<u64>(b.block) * kRingSlotBytes + offset;

@@ -11,11 +11,11 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import told_if_slow
-from kog_triton.backends.device import TORCH_DTYPES, clock, gpu_of
+from kog_triton.backends.device import TORCH_DTYPES, Clock, gpu_of
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
-from kog_triton.backends.prefill.library import Crossover, begin_prompt, open_library
+from kog_triton.backends.prefill.library import Crossover, library_for, open_library
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import LaunchServing
@@ -238,8 +238,12 @@ class TritonBackend:
     # ---- launches ----
 
     def _prompt(self, request: Request) -> PromptRun | None:
+        """All but its last token."""
+        library = library_for(request, self.library, self.options.prefill, IN_CHUNKS)
+        if library is None:
+            return None
         cache = self.memory.pointers.kv[request.slot]
-        return begin_prompt(self.library, self.options.prefill, request, cache, IN_CHUNKS)
+        return library.begin(request.prompt[request.cached : -1], request.cached, cache)
 
     def _run(self, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
         """Launch a kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them; of more
@@ -339,7 +343,7 @@ class TritonBackend:
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         before()
-        seconds = clock(self.device)
+        seconds = Clock(self.device)
         with self._first_time(stage, f"the Triton kernel of {stage}"):
             stage_kernel[grid](
                 pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options

@@ -1,0 +1,41 @@
+"""What `kog doctor` tells of HIP: each thing that the backend needs, what it found, or what is to be done."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kog_triton.backends import Availability
+from kog_triton.backends.hip.driver import count_gpus, find_library
+from kog_triton.backends.hip.selftest import xcds_in_words
+from kog_triton.backends.hip.toolchain import compiler_name
+from kog_triton.errors import DeviceError
+
+KFD = Path("/dev/kfd")  # of the amdgpu driver
+
+
+def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
+    """By what is needed; nothing on a machine without anything of AMD's. Asks for the XCDs of blocks, which runs the
+    self-test, where the backend can run."""
+    library = find_library()
+    if library is None and not KFD.exists():
+        return {}
+    return {
+        "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}: install the amdgpu driver",
+        "runtime": f"{library}, {_gpus()}" if library else _gpus(),
+        "compiler": _said(compiler_name),
+        "backend": f"ready, by name alone: {seen.by_name_only}"
+        if seen.ok
+        else f"{seen.reason}; {seen.advice}",
+        "self-test": _said(lambda: f"passed; {xcds_in_words(xcds())}") if seen.ok else "not run",
+    }
+
+
+def _said(what: Callable[[], str]) -> str:
+    """A function's words, or those of its DeviceError."""
+    try:
+        return what()
+    except DeviceError as error:
+        return str(error)
+
+
+def _gpus() -> str:
+    return _said(lambda: f"{count_gpus()} GPUs")

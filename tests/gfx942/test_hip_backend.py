@@ -1,0 +1,351 @@
+"""`--backend hip` from end to end on a CPU: its host's side calls a libamdhip64 whose GPU is the executor.
+
+Everything but the library and what torch says of the GPU is what a user of an MI300X runs: choice, compiler, cache,
+launches of the real code object, words, serving.
+"""
+
+import logging
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton import LLM, SamplingParams
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.hip import selftest, toolchain
+from kog_triton.backends.hip.backend import HipBackend
+from kog_triton.backends.mailbox import Mailbox
+from kog_triton.errors import DeviceError, KogError
+from kog_triton.schedule.topology import GPUS
+from tests.lib.compiled import FOLDER, made_once
+from tests.lib.fake_hip import FakeHip
+from tests.lib.gfx942.requests import ASKED, tokens_of
+from tests.lib.gfx942.requests import expected as expected_of
+from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.tiny import save_folder
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "eos_token_id": 49,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float16",
+}
+PROMPTS = [[3, 42, 12], [7, 7, 30, 1]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True)
+BLOCKS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    g = torch.Generator().manual_seed(3)
+    shapes = {"model.embed_tokens.weight": (50, 64), "model.norm.weight": (64,)}
+    for i in range(2):
+        shapes |= {
+            f"model.layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (64,),
+                "post_attention_layernorm": (64,),
+                "self_attn.q_proj": (64, 64),
+                "self_attn.k_proj": (32, 64),
+                "self_attn.v_proj": (32, 64),
+                "self_attn.o_proj": (64, 64),
+                "mlp.gate_proj": (96, 64),
+                "mlp.up_proj": (96, 64),
+                "mlp.down_proj": (64, 96),
+            }.items()
+        }
+    tensors = {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, generator=g)
+        value = 1 + 0.3 * value if len(shape) == 1 else value * 3 / shape[-1] ** 0.5
+        tensors[name] = value.half()
+    return save_folder(tmp_path_factory.mktemp("model") / "tiny", CONFIG, tensors)
+
+
+@pytest.fixture
+def hip(monkeypatch):
+    """The library, and a machine on which torch sees an MI300X of a few CUs."""
+    fake = FakeHip()
+    fake.install(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER / "hip"))
+    monkeypatch.setattr(kernel_cache, "_unwritten", {})
+    see(monkeypatch, "gfx942")
+    gpu = replace(GPUS["mi300x"], num_blocks=BLOCKS)
+    monkeypatch.setattr(HipBackend, "_find_gpu", staticmethod(lambda: (torch.device("cpu"), gpu)))
+    monkeypatch.setattr(selftest, "ROUNDS", 3)
+    return fake
+
+
+def see(monkeypatch, arch):
+    monkeypatch.setattr(HipBackend, "_gpu_here", lambda: ("AMD Instinct", arch))
+
+
+def open_hip(model, **options):
+    return LLM(model, backend="hip", skip_tokenizer_init=True, **options)
+
+
+def ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What the reference makes of prompts and parameters."""
+    with LLM(model, backend="reference", skip_tokenizer_init=True) as llm:
+        yield lambda prompts, params: ids(llm.generate(prompts, params))
+
+
+# ---- requests ----
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_requests_one_after_the_other(hip, model, expected, params):
+    with open_hip(model) as llm:
+        assert llm.choice.name == "hip"
+        for prompt in PROMPTS:
+            assert ids(llm.generate(prompt, params)) == expected(prompt, params)
+    assert hip.launches == 1 + len(PROMPTS)  # the self-test; a request is one launch
+    assert not hip._modules  # and nothing stays loaded
+
+
+def test_requests_beside_each_other(hip, model, expected):
+    """The launch ends with the first of them; the other goes on in the next where it stood."""
+    params = [replace(GREEDY, max_tokens=3), GREEDY]
+    with open_hip(model, num_slots=2) as llm:
+        assert ids(llm.generate(PROMPTS, params)) == expected(PROMPTS, params)
+    assert hip.launches >= 1 + 2
+
+
+def test_log_probabilities_are_the_references(hip, model):
+    params = replace(GREEDY, logprobs=3)
+    told = []
+    for backend in ("hip", "reference"):
+        with LLM(model, backend=backend, skip_tokenizer_init=True) as llm:
+            (output,) = llm.generate(PROMPTS[0], params)
+        told.append(
+            [{i: one.logprob for i, one in at.items()} for at in output.outputs[0].logprobs]
+        )
+    for ours, theirs in zip(*told, strict=True):
+        assert ours == pytest.approx(theirs, abs=0.02)
+
+
+def test_masks_of_the_host_are_waited_for(hip):
+    case = CASES["llama"]
+    backend = HipBackend(ArrayWeights(case.spec), BackendOptions(max_context=64))
+    mailbox = Mailbox()
+    mailbox.post(ASKED["masks"].request())
+    try:
+        backend.generate(mailbox)
+    finally:
+        backend.close()
+    assert tokens_of(mailbox.read(0, 0)) == expected_of("llama", "masks")
+
+
+def test_tokens_stream_while_the_kernel_runs(hip, model, expected):
+    made, beside = [], 0
+    with open_hip(model) as llm:
+        for delta in llm.stream(PROMPTS[0], GREEDY):
+            made += delta.token_ids
+            beside += hip._queue[-1].is_alive()
+    assert [made] == expected(PROMPTS[0], GREEDY)
+    assert beside >= 2
+
+
+def test_a_cancelled_request_leaves_its_slot_to_the_next(hip, model, expected):
+    long = replace(GREEDY, max_tokens=60)
+    with open_hip(model) as llm:
+        generation = llm.stream(PROMPTS[0], long)
+        first = next(iter(generation)).token_ids
+        generation.cancel()
+        rest = [delta.token_ids for delta in generation]
+        generation.close()
+        made = [*first, *(token for delta in rest for token in delta)]
+        assert 1 <= len(made) < 60
+        assert made == expected(PROMPTS[0], long)[0][: len(made)]
+        assert ids(llm.generate(PROMPTS[1], GREEDY)) == expected(PROMPTS[1], GREEDY)
+
+
+def test_an_end_id_ends_a_request(hip, model, expected):
+    (tokens,) = expected(PROMPTS[0], GREEDY)
+    params = replace(GREEDY, stop_token_ids=(tokens[3],), ignore_eos=False)
+    with open_hip(model) as llm:
+        (output,) = llm.generate(PROMPTS[0], params)
+    assert output.outputs[0].finish_reason == "stop"
+    assert len(output.outputs[0].token_ids) <= tokens.index(tokens[3]) + 1
+
+
+def test_logits_of_every_position(hip, model):
+    tokens = [3, 42, 12, 7, 9]
+    with LLM(model, backend="reference", skip_tokenizer_init=True) as llm:
+        exact = llm.engine.backend.forward_logits(tokens)
+    with open_hip(model) as llm:
+        error = llm.engine.backend.forward_logits(tokens) - exact
+    assert np.sqrt((error**2).mean()) < 0.006
+
+
+def test_what_the_kernel_takes_is_told(hip, model):
+    with open_hip(model) as llm:
+        held = llm.engine.backend.resources()
+    assert 0 < held.registers <= 256 and held.local_bytes == 0 and held.shared_bytes <= 64 << 10
+
+
+# ---- what goes wrong is one line ----
+
+
+def refusal(act) -> str:
+    with pytest.raises(KogError) as refused:
+        act()
+    text = str(refused.value)
+    assert "\n" not in text
+    return text
+
+
+def test_no_gpu(hip, model):
+    hip.gpus = 0
+    assert (
+        "hipGetDeviceCount: hipErrorNoDevice (100, no ROCm-capable device is detected)"
+        in refusal(lambda: open_hip(model))
+    )
+
+
+def test_another_architecture(hip, model, monkeypatch):
+    see(monkeypatch, "gfx90a")
+    told = refusal(lambda: open_hip(model))
+    assert "AMD Instinct is gfx90a, and it takes gfx942; choose --backend triton" in told
+
+
+def test_the_object_is_for_another_gpu(hip, model):
+    hip.elf_machine = 0x3F  # gfx90a
+    told = refusal(lambda: open_hip(model))
+    assert told.startswith("hipModuleLoadData: hipErrorNoBinaryForGpu (209, ")
+    assert told.endswith("; the code object is for another GPU")
+
+
+@pytest.mark.parametrize("name", ["hipModuleLoadData", "hipModuleLaunchCooperativeKernel"])
+def test_out_of_memory(hip, model, name):
+    def act():
+        with open_hip(model) as llm:
+            llm.generate(PROMPTS[0], GREEDY)
+
+    open_hip(model).close()  # the self-test has passed
+    hip.failing[name] = 2
+    assert refusal(act).startswith(f"{name}: hipErrorOutOfMemory (2, out of memory); another ")
+
+
+def test_blocks_that_cannot_all_be_resident(hip, model):
+    with open_hip(model) as llm:
+        hip.failing["hipModuleLaunchCooperativeKernel"] = 720
+        told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
+    assert "hipErrorCooperativeLaunchTooLarge" in told
+
+
+def test_a_launch_that_breaks_off(hip, model):
+    with open_hip(model) as llm:
+        hip.know = lambda tensors: None  # nothing is mapped: the first access faults
+        told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
+    assert "hipErrorLaunchFailure (719, unspecified launch failure)" in told
+
+
+def test_no_runtime(hip, model, monkeypatch, tmp_path):
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    told = refusal(lambda: open_hip(model))
+    assert "no HIP runtime: libamdhip64.so is not there; install ROCm, or set ROCM_PATH" in told
+
+
+def test_no_compiler(hip, model, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = refusal(lambda: open_hip(model))
+    assert "no compiler for AMD GPUs: install ROCm, set ROCM_PATH" in told
+
+
+def test_what_the_kernel_does_not_do_is_refused(hip, model):
+    told = refusal(lambda: open_hip(model, devices=2))
+    assert told == "the hip backend runs on one GPU: choose --gpus 1"
+    assert "hip backend reads 16-bit weights" in refusal(lambda: open_hip(model, dtype="fp32"))
+    assert "choose --prefill kernel" in refusal(lambda: open_hip(model, prefill="library"))
+
+
+# ---- compiled once ----
+
+
+def compilations(caplog):
+    return sum(text.startswith("compiling decode.hip by clang++: ") for text in caplog.messages)
+
+
+def test_a_code_object_is_kept_and_a_damaged_one_is_compiled_again(
+    hip, model, expected, monkeypatch, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, "kog_triton.compilers")
+    # clang once for all processes of tests: what it made is handed out here
+    made, compile_apart = [], jit.compile_apart
+
+    def handed_out(text, source, *others):
+        made.append(source)
+        return made_once(
+            [text.encode(), *(path.read_bytes() for path in toolchain.headers())],
+            lambda draft: draft.write_bytes(compile_apart(text, source, *others)),
+        ).read_bytes()
+
+    monkeypatch.setattr(jit, "compile_apart", handed_out)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    open_hip(model).close()
+    open_hip(model).close()
+    assert made == ["selftest.hip", "decode.hip"] and compilations(caplog) == 1
+    for kept in kernel_cache.cache_folder().iterdir():
+        kept.write_bytes(kept.read_bytes()[:-100])
+    with open_hip(model) as llm:
+        assert ids(llm.generate(PROMPTS[0], GREEDY)) == expected(PROMPTS[0], GREEDY)
+    assert compilations(caplog) == 2 and "is damaged: it is compiled again" in caplog.text
+
+
+def test_what_the_runtime_takes_for_no_object_is_told(hip, model, monkeypatch):
+    open_hip(model).close()
+    monkeypatch.setattr(HipBackend, "_compile", lambda self, source, layout: b"no object" * 20)
+    told = refusal(lambda: open_hip(model))
+    assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "kog cache clear" in told
+
+
+def test_the_compilers_words(hip, model, monkeypatch):
+    monkeypatch.setattr(toolchain, "FLAGS", ("-no-such-flag",))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    with pytest.raises(DeviceError, match=r"clang\S* refuses the kernel:\n.*no-such-flag"):
+        open_hip(model)
+
+
+# ---- kog doctor ----
+
+
+def test_doctor_explains(hip, capsys, monkeypatch):
+    from kog_triton import doctor
+
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "  hip       ready\n" in said.replace("ready  ", "ready")
+    assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
+    assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
+    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
+    hip.gpus = 0
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "hipGetDeviceCount: hipErrorNoDevice (100" in said and "  self-test not run\n" in said
+
+
+def test_doctor_says_nothing_of_hip_on_other_machines(hip, capsys, monkeypatch, tmp_path):
+    from kog_triton import doctor
+
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert doctor.findings() == {} and "\nhip\n" not in doctor.report(doctor.examine())
