@@ -5,13 +5,12 @@ any kernel of columns they take turns, a token each, on the kernel of one token.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kog_triton.backends.compiled_beside import CompiledBeside
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
@@ -63,8 +62,9 @@ class Columns:
     ) -> None:
         self._compile, self._load = compile, load
         self._layouts: dict[int, Layout] = {}
-        self._threads: dict[int, threading.Thread] = {}
-        self._failed: set[int] = set()
+        self._compiled: CompiledBeside[int] = CompiledBeside(
+            lambda count: self._compile(self._layouts[count]), lambda count: f"{count} columns"
+        )
         self._kernels: dict[int, ColumnKernel] = {}
         for count in counts:
             try:
@@ -87,20 +87,12 @@ class Columns:
         """Whether so many requests can share a launch; begins to compile what that takes."""
         if requests < 2 or not self._layouts:
             return False
-        count = self._count(requests)
-        if count not in self._threads:
-            self._begin(count)
-        return not self._threads[count].is_alive() and count not in self._failed
+        return self._compiled.ready(self._count(requests))
 
     def begin(self) -> None:
         """Begin to compile all of them."""
         for count in self._layouts:
-            if count not in self._threads:
-                self._begin(count)
-
-    def _begin(self, count: int) -> None:
-        self._threads[count] = threading.Thread(target=self._run, args=(count,), daemon=True)
-        self._threads[count].start()
+            self._compiled.begin(count)
 
     def take(self, requests: int, devices: Sequence[torch.device]) -> ColumnKernel | None:
         """The kernel of the fewest columns that hold so many requests, which is `ready`; None if it cannot be
@@ -111,7 +103,7 @@ class Columns:
             try:
                 self._kernels[count] = make_kernel(layout, self._load(layout), devices)
             except (DeviceError, torch.OutOfMemoryError) as error:
-                self._give_up(count, error)
+                self._compiled.give_up(count, error)
         return self._kernels.get(count)
 
     @property
@@ -121,8 +113,7 @@ class Columns:
 
     def settle(self) -> None:
         """Wait for what compiles."""
-        for thread in self._threads.values():
-            thread.join()
+        self._compiled.settle()
 
     def close(self) -> None:
         self._kernels.clear()
@@ -132,19 +123,3 @@ class Columns:
 
     def _count(self, requests: int) -> int:
         return next(c for c in self._layouts if c >= min(requests, self.most))
-
-    def _run(self, count: int) -> None:
-        begun = time.perf_counter()
-        log.info(
-            "compiling the kernel of %d columns; until it is there, requests take turns", count
-        )
-        try:
-            self._compile(self._layouts[count])
-        except Exception as error:
-            self._give_up(count, error)
-            return
-        log.info("the kernel of %d columns took %.1f s", count, time.perf_counter() - begun)
-
-    def _give_up(self, count: int, error: Exception) -> None:
-        log.warning("no kernel of %d columns, requests take turns: %s", count, error)
-        self._failed.add(count)

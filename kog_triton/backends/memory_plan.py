@@ -15,20 +15,25 @@ WORKSPACE = 1 << 29
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that opening a model takes: of its weights, and of every position of a slot."""
+    """Bytes that opening a model takes: of its weights, of each position of a slot, and of `words` for exchanges."""
 
     weights: int
     position: int
     num_slots: int
     max_context: int
+    words: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.num_slots * self.max_context * self.position + WORKSPACE
+        return self._fixed + self.num_slots * self.max_context * self.position
 
     def longest_context(self, free: int) -> int:
         """Positions a slot that `free` bytes leave room for; 0 or fewer: none."""
-        return (free - self.weights - WORKSPACE) // (self.num_slots * self.position)
+        return (free - self._fixed) // (self.num_slots * self.position)
+
+    @property
+    def _fixed(self) -> int:
+        return self.weights + self.words + WORKSPACE
 
     def check(self, free: int, why: str = "are free", where: str = "") -> None:
         """DeviceError with what fits, if this does not; `why` there are no more than `free` bytes, and `where`."""

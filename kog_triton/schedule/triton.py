@@ -211,7 +211,8 @@ class Tiles:
     @property
     def regions(self) -> dict[str, tuple[int, int]]:
         """Offset and size of each exchange."""
-        regions = ex.lay_out_regions((*_decode_exchanges(self), _arrivals(self)), 1)
+        mine = (*_decode_exchanges(self), _arrivals(self), _operands(self))
+        regions = ex.lay_out_regions(mine, 1)
         return {name: (r.offset, r.size) for name, r in regions.items()}
 
     def region(self, name: str) -> int:
@@ -219,8 +220,8 @@ class Tiles:
 
     @property
     def total_words(self) -> int:
-        offset, size = self.regions["arrivals"]
-        return offset + size
+        offset, size = self.regions["x"]
+        return -(-(offset + size) // 32) * 32
 
 
 # ---- what blocks exchange ----
@@ -243,6 +244,13 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
     "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
     "gate_up_proj": ("gate_up_proj", *MEET),
     "down_proj": ("down_proj", *MEET),
+}
+SHARED_STEPS = {  # of a step that requests share (backends/triton/kernel/shared_step.py): all meet after each
+    "qkv_proj": ("feed", *MEET, "qkv_proj", *MEET),
+    "attention": ("attention", *MEET, "attention_join", *MEET),
+    "o_proj": ("o_proj", *MEET, "feed_attention", "feed", *MEET),
+    "gate_up_proj": ("gate_up_proj", *MEET),
+    "down_proj": ("down_proj", *MEET, "layer_end"),
 }
 
 
@@ -312,6 +320,12 @@ def _arrivals(t: Tiles) -> ex.Exchange:
     return ex.Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
 
 
+def _operands(t: Tiles) -> ex.Exchange:
+    """What qkv_proj, gate_up_proj and lm_head read of a column, if requests share a step."""
+    to = tuple(ex.Reader(step) for step in ("qkv_proj", "gate_up_proj", "lm_head"))
+    return ex.Exchange("x", "feed", to, t.hidden_size // 2, t.lanes, mark=ex.Mark.GUARDED)
+
+
 def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     """The walk of a prompt's chunk, whose vectors lie in plain memory (backends/triton/cut.py)."""
     spec, count = schedule.spec, ex.distinct_layers(schedule.spec)
@@ -337,6 +351,33 @@ def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     )
     steps = ex.layer_steps(schedule, PROMPT_STEPS)
     return ex.Kernel(t.lanes, count, exchanges, steps, ((),), tuple(map(ex.Fence, MEET)))
+
+
+def shared_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
+    """The walk of a step that requests share: vectors are read behind meetings, and requests choose their tokens one
+    after the other (here two of them)."""
+    count = ex.distinct_layers(schedule.spec)
+    words = {e.name: replace(e, mark=ex.Mark.GUARDED) for e in _decode_exchanges(t)}
+    joined = replace(words["attention_out"], readers=(ex.Reader("feed_attention"),))
+    vectors = ("qkv", "attention", "mlp", "mlp_out", "splits")
+    chosen = tuple(e for e in _decode_exchanges(t) if e.mark is ex.Mark.NUMBER)
+    exchanges = (
+        *(words[name] for name in vectors),
+        joined,
+        _operands(t),
+        _arrivals(t),
+        *chosen,
+        ex.cache_of("attention"),
+    )
+    head = ("feed", *MEET, "lm_head")
+    ends = (
+        ("feed", *MEET, *AGREE),  # prompts alone
+        head + AGREE + AGREE,
+        head + ALL_REDUCE + AGREE + AGREE,
+        head + ALL_REDUCE + ALL_REDUCE + AGREE + RANK + ALL_REDUCE + AGREE,
+    )
+    steps = ex.layer_steps(schedule, SHARED_STEPS)
+    return ex.Kernel(t.lanes, count, exchanges, steps, ends, tuple(map(ex.Fence, MEET)))
 
 
 def lower_tiles(

@@ -46,6 +46,28 @@ def test_every_exchange_of_every_kernel_is_proved(model, which):
     check_kernel(kernel_of(MODELS[model], which), ends=model in ENDS)
 
 
+def test_every_exchange_of_a_shared_step_is_proved():
+    """All its vectors lie in plain memory; without any one of a layer's meetings some reader would be too early, or
+    a writer; and requests choose one after the other, with no layer between."""
+    kernel = kernel_of(MODELS["plain"], "shared")
+    check_kernel(kernel, ends=True)
+    meetings = [i for i, step in enumerate(kernel.layer) if step == "arrive"]
+    assert len(meetings) == 8
+    for at in meetings:
+        with pytest.raises(ModelError, match=r"lack a fence|could rewrite one before"):
+            check_kernel(replace(kernel, layer=kernel.layer[:at] + kernel.layer[at + 2 :]))
+    early = replace(
+        kernel, ends=tuple(tuple(s for s in end if s[:4] != "arri") for end in kernel.ends)
+    )
+    with pytest.raises(ModelError, match=r"^x: feed and its readers lack a fence"):
+        check_kernel(early, ends=True)
+    with pytest.raises(ModelError, match="argmax: 1 buffers rotate"):
+        check_kernel(change(kernel, "argmax", buffers=1), ends=True)
+    for step in ("arrive", "arrivals"):
+        with pytest.raises(ModelError, match="lack a fence"):
+            check_kernel(without_fence(kernel, step))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_exchange_of_ranks_is_proved(ranks):
     """Plain tensor parallelism: a lane a rank, all of whose outputs go to all at once."""

@@ -1,7 +1,7 @@
 """Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
 
-A variant is rules, chunks, rules+chunks or the name of a stage. An answer has the version of Triton and the
-reports, or the error.
+A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage. An answer has the version
+of Triton and the reports, or the error.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
@@ -36,7 +36,10 @@ def reports_of(target: str, shape: str, *variants: str) -> list[dict[str, Any]]:
     reports = []
     for variant in variants or [""]:
         flags = variant.split("+") if variant else []
+        columns = [int(flag[8:]) for flag in flags if flag.startswith("columns=")]
+        flags = [flag for flag in flags if not flag.startswith("columns=")]
         known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant}
+        known |= {"columns": columns[0]} if columns else {}
         reports.append(vars(compile_report(spec, target, **sizes, **known)))
     return reports
 

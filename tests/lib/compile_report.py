@@ -19,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.decode import decode_kernel
+from kog_triton.backends.triton.kernel.pointers import Pointers
+from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 from kog_triton.backends.triton.kernel.stage import stage_kernel
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
@@ -71,6 +72,7 @@ def compile_kernel(
     rules: bool = False,
     chunks: bool = False,
     stage: str = "",
+    columns: int = 1,
     large: Collection[str] = Pointers._fields,
 ) -> tuple[Any, int]:
     """Triton's compiled kernel of a model for a target, sm_80 .. or gfx90a .. , and the warps of a block.
@@ -89,6 +91,8 @@ def compile_kernel(
     if stage:
         signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
         known = {"STAGE": stage, "S": tiles}
+    elif columns > 1:
+        known = {"S": tiles, "COLUMNS": columns, "RULES": rules}
     else:
         known = {"S": tiles, "RULES": rules, "CHUNKS": chunks}
     aligned = [["tt.divisibility", 16]]
@@ -98,7 +102,7 @@ def compile_kernel(
         if name != "limit"
     }
     source = ASTSource(
-        fn=stage_kernel if stage else decode_kernel,
+        fn=stage_kernel if stage else shared_kernel if columns > 1 else decode_kernel,
         signature=signature | dict.fromkeys(known, "constexpr"),
         constexprs={(len(signature) + i,): value for i, value in enumerate(known.values())},
         attrs=facts,

@@ -23,10 +23,14 @@ KERNELS = ("decode", "columns", "triton", "prompt")
 
 def kernel_of(spec, which, ranks=1):
     schedule = build(spec, ranks)
-    if which in ("triton", "prompt"):
+    if which in ("triton", "prompt", "shared"):
         tiles = triton.lower_tiles(schedule, 132, 1024)
-        make = triton.decode_kernel if which == "triton" else triton.prompt_kernel
-        return make(tiles, schedule)
+        makes = {
+            "triton": triton.decode_kernel,
+            "prompt": triton.prompt_kernel,
+            "shared": triton.shared_kernel,  # lanes share no step
+        }
+        return makes[which](tiles, schedule)
     lowering = lower(schedule, GPUS["h200"])
     return decode_kernel(lowering, 4) if which == "decode" else column_kernel(lowering, 4, 8)
 

@@ -25,6 +25,7 @@ from kog_triton.backends.triton.kernel import (
     noise,
     residual,
     sample,
+    shared_step,
     slots,
     sync,
     top_p_check,
@@ -33,7 +34,7 @@ from kog_triton.backends.triton.kernel import (
 
 DEVICE_MODULES = (
     sync, words, matvec, attention, residual, layer, noise, slots, sample, all_reduce, top_p_check, edits,
-    logprobs, head, columns, chunk_attention, chunk, decode,
+    logprobs, head, columns, chunk_attention, chunk, decode, shared_step,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}
 

@@ -11,6 +11,7 @@ import torch
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.triton import TritonBackend
+from kog_triton.backends.triton.host.shared_steps import SharedSteps
 from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule import triton
@@ -58,6 +59,13 @@ def backend_of(case: Case, weights=None, limit: int = 1 << 22, num_slots: int = 
     with patch.object(triton, "NARROW_COST", case.narrow_cost):
         backend = TritonBackend(weights, options, case.num_blocks, CPU)
     backend.memory.pointers = backend.memory.pointers._replace(limit=limit)
+    return backend
+
+
+def round_robin(case: Case, **sizes) -> TritonBackend:
+    """A backend whose requests share no step (test_triton_shared_steps.py has those that do)."""
+    backend = backend_of(case, **sizes)
+    backend.launcher.shared_steps = SharedSteps(1, None)
     return backend
 
 

@@ -238,7 +238,7 @@ def test_a_block_that_never_comes_is_named(stalled, cancelled):
         backend.generate(mailbox)
     error = mailbox.read(0, 0)[0].error
     assert isinstance(error, RunError)
-    assert f"stage chunk, layer 0, for word {stalled} of arrivals: seen 0x" in str(error)
+    assert f"stage meeting, layer 0, for word {stalled} of arrivals: seen 0x" in str(error)
 
 
 def test_auto_takes_the_library_from_its_own_crossover_on():

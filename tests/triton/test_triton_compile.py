@@ -288,6 +288,34 @@ def check_chunks(report: CompileReport) -> None:
         assert report.registers <= 255 and report.shared_bytes <= room * 1024
 
 
+# Stack bytes and instructions of steps that requests share (benchmarks/triton-log.md#shared-steps)
+SHARED = {
+    ("sm_90", "llama-3.2-1b", "columns=8"): (96, 23_000),
+    ("gfx942", "tiny", "columns=4"): (SPILLED, 12_000),
+    ("sm_90", "llama-3.2-1b", "columns=4"): (96, 17_500),
+    ("sm_90", "llama-3.2-1b", "columns=2"): (64, 14_000),
+    ("sm_90", "llama-3.2-1b", "rules+columns=8"): (384, 32_000),
+    ("gfx942", "llama-3.2-1b", "columns=8"): (0, 40_000),
+}
+
+
+@pytest.mark.parametrize(
+    "target, shape, variant",
+    [one if i < 2 else pytest.param(*one, marks=pytest.mark.slow) for i, one in enumerate(SHARED)],
+)
+def test_shared_steps_compile(target, shape, variant, reports_of, compiler):
+    """Polls of meetings no narrower than the block; operands of all columns fit registers beside the weights."""
+    stack, instructions = SHARED[target, shape, variant]
+    (report,) = reports_of(target, shape, variant)
+    sizes = [size for size in polls(report) if size > 1]
+    assert len(sizes) >= 10 and min(sizes) >= report.num_threads
+    assert report.registers <= (512 if target.startswith("gfx") else 255)
+    assert report.spilled_bytes <= (stack if PINNED else 4 * stack + 96)
+    assert sum(report.instructions.values()) <= (instructions if PINNED else 1.5 * instructions)
+    if target == "sm_90":
+        assert report.count(r"LDG\.E\.EF\.128") >= 100
+
+
 @pytest.mark.parametrize(
     "target, shape",
     [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")],

@@ -19,13 +19,13 @@ from kog_triton.backends.serving import Launch, LaunchServing
 from kog_triton.backends.triton.kernel.slots import BEAT, HOST, OUTCOME, YIELD
 from kog_triton.errors import DeviceError
 from tests.lib.silent_gpu import assert_shut
-from tests.lib.triton_cases import GREEDY, Case, backend_of, plain, serve
+from tests.lib.triton_cases import GREEDY, Case, backend_of, plain, round_robin, serve
 
 ONE = Case(plain(qk_norm=True), 3)
 
 
 def test_the_heartbeat_counts_the_passes_of_a_launch():
-    backend = backend_of(ONE, num_slots=2)
+    backend = round_robin(ONE, num_slots=2)
     heard = []
 
     def listen(mailbox):

@@ -204,7 +204,7 @@ FAULTS = {
         "qwen3",
     ),
     "the window is one position short": Fault(
-        "attention", "tl.maximum(position + 1 - window, 0)", "tl.maximum(position + 2 - window, 0)",
+        "attention", "tl.minimum(window, position + 1)", "tl.minimum(window - 1, position + 1)",
         "window",
     ),
     "every split takes the new key": Fault(
@@ -220,8 +220,8 @@ FAULTS = {
         "attention", "if split * EACH < VALUES:", "if (split * EACH < VALUES) & (split < used):", "llama",
     ),
     "the value is rotated like a key": Fault(
-        "attention", "quarters(w[4], w[5], kv_mask, S), S)",
-        "rotated(quarters(w[4], w[5], kv_mask, S), constants[6], constants, S), S)", "qwen3",
+        "attention", "quarters(w[4], w[5], kv_mask, phase, S), S)",
+        "rotated(quarters(w[4], w[5], kv_mask, phase, S), constants[6], constants, S), S)", "qwen3",
     ),
     "a poll tests its first words alone": Fault(
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",

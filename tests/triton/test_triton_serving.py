@@ -34,7 +34,7 @@ from kog_triton.sampling import History, SamplingParams, sample
 from kog_triton.sampling.definition import raw_logprobs
 from tests.lib.concurrent_interpreter import concurrent
 from tests.lib.lowering_cases import ArrayWeights
-from tests.lib.triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
+from tests.lib.triton_cases import GREEDY, Case, backend_of, lanes, plain, round_robin, serve
 
 ONE = Case(plain(qk_norm=True), 3)
 LANES = Case(lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True), 4)
@@ -153,7 +153,7 @@ def test_stop_ids_and_kept_keys():
 
 def test_slots_take_turns_and_do_not_touch_each_other():
     """Two requests, one of them with rules of its own, and a third that joins them late."""
-    backend, watched, ahead = backend_of(ONE, num_slots=3), [], []
+    backend, watched, ahead = round_robin(ONE, num_slots=3), [], []
 
     def host(mailbox):
         made = [mailbox._inboxes[slot]._steps.qsize() for slot in range(2)]
@@ -173,7 +173,7 @@ def test_slots_take_turns_and_do_not_touch_each_other():
 
 def test_launches_that_end_at_every_token_serve_all_alike():
     """As where requests are cancelled again and again."""
-    backend, ahead = backend_of(ONE, num_slots=2), []
+    backend, ahead = round_robin(ONE, num_slots=2), []
 
     def host(mailbox):
         backend.launcher.leave()
@@ -186,7 +186,7 @@ def test_launches_that_end_at_every_token_serve_all_alike():
 
 def test_a_yield_at_any_token_leaves_all_to_go_on():
     """Counts, masks of bad words and positions survive in device memory; prompts are left half done too."""
-    backend = backend_of(ONE, num_slots=2)
+    backend = round_robin(ONE, num_slots=2)
     mailbox = Mailbox()
     mailbox.post(Request(0, (3, 42), EDITED, 5, 3))
     mailbox.post(Request(1, (12, 8), GREEDY, 0, 3))
@@ -289,7 +289,7 @@ LATE = "the mask of this request took more than 2 s: find it faster, or before i
 def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
     """The host is busy from one token on, in a function that takes too long or elsewhere, and the kernel waits in vain,
     in whosever pass it is. The others go on, bit for bit; the next one has the slot."""
-    seconds, backend = [0.0], backend_of(ONE, limit=200, num_slots=3)
+    seconds, backend = [0.0], round_robin(ONE, limit=200, num_slots=3)
     clocks = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda seconds: None)
     monkeypatch.setattr(serving, "time", clocks)
     words, at = backend.memory.pointers.mailbox, slots.mailbox_offsets(backend.tiles)["tokens"]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 
-from kog_triton.backends.triton.host.pointers import Pointers
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from tests.lib.gfx942.addresses import Access, accesses
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.gates import PLAIN, STREAMED, SYSTEM

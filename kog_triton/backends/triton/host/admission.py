@@ -6,8 +6,8 @@ import torch
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import OFFSETS, Flag, decode, encode, encode_logits
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.edits import END, SEEN
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.slots import MADE, POSITION, TOKEN, mailbox_offsets
 from kog_triton.schedule.triton import Tiles
 

@@ -74,6 +74,7 @@ class TritonBackend:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.matrices import TileMatrices
         from kog_triton.backends.triton.host.memory import allocate, plan_of
+        from kog_triton.backends.triton.host.shared_steps import SharedSteps, most_columns
 
         refuse_narrow(type(self), weights.spec)
         if options.num_gpus != 1:
@@ -98,11 +99,13 @@ class TritonBackend:
         if self.gpu is not None:
             num_blocks = num_blocks or self.gpu.num_blocks
         self.tiles = lower_tiles(self.schedule, num_blocks, self.max_context, vendor)
-        check_memory(
-            plan_of(self.schedule, self.tiles, options.num_slots), device, options.memory_share
-        )
+        most = most_columns(self.tiles, options.num_slots)
+        plan = plan_of(self.schedule, self.tiles, options.num_slots, most)
+        check_memory(plan, device, options.memory_share)
         with self._entry.on_stream():
-            self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device)
+            self.memory = allocate(
+                self.schedule, self.tiles, weights, options.num_slots, device, most
+            )
             embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
@@ -110,14 +113,6 @@ class TritonBackend:
             self.library = open_library(
                 options, weights, self.spec, self.max_context, embed, rope, matrices
             )
-        self.launcher = TritonLauncher(
-            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run
-        )
-        self._serving: LaunchServing | None = None
-        self._compiled: Any = None  # the variant of the kernel that was launched last
-        self._launched: set[object] = (
-            set()
-        )  # variants of kernels, each of which is compiled by its first launch
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -125,6 +120,22 @@ class TritonBackend:
                 "launch_cooperative_grid": True,
                 "enable_fp_fusion": True,  # not every release has it on by default
             }
+        compile = self._compile_shared() if device.type == "cuda" else None
+        self.shared_steps = SharedSteps(most, compile)
+        self.launcher = TritonLauncher(
+            self.spec,
+            self.memory,
+            self.tiles,
+            self._prompt,
+            self._logits,
+            self._run,
+            self.shared_steps,
+        )
+        self._serving: LaunchServing | None = None
+        self._compiled: Any = None  # the variant of the kernel that was launched last
+        self._launched: set[object] = (
+            set()
+        )  # variants of kernels, each of which is compiled by its first launch
 
     # ---- entry points ----
 
@@ -207,6 +218,7 @@ class TritonBackend:
         return {"weights": m.weight_bytes, "kv_cache": p.kv.nbytes, "other": other}
 
     def settle(self) -> None:
+        self.shared_steps.settle()
         while self.make_ready():
             pass
 
@@ -233,12 +245,28 @@ class TritonBackend:
         cache = self.memory.pointers.kv[request.slot]
         return library.begin(request.prompt[request.cached : -1], request.cached, cache)
 
-    def _run(self, rules: bool, chunks: bool) -> Callable[[], bool]:
-        """Launch the kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them.
+    def _run(self, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
+        """Launch a kernel of requests: with all sampling rules, and with prompts in chunks, if one needs them; of more
+        than one column, which has no chunks, the one that `shared_steps` says is ready.
 
         The result tells whether it has left.
         """
-        return self._launch(self.memory.pointers, rules, chunks)
+        return self._launch(self.memory.pointers, rules, chunks, columns)
+
+    def _compile_shared(self) -> Callable[[tuple[int, bool]], object]:
+        """What compiles a kernel of columns; it keeps neither this backend nor its memory."""
+        from kog_triton.backends.triton.host.shared_steps import without_memory
+
+        pointers, tiles, device = without_memory(self.memory.pointers), self.tiles, self.device
+        options, grid = self._launch_options, (self.tiles.num_blocks,)
+
+        def compile(key: tuple[int, bool]) -> None:
+            from kog_triton.backends.triton.kernel.shared_step import shared_kernel
+
+            with torch.cuda.device(device):
+                shared_kernel.warmup(pointers, tiles, *key, grid=grid, **options)
+
+        return compile
 
     def _logits(self, kv: torch.Tensor, tokens: Sequence[int], first: int, last: int) -> np.ndarray:
         """Logits of positions [first, last), float32, run in a cache [1, ...]. RunError if a wait expires."""
@@ -257,7 +285,7 @@ class TritonBackend:
             logits=torch.zeros(last - first, self.spec.vocab_size, device=self.device),
         )
         admit_logits(alone, list(tokens), first, last)
-        self._launch(alone, False, False)
+        self._launch(alone, False, False, 1)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # and no other engine's
         beat = int(alone.mailbox[BEAT])
@@ -265,18 +293,25 @@ class TritonBackend:
             raise RunError(f"{expired}: the run is void")
         return alone.logits.cpu().numpy()
 
-    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
+    def _launch(self, pointers: Any, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
         from kog_triton.backends.triton.kernel.decode import decode_kernel
+        from kog_triton.backends.triton.kernel.shared_step import shared_kernel
 
         # Copies and not fills, which would be kernels: a request that needs no library runs in one.
-        pointers.words.copy_(self.memory.blank_words)
+        words = columns * self.tiles.total_words
+        pointers.words[:words].copy_(self.memory.blank_words[:words])
         pointers.error.copy_(self.memory.blank_error)
         grid = (self.tiles.num_blocks,)
         parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
-        with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
-            self._compiled = decode_kernel[grid](
-                pointers, self.tiles, rules, chunks, **self._launch_options
+        if columns > 1:
+            self._compiled = shared_kernel[grid](
+                pointers, self.tiles, columns, rules, **self._launch_options
             )
+        else:
+            with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
+                self._compiled = decode_kernel[grid](
+                    pointers, self.tiles, rules, chunks, **self._launch_options
+                )
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()

@@ -9,8 +9,8 @@ from kog_triton.backends import WeightSource
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.request_words import capacity
-from kog_triton.backends.triton.host.pointers import Pointers
 from kog_triton.backends.triton.kernel.partition import scratch_sizes
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD
 from kog_triton.backends.weight_upload import WeightUpload
@@ -38,17 +38,24 @@ class Memory:
     blank_error: Tensor
 
 
-def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int) -> MemoryPlan:
-    """What `allocate` will take of the GPU, but for words and tables."""
+def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) -> MemoryPlan:
+    """What `allocate` will take of the GPU, but for tables."""
     spec = schedule.spec
     weights = 4 * _arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
     position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
-    return MemoryPlan(weights, position, num_slots, tiles.max_context)
+    words = 2 * 4 * columns * tiles.total_words  # and zeros to begin with
+    return MemoryPlan(weights, position, num_slots, tiles.max_context, words)
 
 
 def allocate(
-    schedule: Schedule, tiles: Tiles, weights: WeightSource, num_slots: int, device: torch.device
+    schedule: Schedule,
+    tiles: Tiles,
+    weights: WeightSource,
+    num_slots: int,
+    device: torch.device,
+    columns: int = 1,
 ) -> Memory:
+    """`columns`: requests that share a step at most."""
     spec, dtype = schedule.spec, HALF[tiles.f16]
 
     with WeightUpload(device) as bring:
@@ -70,7 +77,7 @@ def allocate(
     def ints(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-    words = ints(tiles.total_words)
+    words = ints(columns * tiles.total_words)
     floats, halves = scratch_sizes(tiles)
     vocab = spec.vocab_size
     pointers = Pointers(
@@ -103,7 +110,7 @@ def allocate(
         bias=torch.zeros(num_slots, vocab, device=device),
         bans=ints(num_slots, vocab),
         kv=new_cache(tiles, num_slots, device),
-        logits=torch.zeros(1, vocab, device=device),
+        logits=torch.zeros(columns, vocab, device=device),
         mailbox=new_mailbox(tiles, num_slots, device),
         limit=PATIENCE,
     )

@@ -12,7 +12,7 @@ import torch
 
 from kog_triton.backends.stage_tokens import Tensors, run_by_token
 from kog_triton.backends.triton.host.memory import new_cache
-from kog_triton.backends.triton.host.pointers import Pointers
+from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.errors import RequestError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import wire

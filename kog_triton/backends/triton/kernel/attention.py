@@ -68,10 +68,10 @@ def element(i, S: tl.constexpr):
 
 
 @triton.jit
-def quarters(lower, upper, mask, S: tl.constexpr):
+def quarters(lower, upper, mask, phase, S: tl.constexpr):
     """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
-    a0, a1 = unpack_pair(settle(lower), S)
-    b0, b1 = unpack_pair(settle(upper), S)
+    a0, a1 = unpack_pair(settle(lower), phase, S)
+    b0, b1 = unpack_pair(settle(upper), phase, S)
     return (
         tl.where(mask, a0, 0.0),
         tl.where(mask, a1, 0.0),
@@ -147,18 +147,42 @@ def kv_tasks_each(S):
 @triton.jit
 def attention(constants, layer, it, position, slot, coords, phase, alive, p, S: tl.constexpr):
     """Publish the attention outputs of this block's heads; returns alive."""
+    alive = walk_splits(constants, layer, it, position, slot, coords, phase, alive, p, S)
+    return join_heads(constants, layer, position, coords, phase, alive, p, S)
+
+
+@triton.jit
+def walk_splits(constants, layer, it, position, slot, coords, phase, alive, p, S: tl.constexpr):
+    """Publish what this block's splits of the context give its heads; returns alive."""
     _, lane, group_index = coords
     for i in range(kv_tasks_each(S)):
         kv_task = i * S.group + group_index
-        if kv_task < S.kv_heads * S.splits:
-            task = (lane, kv_task // S.splits, kv_task % S.splits)
+        split = kv_task % S.splits
+        there = kv_task < S.kv_heads * S.splits
+        if phase is None:  # else every split publishes, in use or not, so that all phases keep step
+            there = there & (split < num_splits(num_keys(constants[0], position), S))
+        if there:
+            task = (lane, kv_task // S.splits, split)
             alive = one_head(constants, layer, it, position, slot, task, phase, alive, p, S)
+    return alive
+
+
+@triton.jit
+def join_heads(constants, layer, position, coords, phase, alive, p, S: tl.constexpr):
+    """Publish the outputs of this block's query heads; returns alive."""
+    _, lane, group_index = coords
     for i in range(kv_tasks_each(S)):
         kv_task = i * S.group + group_index
         if kv_task < S.kv_heads * S.splits:
             task = (lane, kv_task // S.splits, kv_task % S.splits)
             alive = join_splits(constants, layer, position, task, phase, alive, p, S)
     return alive
+
+
+@triton.jit
+def num_keys(window, position):
+    """Keys that the token at `position` sees, its own among them."""
+    return tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
 
 
 @triton.jit
@@ -210,9 +234,8 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
     g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
     i, inside = element(tl.arange(0, DP), S)
-    window = constants[0]
-    first = tl.where(window > 0, tl.maximum(position + 1 - window, 0), 0)
-    length = position + 1 - first
+    length = num_keys(constants[0], position)
+    first = position + 1 - length
     used = num_splits(length, S)
     # [start, end) of the cached positions of this split; the newest is not in the cache yet.
     start = first + split * length // used
@@ -244,11 +267,11 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             record_more(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
     alive = tl.where(bad != 0, 0, alive)
     stamp(p, it, 2, S)
-    q = assembled(rotated(quarters(w[0], w[1], mask, S), constants[5], constants, S), S)
+    q = assembled(rotated(quarters(w[0], w[1], mask, phase, S), constants[5], constants, S), S)
     q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
     # The new key and value as everybody will read them from the cache: rounded.
-    k = assembled(rotated(quarters(w[2], w[3], kv_mask, S), constants[6], constants, S), S)
-    v = assembled(quarters(w[4], w[5], kv_mask, S), S)
+    k = assembled(rotated(quarters(w[2], w[3], kv_mask, phase, S), constants[6], constants, S), S)
+    v = assembled(quarters(w[4], w[5], kv_mask, phase, S), S)
     k16 = in_range(k, S).to(p.kv.dtype.element_ty)
     v16 = v.to(p.kv.dtype.element_ty)
     here = cache + position * D + i[None, :] + row * 0
@@ -270,7 +293,6 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             for at in tl.range(start, end, DEEP_N, num_stages=loop_stages(S)):
                 keys, values = load_cached(cache, at, end, S, DEEP_N)
                 top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
-    # Every split publishes every time, in use or not, so that all phases keep step.
     base = (
         p.words
         + S.region("splits")
@@ -301,9 +323,7 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     EACH: tl.constexpr = joined_values(S)
     SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // EACH)
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
-    window = constants[0]
-    length = tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
-    used = num_splits(length, S)
+    used = num_splits(num_keys(constants[0], position), S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
     if split * EACH < VALUES:
         mine = (s < used)[:, None]

@@ -54,7 +54,7 @@ def gather(number, say, layer, alive, block, p, S: tl.constexpr):
     phase = ((number >> 1) + 1) & 1
     tl.store(arrivals + block, (say << 1) | phase, cache_modifier=".wt")
     i = tl.arange(0, NB)
-    said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "chunk arrivals", layer, p, S)
+    said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S)
     order(p.fences + block * 32, S)
     return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive
 

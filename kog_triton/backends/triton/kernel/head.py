@@ -54,14 +54,14 @@ ALL_REDUCED: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
 
 
 @triton.jit
-def store_logits(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+def store_logits(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
     """`before` is 1 where the rows already hold the other lanes' share (CONCAT)."""
     ROWS: tl.constexpr = T.tile_rows
-    logits, first, vocab_first, before = out
+    first, vocab_first, before = out
     r = first + unit * ROWS + tl.arange(0, ROWS)
     if S.head_mode == CONCAT:
-        y += tl.load(logits + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
-    tl.store(logits + vocab_first + r, y, mask=r < T.rows)
+        y += tl.load(to + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
+    tl.store(to + vocab_first + r, y, mask=r < T.rows)
 
 
 @triton.jit
@@ -132,9 +132,9 @@ def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         next_base = tl.where(j == S.lanes - 1, behind.to(tl.int64), following).to(base.dtype)
-        out = (logits, first, 0, j)
+        out = (first, 0, j)
         own = (base, next_base, block, fetched)
-        _, _, _, fetched = rowwise(own, xs, out, S, 4, store_logits)
+        _, _, _, fetched = rowwise(own, xs, logits, out, S, 4, store_logits, 1, 0)
         meet(S)  # the next lane's share is added to what other threads stored
     return (head, behind, block, fetched), alive
 
@@ -153,8 +153,8 @@ def score(x, gains, row, epoch, coords, stream, alive, p, S: tl.constexpr):
             y, alive = mix_lanes(x, gains, coords, phase, alive, p, S)
         else:
             y = rms_norm(x, gains, S)
-        out = (logits, first, vocab_first, 0)
-        stream = rowwise(stream, rounded(y, S), out, S, 4, store_logits)
+        out = (first, vocab_first, 0)
+        stream = rowwise(stream, rounded(y, S), logits, out, S, 4, store_logits, 1, 0)
     return stream, alive
 
 
@@ -182,7 +182,7 @@ def choice_rows(S):
 
 @triton.jit
 def choose(position, epoch, slot, coords, alive, p, S: tl.constexpr, RULES: tl.constexpr):
-    """The block's best key for the token at `position`, its id, and alive; `epoch` counts passes."""
+    """The block's best key for the token at `position`, its id, and alive; `epoch` counts choices."""
     block, _, _ = coords
     ROWS: tl.constexpr = choice_rows(S)
     request = request_of(slot, p, S)

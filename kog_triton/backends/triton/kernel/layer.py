@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, attention
-from kog_triton.backends.triton.kernel.matvec import rowwise, wired
+from kog_triton.backends.triton.kernel.matvec import outputs, rowwise, wired
 from kog_triton.backends.triton.kernel.residual import (
     ask_delayed,
     ask_reduce,
@@ -37,54 +37,52 @@ POINTS = (
 
 
 @triton.jit
-def store_qkv(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+def store_qkv(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
-    base, bias, first, phase = out
+    bias, first, phase = out
     row = first + unit * ROWS
     if S.qkv_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    publish_pairs(base, row, y, T.rows, phase, S, ROWS)
+    publish_pairs(to, row, y, T.rows, phase, S, ROWS)
 
 
 @triton.jit
-def silu_mul(y, unit, out, S: tl.constexpr, T: tl.constexpr):
+def silu_mul(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
     ROWS: tl.constexpr = T.tile_rows
     PAIRS: tl.constexpr = T.tile_rows // 2
-    base, bias, first, phase = out
+    bias, first, phase = out
     row = first + unit * ROWS
     if S.mlp_bias:
         r = row + tl.arange(0, ROWS)
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
     gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
-    publish_pairs(base, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
+    publish_pairs(to, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
 
 
 # ---- stages ----
 
 
 @triton.jit
-def qkv_proj(x, gains, layer, coords, stream, phase, p, S: tl.constexpr):
+def qkv_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish the block's rows of q, k and v; returns the weight stream (matvec.py)."""
     _, lane, group_index = coords
     T: tl.constexpr = S.stages[0]
-    xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(stream, xs, out, S, 0, store_qkv)
+    out = (bias, group_index * T.block_rows, phase)
+    return rowwise(stream, xs, words, out, S, 0, store_qkv, COLUMNS, S.total_words)
 
 
 @triton.jit
-def gate_up_proj(x, gains, layer, coords, stream, phase, p, S: tl.constexpr):
+def gate_up_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish the block's rows of silu(gate) * up; returns the weight stream."""
     _, lane, group_index = coords
     T: tl.constexpr = S.stages[2]
-    xs = rounded(rms_norm(x, gains, S), S)
     words = p.words + S.region("mlp") + lane * (S.ffn // 2)
     bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
-    out = (words, bias, group_index * T.block_rows, phase)
-    return rowwise(stream, xs, out, S, 2, silu_mul)
+    out = (bias, group_index * T.block_rows, phase)
+    return rowwise(stream, xs, words, out, S, 2, silu_mul, COLUMNS, S.total_words)
 
 
 @triton.jit
@@ -104,7 +102,8 @@ def module(x, layer, it, coords, stream, phase, alive, p, S: tl.constexpr, STAGE
     xs, alive = wait_pairs(words, COUNT, phase, alive, REASON, layer, p, S, T)
     stamp(p, it, POINT, S)
     delayed = ask_delayed(how, it, group_index, p, S, STAGE)
-    ys, stream = wired(stream, xs, S, STAGE)
+    sums, rests, stream = wired(stream, xs, S, STAGE, 1)
+    ys = outputs(sums, rests, S, STAGE, 1)
     stamp(p, it, POINT + 1, S)
     if STAGE == 3:
         if layer == S.num_layers - 1:
@@ -122,13 +121,15 @@ def run_layer(layer, it, pos, slot, coords, stream, x, gains, alive, p, S: tl.co
     phase = (it + 1) & 1
     stamp(p, it, 0, S)
     constants = ask_constants(layer, pos, p, S)
-    stream = qkv_proj(x, gains, layer, coords, stream, phase, p, S)
+    xs = rounded(rms_norm(x, gains, S), S)
+    stream = qkv_proj(stream, xs, layer, coords, phase, p, S, 1)
     stamp(p, it, 1, S)
     alive = attention(constants, layer, it, pos, slot, coords, phase, alive, p, S)
     stamp(p, it, 4, S)
     x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 1)
     stamp(p, it, 7, S)
-    stream = gate_up_proj(x, gains, layer, coords, stream, phase, p, S)
+    xs = rounded(rms_norm(x, gains, S), S)
+    stream = gate_up_proj(stream, xs, layer, coords, phase, p, S, 1)
     stamp(p, it, 8, S)
     x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 3)
     stamp(p, it, 11, S)

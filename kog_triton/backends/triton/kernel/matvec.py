@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
-from kog_triton.backends.triton.kernel.words import LINE, high, low, unscaled
+from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, unscaled
 
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
+# The loop over a shared step's columns, half of which are written out: weights are unpacked once for them. Without a
+# loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
+COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -154,17 +157,54 @@ def fetch_behind(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.
 
 
 @triton.jit
+def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Operands of a column in memory that meet tile K, with a copy for every warp that has rows of its own.
+
+    As a tile, with the copies in place of its rows: each warp loads what it multiplies.
+    """
+    T: tl.constexpr = S.stages[STAGE]
+    COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
+    COUNT: tl.constexpr = T.cols // 2
+    j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
+    copy = tl.arange(0, COPIES)
+    copy = tl.expand_dims(tl.expand_dims(copy, LINES_AXIS), 2)
+    at = xs + column * S.total_words + j + copy * 0
+    if T.first_word(K) + T.widths[K] > COUNT:
+        return tl.load(at, mask=(j < COUNT) & (copy >= 0), other=0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def products(w, x, S: tl.constexpr):
+    """Of the halves of words w, a tile, and x: [lines, LINE], or one for each of COPIES rows; w's shape and 2."""
+    ROWS_AXIS: tl.constexpr = 1 - LINES_AXIS
+    if len(x.shape) == 2:
+        x = tl.expand_dims(x, ROWS_AXIS)
+        return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
+    elif x.shape[ROWS_AXIS] == w.shape[ROWS_AXIS]:
+        return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
+    else:
+        EACH: tl.constexpr = w.shape[ROWS_AXIS] // x.shape[ROWS_AXIS]
+        if ROWS_AXIS == 0:
+            APART: tl.constexpr = (EACH, x.shape[0], x.shape[1], x.shape[2])
+        else:
+            APART: tl.constexpr = (x.shape[0], EACH, x.shape[1], x.shape[2])
+        w4, x4 = tl.reshape(w, APART), tl.expand_dims(x, ROWS_AXIS)
+        both = tl.join(low(w4, S) * low(x4, S), high(w4, S) * high(x4, S))
+        return tl.reshape(both, (w.shape[0], w.shape[1], w.shape[2], 2))
+
+
+@triton.jit
 def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Products of tile K and words x [lines, LINE], as far as a thread can sum them alone: [tile_rows, parts of them].
+    """Products of tile K and words x, as far as a thread can sum them alone: [tile_rows, parts of them].
 
     Of a tile that is `narrow`, [tile_rows].
     """
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
-    x = tl.expand_dims(x, 1 - LINES_AXIS)
     # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
-    products = tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
     SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-    sums = tl.sum(tl.reshape(products, SHAPE), axis=3)
+    sums = tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3)
     if PARTS == 1:
         sums = tl.sum(sums, axis=LINES_AXIS)
     elif LINES_AXIS == 1:
@@ -181,26 +221,68 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
         return sums
 
 
+# ---- sums of rows: a tuple of tensors, one a column; those that are next to grow stand first, then they go last ----
+
+
 @triton.jit
-def add_k_tile(total, rest, w, xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """The sums of a row tile with its tile K along K, those of narrow tiles apart; the first one starts anew."""
-    x = xs[K]
-    if S.stages[STAGE].row_words > HELD_WORDS:
-        x = pin(x, S)
+def no_sums(S: tl.constexpr, STAGE: tl.constexpr, COUNT: tl.constexpr):
+    """Zeros for so many row tiles or columns: sums [tile_rows, parts], and those of narrow tiles apart, [tile_rows]."""
+    ROWS: tl.constexpr = S.stages[STAGE].tile_rows
+    WIDE: tl.constexpr = sums_width(S, STAGE)
+    sums, rests = (), ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros((ROWS, WIDE), tl.float32),)
+        rests = rests + (tl.zeros((ROWS,), tl.float32),)
+    return sums, rests
+
+
+@triton.jit
+def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """The sums with one column's part of its tile K, which the first K tile starts anew."""
     part = multiply(w, x, S, STAGE, K)
+    total, rest = sums[0], rests[0]
     if K == 0:
-        return part, rest
+        total = part
     elif narrow(S, STAGE, K):
         if narrow(S, STAGE, K - 1):
             part += rest
-        return total, part
+        rest = part
     else:
-        return total + part, rest
+        total += part
+    return sums[1:] + (total,), rests[1:] + (rest,)
+
+
+@triton.jit
+def operands(xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """One column's operands that meet tile K, in the layout that they keep; of more, which lie in memory, xs."""
+    T: tl.constexpr = S.stages[STAGE]
+    if COLUMNS > 1:
+        return xs
+    elif T.wired or T.row_words > HELD_WORDS:
+        return pin(xs[K], S)
+    else:
+        return xs[K]
+
+
+@triton.jit
+def add_tile(
+    sums, rests, w, xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The sums of all columns with tile K; xs are its `operands`."""
+    if COLUMNS == 1:
+        return add_part(sums, rests, w, xs, S, STAGE, K)
+    else:
+        GROUP: tl.constexpr = COLUMNS // COLUMN_LOOP
+        for column in range(0, COLUMNS, GROUP):
+            for i in tl.static_range(GROUP):
+                x = load_operands(xs, column + i, S, STAGE, K)
+                sums, rests = add_part(sums, rests, w, x, S, STAGE, K)
+        return sums, rests
 
 
 @triton.jit
 def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
-    """[tile_rows] of what `add_k_tile` gave."""
+    """[tile_rows] of one column's sums."""
     y = tl.sum(total, axis=1)
     if has_narrow(S, STAGE):
         y += rest
@@ -208,49 +290,81 @@ def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr):
-    """weight @ operands xs for all of the block's rows: a tuple of [tile_rows], one a unit; and the stream."""
+def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """weight @ operands xs for all of the block's rows: the sums of every unit, column by column, and the stream."""
     base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     AHEAD: tl.constexpr = T.ahead
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
     LOOP_UNITS: tl.constexpr = T.loop_units
-    ROWS: tl.constexpr = T.tile_rows
-    WIDE: tl.constexpr = sums_width(S, STAGE)
-    sums, rests = (), ()
-    for u in tl.static_range(UNITS):
-        sums = sums + (tl.zeros((ROWS, WIDE), tl.float32),)
-        rests = rests + (tl.zeros((ROWS,), tl.float32),)
+    sums, rests = no_sums(S, STAGE, UNITS * COLUMNS)
     for k in tl.static_range(K_TILES):
-        x = pin(xs[k], S)  # every warp's copy of these words lives as long as their tiles
-        # The sums that are next to grow stand first; then they go last.
+        x = operands(xs, S, STAGE, k, COLUMNS)  # every warp's copy lives as long as their tiles
         if loop_iterations(S, STAGE, k) > 0:
             for i in range(loop_iterations(S, STAGE, k)):
                 for u in tl.static_range(LOOP_UNITS):
-                    part = multiply(fetched[0], x, S, STAGE, k)
-                    if narrow(S, STAGE, k):
-                        rests = rests[1:] + (rests[0] + part,)
-                    else:
-                        sums = sums[1:] + (sums[0] + part,)
+                    sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                     tile = load_tile(base, i * LOOP_UNITS + u + AHEAD, block, S, STAGE, k)
                     fetched = fetched[1:] + (tile,)
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
-            part = multiply(fetched[0], x, S, STAGE, k)
-            if narrow(S, STAGE, k):
-                rests = rests[1:] + (rests[0] + part,)
-            else:
-                sums = sums[1:] + (sums[0] + part,)
+            sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, S, STAGE, k * UNITS + u)
-    ys = ()
-    for u in tl.static_range(UNITS):
-        ys = ys + (unscaled(whole(sums[u], rests[u], S, STAGE), S),)
-    return ys, (base, behind, block, fetched)
+    return sums, rests, (base, behind, block, fetched)
 
 
 @triton.jit
-def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.constexpr):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], unit, out, S, T); the stream."""
+def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """What `wired` sums to in the column that is first: a tuple of [tile_rows], one a unit."""
+    UNITS: tl.constexpr = S.stages[STAGE].units
+    ys = ()
+    for u in tl.static_range(UNITS):
+        y = whole(sums[u * COLUMNS], rests[u * COLUMNS], S, STAGE)
+        ys = ys + (unscaled(y, S),)
+    return ys
+
+
+@triton.jit
+def hand_over(
+    sums,
+    rests,
+    to,
+    unit,
+    out,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """A row tile of every column to EPILOGUE; returns the sums."""
+    T: tl.constexpr = S.stages[STAGE]
+    if COLUMNS == 1:
+        EPILOGUE(whole(sums[0], rests[0], S, STAGE), to, unit, out, S, T)
+    else:
+        for column in range(COLUMNS):
+            own = to + column * STRIDE
+            EPILOGUE(whole(sums[0], rests[0], S, STAGE), own, unit, out, S, T)
+            sums, rests = sums[1:] + sums[:1], rests[1:] + rests[:1]
+    return sums, rests
+
+
+@triton.jit
+def rowwise(
+    stream,
+    xs,
+    to,
+    out,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], to, unit, out, S, T); the stream.
+
+    `to` is where column 0 goes, STRIDE before the next one.
+    """
     base, behind, block, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
@@ -259,10 +373,8 @@ def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.
     FIRST: tl.constexpr = T.ahead
     AHEAD: tl.constexpr = T.asked_before(0)
     fetched = fetched + load_tiles(base, 0, block, S, STAGE, FIRST, AHEAD - FIRST)
-    ROWS: tl.constexpr = T.tile_rows
-    WIDE: tl.constexpr = sums_width(S, STAGE)
-    total, rest = tl.zeros((ROWS, WIDE), tl.float32), tl.zeros((ROWS,), tl.float32)
-    if T.row_words <= HELD_WORDS:
+    sums, rests = no_sums(S, STAGE, COLUMNS)
+    if COLUMNS == 1 and T.row_words <= HELD_WORDS:
         held = ()
         for k in tl.static_range(K_TILES):
             held = held + (pin(xs[k], S),)
@@ -272,12 +384,14 @@ def rowwise(stream, xs, out, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.
     if LOOPED > 0:  # tiles in `fetched` are those of the loop
         for unit in range(LOOPED):
             for k in tl.static_range(K_TILES):
-                total, rest = add_k_tile(total, rest, fetched[0], xs, S, STAGE, k)
+                x = operands(xs, S, STAGE, k, COLUMNS)
+                sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                 fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
-            EPILOGUE(whole(total, rest, S, STAGE), unit, out, S, T)
+            sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
-            total, rest = add_k_tile(total, rest, fetched[0], xs, S, STAGE, k)
+            x = operands(xs, S, STAGE, k, COLUMNS)
+            sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
-        EPILOGUE(whole(total, rest, S, STAGE), unit, out, S, T)
+        sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
     return base, behind, block, fetched

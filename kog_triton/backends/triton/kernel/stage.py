@@ -20,7 +20,12 @@ from kog_triton.backends.triton.kernel.head import (
 )
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, module, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
-from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rounded
+from kog_triton.backends.triton.kernel.residual import (
+    load_embedding,
+    load_gains,
+    rms_norm,
+    rounded,
+)
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 
@@ -67,7 +72,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     elif STAGE == "qkv_proj":
         gains = load_gains(2 * layer, lane, p, S)
         weights = (base, base, block, first_tiles(base, block, S, 0))
-        qkv_proj(stream, gains, layer, coords, weights, phase, p, S)
+        xs = rounded(rms_norm(stream, gains, S), S)
+        qkv_proj(weights, xs, layer, coords, phase, p, S, 1)
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
         alive = attention(constants, layer, layer, position, zero, coords, phase, alive, p, S)
@@ -80,7 +86,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     elif STAGE == "gate_up_proj":
         gains = load_gains(2 * layer + 1, lane, p, S)
         weights = (base, base, block, first_tiles(base, block, S, 2))
-        gate_up_proj(stream, gains, layer, coords, weights, phase, p, S)
+        xs = rounded(rms_norm(stream, gains, S), S)
+        gate_up_proj(weights, xs, layer, coords, phase, p, S, 1)
     elif STAGE == "down_proj":
         weights = (base, base, block, first_tiles(base, block, S, 3))
         stream, gains, weights, alive = module(
@@ -105,8 +112,8 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             weights, alive = score_lanes(stream, p.logits, first, weights, 1, alive, p, S)
         else:
             first, _, vocab_first = head_rows(coords, S)
-            given = (p.logits, first, vocab_first, 0)
+            given = (first, vocab_first, 0)
             xs = rounded(stream, S)
-            rowwise(weights, xs, given, S, 4, store_logits)
+            rowwise(weights, xs, p.logits, given, S, 4, store_logits, 1, 0)
     if alive == 0:
         diagnose_timeout(p, S)

@@ -8,6 +8,9 @@ for, int32 [1 + blocks, RECORD], whose first word is 1 + the first block that di
     5, 6 the words waited for: index, count   7 .. 10 more runs of them: index, count, stride, runs
 
 Indices count from the start of the words arena. Words that carry a number (waits of "sample") are not looked for.
+
+Where requests share a step the phase is None: all blocks have met since the words were written, so nobody waits for
+them, and a pair is stored as a matrix reads it.
 """
 
 import triton
@@ -37,7 +40,7 @@ EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 WAITS = (
     "attention qkv", "attention splits", "o_proj attention", "o_proj delayed", "o_proj attention_out",
     "down_proj mlp", "down_proj delayed", "down_proj mlp_out", "mix part", "mix y", "lm_head part", "sample all_reduce",
-    "sample mask", "sample argmax", "chunk arrivals",
+    "sample mask", "sample argmax", "meeting arrivals",
 )  # fmt: skip
 WAIT_NUMBERS = {reason: i for i, reason in enumerate(WAITS)}
 
@@ -129,6 +132,15 @@ def rotate_left(w, BY: tl.constexpr):
 
 
 @triton.jit
+def as_operand(w, S: tl.constexpr):
+    """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
+    if S.f16:
+        return w & -2
+    else:
+        return rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
+
+
+@triton.jit
 def pack_pair(first, second, phase, S: tl.constexpr):
     """Two float32 as a word; what is too large for it is a NaN in float16."""
     if S.f16:
@@ -139,16 +151,19 @@ def pack_pair(first, second, phase, S: tl.constexpr):
         a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
         a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
         w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION)
-    return (w & -2) | phase
+    if phase is None:
+        return as_operand(w & -2, S)
+    else:
+        return (w & -2) | phase
 
 
 @triton.jit
-def operand_of(w, S: tl.constexpr):
-    """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
-    if S.f16:
-        return w & -2
+def operand_of(w, phase, S: tl.constexpr):
+    """`as_operand` of a word that was written with this phase."""
+    if phase is None:
+        return w
     else:
-        return rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
+        return as_operand(w, S)
 
 
 @triton.jit
@@ -161,16 +176,19 @@ def unscaled(x, S: tl.constexpr):
 
 
 @triton.jit
-def unpack_pair(w, S: tl.constexpr):
+def unpack_pair(w, phase, S: tl.constexpr):
     """The two values of a word, float32."""
-    both = operand_of(w, S)
+    both = operand_of(w, phase, S)
     return unscaled(low(both, S), S), unscaled(high(both, S), S)
 
 
 @triton.jit
 def pack_f32(x, phase):
-    b = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
-    return (b & -2) | phase
+    b = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)) & -2
+    if phase is None:
+        return b
+    else:
+        return b | phase
 
 
 @triton.jit
@@ -257,6 +275,19 @@ def poll_state(lacking, late):
 @triton.jit
 def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
     """The words at tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
+    COUNT: tl.constexpr = len(ptrs)
+    if wanted is None:
+        ws = ()
+        for i in tl.static_range(COUNT):
+            ws = ws + (load_polled(ptrs[i], masks[i], 0, S),)
+        return ws, alive * 0
+    else:
+        return poll_until(ptrs, masks, wanted, alive, p, S)
+
+
+@triton.jit
+def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
+    """`poll` of words that carry what is wanted."""
     COUNT: tl.constexpr = len(ptrs)
     ws = ()
     for i in tl.static_range(COUNT):
@@ -345,7 +376,7 @@ def wait_pairs(
     ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
     xs = ()
     for c in tl.static_range(K_TILES):
-        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), S), 0),)
+        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), phase, S), 0),)
     return xs, alive
 
 
@@ -371,7 +402,8 @@ def record_timeout(base, count, wanted, reason: tl.constexpr, layer, p):
     tl.atomic_cas(p.error, 0, tl.program_id(0) + 1)
     tl.store(own, NUMBER)
     tl.store(own + 1, layer)
-    tl.store(own + 2, wanted)
+    if wanted is not None:
+        tl.store(own + 2, wanted)
     tl.store(own + 5, offset(base, p))
     tl.store(own + 6, count)
 

@@ -21,7 +21,7 @@ class Pointers(NamedTuple):
     windows: Any  # int32 [layers]
     reduces: Any  # int32 [2, layers]
     # ---- a launch ----
-    words: Any  # int32 [total_words], zero at launch
+    words: Any  # int32 [columns, total_words], zero at launch
     wide: Any  # int64: the same memory
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
@@ -37,7 +37,9 @@ class Pointers(NamedTuple):
     bias: Any  # float32 [slots, vocab]: what is added to a logit; -inf where an id is not allowed
     bans: Any  # int32 [slots, vocab]: the last token for which a bad word banned the id
     kv: Any  # [slots, layers, lanes, kv_heads, 2, positions, head_dim]
-    logits: Any  # float32 [1, vocab]; with ALL_LOGITS a row for every position from the first on
+    logits: (
+        Any  # float32 [columns, vocab]; with ALL_LOGITS a row for every position from the first on
+    )
     mailbox: Any  # int64 [slots, mailbox_words], mapped
     # ---- scalars ----
     limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries

@@ -1,0 +1,53 @@
+"""Kernels of steps that requests share, compiled beside those that run, which take turns meanwhile."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
+
+
+class CompiledBeside(Generic[K]):
+    """Each is compiled by a thread of its own, from when it is first wanted. If that fails, the log says so once.
+
+    compile  puts a kernel where its launch finds it; any error says that it cannot
+    name     of a kernel, for the log
+    """
+
+    def __init__(self, compile: Callable[[K], object], name: Callable[[K], str]) -> None:
+        self._compile, self._name = compile, name
+        self._threads: dict[K, threading.Thread] = {}
+        self._failed: set[K] = set()
+
+    def begin(self, key: K) -> None:
+        """Unless it has begun."""
+        if key not in self._threads:
+            self._threads[key] = threading.Thread(target=self._run, args=(key,), daemon=True)
+            self._threads[key].start()
+
+    def ready(self, key: K) -> bool:
+        """Whether a launch finds it; begins it."""
+        self.begin(key)
+        return not self._threads[key].is_alive() and key not in self._failed
+
+    def settle(self) -> None:
+        """Wait for what compiles."""
+        for thread in list(self._threads.values()):
+            thread.join()
+
+    def give_up(self, key: K, error: Exception) -> None:
+        log.warning("no kernel of %s, requests take turns: %s", self._name(key), error)
+        self._failed.add(key)
+
+    def _run(self, key: K) -> None:
+        begun, name = time.perf_counter(), self._name(key)
+        log.info("compiling the kernel of %s; until it is there, requests take turns", name)
+        try:
+            self._compile(key)
+        except Exception as error:
+            self.give_up(key, error)
+            return
+        log.info("the kernel of %s took %.1f s", name, time.perf_counter() - begun)
