@@ -174,7 +174,7 @@ def test_lanes_on_hopper(reports_of, compiler):
     """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit."""
     (report,) = reports_of("sm_90", "laneformer-2b")
     check_polls(report)
-    assert report.spilled_bytes <= (112 if PINNED else 192)
+    assert report.spilled_bytes <= (144 if PINNED else 192)
     assert report.count(r"BAR.*") <= (200 if PINNED else 220)
 
 
