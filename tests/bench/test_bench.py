@@ -150,7 +150,7 @@ def test_our_backends_sample_beside_peers_that_are_greedy(cli, llama):
 def test_compare_takes_all_and_says_who_is_absent(cli, llama):
     code, record, out, _ = cli("compare", "--model", str(llama), *FEW)
     rows = rows_of(record)
-    assert code == 0 and set(rows) == {"cuda", "triton", "reference", *PEERS}
+    assert code == 0 and set(rows) == {"cuda", "hip", "triton", "reference", *PEERS}
     for name in ("reference", "transformers"):
         assert rows[name]["status"] == "timed" and rows[name]["check"]["passed"]
         assert len(rows[name]["host"]["tokens_per_s_rounds"]) == 2

@@ -300,7 +300,7 @@ FAULTS = {
         "",
     ),
     "the streams' rms of another column": (
-        "matvec.h",
+        "values.h",
         "b.small->squares + column * kWarps + i",
         "b.small->squares + i",
     ),

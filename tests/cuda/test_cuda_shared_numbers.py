@@ -14,8 +14,8 @@ SPEC = spec_of(hidden_size=64)
 # What stands in the generated header, what is planted there instead, what the compiler says of it.
 PLANTED = {
     "members in another order": (
-        r"const u16\* embed; const float\* gains;",
-        "const float* gains; const u16* embed;",
+        r"Memory<const u16> embed; Memory<const float> gains;",
+        "Memory<const float> gains; Memory<const u16> embed;",
         "KOG_OFFSET(Pointers, embed)",
     ),
     "a shorter member": ("i64 limit;", "int limit;", "sizeof(Pointers::limit)"),

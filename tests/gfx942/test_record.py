@@ -41,13 +41,29 @@ def stale(kept):
     }
 
 
+def of_today(kept):
+    """A copy of the record that names today's objects, of those that are quickly compiled."""
+    kept, today = (
+        copy.deepcopy(kept),
+        {name: make("litmus.hip").sha256 for name, make in HERE.items()},
+    )
+    for row in kept["requests"]:
+        if row["request"] == "greedy":
+            row["object"] = compiled(row["case"]).code_object.sha256
+    for row in kept["litmus"]:
+        row["object"] = today.get(row["compiler"], row["object"])
+    return kept
+
+
+@pytest.mark.slow
 def test_the_record_is_of_todays_kernel():
     """Else `python -m tests.gfx942.record` is to be run again, and its record committed."""
     assert stale(record()) == set()
 
 
 def test_a_record_of_another_kernel_is_seen():
-    kept = copy.deepcopy(record())
+    kept = of_today(record())
+    assert stale(kept) == set()
     for part in ("requests", "litmus"):
         kept[part][0]["object"] = "0" * 64
     assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"]}

@@ -95,7 +95,7 @@ def run_chunks(backend, seed: int, memory: str) -> torch.Tensor:
     while pointers.states[0, 0, 0] < AHEAD:
         before = pointers.states[:, :, 0].clone()
         with concurrent(seed, memory):
-            backend._run(False, True)
+            backend._run(False, True, 1)
         assert backend.launcher._expired() is None and (pointers.states[:, :, 0] > before).all()
     held = pointers.kv[0]
     assert held[..., AHEAD:, :].isnan().all()

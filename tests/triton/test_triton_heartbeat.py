@@ -74,7 +74,7 @@ class Mute:
 
     def launch(self, running, most=None):
         self._backend.memory.pointers.states[0, 0, OUTCOME.value] = 1
-        return Launch(list(running), self._done, lambda: self._settle(list(running)))
+        return Launch(list(running), self._done, lambda: self._settle(list(running), list(running)))
 
     def _done(self):
         self.asked += 1

@@ -66,7 +66,8 @@ def draw(backend, logits, request: Request, seed: int = 0, memory: str = "sc", p
     backend.memory.pointers.logits[0] = torch.from_numpy(logits)
     grid = (backend.tiles.num_blocks,)
 
-    def launch(pointers, rules, chunks):
+    def launch(pointers, rules, chunks, columns):
+        assert columns == 1
         pointers.words.zero_()
         pointers.error.zero_()
         choose_kernel[grid](pointers, backend.tiles, rules)

@@ -312,8 +312,8 @@ def test_a_late_mask_is_one_requests_error(slot, number, slow, monkeypatch):
         else:
             backend.poll()
 
-    def watched(slots):
-        launches.append(settle(slots))
+    def watched(*served):
+        launches.append(settle(*served))
         return launches[-1]
 
     settle = backend.launcher._settle

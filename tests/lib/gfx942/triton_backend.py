@@ -13,6 +13,7 @@ from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.triton import TritonBackend
 from kog_triton.backends.triton.host import backend as host_backend
 from kog_triton.backends.triton.host.backend import SECOND_NAMES
+from kog_triton.backends.triton.host.shared_steps import SharedSteps
 from tests.lib.gfx942.executor import (
     AGENT,
     PLAIN,
@@ -70,6 +71,7 @@ class ExecutedBackend(TritonBackend):
         with patch.object(host_backend, "lower_tiles", lower):
             weights, blocks = ArrayWeights(CASES[case].spec), CASES[case].num_blocks
             super().__init__(weights, options, blocks, torch.device("cpu"))
+        self.launcher.shared_steps = SharedSteps(1, None)
         if limit is not None:
             self.memory.pointers = self.memory.pointers._replace(limit=limit)
 
@@ -78,7 +80,8 @@ class ExecutedBackend(TritonBackend):
             self.kernels[variant] = decoded(self.case, variant).copy()
         return self.kernels[variant]
 
-    def _launch(self, pointers: Any, rules: bool, chunks: bool) -> Callable[[], bool]:
+    def _launch(self, pointers: Any, rules: bool, chunks: bool, columns: int) -> Callable[[], bool]:
+        assert columns == 1, "objects of one column are executed"
         pointers.words.copy_(self.memory.blank_words)
         pointers.error.copy_(self.memory.blank_error)
         variant = "+".join(name for name, on in (("rules", rules), ("chunks", chunks)) if on)
