@@ -98,7 +98,10 @@ class CudaLauncher:
     ) -> Launch:
         layout, finished = self.run(slots, most_steps, step)
         settle = partial(self._settle, slots, layout, finished)
-        outdated = lambda: not step and self.columns.ready(count)  # noqa: E731
+
+        def outdated() -> bool:
+            return not step and self.columns.ready(count)
+
         return Launch(slots, finished.query, settle, outdated, aside=True)
 
     def leave(self) -> None:

@@ -147,7 +147,7 @@ def _find(first: int, last: int, holder: Tensor) -> Mapping | None:
 
 
 def _open(path: str, device: str, inode: int) -> int | None:
-    """The same file again: another may have its name by now, and then the mapping alone shows the old one."""
+    """Opens a mapped file by its name, if that name is still the mapped file's: otherwise only the mapping shows it."""
     major, minor = (int(part, 16) for part in device.split(":"))
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -196,7 +196,7 @@ def test_a_product_unpacks_its_matrix_and_reads_the_buffer(monkeypatch):
 
 
 class Unpacked:
-    """The same weights, as a checkpoint of 16 bits has them."""
+    """What a checkpoint of 16 bits would have in place of the narrow weights."""
 
     def __init__(self, narrow):
         self.spec, self.load = narrow.spec.replace(narrow=()), narrow.load

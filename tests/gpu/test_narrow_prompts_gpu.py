@@ -30,7 +30,7 @@ def weights_of(name, **sizes):
 
 
 class Unpacked:
-    """The same weights, as a checkpoint of 16 bits has them."""
+    """What a checkpoint of 16 bits would have in place of the narrow weights."""
 
     def __init__(self, narrow):
         self.spec, self.load = narrow.spec.replace(narrow=()), narrow.load
