@@ -288,6 +288,20 @@ FAULTS = (
         "a prompt's log-probabilities begin behind what was cached",
     ),
     Fault(
+        "engine.py",
+        "max(ids) < vocab_size",
+        "max(ids) <= vocab_size",
+        "host/test_engine.py",
+        "an id that is one beyond the vocabulary runs",
+    ),
+    Fault(
+        "engine.py",
+        "return next(i for i in range(begin, end) if a[i] != b[i])",
+        "return begin",
+        "host/test_engine.py",
+        "a common prefix ends with a whole piece",
+    ),
+    Fault(
         "request_queue.py",
         "if len(self) >= self._most:",
         "if len(self) > self._most:",
