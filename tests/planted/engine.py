@@ -254,8 +254,8 @@ FAULTS = (
     ),
     Fault(
         "vllm_names.py",
-        "elif not _asks_for_nothing(name, value):",
-        "elif value is ...:",
+        "if _asks_for_nothing(name, value):",
+        "if value is not ...:",
         "host/test_vllm_names.py",
         "what vLLM alone has is dropped",
     ),
