@@ -116,7 +116,9 @@ def test_a_reader_that_left_ends_a_command_quietly(argv):
     assert (command.process.returncode, err) == (0, b"")
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["plan"], ["doctor", "--json"]])
+@pytest.mark.parametrize(
+    "argv", [["--version"], ["--help"], ["generate", "--help"], ["plan"], ["doctor", "--json"]]
+)
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "wb") as full:
         command = Command(argv, stdout=full)
