@@ -35,17 +35,15 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     gpu = describe(read_gpu())
     if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
-    cores = len(os.sched_getaffinity(0))
-    # Python, which imports meanwhile, keeps one
-    for source, layout in _kernels(lower(build(spec, options.num_gpus), gpu), options)[
-        : cores - 1 or 1
-    ]:
+    kernels = _kernels(lower(build(spec, options.num_gpus), gpu), options)
+    beside = len(os.sched_getaffinity(0)) - 1  # a core is Python's, which imports meanwhile
+    for source, layout in kernels[: max(1, beside)]:
         begin_cubin(render(layout), source, gpu.arch)
     threading.Thread(target=_open_gpu, name="kog-gpu").start()
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
-    """Sources, each with its layout."""
+    """Sources with their layouts, of what the opening waits for first."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
     kernels = [("decode.cu", layout)]
