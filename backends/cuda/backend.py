@@ -14,14 +14,14 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import waited_for
-from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
+from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
-from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
@@ -170,9 +170,13 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
-                lowering, self.max_context, counts, compile_columns, load_columns
+                lowering,
+                self.max_context,
+                self.column_counts,
+                options.num_slots,
+                compile_columns,
+                load_columns,
             )
             if self.columns_ahead:
                 self.columns.begin()

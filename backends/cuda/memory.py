@@ -300,8 +300,9 @@ def _place(
     w  a matrix a shard, as `pack` takes it: ring slots of some blocks, [blocks, slots, 16-bit words of a slot].
     """
     by_kind: dict[tuple[int, int], list[int]] = {}
-    for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.group_index(stage, block), rank))
+    own = lo.group_index(stage, np.arange(lo.num_blocks))
+    begin, end = lo.unit_bounds(stage, layer, own, rank)
+    for block, units in enumerate((end - begin).tolist()):
         by_kind.setdefault((lo.shard(stage, block, rank), units), []).append(block)
     for (shard, units), blocks in by_kind.items():
         if not units:
