@@ -5,7 +5,7 @@
 
 namespace kog {
 static_assert(sizeof(Join) == kJoinBytes && sizeof(Heads) == kHeadsBytes);
-static_assert(sizeof(Attend) == kAttendCallBytes && sizeof(Gate) == kGateBytes);
+static_assert(sizeof(Attend) == kAttendBytes && sizeof(Gate) == kGateBytes);
 
 }  // namespace kog
 

@@ -132,8 +132,8 @@ def _us(way: Dealt, most: int) -> float:
     return rounds * way.steps * way.kernel.step_us + shared
 
 
-def render_product(kernel: ProductKernel, dtype: DType) -> str:
-    """The header of prompt.cu."""
+def render_product(kernel: ProductKernel, dtype: DType, parts: bool = False) -> str:
+    """The header of prompt.cu; of a kernel that leaves the sums of `parts` where it ends."""
     numbers = {
         "kTokens": kernel.tokens,
         "kGroups": kernel.groups,
@@ -151,7 +151,7 @@ def render_product(kernel: ProductKernel, dtype: DType) -> str:
             "#include <kog/ptx.h>",
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-            f"constexpr bool kF16 = {str(f16).lower()};",
+            f"constexpr bool kF16 = {str(f16).lower()}, kParts = {str(parts).lower()};",
             _multiply(kernel.tokens, "f16" if f16 else "bf16"),
             "}  // namespace kog",
             "",

@@ -224,7 +224,7 @@ struct Attend {
   float scale;                     // of scores, times log2(e)
 };
 constexpr int kAttendThreads = 128, kQueries = 16, kKeys = kTokens + 8;
-constexpr int kAttendBytes = kQueries * kKeys * 6 + kQueries * 4;
+constexpr int kAttendShared = kQueries * kKeys * 6 + kQueries * 4;
 constexpr int kMostOut = 8;  // tiles of 8 of d, of a warp
 
 KOG_DEVICE u32 pair_at(const u16* p, bool there) { return there ? *reinterpret_cast<const u32*>(p) : 0; }
