@@ -21,20 +21,17 @@ from kog_triton.backends.cuda.layout.short_pass import (
     SHORT_KERNELS,
     AttendCall,
     Cache,
-    Cut,
     GateCall,
     HeadsCall,
     JoinCall,
     Order,
     Parts,
-    attend_bytes,
     cut_of,
 )
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.schedule import Stage
 
 Tensor = torch.Tensor
 STAGES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -89,7 +86,9 @@ class ShortPass:
         self._groups, self._embed, self._rope, self._layers = groups, embed, rope, layers
         self._cache, self._streams, self._make_ready = cache, streams, ready
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule)}
-        self._cuts = {n: cut_of(s.rows, lowering.padded_k(s), most) for n, s in self._stages.items()}
+        self._cuts = {
+            n: cut_of(s.rows, lowering.padded_k(s), most) for n, s in self._stages.items()
+        }
         device = arena.device
         tables = {n: torch.from_numpy(cut.table()).to(device) for n, cut in self._cuts.items()}
         self._tables: Mapping[str, Tensor] = tables
@@ -143,7 +142,14 @@ class ShortPass:
 
     @property
     def nbytes(self) -> int:
-        held = (self._words, self._x, self._q, self._parts, *self._in.values(), *self._tables.values())
+        held = (
+            self._words,
+            self._x,
+            self._q,
+            self._parts,
+            *self._in.values(),
+            *self._tables.values(),
+        )
         return sum(t.nbytes for t in held)
 
     # ---- launches ----

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 from kog_triton.backends.cuda.layout import short_pass as lay
-from kog_triton.backends.cuda.layout.prompt import ProductCall, render_product
+from kog_triton.backends.cuda.layout.prompt import render_product
 from tests.lib.compiled import made_once, version_of
 from tests.lib.cuda_walk import HERE, INCLUDE, ROOT
 
@@ -25,14 +25,21 @@ def _compiled(source, header, call, entry, threads, shared):
         f'-DPASS="{cu}"', f"-DCALL=kog::{call}", f"-DENTRY={entry}", f"-DTHREADS={threads}", f"-DSHARED={shared}",
         f"-I{HERE}", f"-I{INCLUDE}",
     ]  # fmt: skip
-    used = [cu, HERE / "short_pass.cpp", *sorted(HERE.rglob("*.h")), *sorted((INCLUDE / "kog").rglob("*.h"))]
+    used = [
+        cu,
+        HERE / "short_pass.cpp",
+        *sorted(HERE.rglob("*.h")),
+        *sorted((INCLUDE / "kog").rglob("*.h")),
+    ]
     parts = [version_of("g++"), header.encode(), " ".join(command).encode()]
 
     def make(draft):
         text = draft.with_suffix(".h")
         text.write_text(header)
         generated = f'-DGENERATED="{text}"'
-        subprocess.run([*command, generated, str(HERE / "short_pass.cpp"), "-o", str(draft)], check=True)
+        subprocess.run(
+            [*command, generated, str(HERE / "short_pass.cpp"), "-o", str(draft)], check=True
+        )
 
     loaded = ctypes.CDLL(str(made_once([*parts, *(p.read_bytes() for p in used)], make)))
     loaded.kog_run.restype = ctypes.c_long
@@ -59,4 +66,6 @@ def product(kernel, dtype):
         f"#include <kog/prompt/hopper.h>\nnamespace kog {{ inline void multiply(float (&sums)[{sums}], u32 a, u32 b, u32 c,"
         " u32 d, u64 x) { multiply_group<kF16>(sums, a, b, c, d, x); } }\n"
     )
-    return _compiled("prompt.cu", header, "Product", "kog_product", kernel.threads, kernel.shared_bytes)
+    return _compiled(
+        "prompt.cu", header, "Product", "kog_product", kernel.threads, kernel.shared_bytes
+    )

@@ -57,7 +57,15 @@ void sync_threads(int) {
 inline int atomicAdd(int*, int) { std::abort(); }
 inline float4 __ldcg(const float4*) { std::abort(); }
 
-inline void products_begin() {}
+// The four warps of a group wait for each other here (WARPGROUP.ARRIVE): one of them releases a stage for all.
+KOG_EMULATED void products_begin() {
+  static int arrived[8];
+  static u64 generation[8];
+  int group = thread_index() / 128;
+  u64 mine = generation[group];
+  if (++arrived[group] == 128) arrived[group] = 0, generation[group]++;
+  while (generation[group] == mine) host::yield();
+}
 inline void products_commit() {}
 template <int>
 void products_wait() {}
