@@ -160,6 +160,7 @@ class Engine:
         seed: int | None = None,
         mask: MaskHook | None = None,
         cache_salt: str = "",
+        request_id: str = "",
         ends_with_context: bool = False,
     ) -> Job:
         """A request that can run here, or RequestError.
@@ -189,7 +190,7 @@ class Engine:
         vocab_size = self.backend.spec.vocab_size
         params = params.resolve(vocab_size, self.eos_token_ids, self._encode, seed)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar)
+        return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar, request_id)
 
     def start(self, job: Job, sample_idx: int = 0) -> Claim:
         """Start one sample of a job in a free slot, or behind those that wait for one.

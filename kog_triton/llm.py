@@ -411,15 +411,15 @@ class LLM:
         request_id = str(next(self._request_ids))
         # a salt of its own shares with nobody
         salt = read.cache_salt if self._shares_prefixes else f"request {request_id}"
-        job = self.engine.prepare(
+        return self.engine.prepare(
             read.token_ids,
             params,
             prompt=read.text,
             seed=seed,
             cache_salt=salt,
+            request_id=request_id,
             ends_with_context=True,
         )
-        return replace(job, request_id=request_id)
 
     def _start(self, job: Job, sample_idx: int = 0) -> Generation:
         engine = self.engine

@@ -3,11 +3,10 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -19,12 +18,17 @@ class Progress:
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any] | None) -> None:
         self._tokens, self._started = 0, time.perf_counter()
-        self._bar = self._tqdm = None
+        self._bar: Bar | None = None
+        self._tqdm: Any = None
         if callable(use_tqdm):
             self._tqdm = use_tqdm(total=total, desc="Processed prompts")
         elif sys.stderr.isatty() if use_tqdm is None else use_tqdm:
+            from rich.console import Console  # here: a third of what a start imports beside torch
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Drawn
+
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Drawn(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> "Progress":

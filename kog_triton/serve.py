@@ -6,12 +6,14 @@ Everything is said on stderr, a line at a time. Exit codes: command.py; 0 after 
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
+from kog_triton.cli.foreign_flags import foreign_flag, of_servers
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 
@@ -115,7 +117,11 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str] | None) -> "Settings":
     """The settings; RequestError for what cannot be."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    own = {flag for action in parser._actions for flag in action.option_strings}
+    if (foreign := foreign_flag(words, of_servers(own))) is not None:
+        parser.error(foreign)
+    args = parser.parse_args(words)
     if args.model is not None and args.model_tag is not None:
         parser.error("MODEL and --model name a model each: leave out one")
     if not 0 <= args.port < 1 << 16:
@@ -191,6 +197,9 @@ def _body(argv: Sequence[str] | None) -> int:
     logger.setLevel(logging.INFO)
     if settings.host not in LOCAL and settings.uds is None and not settings.keys:
         logger.warning("%s is open to others and has no --api-key", settings.host)
+    from kog_triton.server.arenas import few_arenas
+
+    few_arenas()
     import uvloop
 
     from kog_triton.server.run import serve

@@ -40,7 +40,7 @@ from kog_triton.schedule.narrow_packing import NarrowMatrix, pack_narrow
 from kog_triton.schedule.packing import first_ring_slots, pack_blocks
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Scope, Stage
-from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
+from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix, shard_row_scales
 
 Tensor = torch.Tensor
 Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
@@ -173,7 +173,8 @@ def allocate(
         gains.append(get("norm").float())
         gains = [gain * scale for gain, scale in zip(gains, _gain_scales(lo), strict=True)]
         arena = pack_arena(lo, get, embed, rank, get_narrow)
-        biases, qk_gains = _biases(lo, get, get_narrow, device), _qk_gains(lo, get, device)
+        biases = _biases(lo, get, get_narrow, device, rank)
+        qk_gains = _qk_gains(lo, get, device)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -249,6 +250,8 @@ def pack_arena(
                 if lo.weights[stage.name].format:
                     assert get_narrow is not None
                     w = narrow_matrices(lo, stage, layer, get_narrow)
+                    if stage.scope is Scope.ALL:
+                        w = [w[0].of_rows(*schedule.head_rows(rank))]
                     pack = partial(_pack_narrow, lo, stage, layer, rank)
                 else:
                     wide = _matrix(lo, stage, layer, get, embed).to(dtype).view(torch.int16)
@@ -312,9 +315,11 @@ def _place(
         arena[..., : packed.shape[2]][index] = packed
 
 
-def _biases(lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.device) -> Tensor:
-    """float32 [layers, rows], then the head's: of every stage its biases, then what multiplies its sums
-    (`row_scales`), lane by lane, in the order in which rows are dealt out."""
+def _biases(
+    lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.device, rank: int
+) -> Tensor:
+    """float32 [layers, rows], then of the head those that the rank scores: of every stage its biases, then what
+    multiplies its sums (`row_scales`), shard by shard, in the order in which rows are dealt out."""
     schedule = lo.schedule
     parts: list[Tensor] = []
 
@@ -322,7 +327,10 @@ def _biases(lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.d
         if not lo.weights[stage.name].row_scales:
             return []
         narrow = [get_narrow(canonical(stage, w, layer)) for w in stage.weights]
-        return [_dealt(stage, torch.cat([scales_of_rows(n)[..., 0] for n in narrow], 1))]
+        scales = [scales_of_rows(n)[..., 0] for n in narrow]
+        if stage.scope is Scope.ALL:
+            return [scales[0][0, slice(*schedule.head_rows(rank))]]
+        return [_dealt(stage, torch.cat([shard_row_scales(schedule, stage, s) for s in scales], 1))]
 
     for layer in range(schedule.spec.num_layers):
         for stage in layer_matrices(schedule):

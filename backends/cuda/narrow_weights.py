@@ -10,7 +10,7 @@ from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import WeightFormat
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.narrow_packing import NarrowMatrix, scales_by_row
-from kog_triton.schedule.schedule import Stage
+from kog_triton.schedule.schedule import Axis, Scope, Stage
 from kog_triton.schedule.shards import canonical, shard_matrix
 
 Tensor = torch.Tensor
@@ -46,17 +46,18 @@ def load_narrow(weights: WeightSource, device: torch.device, name: str) -> Narro
 def narrow_matrices(
     lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow
 ) -> list[NarrowMatrix]:
-    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other."""
+    """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. Of the head
+    one, all of it."""
     parts = [get(canonical(stage, name, layer)) for name in stage.weights]
 
-    def stacked(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([shard_matrix(lo.schedule, stage, t) for t in tensors], -2)
-
     def stored(values: list[Tensor]) -> Tensor:
-        by_row = stacked([_by_row(p, v) for p, v in zip(parts, values, strict=True)]).contiguous()
+        of_rows = [_by_row(p, v) for p, v in zip(parts, values, strict=True)]
+        by_row = torch.cat([_shard_groups(lo, stage, t) for t in of_rows], -2).contiguous()
         return by_row.view(torch.uint8).unflatten(-1, (-1, by_row.element_size()))
 
-    codes = stacked([part.codes for part in parts]).view(torch.uint8)
+    codes = torch.cat(
+        [shard_matrix(lo.schedule, stage, part.codes.view(torch.uint8)) for part in parts], -2
+    )
     scales = stored([part.scales for part in parts])
     beside = [part.offsets for part in parts if part.offsets is not None]
     if not beside:
@@ -67,6 +68,19 @@ def narrow_matrices(
 def scales_of_rows(part: Narrow) -> Tensor:
     """A row's scales, float32 [lanes, rows, groups along K]."""
     return _by_row(part, part.scale_values())
+
+
+def _shard_groups(lo: CudaLowering, stage: Stage, groups: Tensor) -> Tensor:
+    """[lanes, rows, groups along K] as [shards, rows, those of a shard's K]. One group is every shard's."""
+    shards = lo.schedule.num_shards
+    if stage.scope is Scope.ALL or len(groups) == shards:
+        return groups
+    if stage.cut is Axis.ROWS:
+        by_row: Tensor = shard_matrix(lo.schedule, stage, groups)
+        return by_row
+    if groups.shape[-1] == 1:
+        return groups.expand(shards, -1, -1)
+    return groups[0].unflatten(-1, (shards, -1)).transpose(0, 1)
 
 
 def _by_row(part: Narrow, groups: Tensor) -> Tensor:

@@ -417,6 +417,11 @@ class LaunchServing(Serving[InSlot]):
         for one in list(self.running.values()):
             if one.words is not None:
                 told = max(told, self._read(one, one.words))
+        self._hear()
+        return told
+
+    def _hear(self) -> None:
+        """Have the kernel leave if the host is to speak."""
         mailbox = self.mailbox
         if (
             mailbox.stops
@@ -424,7 +429,6 @@ class LaunchServing(Serving[InSlot]):
             or any(one.error or mailbox.cancelled(slot) for slot, one in self.running.items())
         ):
             self._leave()
-        return told
 
     def _leave(self) -> None:
         self._leaving = True
@@ -480,6 +484,7 @@ class LaunchServing(Serving[InSlot]):
         if one.request.mask is None or one.words is None:
             return
         mask = None if allowed else one.request.mask(one.output)
+        self._hear()  # first: with the mask the kernel goes on, and looks again only behind the next token
         one.words.mask[:] = mask_words(mask, self._launcher.spec.vocab_size, len(one.output) + 1)
 
     def _bring_next_mask(self, one: InSlot) -> None:

@@ -1,29 +1,37 @@
-"""Flags of llama.cpp and mlx_lm that `kog generate` has under other names, or has not: said by name."""
+"""Flags that `kog generate` and `kog serve` have under other names, or have not, said by name: of llama.cpp and mlx_lm,
+and for the server of vLLM, whose arguments vllm_names.py knows.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from kog_triton.vllm_names import IGNORED, names
+from kog_triton.vllm_names import INSTEAD as OF_VLLM
+
+WHOLE = "leave it out: a model is in a GPU whole, or not at all"
+THREADS = "set the environment variable OMP_NUM_THREADS"
+MERGE = "merge the adapter into the checkpoint"
 INSTEAD = {
-    "--adapter-path": "merge the adapter into the checkpoint",
+    "--adapter-path": MERGE,
     "--chat-template-config": "--chat-template-kwargs JSON",
     "--chat-template-file": "--chat-template FILE",
     "--conversation": "--interactive",
     "--ctx-size": "--max-model-len N",
     "--extra-eos-token": "--stop TEXT",
     "--file": "-p @FILE",
-    "--gpu-layers": "leave it out: a model is in a GPU whole, or not at all",
+    "--gpu-layers": WHOLE,
     "--grammar-file": "--grammar FILE",
     "--hf-repo": "--model org/name",
     "--ignore-chat-template": "leave it out: without --chat there is none",
-    "--lora": "merge the adapter into the checkpoint",
+    "--lora": MERGE,
     "--max-kv-size": "--max-model-len N",
     "--model-path": "--model",
-    "--n-gpu-layers": "leave it out: a model is in a GPU whole, or not at all",
+    "--n-gpu-layers": WHOLE,
     "--n-predict": "-m N",
     "--predict": "-m N",
     "--repeat-penalty": "--repetition-penalty",
     "--system-prompt": "--system TEXT",
     "--tensor-parallel-size": "--gpus N",
-    "--threads": "set the environment variable OMP_NUM_THREADS",
+    "--threads": THREADS,
     "-c": "--max-model-len N",
     "-cnv": "--interactive",
     "-f": "-p @FILE",
@@ -31,23 +39,67 @@ INSTEAD = {
     "-i": "--interactive",
     "-j": "--json-schema",
     "-n": "-m N",
-    "-ngl": "leave it out: a model is in a GPU whole, or not at all",
+    "-ngl": WHOLE,
     "-s": "--seed N",
     "-sys": "--system TEXT",
-    "-t": "set the environment variable OMP_NUM_THREADS",
+    "-t": THREADS,
     "-tp": "--gpus N",
 }
 
 
-def foreign_flag(words: Sequence[str]) -> str | None:
-    """What to say of the first of these flags among the words of a command line.
+SERVERS = {
+    "--adapter-path": MERGE,
+    "--alias": "--served-model-name NAME",
+    "--allowed-origins": "put a proxy in front of the server",
+    "--api-key-file": "--api-key KEY, or the environment variable KOG_API_KEY",
+    "--api-server-count": "leave it out: one process speaks HTTP",
+    "--ctx-size": "--max-model-len N",
+    "--data-parallel-size": "run a server on each GPU",
+    "--disable-log-requests": "leave it out: requests are not logged",
+    "--enable-log-requests": "requests are not logged: /metrics counts them",
+    "--flash-attn": "leave it out: there is one attention",
+    "--gpu-layers": WHOLE,
+    "--hf-repo": "--model org/name",
+    "--jinja": "leave it out: a model's own chat template is always used",
+    "--lora": MERGE,
+    "--lora-modules": MERGE,
+    "--metrics": "leave it out: /metrics is always there",
+    "--model-path": "--model",
+    "--n-gpu-layers": WHOLE,
+    "--parallel": "--max-num-seqs N",
+    "--ssl-certfile": "put a proxy in front of the server",
+    "--ssl-keyfile": "put a proxy in front of the server",
+    "--threads": THREADS,
+    "-c": "--max-model-len N",
+    "-fa": "leave it out: there is one attention",
+    "-hf": "--model org/name",
+    "-m": "--model",
+    "-ngl": WHOLE,
+    "-np": "--max-num-seqs N",
+    "-t": THREADS,
+}
+
+
+def of_servers(own: Collection[str]) -> dict[str, str]:
+    """What there is instead of each flag of `vllm serve`, llama-server and mlx_lm.server that is not among `own`."""
+    found = {}
+    for name in (*names()["LLM"], *OF_VLLM["LLM"]):
+        ignored = IGNORED["LLM"].get(name)
+        instead = OF_VLLM["LLM"].get(name, "leave it out")
+        found["--" + name.replace("_", "-")] = f"leave it out: {ignored}" if ignored else instead
+    found |= SERVERS
+    return {flag: instead for flag, instead in found.items() if flag not in own}
+
+
+def foreign_flag(words: Sequence[str], table: Mapping[str, str] = INSTEAD) -> str | None:
+    """What to say of the first of the table's flags among the words of a command line.
 
     None of them can be another flag's value: those that begin with - are given as FLAG=VALUE.
     """
     for word in words:
         flag = word.partition("=")[0]
-        if flag in INSTEAD:
-            instead = INSTEAD[flag]
+        if flag in table:
+            instead = table[flag]
             is_ours = instead.startswith("-")
             return f"{flag} is {instead} here" if is_ours else f"there is no {flag}: {instead}"
     return None

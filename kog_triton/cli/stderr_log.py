@@ -5,10 +5,12 @@ Both may end on one terminal, and a log may speak at any time: kernels are compi
 
 import contextlib
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 
-from kog_triton.errors import printable
+from kog_triton.errors import first_line, printable
 
 CLEAR = "\r\x1b[K"  # a terminal's line, from its beginning
 
@@ -23,7 +25,8 @@ class StderrLog(logging.Handler):
     _status = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(record.getMessage())
+        cause = record.exc_info[1] if record.exc_info else None
+        self._say(record.getMessage() + ("" if cause is None else _told(cause)))
 
     def tell(self, text: str) -> None:
         """Lines of our own."""
@@ -71,6 +74,15 @@ class StderrLog(logging.Handler):
         clear = CLEAR if self._status else ""
         self._status = ""
         sys.stderr.write(f"{clear}{printable(text, keep=chr(10))}\n")
+
+
+def _told(error: BaseException) -> str:
+    """What went wrong and where, on the line of the message; with KOG_DEBUG=1 the traceback below it."""
+    if os.environ.get("KOG_DEBUG") == "1":
+        return "\n" + "".join(traceback.format_exception(error)).rstrip()
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    return f": {type(error).__name__}: {first_line(error)}{where}"
 
 
 STDERR_LOG = StderrLog()

@@ -7,6 +7,7 @@ that end the sequence, and the bad words as token ids. `sample` wants resolved p
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,12 +233,13 @@ class SamplingParams:
             seed = draw_seed()
         # some checkpoints name end tokens beyond their vocabulary, which no step can choose
         eos = {token for token in eos_token_ids if token < vocab_size}
-        return replace(
-            self,
+        resolved = copy(self)  # what was checked is not checked again
+        vars(resolved).update(
             seed=seed % (1 << 64),
             end_token_ids=tuple(sorted(eos | set(self.stop_token_ids or ()))),
             bad_words_token_ids=_bad_words(self.bad_words or (), encode, vocab_size),
         )
+        return resolved
 
 
 def draw_seed() -> int:

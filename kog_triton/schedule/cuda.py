@@ -26,8 +26,13 @@ import numpy as np
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda_weights import FRAGMENT_ROWS as MMA_ROWS
-from kog_triton.schedule.cuda_weights import StreamWeights, stage_weights, unreadable
-from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
+from kog_triton.schedule.cuda_weights import (
+    STEP_VALUES,
+    StreamWeights,
+    stage_weights,
+    unreadable,
+)
+from kog_triton.schedule.lowering import Partition, Tiling, layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import GPUS, KB, Gpu
 
@@ -136,19 +141,37 @@ class CudaLowering(Partition):
         return partials + max(map(self.staged_bytes, matrix_stages(self.schedule))) + 2 * KB
 
     def staged_bytes(self, stage: Stage) -> int:
-        """Of a stage's activations, as its warps read them, and of what they sum up to where weights ask for it."""
-        return self.operand_bytes(stage) + self.operand_sum_bytes(stage)
+        """Of a stage's activations, as its warps read them, and of what lies before them."""
+        return self.operands_at(stage) + self.padded_k(stage) * self.value_bytes(stage)
 
-    def operand_bytes(self, stage: Stage) -> int:
-        return self.padded_k(stage) * (4 if is_wide(stage) else 2)
+    def value_bytes(self, stage: Stage) -> int:
+        """Of an activation: two 16-bit parts, a 16-bit word or two bytes."""
+        return 4 if is_wide(stage) and not self.weights[stage.name].integer else 2
 
-    def operand_sum_bytes(self, stage: Stage) -> int:
-        """Of each warp, for each granule of its part of K (include/kog/operands.h)."""
-        weights = self.weights[stage.name]
-        if not weights.sums_operands:
+    def operands_at(self, stage: Stage, columns: int = 1) -> int:
+        """Where a stage's activations begin: of whole numbers behind what belongs to their steps (include/kog/bytes.h).
+        What is staged for one of a layer's wide stages serves the other."""
+        if not self.weights[stage.name].integer:
             return 0
-        granules = self.unit_fragments(stage) * max(1, weights.granules)
-        return WARPS * granules * (16 if is_wide(stage) else 8)
+        return max(
+            self._staged_steps(s) * columns * self.weights[s.name].step_bytes
+            for s in self._staged_alike(stage)
+        )
+
+    def step_sums_at(self, stage: Stage, columns: int = 1) -> int:
+        """Words of steps' scales, which lie before their sums."""
+        if not self.weights[stage.name].integer:
+            return 0
+        return max(self._staged_steps(s) for s in self._staged_alike(stage)) * columns
+
+    def _staged_steps(self, stage: Stage) -> int:
+        return self.padded_k(stage) // STEP_VALUES
+
+    def _staged_alike(self, stage: Stage) -> list[Stage]:
+        """Stages that may take what is staged for one of whole numbers."""
+        wide = [s for s in layer_matrices(self.schedule) if is_wide(s)]
+        alike = wide if stage in wide else [stage]
+        return [s for s in alike if self.weights[s.name].integer]
 
     def padded_k(self, stage: Stage) -> int:
         return self.tilings[stage.name].padded_k(stage.cols)

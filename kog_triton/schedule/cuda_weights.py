@@ -12,20 +12,22 @@ fragments share theirs (gate and up are woven row by row, and each has scales of
 behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
 they multiply a row's sum in the end (`row_scales`).
 
-Scales are stored as the checkpoint has them. What a code becomes in 16 bits is off by a power of two, `unit`, which
-the sums make good.
+Scales are stored as the checkpoint has them. E4M3 is multiplied as 16-bit values; codes that are whole numbers, or
+twice them, meet activations that are whole numbers, too (include/kog/bytes.h). What a code becomes is off by a power of
+two, `unit`, which the sums make good.
 """
 
 import math
 from dataclasses import dataclass
 
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType, pattern_of
+from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
-from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
+from kog_triton.schedule.schedule import Axis, Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
+STEP_VALUES = 32  # of K, that one product of whole numbers takes
 
 
 @dataclass(frozen=True)
@@ -89,24 +91,33 @@ class StreamWeights:
         return FRAGMENT_ROWS * self.frag_k * 2
 
     @property
-    def sums_operands(self) -> bool:
-        """Whether the kernel multiplies sums of operands: by what codes are less, or by minimums."""
-        how = self.format
-        return how is not None and (how.code is Code.UINT4 or how.offset is Offset.MINIMUM)
+    def integer(self) -> bool:
+        """Whether the kernel multiplies whole numbers."""
+        return self.format is not None and self.format.code is not Code.E4M3
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a token, beside the whole numbers of each step: their scale, and their sum if weights have offsets."""
+        assert self.format
+        return 4 if self.format.offset is Offset.NONE else 8
 
     def unit(self, dtype: DType) -> float:
-        """What a code stands for, over what it becomes in 16 bits of `dtype`."""
+        """What a code stands for, over what it is multiplied as: in 16 bits of `dtype`, or as a whole number."""
         if self.format is None:
             return 1.0
         exponents = {
-            Code.E4M3: {DType.BF16: 120, DType.F16: 8},
-            Code.E2M1: {DType.BF16: 126, DType.F16: 14},
+            Code.E4M3: {DType.BF16: 120, DType.F16: 8}.get(dtype, 0),
+            Code.INT8: 0,
+            Code.UINT4: -4,
+            Code.E2M1: -1,
         }
-        return 2.0 ** exponents.get(self.format.code, {}).get(dtype, 0)
+        return 2.0 ** exponents[self.format.code]
 
     def why_not(self) -> str:
         """Why the stream cannot hold the format with such fragments, "" if it can."""
         how = self.format
+        if self.integer and self.frag_k != STEP_VALUES:
+            return f"whole numbers take fragments of {STEP_VALUES}, not {self.frag_k}"
         if how is None or not how.group_cols or self.granule % self.frag_k == 0:
             return ""
         return f"groups of {how.group_cols} do not end with fragments of {self.frag_k}"
@@ -144,12 +155,18 @@ def unreadable(schedule: Schedule) -> str:
     }
     if unknown:
         return f"it does not read {', '.join(unknown)} weights with zero points or minimums"
-    if schedule.spec.narrow and schedule.num_ranks > 1:
-        return "narrow weights run on one GPU"
+    cut = {
+        how.name: None
+        for _, how in schedule.spec.narrow
+        if how.code is not Code.E4M3 and how.group_cols % STEP_VALUES
+    }
+    if cut:
+        return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
     try:
         for _, stage in schedule.walk():
-            if stage.op is Op.MATVEC and stage_format(schedule, stage):
+            if stage.op is Op.MATVEC and (how := stage_format(schedule, stage)):
                 _check_head(schedule, stage)
+                _check_cut(schedule, stage, how)
     except ModelError as error:
         return str(error)
     return ""
@@ -160,12 +177,41 @@ def _check_head(schedule: Schedule, stage: Stage) -> None:
         raise ModelError("the cuda backend takes narrow heads of plain models alone")
 
 
+def _check_cut(schedule: Schedule, stage: Stage, how: WeightFormat) -> None:
+    """ModelError where the shards of a plain model would not have whole scale groups, or not the model's FFN alone."""
+    if schedule.num_shards == schedule.spec.num_lanes:
+        return
+    if schedule.shard_ffn * schedule.num_shards != schedule.spec.intermediate_size:
+        raise ModelError(
+            f"{schedule.spec.intermediate_size} outputs of an FFN of {how.name} weights do not divide over "
+            f"{schedule.num_ranks} GPUs"
+        )
+    if stage.cut is Axis.K and how.group_cols and stage.cols % how.group_cols:
+        raise ModelError(
+            f"groups of {how.group_cols} {how.name} weights do not divide the {stage.cols} columns that each of "
+            f"{schedule.num_ranks} GPUs has of {stage.name}"
+        )
+
+
 def _rows_alike(schedule: Schedule, stage: Stage, how: WeightFormat | None) -> bool:
     """Whether eight rows that lie together in a unit have one scale a parity, in every fragment."""
     if how is None or how.group_rows == 1:
         return False
     # Of each matrix: gate and up are woven row by row, others stacked.
     rows = FRAGMENT_ROWS // (2 if stage.epilogue is Epilogue.SILU_MUL else 1)
-    sizes = [schedule.spec.shapes[pattern_of(canonical(stage, w, 0))][-2] for w in stage.weights]
+    sizes = [_shard_rows(schedule, stage, w) for w in stage.weights]
+    if stage.scope is Scope.ALL:
+        sizes += [schedule.head_rows(rank)[0] for rank in range(schedule.num_ranks)]
     sizes += [how.group_rows] if how.group_rows else []
     return all(size % rows == 0 for size in sizes)
+
+
+def _shard_rows(schedule: Schedule, stage: Stage, weight: str) -> int:
+    """A shard's rows of one of the matrices that a stage stacks."""
+    heads = {"q_proj": schedule.shard_heads}
+    heads |= dict.fromkeys(("k_proj", "v_proj"), schedule.shard_kv_heads)
+    return (
+        heads[weight] * schedule.spec.head_dim
+        if weight in heads
+        else stage.rows // len(stage.weights)
+    )

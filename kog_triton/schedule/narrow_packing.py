@@ -1,15 +1,15 @@
 """Narrow weights in the order in which the CUDA lowering reads them: codes, and behind them their scales.
 
 `cuda_weights.py` says where what lies; this says in which order the codes of one thread do. A thread of a warp has a
-quarter of a row of each of the fragment's steps, as words of two 16-bit values, a *target word* each. Codes lie so
-that a shift and a mask make such words of all of a stored word at once:
+quarter of a row of each of the fragment's steps. Codes lie so that few operations on a stored word reach all of them:
 
-    8 bits   bytes 1 and 3 become one target word, bytes 0 and 2 the next
-    e4m3     of the two codes a (byte 1 or 3) and b of each half of a word a lies where a 16-bit value has it, and b in
-             two parts: s_a b6.4 s_b a6.0 b3.0 for bfloat16, s_a s_b a6.0 b6.0 for float16
-    4 bits   nibbles 0 and 4 become one, 1 and 5 the next, 2 and 6, 3 and 7
-    e2m1     each half of a word is s0 s3 m3.2 s1 m3.1 m3.0 s2 m0 m1 m2 of its four codes' signs and magnitudes, three
-             bits each: a mask and a shift reach a sign and its magnitude at once
+    e4m3     as words of two 16-bit values, a *target word* each: bytes 1 and 3 become one, bytes 0 and 2 the next. Of
+             the two codes a (byte 1 or 3) and b of each half of a word a lies where a 16-bit value has it, and b in two
+             parts: s_a b6.4 s_b a6.0 b3.0 for bfloat16, s_a s_b a6.0 b6.0 for float16
+    int8     two words a step: bytes are values of K in order
+    int4     a word a step, of two's complement, a code less 8: the low nibbles of its bytes are the first four values
+             of K, the high ones the others. Either becomes the high nibble of a byte
+    e2m1     a word a step: nibbles are values of K in order, each picks its magnitude and sign from a table
 
 Bits are only moved, and arrays may be numpy's or torch's: packing runs where the weights are.
 """
@@ -44,6 +44,10 @@ class NarrowMatrix:
     scales: Any
     offsets: Any = None
 
+    def of_rows(self, first: int, last: int) -> "NarrowMatrix":
+        parts = (self.codes, self.scales, self.offsets)
+        return NarrowMatrix(*(None if part is None else part[first:last] for part in parts))
+
 
 def pack_narrow(
     lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: NarrowMatrix
@@ -72,12 +76,12 @@ def pack_narrow(
     flat[index_like(w.codes, real), : stage.cols] = w.codes[taken]
     wide = weights.frag_k * weights.pack
     codes = by_fragment(flat, wide)[..., index_like(w.codes, stored_order(weights))]
-    if weights.format.code is Code.E2M1:
-        codes = _woven(codes)
-    elif weights.format.code is Code.E4M3:
+    if weights.format.code is Code.E4M3:
         codes = _paired(codes, lowering.schedule.spec.dtype)
     elif weights.pack == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    if weights.format.code is Code.UINT4:
+        codes = codes ^ 0x88  # less 8 each
     stored = [codes.reshape(count, units * each, WARPS * weights.warp_bytes)]
     if weights.scaled:
         beside = [w.scales] if w.offsets is None else [w.scales, w.offsets]
@@ -102,17 +106,6 @@ def pack_narrow(
     return out.reshape(count, slots, lowering.fragments * out.shape[2])
 
 
-def _woven(codes: Any) -> Any:
-    """Codes of E2M1 [..., 4 n] as bytes [..., 2 n], the low one of each half of a word first."""
-    sign, m = [codes[..., i::4] >> 3 for i in range(4)], [codes[..., i::4] & 7 for i in range(4)]
-    low = (m[0] & 3) << 6 | m[1] << 3 | m[2]
-    high = sign[0] << 7 | sign[3] << 6 | m[3] >> 2 << 5 | sign[1] << 4
-    high = high | (m[3] & 3) << 2 | sign[2] << 1 | m[0] >> 2
-    both = new_like(codes, (*low.shape[:-1], 2 * low.shape[-1]))
-    both[..., 0::2], both[..., 1::2] = low, high
-    return both
-
-
 def _paired(codes: Any, dtype: DType) -> Any:
     """Codes of E4M3 [..., 2 n], b before a, as as many bytes, the low one of each half of a word first."""
     a, b = codes[..., 1::2], codes[..., 0::2]
@@ -128,18 +121,19 @@ def _paired(codes: Any, dtype: DType) -> Any:
 
 def stored_order(weights: StreamWeights) -> np.ndarray:
     """Which value of K of a fragment's row each stored code is: int64 [frag_k * pack], thread after thread."""
-    pack, words = weights.pack, weights.frag_k // 8  # of a thread
-    quarter, word, place = np.meshgrid(
-        np.arange(QUARTERS), np.arange(words), np.arange(2 * pack), indexing="ij"
+    assert weights.format is not None
+    each = weights.frag_k // QUARTERS  # of a thread and step
+    quarter, step, place = np.meshgrid(
+        np.arange(QUARTERS), np.arange(weights.pack), np.arange(each), indexing="ij"
     )
-    if pack == 2:
-        target, half = 2 * word + 1 - place % 2, place // 2
-    else:
-        target, half = 4 * word + place % 4, place // 4
-    step, at = np.divmod(target, words)
-    assert step.max() == pack - 1
-    k = step * weights.frag_k + quarter * (weights.frag_k // QUARTERS) + 2 * at + half
-    order: np.ndarray = k.reshape(-1)
+    value = place
+    if (
+        weights.format.code is Code.E4M3
+    ):  # the two target words of each two stored ones, then their halves
+        value = place // 4 * 4 + 2 * (1 - place % 2) + place % 4 // 2
+    elif weights.format.code is Code.UINT4:  # pairs become a byte
+        value = place // 2 + place % 2 * (each // 2)
+    order: np.ndarray = (step * weights.frag_k + quarter * each + value).reshape(-1)
     return order
 
 

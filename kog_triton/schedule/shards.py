@@ -48,6 +48,13 @@ def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     return out
 
 
+def shard_row_scales(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
+    """What multiplies rows' sums, [lanes, rows], as [shards, rows]: of a matrix that is cut along K each shard's."""
+    if len(tensor) == schedule.num_shards or stage.cut is Axis.ROWS:
+        return shard_bias(schedule, stage, tensor)
+    return tensor.repeat(schedule.num_shards, 1)
+
+
 def _spread(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     """[1, n, ...] with as much of the second axis for each shard: KV heads as often as they are held, zeros behind an
     FFN's outputs. A view where nothing is to be added."""

@@ -134,9 +134,10 @@ class CompletionAnswer:
         tokens: list[dict[int, Logprob] | None] = list(made) if self._made else []
         texts = [next(iter(t.values())).decoded_token or "" for t in tokens if t is not None]
         if echoed is not None and self._echo:
-            assert sample.output is not None
-            prompt = sample.output.prompt_logprobs or []
-            ids = sample.output.prompt_token_ids
+            # the engine scores a prompt for its first sample alone
+            scored = self._samples[echoed - echoed % self._n].output
+            assert scored is not None, "all samples have ended"
+            prompt, ids = scored.prompt_logprobs or [], scored.prompt_token_ids
             tokens = [*prompt, *tokens]
             texts = [self._model.piece(token) for token in ids] + texts
         return completion_logprobs(tokens, texts, sample.length)

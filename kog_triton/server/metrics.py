@@ -1,4 +1,5 @@
-"""What /metrics tells: figures of the server by names of its own, and three by the names that routers read.
+"""What /metrics tells: figures of the server by names of its own, and by vLLM's what is the same there: routers and
+dashboards read them.
 
 Times between tokens are counted as they come, in buckets from 50 us: at 3,000 tokens/s those of other engines, from
 2 or 10 ms on, would hold them all in the first.
@@ -28,6 +29,21 @@ TIME_BUCKETS = (
     *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
 FINISH_REASONS = ("stop", "length", "abort")
+# Names that mean in vLLM (0.33) what they mean here: told under both prefixes.
+OF_VLLM = frozenset(
+    [
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("prompt_tokens", "generation_tokens", "request_success", "inter_token_latency_seconds"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds"),
+        *("time_to_first_token_seconds", "request_decode_time_seconds"),
+        "e2e_request_latency_seconds",
+    ]
+)
+
+
+def names(name: str) -> list[str]:
+    """Under which a figure is told."""
+    return [f"{prefix}:{name}" for prefix in ("kog", "vllm") if prefix == "kog" or name in OF_VLLM]
 
 
 class Counts:
@@ -42,12 +58,13 @@ class Counts:
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        names, total, buckets = [*map(str, self._bounds), "+Inf"], 0, []
-        for bound, count in zip(names, self._counts, strict=True):
+    def families(self, name: str, text: str) -> Iterator[Metric]:
+        bounds, total, buckets = [*map(str, self._bounds), "+Inf"], 0, []
+        for bound, count in zip(bounds, self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum)
+        for told in names(name):
+            yield HistogramMetricFamily(told, text, buckets=buckets, sum_value=self._sum)
 
 
 class ServerMetrics(Collector):
@@ -88,7 +105,7 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()
-        yield self.inter_token.family("kog:inter_token_latency_seconds", "between two tokens")
+        yield from self.inter_token.families("inter_token_latency_seconds", "between two tokens")
         for name, text, times in (
             ("request_queue_time", "until a sample has a slot", self._queue),
             ("request_prefill_time", "from its slot to its first token", self._prefill),
@@ -96,17 +113,16 @@ class ServerMetrics(Collector):
             ("request_decode_time", "from the first token to the last", self._decode),
             ("e2e_request_latency", "to the last token", self._whole),
         ):
-            yield times.family(f"kog:{name}_seconds", text)
+            yield from times.families(f"{name}_seconds", text)
         if self.supervisor is not None:
             yield from self._state(self.supervisor)
 
     def _counters(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily(
-            "kog:request_success", "samples that ended", labels=["finished_reason"]
-        )
-        for reason, count in self._ended.items():
-            ended.add_metric([reason], count)
-        yield ended
+        for told in names("request_success"):
+            ended = CounterMetricFamily(told, "samples that ended", labels=["finished_reason"])
+            for reason, count in self._ended.items():
+                ended.add_metric([reason], count)
+            yield ended
         for name, text, value in (
             ("prompt_tokens", "tokens of prompts", self._prompt_tokens),
             (
@@ -118,7 +134,8 @@ class ServerMetrics(Collector):
             ("request_errors", "requests that ended with an error", self.num_errors),
             ("corrupted_requests", "requests whose logits held NaN or inf", self.num_corrupted),
         ):
-            yield CounterMetricFamily(f"kog:{name}", text, value=value)
+            for told in names(name):
+                yield CounterMetricFamily(told, text, value=value)
 
     def _state(self, supervisor: Supervisor) -> Iterator[Metric]:
         refused = self.admission.num_refused if self.admission else 0
@@ -141,5 +158,5 @@ class ServerMetrics(Collector):
             ("num_requests_waiting", "requests that wait for a slot", supervisor.num_waiting),
             ("kv_cache_usage_perc", "share of the slots' positions in use", supervisor.kv_usage),
         ):
-            for prefix in ("kog", "vllm"):
-                yield GaugeMetricFamily(f"{prefix}:{name}", text, value=held)
+            for told in names(name):
+                yield GaugeMetricFamily(told, text, value=held)

@@ -19,7 +19,7 @@ from kog_triton.server.remote_claim import RemoteClaim
 from kog_triton.server.supervisor import Supervisor
 
 # Tokens that wait for a client who does not read, 200 bytes each; the socket's buffers hold 6 s of a stream before.
-MAX_UNREAD = 2048
+MAX_UNREAD = 1024
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Samples:
         self._pacing = Pacing(interval)
         self._news = asyncio.Event()
         self._resting = False  # until the pace allows the next event
+        self._telling = False  # an event that the client's socket has not taken yet
         self._overrun = False
         self.cancelled = False
         self.done: dict[int, Generation] = {}
@@ -110,7 +111,9 @@ class Samples:
         self._news.set()
 
     def _heard(self, claim: RemoteClaim) -> None:
-        if claim.num_unread > MAX_UNREAD and not claim.cancelled:
+        # what waits for the pace, up to 65,536 tokens or those of 10 s, is the client's own wish
+        most = MAX_UNREAD + (self._most or 0)
+        if self._telling and claim.num_unread > most and not claim.cancelled:
             self._overrun = True
             claim.cancel()
         if not self._resting or claim.ended:
@@ -124,7 +127,9 @@ class Samples:
                 raise SlowReader("the client did not read its stream: it was ended")
             if news := self._read():
                 self._pacing.sent(self._clock())
+                self._telling = True
                 yield news
+                self._telling = False
             while self._waiting and len(self._running) < self._model.opened.num_slots:
                 await self._start_next()
 

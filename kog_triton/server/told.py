@@ -30,8 +30,10 @@ class Told:
                 delta.content + rest.content,
                 delta.calls + rest.calls,
             )
-        self.reasoning.append(delta.reasoning)
-        self.content.append(delta.content)
+        if delta.reasoning:  # a long answer has 3,000 pieces a second
+            self.reasoning.append(delta.reasoning)
+        if delta.content:
+            self.content.append(delta.content)
         self.calls += delta.calls
         self.logprobs += news.delta.logprobs or []
         return delta

@@ -102,13 +102,27 @@ def test_a_stage_alone_has_the_registers_that_it_has_in_the_walk(name):
 
 
 # Integer lane operations of a loop that streams, for eight weights: a multiprocessor issues 64 a clock, in which an
-# H200's stream brings 20 weights of 8 bits.
-MOST_LANE_OPERATIONS = {"fp8-block": 14}
+# H200's stream brings 20 weights of 8 bits, 37 of 4.
+MOST_LANE_OPERATIONS = {"fp8-block": 14, "int4-g128": 5, "int4-g128-zp": 6, "mxfp4": 10, "q8_0": 8}
+# Values of K that a product takes of eight rows: of E2M1 the positive and the negative ones apart.
+VALUES_OF_PRODUCT = {"fp8-block": 32, "mxfp4": 32}
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("llama-3.2-1b", "fp8-block"), pytest.param("qwen3-8b", "fp8-block", marks=pytest.mark.slow)],
+    [
+        ("llama-3.2-1b", "fp8-block"),
+        ("llama-3.2-1b", "int4-g128"),
+        ("llama-3.2-1b", "mxfp4"),
+        *(
+            pytest.param("llama-3.2-1b", how, marks=pytest.mark.slow)
+            for how in ("int4-g128-zp", "q8_0")
+        ),
+        *(
+            pytest.param("qwen3-8b", how, marks=pytest.mark.slow)
+            for how in ("fp8-block", "int4-g128", "mxfp4")
+        ),
+    ],
 )
 def test_unpacking_takes_the_registers_and_operations_that_there_are(name, how):
     layout = layout_of(with_format(named_shape(name), FORMATS[how]), max_context=1024)
@@ -116,13 +130,16 @@ def test_unpacking_takes_the_registers_and_operations_that_there_are(name, how):
     assert_no_loop_spills(code)
     assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
     lowering = layout.lowering
-    weights = (
-        lowering.fragments * lowering.weights["down_proj"].warp_bytes // 32
-    )  # of a thread and slot
-    steps = lowering.fragments * lowering.weights["down_proj"].pack
-    loops = [body for body in innermost(code, WEIGHTS) if any("SYNCS" in what for what in body)]
-    streams = [b for b in loops if len([w for w in b if re.search(WEIGHTS, w)]) == steps]
+    weights = lowering.weights["down_proj"]
+    values = lowering.fragments * weights.frag_k * weights.pack  # of a row in a slot
+    products = values // VALUES_OF_PRODUCT.get(how, 64)
+    kind = r"\bIMMA" if weights.integer else r"\bHMMA"
+    loops = [body for body in innermost(code, kind) if any("SYNCS" in what for what in body)]
+    streams = [b for b in loops if len([w for w in b if re.search(kind, w)]) == products]
     assert streams
     for body in streams:
+        assert len([what for what in body if re.search(WEIGHTS, what)]) == products
         integer = [what for what in body if re.search(r"\b(LOP3|SHF|PRMT|IADD3|LEA)\b", what)]
-        assert len(integer) * 8 <= MOST_LANE_OPERATIONS[how] * weights
+        assert (
+            len(integer) * 8 <= MOST_LANE_OPERATIONS[how] * values // 4
+        )  # a thread has a quarter of a row

@@ -9,7 +9,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.layout import header
@@ -24,7 +23,9 @@ from tests.lib.cuda_rank_columns import (
     RankColumnThreadWalk,
     RankColumnWalk,
     alone_on_ranks,
+    assert_same,
     left_by,
+    some_always,
 )
 from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_requests import GREEDY, PROMPTS, prompt_of, request
@@ -76,22 +77,12 @@ def requests_of(columns, count=4):
     return [request(i, PROMPTS[i] * 2, count, TOLD if i == 1 else GREEDY) for i in range(columns)]
 
 
-def assert_same(found, expected):
-    for slot, (tokens, records, caches) in expected.items():
-        assert found[slot][:2] == (tokens, records)
-        assert all(map(torch.equal, found[slot][2], caches))
-
-
 def last_logits(walk, column):
     """Of a column that keeps them, each rank's ids."""
     rows = [slice(*walk.layout.lowering.schedule.head_rows(r)) for r in range(len(walk.ranks))]
     return np.concatenate(
         [m.scores[1 + column, own].numpy() for m, own in zip(walk.ranks, rows, strict=True)]
     )
-
-
-def some_always(names, *always):
-    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 FOUR = "four ranks, two to a KV head, FFN padded"

@@ -124,8 +124,8 @@ EDITS = (
     ),
     (
         "narrow.h",
-        "    if (mine) ring.release(b);\n  }\n  // Of fragment",
-        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n  // Of fragment",
+        "    if (mine) ring.release(b);\n  }\n  // What a step's",
+        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n  // What a step's",
     ),
 )
 

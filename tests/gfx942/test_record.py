@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.gfx942.record import PARTS, RECORD, asked, failures
-from tests.lib.gfx942.backends import COMPILERS
+from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.litmus import LITMUS
 from tests.lib.gfx942.scopes import accesses_of, counted
 from tests.lib.gfx942.triton_cases import FULL_OBJECTS, compiled
@@ -24,6 +24,33 @@ def test_nothing_went_wrong_in_the_record():
     assert all(len(row["object"]) == 64 for part in PARTS[1:] for row in kept[part])
     assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
     assert all(row["accesses"]["words: LOAD sc0 sc1"] for row in kept["accesses"])
+
+
+def stale(kept):
+    """What the record says of another object than today's, of those that are quickly compiled."""
+    today = {name: make("litmus.hip").sha256 for name, make in HERE.items()}
+    wrong = {
+        row["case"]
+        for row in kept["requests"]
+        if row["request"] == "greedy" and row["object"] != compiled(row["case"]).code_object.sha256
+    }
+    return wrong | {
+        row["compiler"]
+        for row in kept["litmus"]
+        if row["object"] != today.get(row["compiler"], row["object"])
+    }
+
+
+def test_the_record_is_of_todays_kernel():
+    """Else `python -m tests.gfx942.record` is to be run again, and its record committed."""
+    assert stale(record()) == set()
+
+
+def test_a_record_of_another_kernel_is_seen():
+    kept = copy.deepcopy(record())
+    for part in ("requests", "litmus"):
+        kept[part][0]["object"] = "0" * 64
+    assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"]}
 
 
 @pytest.mark.slow

@@ -282,8 +282,13 @@ def test_atomics():
         assert a[0] == 64 * 65 // 2 and sorted(o[:LANES] + LANE + 1) == sorted(np.cumsum(LANE + 1))
         assert a[1] == 0xFFFFFFFF and a[2] == 63
         assert sorted([*o[LANES : 2 * LANES], a[3]]) == sorted([0, *LANE])
-        assert a[4] == 64 and o[2 * LANES :].tolist() == (LANE >= 5).tolist()
-        assert wide[:5].tolist() == [int(LANE.sum()) << 31, 2**64 - 1, 63 << 33, 2**64 - 64, 64]
+        swapped = o[2 * LANES :]
+        assert swapped.tolist() == ((LANE >= 5) & (a[4] > LANE)).tolist() and (memory or a[4] == 64)
+        assert wide[:3].tolist() == [int(LANE.sum()) << 31, 2**64 - 1, 63 << 33]
+        # Lanes come in any order, so that of swaps any may be last, and a chain of compared ones may end early.
+        assert 2**64 - 1 - int(wide[3]) in LANE and (
+            wide[4] == 64 if memory is None else wide[4] in range(65)
+        )
 
 
 def test_matrices():

@@ -8,12 +8,14 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import History, SamplingParams, sample
-from tests.lib.cuda_rank_columns import alone_on_ranks, left_by
+from tests.lib.cuda_rank_columns import alone_on_ranks, assert_same, left_by
 from tests.lib.cuda_requests import request
 from tests.lib.cuda_sampling import SETTINGS, resolved
 from tests.lib.gpu_ranks import GpuRankColumns, GpuRanks
@@ -33,7 +35,15 @@ SPECS = {  # positions compared, most that logits may be off
     "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=512), 200, 0.04),
     "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=512), 200, 0.04),
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
+    "fp8 blocks": (with_format(named_shape("llama-3.2-1b"), FORMATS["fp8-block"]), 80, 0.45),
+    "int4": (with_format(named_shape("llama-3.2-1b"), FORMATS["int4-g128"]), 80, 0.45),
+    "int8 channels": (with_format(SMALL, FORMATS["int8-channel"]), 60, 0.05),
 }
+
+
+def weights_of(spec):
+    kind = NarrowRandomWeights if spec.narrow else RandomWeights
+    return kind(spec, device="cuda")
 
 
 @pytest.fixture(scope="module", params=["one GPU", "two GPUs"])
@@ -50,7 +60,7 @@ def devices(request):
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_agree_with_the_reference_and_repeat(name, devices):
     spec, count, limit = SPECS[name]
-    weights = RandomWeights(spec, device="cuda")
+    weights = weights_of(spec)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
     ours = GpuRanks(spec, weights, devices, min(spec.max_context, 512))
     got = ours.forward_logits(tokens)
@@ -118,7 +128,10 @@ def test_tokens_are_stamped_as_they_come(name, devices):
 # ---- several requests a step, and prompts in chunks ----
 
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-COLUMN_SPECS = {name: SPECS[name][0] for name in ("fp16", "lanes, sum", "lanes, vocab parallel")}
+COLUMN_SPECS = {
+    name: SPECS[name][0]
+    for name in ("fp16", "lanes, sum", "lanes, vocab parallel", "int8 channels")
+}
 
 
 def prompt_of(spec, count, seed=0):
@@ -135,17 +148,11 @@ def mixed_requests(spec, columns, count):
     ]
 
 
-def assert_same(found, expected):
-    for slot, (tokens, records, caches) in expected.items():
-        assert found[slot][:2] == (tokens, records)
-        assert all(map(torch.equal, found[slot][2], caches))
-
-
 @pytest.mark.parametrize("columns", [2, 8])
 @pytest.mark.parametrize("name", COLUMN_SPECS)
 def test_requests_that_share_a_step_leave_what_each_leaves_alone(name, columns, devices):
     spec = COLUMN_SPECS[name]
-    weights, requests = RandomWeights(spec, device="cuda"), mixed_requests(spec, columns, 40)
+    weights, requests = weights_of(spec), mixed_requests(spec, columns, 40)
     one = GpuRanks(spec, weights, devices)
     expected = alone_on_ranks(one, requests)
     ours = GpuRankColumns(spec, weights, devices, columns)
@@ -157,7 +164,7 @@ def test_requests_that_share_a_step_leave_what_each_leaves_alone(name, columns, 
 @pytest.mark.parametrize("name", COLUMN_SPECS)
 def test_a_prompt_in_chunks_leaves_what_it_leaves_a_token_at_a_time(name, devices):
     spec = COLUMN_SPECS[name]
-    weights = RandomWeights(spec, device="cuda")
+    weights = weights_of(spec)
     one = GpuRanks(spec, weights, devices)
     ours = GpuRankColumns(spec, weights, devices, 8, chunk=True)
     for length in (9, 16, 200):

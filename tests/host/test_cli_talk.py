@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import sys
 from contextlib import suppress
 
@@ -250,3 +251,22 @@ def test_what_was_typed_is_kept_for_the_user_alone(monkeypatch, tmp_path):
     assert history_file() is None and os.path.exists(tmp_path)
     with kept_lines():
         pass
+
+
+def test_a_log_says_what_failed_and_where(capsys, monkeypatch):
+    """A server's answer says no more than that its log does."""
+    log = logging.getLogger("kog_triton.a_test")
+    log.addHandler(STDERR_LOG)
+    monkeypatch.setattr(log, "propagate", False)
+    for debug, pattern in (
+        ("", r"it failed: KeyError: 'gone\\x1b' \(.*test_cli_talk\.py:\d+\)\n"),
+        ("1", r"it failed\nTraceback .*\n(.*\n)+KeyError: 'gone.*\n"),
+    ):
+        monkeypatch.setenv("KOG_DEBUG", debug)
+        try:
+            raise KeyError("gone\x1b")
+        except KeyError:
+            log.exception("it failed")
+        assert re.fullmatch(pattern, capsys.readouterr().err)
+    log.error("no more")
+    assert capsys.readouterr().err == "no more\n"

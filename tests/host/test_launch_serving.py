@@ -106,3 +106,36 @@ def test_a_cancel_is_heard_before_the_token_behind_the_next_mask(monkeypatch):
     LaunchServing(kernel, mailbox, LaunchQueue()).run()
     *tokens, last = mailbox.read(0, 0)
     assert (len(tokens), last.finish) == (3, "cancel")
+
+
+def test_a_cancel_by_a_mask_s_function_is_told_before_the_mask(monkeypatch):
+    """A kernel that goes on the moment it has a mask looks at the host's word before the next one, not after it."""
+    kernel, mailbox, left = Kernel(True), Mailbox(), []
+    kernel._running = {}
+
+    class Mask(np.ndarray):
+        def __setitem__(self, where, words):
+            super().__setitem__(where, words)
+            left.append(not kernel._running)
+
+    def give_up(output):
+        if len(output) == 2:
+            mailbox.cancel(0)
+
+    monkeypatch.setattr(serving.Pace, "wait", lambda *_: kernel.step())
+    admit, launch = kernel.admit, kernel.launch
+
+    def admit_watched(request, position):
+        admit(request, position)
+        words = kernel._words[0]
+        kernel._words[0] = words._replace(mask=words.mask.view(Mask))
+
+    def launch_watched(running, most=None):
+        left.clear()
+        return launch(running, most)
+
+    kernel.admit, kernel.launch = admit_watched, launch_watched
+    mailbox.post(Request(0, (1, 2), SamplingParams(temperature=0), 0, 20, mask=give_up))
+    LaunchServing(kernel, mailbox, LaunchQueue()).run()
+    assert mailbox.read(0, 0)[-1].finish == "cancel"
+    assert left == [False, True]  # behind token 1, and behind token 2, whose function gave up

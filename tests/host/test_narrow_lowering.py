@@ -148,6 +148,9 @@ def test_what_the_stream_cannot_hold_is_refused():
         match=r"q_proj is 16 bits wide and .* is fp8 128x128: the cuda backend takes one",
     ):
         lower(build(mixed), H200)
+    short = WeightFormat(Code.UINT4, 1, 16, Scale.BF16)
+    with pytest.raises(ModelError, match="it reads groups that 32 divides, not int4 g16"):
+        lower(build(with_format(named_shape("llama-3.2-1b"), short)), H200)
     channel = WeightFormat(Code.INT8, 1, 0, Scale.BF16, Offset.ZERO_POINT)
     with pytest.raises(
         ModelError, match="does not read int8 channel weights with zero points or minimums"

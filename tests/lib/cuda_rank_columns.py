@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.cuda.layout.protocol import Word
@@ -105,3 +107,14 @@ def alone_on_ranks(walk, requests):
         assert walk.run(words, r.prompt) > 0
         found[r.slot] = left_by(walk, 0)
     return found
+
+
+def assert_same(found, expected):
+    for slot, (tokens, records, caches) in expected.items():
+        assert found[slot][:2] == (tokens, records)
+        assert all(map(torch.equal, found[slot][2], caches))
+
+
+def some_always(names, *always):
+    """Parameters of a test, of which the others are slow."""
+    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]

@@ -1,7 +1,7 @@
 """Narrow weights in the CUDA lowering's stream, read back by the rule that its kernel follows, in numpy.
 
-Nothing here is the packing's: codes become 16-bit values by the kernel's own shifts and masks (include/kog/narrow.h),
-and where which value lies is what the tensor core's fragment says (include/kog/matvec.h).
+Nothing here is the packing's: codes become values by what the kernel's shifts, masks and tables make of stored words
+(include/kog/narrow.h), and where which value lies is what the tensor core's fragment says (include/kog/matvec.h).
 """
 
 import numpy as np
@@ -88,40 +88,23 @@ def row_scales_of(schedule: Schedule, stage: Stage, parts: list[NarrowTensor]) -
     return np.concatenate(scales, -2)[..., 0]
 
 
-def halves(words: np.ndarray) -> np.ndarray:
-    """bfloat16 values of uint32 words, [..., 2], the low half first."""
-    both = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1)
-    return both.view(np.float32).astype(np.float64)
-
-
 def unpacked(code: Code, q: np.ndarray, dtype: DType) -> np.ndarray:
-    """The target words of stored ones, uint32 [..., words], as values [..., target words, 2]."""
+    """Stored words of a thread, uint32 [..., words], as its values in the order of K, [..., pairs of values, 2]."""
+
+    def bits(shift, count):
+        return ((q >> np.uint32(shift)) & np.uint32(2**count - 1)).astype(np.int64)
+
+    def in_order(values):  # of each word
+        return np.stack(values, -1).astype(np.float64).reshape(*q.shape[:-1], -1, 2)
+
     if code is Code.UINT4:
-        base = np.uint32(0x43004300)
-        words = [(q >> np.uint32(4 * i)) & np.uint32(0x000F000F) | base for i in range(4)]
-        return (np.stack([halves(w) for w in words], -2) - 136).reshape(*q.shape[:-1], -1, 2)
+        signed = [(bits(4 * i, 4) + 8) % 16 - 8 for i in range(8)]
+        return in_order(signed[0::2] + signed[1::2])
     if code is Code.E2M1:
         table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-        def woven(half):  # of a word: s0 s3 m3.2 s1 m3.1 m3.0 s2 m0 m1 m2
-            bit = [(half >> np.uint32(i)) & np.uint32(1) for i in range(16)]
-            signs = (bit[15], bit[12], bit[9], bit[14])
-            places = ((8, 7, 6), (5, 4, 3), (2, 1, 0), (13, 11, 10))
-            return [
-                table[4 * bit[a] + 2 * bit[b] + bit[c]] * (1 - 2.0 * s)
-                for s, (a, b, c) in zip(signs, places, strict=True)
-            ]
-
-        pairs = zip(woven(q & np.uint32(0xFFFF)), woven(q >> np.uint32(16)), strict=True)
-        return np.stack([np.stack(pair, -1) for pair in pairs], -2).reshape(*q.shape[:-1], -1, 2)
+        return in_order([table[bits(4 * i, 3)] * (1 - 2 * bits(4 * i + 3, 1)) for i in range(8)])
     if code is Code.INT8:
-
-        def whole(w):
-            low = halves(w & np.uint32(0x007F007F) | np.uint32(0x43004300))
-            return low - halves(w & np.uint32(0x00800080) | np.uint32(0x43004300))
-
-        values = np.stack([whole(q >> np.uint32(8)), whole(q)], -2)
-        return values.reshape(*q.shape[:-1], -1, 2)
+        return in_order([(bits(8 * i, 8) + 128) % 256 - 128 for i in range(4)])
     assert code is Code.E4M3
 
     # Of each half of a word the bits of two codes, from the sign down.

@@ -70,11 +70,25 @@ FAULTS = (
     ),
     Fault(
         "schedule/narrow_packing.py",
-        "target, half = 2 * word + 1 - place % 2, place // 2",
-        "target, half = 2 * word + place % 2, place // 2",
+        "place // 4 * 4 + 2 * (1 - place % 2) + place % 4 // 2",
+        "place // 4 * 4 + 2 * (place % 2) + place % 4 // 2",
         "host/test_narrow_lowering.py",
         "the bytes of two target words change places",
         quick=True,
+    ),
+    Fault(
+        "schedule/narrow_packing.py",
+        "value = place // 2 + place % 2 * (each // 2)",
+        "value = place",
+        "host/test_narrow_lowering.py",
+        "the nibbles of int4 lie in the order of K",
+    ),
+    Fault(
+        "schedule/narrow_packing.py",
+        "codes = codes ^ 0x88",
+        "codes = codes ^ 0x80",
+        "host/test_narrow_lowering.py",
+        "the low nibbles of int4 keep their eight",
     ),
     Fault(
         "schedule/narrow_packing.py",

@@ -124,8 +124,8 @@ FAULTS = (
     ),
     Fault(
         "server/metrics.py",
-        'for prefix in ("kog", "vllm"):',
-        'for prefix in ("kog",):',
+        'for prefix in ("kog", "vllm") if',
+        'for prefix in ("kog",) if',
         "server/test_by_value.py",
         "routers' names are gone",
     ),

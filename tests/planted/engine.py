@@ -240,8 +240,8 @@ FAULTS = (
     ),
     Fault(
         "llm.py",
-        "cache_salt=salt,\n            ends",
-        "ends",
+        "cache_salt=salt,\n            request_id",
+        "request_id",
         "host/test_vllm_names.py",
         "callers of different salts share keys and values",
     ),

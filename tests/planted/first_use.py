@@ -12,8 +12,8 @@ FAULTS = (
     ),
     Fault(
         "llm.py",
-        "        return replace(job, request_id=request_id)\n",
-        "        return job\n",
+        "            request_id=request_id,\n            ends",
+        "            ends",
         "host/test_vllm_names.py",
         "outputs have no request_id",
     ),

@@ -66,4 +66,32 @@ FAULTS = (
         "host/test_cuda_rank_launch.py",
         "an engine on two GPUs stands in one line",
     ),
+    Fault(
+        "backends/cuda/memory.py",
+        "w = [w[0].of_rows(*schedule.head_rows(rank))]",
+        "w = [w[0].of_rows(*schedule.head_rows(0))]",
+        "cuda/test_cuda_rank_narrow.py",
+        "every rank scores the first ids of a narrow head",
+    ),
+    Fault(
+        "backends/cuda/memory.py",
+        "scales[0][0, slice(*schedule.head_rows(rank))]",
+        "scales[0][0]",
+        "cuda/test_cuda_rank_narrow.py",
+        "a rank's rows of a narrow head have the first rank's scales",
+    ),
+    Fault(
+        "backends/cuda/narrow_weights.py",
+        "groups[0].unflatten(-1, (shards, -1)).transpose(0, 1)",
+        "groups[0][:, : groups.shape[-1] // shards].expand(shards, -1, -1)",
+        "cuda/test_cuda_rank_narrow.py",
+        "all ranks multiply with the scales of the first part of K",
+    ),
+    Fault(
+        "schedule/cuda_weights.py",
+        "how.group_cols and stage.cols % how.group_cols",
+        "False",
+        "cuda/test_cuda_rank_narrow.py",
+        "scale groups that ranks cut are taken",
+    ),
 )

@@ -201,8 +201,8 @@ FAULTS = (
     ),
     Fault(
         "sampling/params.py",
-        "if token < vocab_size}\n        return replace",
-        "if token <= vocab_size}\n        return replace",
+        "if token < vocab_size}\n        resolved",
+        "if token <= vocab_size}\n        resolved",
         "host/test_sampling_params.py",
         "an end token just beyond the vocabulary is banned",
     ),

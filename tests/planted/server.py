@@ -151,4 +151,32 @@ FAULTS = (
         "server/test_chat.py",
         "parallel_tool_calls is ignored",
     ),
+    Fault(
+        "server/samples.py",
+        "if self._telling and claim.num_unread > most",
+        "if claim.num_unread > most",
+        "server/test_pace_of_streams.py",
+        "who asks for an event in 2 s is ended as a slow reader",
+    ),
+    Fault(
+        "server/run.py",
+        "socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)",
+        "socket.TCP_NODELAY, 1)",
+        "server/test_limits.py",
+        "the kernel keeps megabytes for a client that does not read",
+    ),
+    Fault(
+        "server/arenas.py",
+        "str(MOST)",
+        "str(16)",
+        "server/test_soak.py",
+        "each thread of the engine has an arena of malloc",
+    ),
+    Fault(
+        "server/completion_answer.py",
+        "self._samples[echoed - echoed % self._n].output",
+        "sample.output",
+        "server/test_clients.py",
+        "the second sample of a prompt has no scores to echo",
+    ),
 )

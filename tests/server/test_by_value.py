@@ -113,15 +113,15 @@ def test_the_buckets_of_a_histogram_are_cumulative():
     counts = Counts((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 5.0):
         counts.observe(seconds)
-    (family,) = [counts.family("x", "text")]
+    (family,) = counts.families("x", "text")
     samples = {(s.name, s.labels.get("le")): s.value for s in family.samples}
     assert samples == {
-        ("x_bucket", "0.1"): 2, ("x_bucket", "1.0"): 3, ("x_bucket", "+Inf"): 4,
-        ("x_count", None): 4, ("x_sum", None): 5.65,
+        ("kog:x_bucket", "0.1"): 2, ("kog:x_bucket", "1.0"): 3, ("kog:x_bucket", "+Inf"): 4,
+        ("kog:x_count", None): 4, ("kog:x_sum", None): 5.65,
     }  # fmt: skip
 
 
-def test_metrics_tell_what_happened_under_our_names_and_those_of_routers():
+def test_metrics_tell_what_happened_under_our_names_and_vllms():
     metrics = ServerMetrics()
     for reason in ("stop", "stop", "length", "abort"):
         metrics.finished(output(reason=reason))
@@ -139,7 +139,11 @@ def test_metrics_tell_what_happened_under_our_names_and_those_of_routers():
     }
     whole = ("kog:request_success_total", "stop"), ("kog:request_success_total", "length")
     assert [told[w] for w in whole] == [2, 1] and told["kog:request_success_total", "abort"] == 1
-    by_name = {name: value for (name, *labels), value in told.items() if not labels}
+    by_name = {
+        name: value
+        for (name, *labels), value in told.items()
+        if not labels and name.startswith("kog:")
+    }
     assert by_name == {
         "kog:prompt_tokens_total": 40, "kog:cached_prompt_tokens_total": 16, "kog:generation_tokens_total": 20,
         "kog:request_errors_total": 2, "kog:corrupted_requests_total": 1, "kog:admission_rejections_total": 6,
@@ -152,8 +156,25 @@ def test_metrics_tell_what_happened_under_our_names_and_those_of_routers():
         "kog:request_decode_time_seconds_sum": 8.0, "kog:e2e_request_latency_seconds_count": 4,
         "kog:e2e_request_latency_seconds_sum": 10.0,
         "kog:num_requests_running": 3, "kog:num_requests_waiting": 4, "kog:kv_cache_usage_perc": 0.25,
-        "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 4, "vllm:kv_cache_usage_perc": 0.25,
     }  # fmt: skip
+    vllm = {
+        (name.removeprefix("vllm:"), *labels): value
+        for (name, *labels), value in told.items()
+        if name.startswith("vllm:")
+    }
+    times = (
+        "time_to_first_token",
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+    )
+    assert {name for name, *_ in vllm} == {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+        "generation_tokens_total", "request_success_total",
+        *(f"{name}_seconds_{part}" for name in (*times, "e2e_request_latency", "inter_token_latency")
+          for part in ("count", "sum")),
+    }  # fmt: skip
+    assert all(told[(f"kog:{name}", *labels)] == value for (name, *labels), value in vllm.items())
 
 
 # ---- who may enter ----

@@ -78,6 +78,18 @@ def test_openai_completions(oai, server):
     assert "".join(piece.choices[0].text for piece in pieces) == "continued"
 
 
+def test_openai_echo_scores_a_prompt_for_each_of_its_samples(oai, server):
+    """The engine scores a prompt once."""
+    ids = [list(server.play(name, text).encode()) for name, text in (("one", "é"), ("two", "b"))]
+    answer = oai.completions.create(
+        model="", prompt=ids, n=2, echo=True, logprobs=1, temperature=1, max_tokens=2
+    )
+    scores = [choice.logprobs for choice in answer.choices]
+    assert [choice.text for choice in answer.choices] == ["play:oneé"] * 2 + ["play:twob"] * 2
+    assert scores[0] == scores[1] != scores[2] == scores[3]
+    assert all(len(one.token_logprobs) == 10 and one.token_logprobs[0] is None for one in scores)
+
+
 def test_openai_echo_scores_a_prompt(oai, server):
     answer = oai.completions.create(model="", prompt="abc", max_tokens=0, echo=True, logprobs=1)
     scored = answer.choices[0].logprobs

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kog_triton import serve
+from kog_triton.cli.foreign_flags import SERVERS, of_servers
+from kog_triton.server.run import UNSENT_BYTES
 from tests.lib.served import read_events, served, wait_for
 
 SLACK_S = 2.0  # on a loaded machine, to what an idle one needs
@@ -220,6 +222,16 @@ def test_idle_connections_do_no_harm_and_half_open_ones_are_closed(server, figur
     )
 
 
+def unsent(server, client):
+    """Bytes that the kernel holds for a client, as /proc/net/tcp tells them of the server's end."""
+    ends = f"{server.port:04X}", f"{client.getsockname()[1]:04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if (words[1][-4:], words[2][-4:]) == ends:
+            return int(words[4].partition(":")[0], 16)
+    raise AssertionError("the server has no such connection")
+
+
 def test_a_reader_that_stops_is_ended_and_others_go_on(server, figure):
     """Its unread tokens are bounded; a stream beside it is whole."""
     flood = server.play("flood", "x" * 480, tokens_per_s=0)
@@ -246,8 +258,12 @@ def test_a_reader_that_stops_is_ended_and_others_go_on(server, figure):
         time.sleep(1.0)
         grown = memory_and_files(server)[0] - rss
         assert grown < 16 << 10
+        assert wait_for(lambda: unsent(server, raw) > UNSENT_BYTES // 2) < 30
+        kept = unsent(server, raw)
+        assert kept < 2 * UNSENT_BYTES
     wait_for(lambda: running(server) == 0)
-    figure("R10", f"a reader that stops: {grown} KiB of memory, the other stream whole")
+    told = f"{grown} KiB of memory, {kept >> 10} KiB in its socket"
+    figure("R10", f"a reader that stops: {told}, the other stream whole")
 
 
 # ---- R11: sizes ----
@@ -378,3 +394,35 @@ def test_the_share_of_a_gpu_s_memory_reaches_the_model_and_is_a_share(capsys):
     with pytest.raises(SystemExit):
         serve.parse(["--gpu-memory-utilization", "80"])
     assert "--gpu-memory-utilization: 80 is not above 0 and at most 1" in capsys.readouterr().err
+
+
+# ---- flags of others ----
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--quantization=fp8", "there is no --quantization: leave it out: a checkpoint says how it is quantized"),
+        ("--enforce-eager", "there is no --enforce-eager: leave it out: no CUDA graph is captured"),
+        ("--swap-space=4", "there is no --swap-space: leave it out: nothing is swapped"),
+        ("--max-num-batched-tokens=9", "there is no --max-num-batched-tokens: leave it out: prompts run in chunks"),
+        ("--disable-log-requests", "there is no --disable-log-requests: leave it out: requests are not logged"),
+        ("-ngl", "there is no -ngl: leave it out: a model is in a GPU whole"),
+        ("-c", "-c is --max-model-len N here"),
+        ("--parallel", "--parallel is --max-num-seqs N here"),
+        ("--never-heard-of", "unrecognized arguments: --never-heard-of"),
+    ],
+)  # fmt: skip
+def test_flags_of_other_servers_are_said_by_name(flag, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.main([flag])
+    assert ended.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_what_other_servers_flags_lead_to_is_ours():
+    own = {flag for action in serve.build_parser()._actions for flag in action.option_strings}
+    table = of_servers(own)
+    assert len(table) > 60 and not own & table.keys() and not own & SERVERS.keys()
+    for instead in table.values():
+        assert not instead.startswith("-") or instead.split()[0].rstrip(",") in own

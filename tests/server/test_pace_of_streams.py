@@ -142,6 +142,14 @@ def test_a_client_that_does_not_read_is_ended(model):
     assert supervisor.cancelled == [0]
 
 
+@pytest.mark.parametrize("interval", [Interval(tokens=5000), Interval(seconds=2.0)])
+def test_tokens_that_wait_for_the_pace_alone_end_nobody(model, interval):
+    """At more tokens an event than a client may leave unread."""
+    assert MAX_UNREAD < 5000
+    events = run(told(FakeSupervisor(5120, 1 / 2500), model, interval))
+    assert [sum(found) for _, found in events] == pytest.approx([1, 5000, 119], abs=1)
+
+
 def test_a_client_that_leaves_ends_all_samples(model):
     async def leave(samples):
         """While the stream waits for tokens, or for the next event's time."""
@@ -169,7 +177,7 @@ def test_an_error_comes_behind_what_was_made(model):
 def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
     supervisor = FakeSupervisor(101, 0.0004)
     run(told(supervisor, model, Interval()))
-    family = supervisor.metrics.inter_token.family("x", "x")
+    (family,) = supervisor.metrics.inter_token.families("x", "x")
     values = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
     assert (values["0.0003"], values["0.0005"], values["+Inf"]) == (0, 100, 100)
     assert sum(float(le) < 0.005 for le in values) >= 8

@@ -34,13 +34,13 @@ def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     steps = lo.steps(stage)
     if not is_wide(stage):
         steps -= held_steps(lo, stage, columns) + read_steps(lo, stage, columns)
-    return steps * step_bytes(lo, stage, columns)
+    return lo.operands_at(stage, columns) + steps * step_bytes(lo, stage, columns)
 
 
 def step_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Of the operands of one step of K in each part."""
     values = lo.tilings[stage.name].k_parts * columns * lo.fragment(stage)[1]
-    return values * (4 if is_wide(stage) else 2)
+    return values * lo.value_bytes(stage)
 
 
 def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -61,6 +61,7 @@ def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
         return 0
     each = step_bytes(lo, stage, columns)
     room = scratch_room(lo) - _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)
+    room = max(0, room - lo.operands_at(stage, columns))
     if (steps - _most_held(lo, stage, columns)) * each <= room:
         return 0
     held = HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns)
@@ -85,6 +86,8 @@ def scratch_room(lo: CudaLowering) -> int:
 
 def row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Of the operands of one lane and step of K."""
+    if lo.weights[stage.name].integer:
+        return 2 if columns == 1 else 4
     tokens = lo.fragment(stage)[0] // (4 if is_wide(stage) else 2)  # that an instruction takes
     return lo.frag_k // 16 * max(1, columns // tokens)
 
@@ -145,7 +148,8 @@ def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
         or pieces > most
     ):
         return 0
-    return units if units * sum_bytes(lo, stage, columns) <= _free_room(lo, columns) else 0
+    room = _free_room(lo, columns) - lo.operands_at(stage, columns)
+    return units if units * sum_bytes(lo, stage, columns) <= room else 0
 
 
 def _most_units(lo: CudaLowering, stage: Stage) -> int:
@@ -174,7 +178,8 @@ def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
         return 0
     steps = lo.steps(stage)
-    words = steps * columns * lo.fragment(stage)[1]  # of one part's operands
+    # Of one part's operands.
+    words = steps * step_bytes(lo, stage, columns) // lo.tilings[stage.name].k_parts // 4
     rows = lo.tilings[stage.name].unit_rows * columns
     most = min(WARPS, words // rows)  # as many as warps that finish pieces
     return _whole_ring_slots(lo, lo.unit_fragments(stage), most)

@@ -202,7 +202,8 @@ def _stages(layout: Layout) -> list[str]:
             "row_words": batches.row_words(lo, stage, layout.columns),
             "pieces": batches.unit_pieces(tiling.unit_rows, layout.columns),
             "sums_at": layout.sums_at(stage),
-            "operand_sums_at": lo.operand_bytes(stage),
+            "operands_at": lo.operands_at(stage, layout.columns),
+            "step_sums_at": lo.step_sums_at(stage, layout.columns),
             "sum_buffers": batches.sum_buffers(lo, stage, layout.columns),
             "checked_units": _checked_units(lo, stage),
             "unit_fragments": lo.unit_fragments(stage),
@@ -241,6 +242,7 @@ def _weight_fields(weights: StreamWeights) -> dict[str, int]:
         "offset_kind": int(how.offset) if how else 0,
         "offset_bytes": weights.offset_bytes,
         "record_bytes": weights.record_bytes,
+        "integer": weights.integer,
     }
 
 
@@ -254,7 +256,7 @@ def gain_scale(lo: CudaLowering, stage: Stage) -> float:
     """What the gains that come before a stage are multiplied with: where codes become tiny numbers the products would
     else be below what float32 holds in full."""
     spec = lo.schedule.spec
-    return wire.SCALE[spec.dtype] if lo.weights[stage.name].unit(spec.dtype) != 1 else 1.0
+    return wire.SCALE[spec.dtype] if lo.weights[stage.name].unit(spec.dtype) > 1 else 1.0
 
 
 def sum_unit(lo: CudaLowering, stage: Stage) -> float:

@@ -140,7 +140,7 @@ class Layout:
         """Where a matrix stage's partial sums begin in the scratch of a kernel of several columns."""
         lo = self.lowering
         if sums_in_place(lo, stage, self.columns) or sums_over(lo, stage, self.columns):
-            return 0
+            return lo.operands_at(stage, self.columns)
         return self.staged_bytes(stage)
 
     def stage_bytes(self, stage: Stage) -> int:

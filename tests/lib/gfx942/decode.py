@@ -1,5 +1,6 @@
 """Machine code to the records that the executor runs (cpp/state.h, struct Inst), by tinygrad's decoder."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,15 @@ MOST_BYTES = 16
 READS_VCC = ("V_CNDMASK_B32", "V_ADDC_CO_U32", "V_SUBB_CO_U32", "V_SUBBREV_CO_U32")  # in 32 bits
 ADDS_TO_ITS_RESULT = ("V_FMAC_F32", "V_FMAC_F64", "V_DOT2C_F32_F16")
 TO_SCALAR = ("V_READLANE_B32", "V_READFIRSTLANE_B32")
+
+
+# Fields that say what the instruction is, DPP's and SDWA's mark in place of an operand, a hint.
+UNREAD = {"encoding", "op", "seg", "src0", "nt"}
+# Other names of a matrix instruction's bits cbsz, abid, blgp, acc and acc_cd.
+SAME_BITS = {"neg", "neg_hi", "opsel", "opsel_hi", "opsel_hi2", "clmp"}
+# Operations whose semantics take a modifier: of numbers; of halves of registers.
+TAKEN = {"neg": r"F16|F32|F64|CNDMASK", "abs": r"F16|F32|F64|CNDMASK", "opsel": r"16|V_PK_|FMA_MIX"}
+NO_DPP = r"_CO_|V_DOT2C"  # they write all lanes that are on
 
 
 class Unknown(ValueError):
@@ -65,20 +75,42 @@ def _fill(
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1
     record["src"] = -1
-    record["literal"] = signed(getattr(inst, "literal", 0), 32)
-    for refused in ("omod", "clmp", "cbsz", "abid", "blgp", "gds", "lds"):
-        if "MFMA" in kind and refused == "clmp":  # the same bit is acc_cd
-            continue
-        if _has(inst, refused) and getattr(inst, refused):
-            raise Unknown(f"{name} with {refused} at {at:#x}")
+    read = _Read(inst)
+    record["literal"] = signed(getattr(read, "literal", 0), 32)
     for prefix, fill in FILL.items():
         if kind.startswith(prefix):
-            fill(record, inst, name)
+            fill(record, read, name)
             break
     else:
         raise Unknown(f"{name} in the encoding {kind} at {at:#x}")
+    for field, _ in inst._fields:
+        if field not in read.seen | UNREAD | (SAME_BITS if "MFMA" in kind else set()):
+            value = getattr(inst, field)
+            if getattr(value, "offset", value):
+                raise Unknown(f"{name} with {field} at {at:#x}")
+    _check_modifiers(record, name, at)
     if name in ("S_BRANCH",) or name.startswith("S_CBRANCH"):
         record["target"] = index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
+
+
+class _Read:
+    """An instruction that notes which of its fields are read: one that is set and that nobody reads is refused."""
+
+    def __init__(self, inst: Any) -> None:
+        self.inst, self.seen = inst, set[str]()
+
+    def __getattr__(self, field: str) -> Any:
+        self.seen.add(field)
+        return getattr(self.inst, field)
+
+
+def _check_modifiers(record: Any, name: str, at: int) -> None:
+    """Unknown for a modifier of an operation that takes no notice of it (cpp/operands.h)."""
+    for field, taken in TAKEN.items():
+        if record[field] not in (0, -1) and not re.search(taken, name):
+            raise Unknown(f"{name} with {field} at {at:#x}")
+    if record["dpp"] >= 0 and re.search(NO_DPP, name):
+        raise Unknown(f"{name} with DPP at {at:#x}")
 
 
 def _has(inst: Any, field: str) -> bool:
@@ -111,7 +143,7 @@ def _scalar_memory(record: Any, inst: Any, name: str) -> None:
 
 def _vector(record: Any, inst: Any, name: str) -> None:
     """VOP1, VOP2, VOPC, VOP3 and what DPP and SDWA make of them."""
-    kind = type(inst).__name__
+    kind = type(inst.inst).__name__
     dpp, sdwa = "DPP" in kind, "SDWA" in kind
     first = "vsrc0" if dpp or sdwa else "src0"
     record["src"][0] = getattr(inst, first).offset
@@ -211,8 +243,6 @@ def _place(record: Any, inst: Any, name: str, data: str) -> None:
 
 
 def _global(record: Any, inst: Any, name: str) -> None:
-    if inst.sve:
-        raise Unknown(f"{name} with sve")
     _place(record, inst, name, "data")
     record["addr"], record["offset"] = inst.addr.offset, signed(inst.offset, 13)
     record["saddr"] = inst.saddr.offset if inst.saddr.offset < OFF else -1
@@ -221,14 +251,13 @@ def _global(record: Any, inst: Any, name: str) -> None:
 def _buffer(record: Any, inst: Any, name: str) -> None:
     _place(record, inst, name, "vdata")
     record["flags"] |= OFFEN * inst.offen | IDXEN * inst.idxen
-    record["addr"] = inst.vaddr.offset if inst.offen or inst.idxen else -1
+    addr = inst.vaddr.offset
+    record["addr"] = addr if inst.offen or inst.idxen else -1
     record["src"][1:] = inst.srsrc.offset, inst.soffset.offset
     record["offset"] = inst.offset
 
 
 def _lds(record: Any, inst: Any, name: str) -> None:
-    if inst.acc:
-        raise Unknown(f"{name} of an accumulator")
     record["addr"], record["data"], record["src"][1] = (
         inst.addr.offset,
         inst.data0.offset,

@@ -15,6 +15,10 @@
 // float32 activations come as two 16-bit parts, x = high + low, and keep 16 bits of mantissa or more (wide);
 // values that came as 16-bit words have no low part and still carry their factor (words.h, narrow).
 //
+// Whole numbers meet bytes (operands.h). Of one token a thread has the sum of its row and one of a fragment's steps, of
+// several tokens those of two rows and a token, for all steps: each multiplied by the step's scale and the weights',
+// and added up fragment after fragment, then over the steps of a fragment.
+//
 //   partial sums [part of K][unit][token][row], summed over the parts by the thread that owns the row
 #pragma once
 #include <kog/narrow.h>
@@ -71,7 +75,25 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
                          float* to) {
   constexpr int kSets = OperandLayout<Stage>::kSets, kTokens = OperandLayout<Stage>::kTokens;
   int quarter = b.in_warp % 4, row = b.in_warp / 4;
-  if constexpr (OperandLayout<Stage>::kSwaps) {
+  if constexpr (OperandLayout<Stage>::kInteger) {
+    constexpr int kPack = Stage::Weights::kPack;
+    if constexpr (kColumns == 1) {
+      float sum = c[0][0][0];
+#pragma unroll
+      for (int mask = 1; mask < kPack; mask <<= 1) sum += shuffle_xor(sum, mask);
+      if (quarter == 0) to[row] = sum;
+    } else {
+      float sum[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float of_step[kPack];
+#pragma unroll
+        for (int n = 0; n < kPack; n++) of_step[n] = c[0][i][n];
+        sum[i] = sum_of(of_step);
+      }
+      if (row < kColumns) *reinterpret_cast<float2*>(to + row * Stage::kUnitRows + 2 * quarter) = {sum[0], sum[1]};
+    }
+  } else if constexpr (OperandLayout<Stage>::kSwaps) {
     // A thread has two rows of a token, each as high and low parts of even and odd words.
     float sum[2];
 #pragma unroll
@@ -233,28 +255,79 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
-KOG_DEVICE Fragment ones() {
-  Fragment v;
-#pragma unroll
-  for (int j = 0; j < kThreadWords; j++) v.w[j] = kOnes;
-  return v;
-}
-
-// What one token's operands sum up to, of each granule of a warp's part of K, to shared memory: as kernels of columns,
-// whose scratch is full, make it anew for each unit (multiply_steps).
+// The largest number of a step: kFragK products of 16 bits and a code of eight, and what offsets make as large.
+static_assert(kFragK * (i64{1} << 15) * (128 + 128) < i64{1} << 31, "sums of bytes outgrow an int");
+// The product of two rows of bytes, from those of high and of low ones.
+KOG_DEVICE int whole_sum(int high, int low) { return high * 256 + low; }
+// What a step adds to a sum, number i of the thread's: its whole number in hand, its operands' scale and sum.
 template <class Stage>
-KOG_DEVICE void sum_operands(const Operands<Stage>& x, int in_warp) {
-  using X = Operands<Stage>;
-  constexpr int kEach = Stage::Weights::kPack / X::kGranules;
-#pragma unroll 4
-  for (int g = 0; g < X::kAllGranules; g++) {
-    UnitSums<Stage> sums = {};
-#pragma unroll
-    for (int i = 0; i < kEach; i++) multiply_fragment<Stage>(ones(), x.load(g * kEach + i), 0, sums);
-    float2 mine = {sums[0][0][0], sums[0][0][1]};
-    if (in_warp < X::kGranuleSums / 2) *reinterpret_cast<float2*>(x.sums + g * X::kGranuleSums) = mine;
+KOG_DEVICE void add_whole(const SlotOf<Stage>& slot, int f, int granule, int i, int whole, float scale, int operands,
+                          float& to) {
+  using Weights = typename Stage::Weights;
+  if constexpr (kSums<Weights>) whole += slot.of_sum(f, granule, i) * operands;
+  float v = product(static_cast<float>(whole), scale);
+  if constexpr (Weights::kScaleRows > 0)
+    to = fused(slot.scales[f].at(granule, i), v, to);
+  else
+    to += v;
+  if constexpr (Weights::kOffsetKind == kOffsetMinimum) {
+    constexpr float kTimes = Weights::kCodes == kUint4 ? 16 : 1;  // what codes are multiplied with
+    to = fused(slot.offsets[f].at(granule, i), product(static_cast<float>(operands), scale * kTimes), to);
   }
-  sync_warp();
+}
+// A fragment of whole numbers by one token's bytes: steps two by two, the second as the other eight rows, or one by one
+// with its negative weights there.
+template <class Stage>
+KOG_DEVICE void multiply_bytes_of_one(const SlotOf<Stage>& slot, const Operands<Stage>& x, int f,
+                                      const typename Operands<Stage>::Row& row, UnitSums<Stage>& c) {
+  using X = Operands<Stage>;
+  using Bytes = StepBytes<typename Stage::Weights>;
+  static_assert(X::kAtOnce == (Bytes::kSigned ? 1 : 2));
+  int sums[4] = {0, 0, 0, 0}, high, low;
+#pragma unroll
+  for (int n = 0; n < X::kProducts; n++) {
+    Bytes first(slot.w[f], n * X::kAtOnce, x.table);
+    if constexpr (Bytes::kSigned) {
+      multiply_bytes(sums, {first.w[0], first.negative[0], first.w[1], first.negative[1]}, row.w[n].w);
+    } else {
+      Bytes second(slot.w[f], n * X::kAtOnce + 1, x.table);
+      multiply_bytes(sums, {first.w[0], second.w[0], first.w[1], second.w[1]}, row.w[n].w);
+    }
+  }
+  if constexpr (Bytes::kSigned)
+    high = sums[0] - sums[2], low = sums[1] - sums[3];
+  else
+    high = x.odd ? sums[2] : sums[0], low = x.odd ? sums[3] : sums[1];
+  add_whole<Stage>(slot, f, 0, 0, whole_sum(high, low), float_of(row.scale), static_cast<int>(row.sum), c[0][0][0]);
+}
+// The same by the bytes of all tokens, the unit's number `fragment`: row_at(i) of its step i.
+template <class Stage, class RowAt>
+KOG_DEVICE void multiply_bytes_of_all(const SlotOf<Stage>& slot, const Operands<Stage>& x, int f, int fragment,
+                                      UnitSums<Stage>& c, RowAt row_at) {
+  using Weights = typename Stage::Weights;
+  using Bytes = StepBytes<Weights>;
+  constexpr int kPack = Weights::kPack;
+  constexpr int kGranules = Weights::kGranules > 0 ? Weights::kGranules : 1;
+  auto scales = x.of_steps(fragment);
+  WordVector<kPack> operands = {};
+  if constexpr (kSums<Weights>) operands = x.of_steps(fragment, Stage::kStepSumsAt);
+#pragma unroll
+  for (int n = 0; n < kPack; n++) {
+    auto row = row_at(n);
+    Bytes weights(slot.w[f], n, x.table);
+    int sums[4] = {0, 0, 0, 0};
+    multiply_bytes(sums, row.w, weights.w);
+    if constexpr (Bytes::kSigned) {
+      int negative[4] = {0, 0, 0, 0};
+      multiply_bytes(negative, row.w, weights.negative);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[i] -= negative[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      add_whole<Stage>(slot, f, n * kGranules / kPack, i, whole_sum(sums[i], sums[2 + i]), float_of(scales.w[n]),
+                       static_cast<int>(operands.w[n]), c[0][i][n]);
+  }
 }
 
 // Fragment f of a ring slot, the unit's number `fragment`, by the operands of its steps: row_at(i) of the i-th.
@@ -262,43 +335,31 @@ template <class Stage, class RowAt>
 KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, const Operands<Stage>& x, int f, int fragment,
                                UnitSums<Stage>& c, RowAt row_at) {
   using Weights = typename Stage::Weights;
-  if constexpr (Weights::kPack == 1) {
+  if constexpr (Weights::kInteger && kColumns == 1) {
+    multiply_bytes_of_one<Stage>(slot, x, f, row_at(0), c);
+  } else if constexpr (Weights::kInteger) {
+    multiply_bytes_of_all<Stage>(slot, x, f, fragment, c, row_at);
+  } else if constexpr (Weights::kPack == 1) {
     auto row = row_at(0);
     multiply_fragment<Stage>(slot.w[f], row, f, c);
-  } else if constexpr (Weights::kScaleRows == 0 && !kSumsOperands<Weights>) {
+  } else if constexpr (Weights::kScaleRows == 0) {
 #pragma unroll
     for (int i = 0; i < Weights::kPack; i++)
-      multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, slot.zero(f, 0)), row_at(i), i, c);
+      multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), i, c);
   } else {
-    constexpr int kGranules = Operands<Stage>::kGranules, kEach = Weights::kPack / kGranules;  // steps of a granule
+    constexpr int kGranules = Weights::kGranules, kEach = Weights::kPack / kGranules;  // steps of a granule
 #pragma unroll
     for (int g = 0; g < kGranules; g++) {
-      constexpr bool kSumsThem = kSumsOperands<Weights>;
-      UnitSums<Stage> sums = {};  // the second: of operands times one
-      if constexpr (kSumsThem && kColumns == 1) {
-        auto two = WordVector<2>::load(x.sums + (fragment * kGranules + g) * Operands<Stage>::kGranuleSums);
+      UnitSums<Stage> sums = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[0][1][i] = float_of(two.w[i % 2]);
-      }
-      u32 zero = slot.zero(f, g);
-#pragma unroll
-      for (int i = g * kEach; i < (g + 1) * kEach; i++) {
-        auto row = row_at(i);
-        multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i, zero), row, 0, sums);
-        if constexpr (kSumsThem && kColumns > 1) multiply_fragment<Stage>(ones(), row, 1, sums);
-      }
+      for (int i = g * kEach; i < (g + 1) * kEach; i++)
+        multiply_fragment<Stage>(unpack<Weights>(slot.w[f], i), row_at(i), 0, sums);
 #pragma unroll
       for (int set = 0; set < OperandLayout<Stage>::kSets; set++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float sum = sums[set][0][i], &to = c[set][f & 1][i];
-          if constexpr (kBiasedCodes<Weights>) sum = fused(-slot.bias(f, g, i), sums[set][1][i], sum);
-          if constexpr (Weights::kScaleRows > 0)
-            to = fused(slot.scales[f].at(g, i), sum, to);
-          else
-            to += sum;
-          if constexpr (Weights::kOffsetKind == kOffsetMinimum)
-            to = fused(slot.offsets[f].at(g, i), sums[set][1][i], to);
+          float& to = c[set][f & 1][i];
+          to = fused(slot.scales[f].at(g, i), sums[set][0][i], to);
         }
     }
   }
@@ -334,7 +395,8 @@ KOG_DEVICE void multiply_ring_slot(Block& b, const SlotOf<Stage>& slot, const Op
 template <class Stage>
 struct Reads {
   using Row = typename Operands<Stage>::Row;
-  static constexpr int kSlotSteps = kog::kSlotSteps<Stage>, kReadSlots = Stage::kReadSlots;
+  static constexpr int kSlotSteps = kog::kSlotSteps<Stage>, kReadSlots = Stage::kReadSlots,
+                       kPack = Stage::Weights::kPack;
   static constexpr int kFirst = Operands<Stage>::kLast / kSlotSteps;  // ring slot
   static_assert(Operands<Stage>::kLast % kSlotSteps == 0);
   static_assert(Stage::kRead % (kReadSlots * kSlotSteps) == 0);
@@ -358,10 +420,11 @@ struct Reads {
         weights.template take<Stage>(b, ring);
 #pragma unroll
         for (int f = 0; f < kFragments; f++)
-          multiply_steps<Stage>(weights, x, f, 0, c, [&](int i) {
+          multiply_steps<Stage>(weights, x, f, (first + n) * kFragments + f, c, [&](int i) {
             Row row = rows[n][f * Stage::Weights::kPack + i];
 #pragma unroll
             for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+            if constexpr (Stage::Weights::kInteger) x.make_bytes(row, (first + n) * kSlotSteps + f * kPack + i);
             return row;
           });
         int next = first + n + kReadSlots;

@@ -10,12 +10,21 @@
 // Eight tokens' high and low parts fill the other side of the instruction (kSwapped): they are its 16 rows
 // then, and the weights, first the even words, then the odd ones, its columns.
 //
-// Operands of a step of K, in memory or in scratch, are [set][thread][word] (wide: as fragments of eight rows
+// Whole numbers (bytes.h) meet a token's bytes:
+//
+//   one token   as the columns [high, low] of each of a fragment's steps: a column without the step in hand has zeros
+//   several     as the rows: the high bytes of each, then the low ones; the weights are the columns
+//
+// In scratch they are [step][high, low][thread of four][8 values], or [step][token][thread of four][high and low of
+// four values, of the next four]; in memory, as 16-bit words, [step][token][32 values].
+//
+// Other operands of a step of K, in memory or in scratch, are [set][thread][word] (wide: as fragments of eight rows
 // take them, for those of four pick theirs), [even, odd][thread][word] (swapped) or [thread][set][word]
 // (narrow). A warp holds those of its first steps in registers, or, of one token, all if they are few; those
 // of its last ones (kRead), where scratch has no room, stay in memory and are read for each unit, some ring
 // slots ahead (matvec.h).
 #pragma once
+#include <kog/bytes.h>
 #include <kog/words.h>
 
 namespace kog {
@@ -44,14 +53,18 @@ template <class Stage>
 struct OperandLayout {
   static constexpr int kHalves = 8 / Stage::kFragmentRows;  // ../matvec.h
   static constexpr int kStepValues = kHalves * kFragK;  // of K
-  static constexpr bool kSwaps = Stage::kWide && kSwapped;
-  static constexpr int kMostTokens = (Stage::kWide ? 2 : 4) / kHalves;
+  static constexpr bool kInteger = Stage::Weights::kInteger;
+  static_assert(!kInteger || (kFragK == 32 && kHalves == 1));
+  static constexpr bool kSwaps = Stage::kWide && kSwapped && !kInteger;
+  static constexpr bool kTwoRows = kSwaps || (kInteger && kColumns > 1);  // whose sums a thread has
+  static constexpr int kMostTokens = kInteger ? kColumns : (Stage::kWide ? 2 : 4) / kHalves;
   static constexpr int kTokens = kColumns < kMostTokens ? kColumns : kMostTokens;  // of a set
   // Sets of tokens or, swapped, of words: the even and the odd ones.
   static constexpr int kSets = kSwaps ? 2 : kColumns / kTokens;
-  static constexpr int kSetOperands = kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a thread
+  static constexpr int kSetOperands =
+      kInteger ? (kColumns == 1 ? 2 : 4) : kSwaps ? 2 * kOperandWords : kOperandWords;  // words of a thread
   static constexpr int kRowWords = kSets * kSetOperands;  // of one thread and step
-  static constexpr int kStepWords = kColumns * kStepValues / 2 * (Stage::kWide ? 2 : 1);
+  static constexpr int kStepWords = kColumns * kStepValues / 2 * (Stage::kWide && !kInteger ? 2 : 1);
   static constexpr int kSetWords = kStepWords / kSets;
   static constexpr int kHolders = kSetWords / kSetOperands;  // the others repeat them
   static constexpr int kThreadStride = Stage::kWide ? kSetOperands : kRowWords;
@@ -79,17 +92,27 @@ struct OperandLayout {
   static constexpr int kPartValues = Stage::kSteps * kStepValues;
 
   // Which narrow operands a thread has: of which token of a set, and the first value of a step.
-  KOG_DEVICE static int token(int thread) { return kHalves == 1 ? thread / 8 : thread / 4 % 2; }
+  KOG_DEVICE static int token(int thread) {
+    if constexpr (kInteger) return thread / 4;
+    return kHalves == 1 ? thread / 8 : thread / 4 % 2;
+  }
   KOG_DEVICE static int value(int thread) {
+    if constexpr (kInteger) return thread % 4 * 8;
     int odd = kHalves == 1 ? thread / 4 % 2 : thread / 16, half = kHalves == 1 ? 0 : thread / 8 % 2;
     return half * kFragK + thread % 4 * (kFragK / 4) + 2 * odd;
   }
   // The thread that has word `word` (two values) of a step, of a token of a set.
   KOG_DEVICE static int thread_of(int word, int token) {
+    if constexpr (kInteger) return 4 * token + word / 4;
     int in_half = word % (kFragK / 2), odd = in_half % 2, half = word / (kFragK / 2);
     int column = kHalves == 1 ? 2 * token + odd : 4 * odd + 2 * half + token;
     return 4 * column + in_half / kThreadWords;
   }
+  // Which of that thread's words it is; and of a thread's word j, the first value from the thread's first on, and the
+  // set.
+  KOG_DEVICE static int place_of(int word) { return kInteger ? word % 4 : word % kThreadWords / 2; }
+  KOG_DEVICE static int value_of(int j) { return kInteger ? 2 * j : 4 * (j % kOperandWords); }
+  KOG_DEVICE static int set_of(int j) { return kInteger ? 0 : j / kOperandWords; }
 };
 
 // A thread's words of a step, as another block has stored them.
@@ -110,6 +133,9 @@ KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
 }
 // How wide operands lie, whatever the stage.
 struct Wide {
+  struct Weights {
+    static constexpr int kInteger = 0;
+  };
   static constexpr bool kWide = true, kSumsInPlace = false, kSumsOver = false;
   static constexpr int kUnitRows = 8, kSteps = 1, kUnitFragments = 1, kParts = kWarps, kFragmentRows = 8, kHeld = 0,
                        kBatch = 1;
@@ -133,16 +159,20 @@ struct WideOffset {
   }
 };
 
-// Four values side by side times their gains: put(i, parts) of each pair, if they are staged. Returns
-// `square` and the squares of the values, added one by one.
-template <class Put>
-KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
-  float scaled[4];
+// Four values side by side times their gains. Returns `square` and the squares of the values, added one by one.
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, float (&scaled)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     square = fused(x[j], x[j], square);
     scaled[j] = product(x[j], gain[j]);
   }
+  return square;
+}
+// The same, and put(i, parts) of each pair, if they are staged.
+template <class Put>
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
+  float scaled[4];
+  square = scale_four(x, gain, square, scaled);
   if (staged)
 #pragma unroll
     for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
@@ -178,41 +208,35 @@ KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   reinterpret_cast<u16*>(step + at.low)[e % 2] = static_cast<u16>(parts.low);
 }
 
-// int4 of bfloat16 values, whose zero points the sums make good; and what asks for sums of operands (narrow.h).
-template <class Weights>
-constexpr bool kBiasedCodes = Weights::kCodes == kUint4 && !kF16;
-template <class Weights>
-constexpr bool kSumsOperands = kBiasedCodes<Weights> || Weights::kOffsetKind == kOffsetMinimum;
+// Magnitudes of E2M1 times two, of the first four (narrow.h). A number that the compiler knows, or knows to be that of
+// a whole warp, is moved to another register for each instruction that takes it (benchmarks/cuda-log.md#bytes).
+constexpr u32 kE2m1Table = 0x03020100u;
 
 // What a warp's part of K is multiplied with.
-template <class Stage>
+template <class Stage, bool kBytesOfOne = Stage::Weights::kInteger && kColumns == 1>
 struct Operands {
   using S = OperandLayout<Stage>;
   using Row = WordVector<S::kRowWords>;  // a thread's words of a step
   // The first step in scratch; those of one token all come by it.
   static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
-  static constexpr int kGranuleSums = Stage::kWide ? 4 : 2;  // of one token: as many as it has columns
-  static constexpr int kGranules = Stage::Weights::kGranules > 0 ? Stage::Weights::kGranules : 1;
-  static constexpr int kAllGranules = Stage::kUnitFragments * kGranules;
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
   u32* staged;           // words of step kFirst
   const u32* in_memory;  // this thread's words of step 0, where some steps are read
-  float* sums;           // of one token: this thread's, of the operands of the part's first granule
+  u32* scales;           // of whole numbers: the thread's token's, of the part's first fragment
+  u32 table = kE2m1Table;
   int offset;            // where this thread's begin in a step
   int first;             // wide: the first step, which sets the swizzle
 
   KOG_DEVICE explicit Operands(const Block& b) {
     int part = b.warp % Stage::kParts;
-    staged = reinterpret_cast<u32*>(b.scratch) + part * (kLast - kFirst) * S::kStepWords;
+    staged = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + part * (kLast - kFirst) * S::kStepWords;
     offset = b.in_warp % S::kHolders * S::kThreadStride;
     first = part * Stage::kSteps;
-    if constexpr (kColumns == 1 && kSumsOperands<typename Stage::Weights>) {
-      sums = reinterpret_cast<float*>(b.scratch + Stage::kOperandSumsAt) + b.warp * (kAllGranules * kGranuleSums);
-      if (Stage::kWide) sums += b.in_warp % 2 * 2;
-    }
+    if constexpr (S::kInteger)
+      scales = reinterpret_cast<u32*>(b.scratch) + step_index<Stage>(first, S::token(b.in_warp % S::kHolders));
     if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
       offset = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
@@ -221,7 +245,7 @@ struct Operands {
     }
   }
   KOG_DEVICE u32* words(int step) const {
-    int at = Stage::kWide ? offset ^ bank_swizzle(first + step) : offset;
+    int at = Stage::kWide && !S::kInteger ? offset ^ bank_swizzle(first + step) : offset;
     return staged + (step - kFirst) * S::kStepWords + at;
   }
   // Of one token, among those of two.
@@ -254,6 +278,82 @@ struct Operands {
 #pragma unroll
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
   }
+  // Of whole numbers: of a fragment's steps the scales, or (kSums) the sums behind them.
+  static constexpr int kPack = S::kInteger ? Stage::Weights::kPack : 1;
+  KOG_DEVICE WordVector<kPack> of_steps(int fragment, int behind = 0) const {
+    return WordVector<kPack>::load(scales + fragment * (kColumns * kPack) + behind);
+  }
+  // Words of a step as its bytes, and their scale and sum to scratch, by whole warps; or by the scale that is there.
+  KOG_DEVICE void put_bytes(Row& row, int step) const {
+    float v[S::kRowWords * 2];
+    values_of(row, v);
+    StepScale scale(largest_of_threads<4>(largest_of(v)));
+    u32 sum = bytes_of(v, scale.inverse, row);
+    if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<4>(sum);
+    u32* to = scales + step_index<Stage>(step, 0);
+    to[0] = bits_of(scale.scale);
+    if constexpr (kSums<typename Stage::Weights>) to[Stage::kStepSumsAt] = sum;
+  }
+  KOG_DEVICE void make_bytes(Row& row, int step) const {
+    float v[S::kRowWords * 2];
+    values_of(row, v);
+    bytes_of(v, StepScale::inverse_of(float_of(scales[step_index<Stage>(step, 0)])), row);
+  }
+  KOG_DEVICE static void values_of(const Row& row, float (&v)[S::kRowWords * 2]) {
+#pragma unroll
+    for (int j = 0; j < S::kRowWords; j++) v[2 * j] = low_of(row.w[j]), v[2 * j + 1] = high_of(row.w[j]);
+  }
+  KOG_DEVICE static u32 bytes_of(const float (&v)[S::kRowWords * 2], float inverse, Row& row) {
+    FourBytes first({v[0], v[1], v[2], v[3]}, inverse), second({v[4], v[5], v[6], v[7]}, inverse);
+    row.w[0] = first.high, row.w[1] = first.low, row.w[2] = second.high, row.w[3] = second.low;
+    return first.sum + second.sum;
+  }
+};
+// Bytes of one token: what a thread has of a fragment is of one step's column, and the scale of the step whose sums
+// come to it.
+template <class Stage>
+struct Operands<Stage, true> {
+  using S = OperandLayout<Stage>;
+  static constexpr int kPack = Stage::Weights::kPack;
+  static constexpr int kLast = Stage::kSteps;
+  // Steps that one product takes, and products of a fragment (narrow.h).
+  static constexpr int kAtOnce = Stage::Weights::kCodes == kE2m1 ? 1 : 2, kProducts = kPack / kAtOnce;
+  struct Row {
+    WordVector<2> w[kProducts];  // zeros where the column is of other steps
+    u32 scale, sum;
+  };
+  Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
+  const u32 *staged, *scales;  // the thread's, of the part's first fragment
+  int product;                // that the thread's column is of
+  bool odd;                   // whether the sums that come to it are of an odd step
+  u32 table = kE2m1Table;
+
+  KOG_DEVICE explicit Operands(const Block& b) {
+    int first = b.warp % Stage::kParts * Stage::kSteps, column = b.in_warp / 4;
+    staged = reinterpret_cast<const u32*>(b.scratch + Stage::kOperandsAt) +
+             (first + column / 2 % kPack) * S::kStepWords + column % 2 * 8 + b.in_warp % 4 * 2;
+    scales = reinterpret_cast<const u32*>(b.scratch) + first + b.in_warp % 4 % kPack;
+    product = column / 2 % kPack / kAtOnce;
+    odd = b.in_warp % 2 != 0;
+    if constexpr (Stage::Weights::kCodes == kE2m1) table += *scales >> 31;  // a scale is not negative
+  }
+  // Of the fragment that begins with the step.
+  KOG_DEVICE Row load(int step) const {
+    Row row;
+    auto v = WordVector<2>::load(staged + step * S::kStepWords);
+#pragma unroll
+    for (int n = 0; n < kProducts; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) row.w[n].w[i] = kProducts == 1 || product == n ? v.w[i] : 0;
+    row.scale = scales[step];
+    row.sum = kSums<typename Stage::Weights> ? scales[step + Stage::kStepSumsAt] : 0;
+    return row;
+  }
+  KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
+  KOG_DEVICE void hold() {
+#pragma unroll
+    for (int step = 0; step < Stage::kHeld; step += kPack) held[step] = load(step);
+  }
 };
 template <class Stage>
 KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
@@ -281,7 +381,7 @@ KOG_DEVICE int narrow_offset(int word, int token) {
   int in_step = word % (S::kStepValues / 2);
   return word / (S::kStepValues / 2) * S::kStepWords +
          S::thread_of(in_step, token % S::kTokens) * S::kThreadStride +
-         token / S::kTokens * kOperandWords + in_step % kThreadWords / 2;
+         token / S::kTokens * kOperandWords + S::place_of(in_step);
 }
 
 template <class... Stages>

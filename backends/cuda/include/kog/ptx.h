@@ -240,16 +240,6 @@ KOG_DEVICE u32 and_or(u32 q, u32 mask, u32 base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(q), "r"(mask), "r"(base));
   return out;
 }
-// Of two values each, in 16 bits.
-template <bool kF16>
-KOG_DEVICE u32 subtract_pair(u32 a, u32 b) {
-  u32 out;
-  if constexpr (kF16)
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
 KOG_DEVICE float widen_f16(u16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -259,6 +249,22 @@ KOG_DEVICE float widen_f16(u16 x) {
 // The low 16 bits of two words, the second's above; and the high ones.
 KOG_DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 KOG_DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Each nibble of the selector picks a byte, of the second word from 4 on; from 8 on, that byte's sign in all bits.
+KOG_DEVICE u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
+
+// c[16][8] += a[16][32] * b[32][8] of bytes.
+KOG_DEVICE void multiply_bytes(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 
 // c[16][8] += a[16][16] * b[16][8], and the same with 8 values of K.
 template <bool kF16>

@@ -65,7 +65,6 @@ KOG_DEVICE void run_rows(Block& b, Walk& walk, Which which, const Operands<Stage
   // hold theirs before one of them puts its sums there.
   constexpr bool kShared = Stage::kSumsOver || (Stage::kSumsInPlace && Stage::kParts != kWarps);
   Units units = which();
-  if constexpr (kColumns == 1 && kSumsOperands<typename Stage::Weights>) sum_operands<Stage>(x, b.in_warp);
   if (kShared || units.first == units.last) sync_consumers();
   if constexpr (kOneBatch<Stage>) {
     // No loop: what each pass of one needs would be found ahead of it and kept while it multiplies.

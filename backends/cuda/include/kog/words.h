@@ -170,31 +170,35 @@ template <int N, class Address, class Need>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
                            u64 (&v)[N]) {
   const u32 wanted = static_cast<u32>(number >> 32);
-  u32 seen, word_index = ~0u;
-  auto ask = [&] {
-    bool bad = false;
-    seen = wanted;
+  ulonglong2 w[N];
+  auto late = [&](int i) { return ((w[i].x ^ number) | (w[i].y ^ number)) >> 32 != 0; };
+  auto ask = [&] {  // all are on their way before the first is looked at
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const u64* at = address(i);
-      ulonglong2 w = {number, number};
-      if (need(i)) w = load_relaxed_pair(at);
-      bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
-      if (late && !bad) {
-        seen = static_cast<u32>(w.x >> 32);
-        word_index = static_cast<u32>(reinterpret_cast<const u32*>(at) - b.p.words);
-      }
-      bad |= late;
-      v[i] = w.x << 32 | (w.y & 0xffffffffu);
+      w[i] = {number, number};
+      if (need(i)) w[i] = load_relaxed_pair(address(i));
     }
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < N; i++) bad |= late(i);
     return any_in_warp(bad);
   };
   if (ask()) {
     begin_wait(b);
-    while (!give_up(b, step, word_index, seen, wanted) && ask()) {
-    }
+    u32 seen, index;
+    do {
+      seen = wanted, index = ~0u;
+#pragma unroll
+      for (int i = N - 1; i >= 0; i--)
+        if (late(i)) {  // the first that is
+          seen = static_cast<u32>(w[i].x >> 32);
+          index = word_index(b, reinterpret_cast<const u32*>(address(i)));
+        }
+    } while (!give_up(b, step, index, seen, wanted) && ask());
     end_wait(b);
   }
+#pragma unroll
+  for (int i = 0; i < N; i++) v[i] = w[i].x << 32 | (w[i].y & 0xffffffffu);
 }
 KOG_DEVICE u64 poll_pair(Block& b, Step step, u64 number, const u64* at, bool needed) {
   u64 v[1];

@@ -293,13 +293,14 @@ u32 round_pair(float low, float high) {
   return host::to_half(high, kF16) << 16 | host::to_half(low, kF16);
 }
 inline u32 and_or(u32 q, u32 mask, u32 base) { return (q & mask) | base; }
-template <bool kF16>
-u32 subtract_pair(u32 a, u32 b) {
-  auto half = [&](int shift) {
-    float v = host::from_half(a >> shift & 0xffff, kF16) - host::from_half(b >> shift & 0xffff, kF16);
-    return host::to_half(v, kF16) << shift;
-  };
-  return half(16) | half(0);
+inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 which = selector >> 4 * i & 7, sign = selector >> 4 * i & 8;
+    u32 byte = (which < 4 ? a : b) >> which % 4 * 8 & 0xff;
+    out |= (sign == 0 ? byte : byte >> 7 != 0 ? 0xff : 0) << 8 * i;
+  }
+  return out;
 }
 inline float widen_f16(u16 x) { return host::from_half(x, true); }
 
@@ -334,6 +335,28 @@ void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 template <bool kF16>
 void multiply_add(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
   multiply_halves<kF16, 1>(c, a, b);
+}
+
+// c[16][8] += a[16][32] * b[32][8] of signed bytes, laid out as PTX says of mma.m16n8k32.
+KOG_EMULATED void multiply_bytes(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  host::Warp& w = host::warp();
+  int thread = host::thread();
+  auto& rows = w.a[w.generation % 2];
+  auto& columns = w.b[w.generation % 2];
+  for (int i = 0; i < 4; i++) std::memcpy(&rows[thread][i], &a[i], 4);
+  for (int i = 0; i < 2; i++) std::memcpy(&columns[thread][i], &b[i], 4);
+  host::meet();
+  auto product = [](const float& a, const float& b) {
+    signed char x[4], y[4];
+    std::memcpy(x, &a, 4), std::memcpy(y, &b, 4);
+    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3];
+  };
+  for (int i = 0; i < 4; i++) {
+    int row = thread / 4, column = 2 * (thread % 4) + i % 2;
+    for (int half = 0; half < 2; half++)
+      for (int q = 0; q < 4; q++)
+        c[i] += product(rows[4 * row + q][i / 2 + 2 * half], columns[4 * column + q][half]);
+  }
 }
 
 // An mbarrier: arrivals expected, arrivals due, bytes due, phase.

@@ -7,7 +7,8 @@
 //   home                    the bytes themselves, in this process: what system scope reaches
 //   scalar cache            one a workgroup: never refreshed while the kernel runs
 //
-// A load takes what the nearest cache below its scope holds, however old. Lines are 128 bytes, dirty by byte.
+// A load takes what the nearest cache below its scope holds, however old, and may bring a line near it that nobody asked
+// for. Lines are 128 bytes, dirty by byte.
 #pragma once
 #include "state.h"
 

@@ -37,6 +37,17 @@ std::string where(const Machine& m) {
     return out;
 }
 
+// Of a workgroup whose waves have ended: perhaps perform what one has in flight. Whether nothing is left.
+bool settled(Machine& m, Workgroup& g) {
+    for (Wave& w : g.waves)
+        for (Flight& f : w.vector_queue)
+            if (!f.performed) {
+                perform(m, w, f, m.random.chance(EVEN));
+                return false;
+            }
+    return true;
+}
+
 // A wave's turn: as many instructions as the quantum allows.
 void run_wave(Machine& m, Wave& w) {
     bool adversarial = m.options.adversarial;
@@ -48,7 +59,9 @@ void run_wave(Machine& m, Wave& w) {
         m.steps++;
         w.pc++;
         OPERATIONS[i.op].run(m, w, i);
+        if (m.waits) break;
     }
+    m.waits = false;
 }
 
 }  // namespace
@@ -74,14 +87,20 @@ void meet_at_barrier(Machine&, Wave& w) {
 
 void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (!m.options.adversarial) return;
+    auto under_way = [](const Flight& f) { return !f.performed; };
+    if (w.vector_queue.size() > size_t(vector) && m.random.chance(m.options.early) &&
+        std::any_of(w.vector_queue.begin(), w.vector_queue.end() - vector, under_way)) {
+        w.pc--;  // others go on meanwhile
+        m.waits = true;
+        return;
+    }
     m.awaited[w.pc - 1] += w.vector_queue.size() > size_t(vector) || (scalar < 15 && w.scalar_queue.size() > size_t(scalar));
     land(m, w, w.vector_queue, size_t(vector));
     if (scalar < 15) land_scalar(m, w, size_t(scalar));
 }
 
-void end_wave(Machine& m, Wave& w) {
-    land(m, w, w.vector_queue, 0);
-    land(m, w, w.scalar_queue, 0);
+// What the wave has in flight outlives it.
+void end_wave(Machine&, Wave& w) {
     w.state = Wave::ENDED;
     bool any = false;
     for (const Wave& other : w.group->waves) any |= other.state == Wave::RUNNING;
@@ -164,7 +183,7 @@ int gfx_run(Machine* m, u64 budget) {
             for (Wave& w : g.waves)
                 if (w.state == Wave::RUNNING) running[count++] = &w;
             if (!count) {
-                live.erase(live.begin() + long(k));
+                if (settled(*m, g)) live.erase(live.begin() + long(k));
                 continue;
             }
             now = running[m->random.below(count)];

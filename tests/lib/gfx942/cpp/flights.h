@@ -1,28 +1,57 @@
 // Operations of a wave that are in flight: performed at any moment after they were issued, a register filled when a wait
-// (or the room for them) says so. Those on one line keep their order; no others do.
+// (or the room for them) says so. Those on the same bytes keep their order; no others do. One instruction's lanes and
+// words are performed in any order too: only 8 bytes that are aligned so are never torn.
 #pragma once
 #include <algorithm>
 #include "machine.h"
 
 void perform_lds(Wave&, Flight&);
-void perform_atomic(Machine&, Wave&, Flight&);
+bool perform_atomic(Machine&, Wave&, Flight&, bool all);
 
 constexpr size_t MOST_VECTOR = 62, MOST_SCALAR = 14;
+constexpr i32 EVEN = 1 << 15;  // a chance
 
-inline void perform(Machine& m, Wave& w, Flight& f) {
+inline int words_of(const Flight& f) { return std::max(1, f.bytes / 4); }
+
+inline void load_or_store(Machine& m, Wave& w, Flight& f, int lane, int from, int count) {
+    u8* bytes = &f.bytes_of[lane * f.bytes + from];
+    if (f.kind == Flight::LOAD) m.read(*w.group, f.addresses[lane] + from, bytes, count, f.scope);
+    else m.write(*w.group, f.addresses[lane] + from, bytes, count, f.scope);
+    m.touch(f.inst);
+}
+
+// What is left of a load or store: all, or every piece with an even chance. Whether nothing is left then.
+inline bool move_bytes(Machine& m, Wave& w, Flight& f, bool all) {
+    int words = words_of(f);
+    bool done = true;
+    for (int l = 0; l < LANES; l++) {
+        if (!f.left[l]) continue;
+        if (all && f.left[l] == (1 << words) - 1) {
+            load_or_store(m, w, f, l, 0, f.bytes);
+            f.left[l] = 0;
+            continue;
+        }
+        for (int k = 0, count; k < words; k += count) {
+            count = k + 1 < words && (f.addresses[l] + 4 * k) % 8 == 0 ? 2 : 1;
+            if (!(f.left[l] >> k & 1) || !(all || m.random.chance(EVEN))) continue;
+            load_or_store(m, w, f, l, 4 * k, std::min(f.bytes, 4 * count));
+            f.left[l] &= ~(((1 << count) - 1) << k);
+        }
+        done &= !f.left[l];
+    }
+    return done;
+}
+
+// All of it, or a random part of what has several pieces.
+inline void perform(Machine& m, Wave& w, Flight& f, bool all = true) {
     if (f.performed) return;
     f.performed = true;
+    all |= (f.mask & (f.mask - 1)) == 0 && f.bytes <= 4;
     Workgroup& g = *w.group;
     switch (f.kind) {
     case Flight::LOAD:
-        for (int l = 0; l < LANES; l++)
-            if (f.mask >> l & 1) m.read(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope), m.touch(f.inst);
-        break;
-    case Flight::STORE:
-        for (int l = 0; l < LANES; l++)
-            if (f.mask >> l & 1) m.write(g, f.addresses[l], &f.bytes_of[l * f.bytes], f.bytes, f.scope), m.touch(f.inst);
-        break;
-    case Flight::ATOMIC: perform_atomic(m, w, f); break;
+    case Flight::STORE: f.performed = move_bytes(m, w, f, all); break;
+    case Flight::ATOMIC: f.performed = perform_atomic(m, w, f, all); break;
     case Flight::WRITE_BACK: m.write_back(g, f.scope); break;
     case Flight::LDS: perform_lds(w, f); break;
     case Flight::SCALAR_LOAD: break;  // read when issued: nothing that it may read changes
@@ -40,19 +69,18 @@ inline void land(Machine& m, Wave& w, std::deque<Flight>& queue, size_t keep) {
     }
 }
 
-// lgkmcnt: LDS lands in order, scalar loads in any, so that those are only certain once nothing is left.
+// lgkmcnt: LDS lands in order, scalar loads in any: of these none is certain before nothing is left, and what has left
+// the count may be they, so that of LDS only what is more than `keep` by itself is certain.
 inline void land_scalar(Machine& m, Wave& w, size_t keep) {
     std::deque<Flight>& queue = w.scalar_queue;
-    for (size_t k = 0; keep > 0 && queue.size() > keep && k < queue.size();) {
-        if (queue[k].kind == Flight::SCALAR_LOAD) {
-            k++;
-            continue;
-        }
-        perform(m, w, queue[k]);
-        arrive(w, queue[k]);
-        queue.erase(queue.begin() + k);
+    if (keep == 0) return land(m, w, queue, 0);
+    auto in_lds = [](const Flight& f) { return f.kind == Flight::LDS; };
+    for (auto left = size_t(std::count_if(queue.begin(), queue.end(), in_lds)); left > keep; left--) {
+        auto first = std::find_if(queue.begin(), queue.end(), in_lds);
+        perform(m, w, *first);
+        arrive(w, *first);
+        queue.erase(first);
     }
-    if (keep == 0) land(m, w, queue, 0);
 }
 
 inline bool overlap(const std::vector<u64>& a, const std::vector<u64>& b) {  // both sorted
@@ -63,10 +91,21 @@ inline bool overlap(const std::vector<u64>& a, const std::vector<u64>& b) {  // 
     return false;
 }
 
+inline bool same_bytes(const Flight& a, const Flight& b) {
+    if (!overlap(a.lines, b.lines)) return false;
+    for (int l = 0; l < LANES; l++)
+        if (a.mask >> l & 1)
+            for (int o = 0; o < LANES; o++)
+                if (b.mask >> o & 1 && a.addresses[l] < b.addresses[o] + u64(b.bytes) &&
+                    b.addresses[o] < a.addresses[l] + u64(a.bytes))
+                    return true;
+    return false;
+}
+
 inline bool may_overtake(const std::deque<Flight>& queue, size_t k) {
     for (size_t o = 0; o < k; o++) {
         const Flight& older = queue[o];
-        if (!older.performed && overlap(older.lines, queue[k].lines)) return false;
+        if (!older.performed && same_bytes(older, queue[k])) return false;
     }
     return true;
 }
@@ -79,7 +118,7 @@ inline void stir(Machine& m, Wave& w) {
         if (f.kind == Flight::WRITE_BACK) {
             for (size_t o = 0; o <= k; o++) perform(m, w, w.vector_queue[o]);
         } else if (!f.performed && may_overtake(w.vector_queue, k)) {
-            perform(m, w, f);
+            perform(m, w, f, m.random.chance(EVEN));
         }
     }
     if (!w.scalar_queue.empty() && m.random.chance(m.options.early))

@@ -3,6 +3,8 @@
 #include <memory>
 #include "caches.h"
 
+constexpr u32 NEAR = 4;  // lines behind one that was loaded, any of which may come with it
+
 struct Range {
     u64 first, last;
     i32 shared;  // with another GPU or the host: only system scope reaches them
@@ -13,7 +15,7 @@ struct Options {
     u64 seed;
     i32 adversarial;           // 0: every access is performed at once, in memory itself
     i32 early, evict, hold;    // chances in 65,536: that an operation in flight is performed before anybody waits for it,
-                               // that an access evicts a line, that a workgroup is held back
+                               // that an access evicts a line or brings one more, that a workgroup is held back
     i32 quantum;               // most instructions of a wave before another goes on
 };
 
@@ -43,6 +45,7 @@ struct Machine {
     Options options;
     Random random;
     u64 steps = 0;
+    bool waits = false;  // the wave whose turn it is, at an instruction that it will begin again
     std::string error;
     std::vector<std::unique_ptr<Cache>> l1, scalar, l2, gpu;
     size_t last_range = 0;
@@ -158,6 +161,12 @@ struct Machine {
             count = std::min(bytes - done, LINE - at);
             std::memcpy(to + done, view(g, (address + done) / LINE, scope, shared) + at, count);
         }
+        if (random.chance(options.evict)) fetch_near(g, address / LINE, ranges[last_range]);
+    }
+    // What nobody asked for: a line near one that was loaded, if it is of the same buffer.
+    void fetch_near(const Workgroup& g, u64 number, const Range& range) {
+        u64 near = number + 1 + random.below(NEAR);
+        if (near * LINE >= range.first && (near + 1) * LINE <= range.last) view(g, near, WAVE_SCOPE, range.shared);
     }
     void write(const Workgroup& g, u64 address, const u8* from, u64 bytes, int scope) {
         bool shared = checked(address, int(bytes), scope);

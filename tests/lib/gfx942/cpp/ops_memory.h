@@ -53,6 +53,7 @@ inline Flight flight(Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addre
     addresses(w, i, f);
     for (int l = 0; l < LANES; l++)
         if (f.mask >> l & 1) {
+            f.left[l] = u8((1 << words_of(f)) - 1);
             f.lines.push_back(f.addresses[l]);
             f.lines.push_back(f.addresses[l] + bytes - 1);
         }
@@ -95,11 +96,18 @@ inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operand
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
-inline void perform_atomic(Machine& m, Wave& w, Flight& f) {
+// Lane by lane: what is left, or every lane with an even chance. Whether nothing is left then.
+inline bool perform_atomic(Machine& m, Wave& w, Flight& f, bool all) {
     Modify modify = reinterpret_cast<Modify>(f.words[0] | u64(f.words[1]) << 32);
     int rows = f.bytes / 4, operands = int(f.words.size() - 2) / LANES / rows;
+    bool done = true;
     for (int l = 0; l < LANES; l++) {
-        if (!(f.mask >> l & 1)) continue;
+        if (!f.left[l]) continue;
+        if (!(all || m.random.chance(EVEN))) {
+            done = false;
+            continue;
+        }
+        f.left[l] = 0;
         u64 operand[2] = {};
         for (int k = 0; k < operands; k++)
             for (int r = 0; r < rows; r++) operand[k] |= u64(f.words[2 + (k * rows + r) * LANES + l]) << 32 * r;
@@ -111,6 +119,7 @@ inline void perform_atomic(Machine& m, Wave& w, Flight& f) {
         std::memcpy(place, &now, f.bytes);
         std::memcpy(&f.bytes_of[l * f.bytes], &old, f.bytes);
     }
+    return done;
 }
 
 // ---- LDS ----

@@ -52,6 +52,7 @@ struct Flight {
     bool performed = false;
     int scope = 0, bytes = 0;
     u64 mask = 0;
+    u8 left[LANES] = {};         // of each lane's words, a bit each: those that memory has not seen yet
     std::vector<u64> addresses;  // one a lane
     std::vector<u64> lines;
     std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found

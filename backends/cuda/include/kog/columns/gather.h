@@ -11,7 +11,8 @@ namespace kog::columns {
 // first batch can leave in registers and scratch.
 template <class Stage>
 struct LoadBatch {
-  static constexpr int kMost = 64 / OperandLayout<Stage>::kRowWords;
+  // Words that become bytes take registers more.
+  static constexpr int kMost = (Stage::Weights::kInteger ? 40 : 64) / OperandLayout<Stage>::kRowWords;
   static constexpr int kBatches = (Stage::kSteps + kMost - 1) / kMost;
   static constexpr int kEvenly = (Stage::kSteps + kBatches - 1) / kBatches;
   static constexpr int kWanted = kEvenly > Stage::kHeld ? kEvenly : Stage::kHeld;
@@ -39,10 +40,10 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Load
   int value = k + S::value(thread);
   const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + thread * S::kThreadStride;
   // Whether the thread's word of a step is ever written.
-  auto mine = [&](int i, int set, int word) {
+  auto mine = [&](int i, int j) {
     bool inside = Stage::kPaddedK == Stage::kCols ||
-                  value + i * S::kStepValues + 4 * word < Stage::kCols;
-    return set * S::kTokens + S::token(thread) < b.p.num_requests && inside;
+                  value + i * S::kStepValues + S::value_of(j) < Stage::kCols;
+    return S::set_of(j) * S::kTokens + S::token(thread) < b.p.num_requests && inside;
   };
   static_assert(kSteps <= 32);
   constexpr u32 kAll = ~0u >> (32 - kSteps);
@@ -59,7 +60,7 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Load
       u32 bad = 0;
 #pragma unroll
       for (int j = 0; j < S::kRowWords; j++)
-        bad |= mine(i, j / kOperandWords, j % kOperandWords) ? w[i].w[j] ^ phase : 0;
+        bad |= mine(i, j) ? w[i].w[j] ^ phase : 0;
       late |= (bad & 1) << i;
     }
     bool again = any_in_warp(late != 0);
@@ -73,6 +74,13 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Load
     for (int j = 0; j < S::kRowWords; j++) w[i].w[j] = operand_of(w[i].w[j]);
 }
 
+// Words of a batch from step `first` on as bytes.
+template <class Stage>
+KOG_DEVICE void put_bytes(const Operands<Stage>& x, int first, typename LoadBatch<Stage>::Rows& w) {
+#pragma unroll
+  for (int i = 0; i < LoadBatch<Stage>::kSteps; i++) x.put_bytes(w[i], first + i);
+}
+
 // This warp's part of Region's words as Stage's operands. hint(): see receive.
 template <class Stage, class Region, class Hint>
 KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase, Hint hint) {
@@ -84,6 +92,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase,
   for (int next = kSteps; next < Stage::kSteps; next += kSteps) {
     int first = next + kSteps <= Stage::kSteps ? next : Stage::kSteps - kSteps;
     receive<Stage, Region>(b, step, phase, first, w, hint, hinted);
+    if constexpr (Stage::Weights::kInteger) put_bytes(to, first, w);
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
       if (first + i >= Stage::kHeld && (Stage::kRead == 0 || first + i < to.kLast))
@@ -91,6 +100,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase,
   }
   // Those that stay in registers come last.
   receive<Stage, Region>(b, step, phase, 0, w, hint, hinted);
+  if constexpr (Stage::Weights::kInteger) put_bytes(to, 0, w);
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     if (i < Stage::kHeld)

@@ -14,6 +14,10 @@ namespace kog::columns {
 // The stages that multiply x: what is staged serves either.
 constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
+constexpr bool kSameOperands =
+    QkvProj::Weights::kInteger == GateUpProj::Weights::kInteger &&
+    (!QkvProj::Weights::kInteger || (QkvProj::Weights::kPack == GateUpProj::Weights::kPack &&
+                                     kSums<QkvProj::Weights> == kSums<GateUpProj::Weights>));
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
 // Units of either that every block has, in kTakenWords registers.
@@ -194,15 +198,21 @@ KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {
 }
 
 // x of the half of the layer that the warp is in.
+template <class Stage>
+KOG_DEVICE void stage_half_for(Block& b, int half, LayerAhead& ahead) {
+  stage_streams<Stage, kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
+                                           half == 0 ? layer_streams(b) : inner_streams(b),
+                                           2 * b.layer + half, iteration_of(b) - 1 + half, [&] {
+                                             Ring ring = load_ring(b);
+                                             ahead.take(b, ring);
+                                             save_ring(b, ring);
+                                           });
+}
 KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
   int half = second != 0 ? 1 : 0;
-  stage_streams<kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
-                                    half == 0 ? layer_streams(b) : inner_streams(b),
-                                    2 * b.layer + half, iteration_of(b) - 1 + half, [&] {
-                                      Ring ring = load_ring(b);
-                                      ahead.take(b, ring);
-                                      save_ring(b, ring);
-                                    });
+  if constexpr (!kSameOperands)
+    if (half == 0) return stage_half_for<QkvProj>(b, half, ahead);
+  stage_half_for<GateUpProj>(b, half, ahead);
 }
 
 KOG_DEVICE void run_layer(Block& b) {

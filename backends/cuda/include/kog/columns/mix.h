@@ -28,7 +28,7 @@ KOG_DEVICE void stage_head(Block& b) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b) - 1;
-  stage_streams<kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {});
+  stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {});
   fence_gpu();
   if constexpr (kMixes) {
     int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
@@ -42,7 +42,7 @@ KOG_DEVICE void stage_head(Block& b) {
     if constexpr (kConcat)
       stage_parts(b, phase_of(mixes));
     else
-      stage_streams<kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {});
+      stage_streams<LmHead, kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {});
   }
 }
 // What a sum of the head is multiplied with, unless the streams have been normed.

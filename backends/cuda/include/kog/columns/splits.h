@@ -147,7 +147,7 @@ KOG_DEVICE void merge_head(Block& b) {
 
 KOG_DEVICE void walk_head(Block& b) {
   Tile tile;
-  b.begin_stage();
+  begin_stage(b);  // the layer's number as well: kept from the layer's start, it would be spilled around the walk
   Rounds all(b);
   select_request(b, b.small->cursors[b.column], all.position);
   int first = 0, query = first_query(b), left = kQueries - query;
@@ -168,7 +168,7 @@ KOG_DEVICE void walk_head(Block& b) {
     }
     // What a KV task is and where a thread stands is asked anew: kept while tiles are walked, it would be
     // spilled.
-    b.begin_stage();
+    begin_stage(b);
     Rounds round(b);
     int next = first + round.at_once;
     bool more = next < round.span.used;

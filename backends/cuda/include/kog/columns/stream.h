@@ -116,11 +116,25 @@ struct Quads {
   }
 };
 
-// Stage this warp's slice of x * gain as the operands of wide stages, of which the longest
-// multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
+// Four values of a column from element e on, as bytes; by whole warps, eight threads a step.
+template <class Stage>
+KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4], bool staged) {
+  constexpr int kSharers = kFragK / 4;
+  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
+  FourBytes four(v, scale.inverse);
+  u32 sum = 0;
+  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(four.sum);
+  if (!staged) return;
+  u32* step = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + e / kFragK * OperandLayout<Stage>::kStepWords;
+  *reinterpret_cast<uint2*>(step + column * (kFragK / 2) + e % kFragK / 2) = {four.high, four.low};
+  if (e % kFragK == 0) put_step<Stage>(b, e / kFragK, column, scale, sum);
+}
+
+// Stage this warp's slice of x * gain as the operands of Stage, or of wide stages that take the same, of which the
+// longest multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
 // Without kGains they are 1. meanwhile(): what can be done while the first values are on their way.
-template <int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile>
+template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration,
                               Meanwhile meanwhile) {
   using S = OperandLayout<Wide>;
@@ -163,6 +177,12 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
       const float four[4] = {v.value(c, 0), v.value(c, 1), v.value(c, 2), v.value(c, 3)};
+      if constexpr (Stage::Weights::kInteger) {
+        float scaled[4];
+        square[c] = scale_four(four, g, square[c], scaled);
+        put_bytes<Stage>(b, column, e, scaled, staged);
+        continue;
+      }
       square[c] = scale_four(four, g, square[c], staged, [&](int i, const HighLow& parts) {
         if constexpr (kSwapped) {
           u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;

@@ -1,0 +1,97 @@
+// Activations as whole numbers, which meet weights that are whole numbers (narrow.h): products of bytes.
+//
+// Of each step of K, 32 values, the largest value sets a scale, a power of two. A value over it is `whole`, 16 bits of
+// two's complement rounded to nearest, as two bytes: 256 * high + low. It is off by half a scale at most, 2^-15 of the
+// largest value and a hair: of all values of a step together 2^-12.4 of their length, where bfloat16's rounding is off
+// by up to 2^-8 (tests/cuda/test_cuda_bytes.py). Sums of products of bytes are exact, so that they are the same bits
+// in whatever order and instruction a kernel makes them.
+//
+// In scratch, before a stage's operands: [fragment][token][step of it] scales, then (kSums) as many sums of `whole`.
+#pragma once
+#include <kog/block.h>
+
+namespace kog {
+
+// Of the largest value's bits: what takes values that would round beyond two bytes to the next power of two.
+constexpr u32 kStepRoom = 0x18000u;
+constexpr u32 kLeastExponent = 15;  // of float32: below, scales would be none
+
+struct StepScale {
+  float scale;    // NaN where the step holds what is no number: so are its sums then
+  float inverse;  // 1 / scale
+
+  // `largest`: of the bits of a step's magnitudes.
+  KOG_DEVICE explicit StepScale(u32 largest) {
+    u32 exponent = (largest + kStepRoom) >> 23;
+    exponent = exponent > kLeastExponent ? exponent : kLeastExponent;
+    scale = float_of(largest < 0x7f800000u ? (exponent - 14) << 23 : 0x7fc00000u);
+    inverse = float_of((268 - exponent) << 23);
+  }
+  // Of a scale that is kept.
+  KOG_DEVICE static float inverse_of(float scale) { return float_of(0x7f000000u - bits_of(scale)); }
+};
+
+// Bits of float32's magnitudes, which are in the order of these.
+template <int N>
+KOG_DEVICE u32 largest_of(const float (&v)[N]) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    u32 bits = bits_of(v[i]) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
+// Of kThreads threads side by side.
+template <int kThreads>
+KOG_DEVICE u32 largest_of_threads(u32 v) {
+#pragma unroll
+  for (int mask = 1; mask < kThreads; mask <<= 1) {
+    u32 other = shuffle_xor(v, mask);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+template <int kThreads>
+KOG_DEVICE u32 sum_of_threads(u32 v) {
+#pragma unroll
+  for (int mask = 1; mask < kThreads; mask <<= 1) v += shuffle_xor(v, mask);
+  return v;
+}
+
+// Four values side by side as bytes.
+struct FourBytes {
+  u32 high, low;
+  u32 sum;  // of the whole numbers
+
+  KOG_DEVICE FourBytes(const float (&v)[4], float inverse) {
+    // 1.5 * 2^23 + 128 + whole: the lowest byte is the low one, 128 off, and the next the high one.
+    constexpr float kBase = 12583040.f;
+    u32 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = bits_of(fused(v[i], inverse, kBase));
+    u32 first = pick_bytes(w[0], w[1], 0x5140), second = pick_bytes(w[2], w[3], 0x5140);
+    low = low_halves(first, second) ^ 0x80808080u;
+    high = high_halves(first, second);
+    sum = w[0] + w[1] + w[2] + w[3] - 4u * 0x4b400080u;
+  }
+};
+
+// Where a token's `step` has its scale, and its sum behind all scales.
+template <class Stage>
+KOG_DEVICE int step_index(int step, int token) {
+  constexpr int kPack = Stage::Weights::kPack;
+  return (step / kPack * kColumns + token) * kPack + step % kPack;
+}
+template <class Weights>
+constexpr bool kSums = Weights::kInteger && Weights::kOffsetKind != kOffsetNone;
+
+// By one thread of those that share the step, of all of K: `sum` if the weights ask for it.
+template <class Stage>
+KOG_DEVICE void put_step(const Block& b, int step, int token, const StepScale& scale, u32 sum) {
+  u32* to = reinterpret_cast<u32*>(b.scratch) + step_index<Stage>(step, token);
+  to[0] = bits_of(scale.scale);
+  if constexpr (kSums<typename Stage::Weights>) to[Stage::kStepSumsAt] = sum;
+}
+
+}  // namespace kog

@@ -1,0 +1,32 @@
+"""The adversarial memory is as weak as the documents allow: who relies on more is seen (hip/undocumented.hip)."""
+
+import numpy as np
+import pytest
+
+from tests.lib.gfx942.clang import code_object
+from tests.lib.gfx942.executor import PLAIN, Buffer, Kernel, Launch, Memory
+from tests.lib.gfx942.litmus import MOST_STEPS, memory_of
+
+LANES = 64
+SEEDS = range(200)
+
+
+def right(name: str, seed: int, memory: Memory) -> bool:
+    """Whether every lane of the reading workgroup has seen what the other wrote before."""
+    words, out = np.zeros(1024, np.uint32), np.zeros(LANES, np.uint32)
+    launch = Launch(
+        [words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name == "ended"), 1, 1)
+    )
+    kernel = Kernel(code_object("undocumented.hip"), name)
+    kernel.run(launch, [Buffer(words), Buffer(out)], memory, seed, steps=MOST_STEPS)
+    return out.tolist() == [5] * LANES
+
+
+@pytest.mark.parametrize("name", ["lanes", "wide", "line", "unread", "ended", "counters"])
+def test_what_no_document_promises_is_broken(name):
+    assert not all(right(name, seed, memory_of(seed)) for seed in SEEDS)
+    assert all(right(name, seed, PLAIN) for seed in range(4))
+
+
+def test_eight_aligned_bytes_are_not_torn():
+    assert all(right("aligned", seed, memory_of(seed)) for seed in SEEDS)
