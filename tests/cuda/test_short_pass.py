@@ -1,0 +1,104 @@
+"""A pass of short prompts, its own C++ on a CPU: keys, values and last streams are the reference's, and a prompt's bits
+are the same whoever shares its pass."""
+
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.memory import pack_arena
+from kog_triton.backends.cuda.products import group_tables
+from kog_triton.backends.cuda.short_pass import ShortPass, ShortPrompt, can_pass
+from kog_triton.backends.prefill.weights import load_layer
+from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.random_weights import DTYPES, RandomWeights
+from kog_triton.model.spec import DType
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.lowering import layer_matrices
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import find_gpu
+from tests.lib import short_pass as host
+from tests.lib.product_cases import SPECS as PLAIN
+
+SPECS = {
+    "plain": PLAIN["two"],
+    "biases, norms, windows, fp16": PLAIN["three"].replace(
+        dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, windows=(5, 0)
+    ),
+}
+SLOTS, POSITIONS, MOST = 4, 64, 7
+CPU = torch.device("cpu")
+
+
+def opened(spec):
+    """A pass on a GPU of few multiprocessors."""
+    dtype, weights = DTYPES[spec.dtype], RandomWeights(spec)
+    lowering = lower(build(spec), find_gpu("h200"), 5)
+    assert can_pass(lowering)
+    embed = weights.load("embed").to(dtype)
+    arena = pack_arena(lowering, weights.load, embed)
+    stages = {s.name: s for s in layer_matrices(lowering.schedule)}
+    table, at = group_tables(lowering, stages)
+    groups = torch.from_numpy(table)
+
+    def address(name, layer):
+        return groups[at[name, layer][0]].data_ptr()
+
+    def ready(kernel, entry, blocks, threads, call):
+        if entry == "kog_product":
+            library = host.product(kernel, spec.dtype)
+            assert threads == kernel.threads
+        else:
+            library = host.between(entry, kernel.tokens, spec.dtype)
+            assert threads == host.BETWEEN[entry][1]
+        return lambda seed: host.run(library, call, blocks, seed)
+
+    cache = torch.zeros(
+        SLOTS, spec.num_layers, 1, spec.num_kv_heads, 2, POSITIONS, spec.head_dim, dtype=dtype
+    )
+    streams = torch.full((SLOTS, 1, spec.hidden_size), torch.nan)
+    layers = [load_layer(weights, spec, i, CPU, dtype) for i in range(spec.num_layers)]
+    rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, POSITIONS))
+    made = ShortPass(lowering, arena, address, embed, rope, layers, cache, streams, ready, MOST)
+    made.kept = groups
+    return made, cache, streams
+
+
+def reference_of(spec, tokens):
+    """Keys and values of all positions, and the last token's streams."""
+    weights = RandomWeights(spec)
+    backend, seen = ReferenceBackend(weights, BackendOptions()), {}
+    run = backend.run
+
+    def noting(stage, layer, values, *others):
+        run(stage, layer, values, *others)
+        seen.update(values)
+
+    backend.run = noting
+    backend.forward(0, tokens, 0, last_only=True)
+    return backend, seen["x"][0, 0]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
+    spec = SPECS[name]
+    made, cache, streams = opened(spec)
+    prompts = [
+        ShortPrompt([(7 * i + 3 * s) % 64 for i in range(n)], s)
+        for s, n in ((2, 21), (0, 6), (3, 9))
+    ]
+    alone = {}
+    for prompt in prompts:
+        made.queue(made.write([prompt]), 0)
+        alone[prompt.slot] = streams[prompt.slot].clone(), cache[prompt.slot].clone()
+        _, want = reference_of(spec, prompt.tokens)
+        ours = streams[prompt.slot, 0]
+        error = (ours - want).norm() / want.norm()
+        assert error < {DType.BF16: 1.2e-2, DType.F16: 2e-3}[spec.dtype]
+    cache.zero_(), streams.fill_(torch.nan)
+    together = made.write(prompts[::-1])
+    assert together.tokens == 64
+    made.queue(together, 1)
+    for slot, (x, kv) in alone.items():
+        assert torch.equal(streams[slot], x) and torch.equal(cache[slot], kv)
+    assert streams[1].isnan().all() and not cache[1].any()
