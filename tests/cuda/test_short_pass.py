@@ -57,7 +57,7 @@ def opened(spec):
         SLOTS, spec.num_layers, 1, spec.num_kv_heads, 2, POSITIONS, spec.head_dim, dtype=dtype
     )
     streams = torch.full((SLOTS, 1, spec.hidden_size), torch.nan)
-    layers = [load_layer(weights, spec, i, CPU, dtype) for i in range(spec.num_layers)]
+    layers = [load_layer(weights, lowering.schedule, i, CPU, dtype) for i in range(spec.num_layers)]
     rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, POSITIONS))
     made = ShortPass(lowering, arena, address, embed, rope, layers, cache, streams, ready, MOST)
     made.kept = groups
