@@ -207,11 +207,11 @@ struct Consumer {
   }
   // The sums of a part of a tile, to a place that no other block writes: what comes next adds them (short_pass.h).
   KOG_DEVICE void store_part(const Segment& segment) {
-    int lane = threadIdx.x % 32, row = warp * 16 + lane / 4, token = 2 * (lane % 4);
-    float* part = reinterpret_cast<float*>(p.partials) + static_cast<i64>(walk.block + segment.tile) * kTokens * 64;
+    int row = group * 64 + warp * 16 + lane / 4, token = 2 * (lane % 4);
+    float* part = reinterpret_cast<float*>(p.partials) + static_cast<i64>(walk.block + segment.tile) * kTokens * kRows;
 #pragma unroll
     for (int j = 0; j < kSums; j++)
-      part[(j / 4 * 8 + token + j % 2) * 64 + row + j / 2 % 2 * 8] = sums[j];
+      part[(j / 4 * 8 + token + j % 2) * kRows + row + j / 2 % 2 * 8] = sums[j];
   }
   // A warpgroup's 64 rows of a token are one line of memory.
   KOG_DEVICE void store(const Segment& segment) {

@@ -18,6 +18,7 @@ from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
     MOST_HIDDEN,
     QUERIES,
+    ROWS,
     SHORT_KERNELS,
     AttendCall,
     Cache,
@@ -51,7 +52,7 @@ class ShortPrompt(NamedTuple):
 
 
 def can_pass(lowering: CudaLowering) -> bool:
-    """Whether these kernels read the model: one lane, matrices that prompt.cu reads, heads and streams that they hold."""
+    """Whether these kernels read the model: one lane, matrices that prompt.cu reads, heads and streams that fit."""
     spec = lowering.schedule.spread
     matrices = layer_matrices(lowering.schedule)
     sizes = spec.head_dim % QUERIES == 0 and spec.head_dim <= MOST_HEAD_DIM
@@ -103,7 +104,7 @@ class ShortPass:
             n: embed.new_zeros(MOST_TOKENS * lowering.padded_k(s)) for n, s in self._stages.items()
         }
         places = max(cut.parts for cut in self._cuts.values())
-        self._parts = torch.zeros(places * MOST_TOKENS * 64, device=device)
+        self._parts = torch.zeros(places * MOST_TOKENS * ROWS, device=device)
         self._launches: dict[int, list[Queue]] = {}
 
     def kernel_for(self, count: int) -> ProductKernel | None:

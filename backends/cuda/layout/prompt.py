@@ -135,8 +135,11 @@ def _us(way: Dealt, most: int) -> float:
 def render_product(
     kernel: ProductKernel, dtype: DType, unpacked: bool = False, parts: bool = False
 ) -> str:
-    """The header of prompt.cu. `unpacked`: a launch before writes the weights (unpack.cu); `parts`: the sums of each part
-    of a tile stay where they are, for what comes next to add (short_pass.h)."""
+    """The header of prompt.cu.
+
+    unpacked  a launch before writes the weights (unpack.cu)
+    parts     the sums of each part of a tile stay where they are, for what comes next to add (short_pass.h)
+    """
     numbers = {
         "kTokens": kernel.tokens,
         "kGroups": kernel.groups,

@@ -10,7 +10,7 @@ from kog_triton.backends.cuda.layout.batches import THREADS
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.model.spec import DType
 
-ROWS, UNIT = 64, 128  # of a tile; of K, by which blocks share tiles
+ROWS, UNIT = 128, 64  # of a tile; of K, by which blocks share tiles
 JOIN_THREADS, MOST_HIDDEN = 256, 8192
 HEAD_THREADS, MOST_HEAD_DIM = 128, 256
 ATTEND_THREADS, QUERIES = 128, 16
@@ -81,20 +81,20 @@ class GateCall(ctypes.Structure):
 
 CALLS = {"Join": JoinCall, "Heads": HeadsCall, "Attend": AttendCall, "Gate": GateCall}
 
-# Of a pass of so many tokens at most: tiles of 64 rows, K in stages of 128.
+# Of a pass of so many tokens at most: tiles of 128 rows, K in stages of 64.
 SHORT_KERNELS = (
-    ProductKernel(32, 1, 4, 8, 0, 0),
-    ProductKernel(64, 1, 4, 6, 0, 0),
-    ProductKernel(128, 1, 4, 4, 0, 0),
-    ProductKernel(256, 1, 4, 2, 0, 0),
+    ProductKernel(32, 2, 2, 9, 0, 0),
+    ProductKernel(64, 2, 2, 8, 0, 0),
+    ProductKernel(128, 2, 2, 6, 0, 0),
+    ProductKernel(256, 2, 2, 4, 0, 0),
 )
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How all blocks share a matrix: K of every tile in `steps` units, dealt evenly. A part is what one block computes of
-    one tile; its place is the sum of both numbers. A function of the matrix and the GPU alone, so that a token's sums
-    have one order whoever shares its pass."""
+    """How all blocks share a matrix: K of every tile in `steps` units, dealt evenly. A part is what one block computes
+    of one tile; its place is the sum of both numbers. A function of the matrix and the GPU alone, so that a token's
+    sums have one order whoever shares its pass."""
 
     tiles: int
     steps: int
@@ -129,7 +129,7 @@ def attend_bytes(tokens: int) -> int:
 def render_short_pass(tokens: int, dtype: DType) -> str:
     """The header of short_pass.cu."""
     sizes = {f"k{name}Bytes": ctypes.sizeof(call) for name, call in CALLS.items()}
-    numbers = {"kTokens": tokens, **sizes}
+    numbers = {"kTokens": tokens, "kTileRows": ROWS, **sizes}
     return "\n".join(
         [
             f"namespace kog {{ constexpr int kConsumers = {THREADS}; }}",

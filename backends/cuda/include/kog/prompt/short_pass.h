@@ -1,7 +1,7 @@
 // What lies between the products of a pass of short prompts (short_pass.cu): sums of parts, residual and norm, heads'
 // norms and RoPE, attention, the gate. Tokens of several prompts stand one behind the other.
 //
-// A product leaves the float32 sums of each part of a tile of 64 rows, K cut in an order that its matrix alone sets;
+// A product leaves the float32 sums of each part of a tile of kTileRows rows, K cut in an order that its matrix alone sets;
 // whoever needs them adds them in that order. So a token's bits do not depend on who shares its pass.
 #pragma once
 #include <kog/ptx.h>
@@ -10,7 +10,7 @@ namespace kog {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Of a product: at[part][padded tokens][64 rows]; of each tile, its first part and how many it has.
+// Of a product: at[part][padded tokens][kTileRows]; of each tile, its first part and how many it has.
 struct Parts {
   const float* at;
   const int2* tiles;
@@ -51,19 +51,19 @@ KOG_DEVICE void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a
 
 // Four rows of a token, of one tile.
 KOG_DEVICE float4 sum_of(const Parts& parts, int row, int token) {
-  int2 tile = parts.tiles[row / 64];
-  const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * 64 + row % 64;
+  int2 tile = parts.tiles[row / kTileRows];
+  const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * kTileRows + row % kTileRows;
   float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll 4
-  for (int i = 1; i < tile.y; i++) add(sum, *reinterpret_cast<const float4*>(from + i * kTokens * 64));
+  for (int i = 1; i < tile.y; i++) add(sum, *reinterpret_cast<const float4*>(from + i * kTokens * kTileRows));
   return sum;
 }
 KOG_DEVICE float one_sum_of(const Parts& parts, int row, int token) {
-  int2 tile = parts.tiles[row / 64];
-  const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * 64 + row % 64;
+  int2 tile = parts.tiles[row / kTileRows];
+  const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * kTileRows + row % kTileRows;
   float sum = *from;
 #pragma unroll 4
-  for (int i = 1; i < tile.y; i++) sum += from[i * kTokens * 64];
+  for (int i = 1; i < tile.y; i++) sum += from[i * kTokens * kTileRows];
   return sum;
 }
 // Values k and k + 1 of a token's x, k even.

@@ -11,7 +11,7 @@ struct Product {  // the kernel's argument (products.py)
   const int4* groups;  // of 8 rows: first slab, fragment, byte in the slab (schedule/packing.py)
   const u8* x;         // arranged
   u16* y;
-  float4* partials;           // in a pass of short prompts [part][kTokens][64 rows] (short_pass.h)
+  float4* partials;           // in a pass of short prompts [part][kTokens][rows of a tile] (short_pass.h)
   int* arrived;               // of each tile that several blocks share; zero before and after
   int tokens, padded, rows;   // `padded` tokens of x; rows of the matrix
   int row_tiles, token_tiles;
