@@ -61,11 +61,13 @@ def product(kernel, dtype):
     header = render_product(kernel, dtype, parts=True)
     header, count = re.subn(r"KOG_DEVICE void multiply\(.*?\n}", "", header, flags=re.S)
     assert count == 1
-    sums = kernel.tokens // 2
-    header += (
-        f"#include <kog/prompt/hopper.h>\nnamespace kog {{ inline void multiply(float (&sums)[{sums}], u32 a, u32 b, u32 c,"
-        " u32 d, u64 x) { multiply_group<kF16>(sums, a, b, c, d, x); } }\n"
-    )
+    header += f"""#include <kog/prompt/hopper.h>
+namespace kog {{
+inline void multiply(float (&sums)[{kernel.tokens // 2}], u32 a, u32 b, u32 c, u32 d, u64 x) {{
+  multiply_group<kF16>(sums, a, b, c, d, x);
+}}
+}}
+"""
     return _compiled(
         "prompt.cu", header, "Product", "kog_product", kernel.threads, kernel.shared_bytes
     )
