@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kog_triton.backends.cuda.layout.prompt import ProductCall, ProductKernel, takes
+from kog_triton.backends.cuda.layout.prompt import (
+    ProductCall,
+    ProductKernel,
+    render_product,
+    takes,
+)
 from kog_triton.backends.cuda.layout.short_pass import (
     ATTEND_THREADS,
     GATE_THREADS,
@@ -27,21 +32,32 @@ from kog_triton.backends.cuda.layout.short_pass import (
     JoinCall,
     Order,
     Parts,
+    attend_bytes,
     cut_of,
+    render_short_pass,
 )
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights
+from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import layer_matrices
 
 Tensor = torch.Tensor
-STAGES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 MOST_TOKENS = SHORT_KERNELS[-1].tokens
+SUMS_BYTES = 256  # shared memory of a kernel between products but attention: its warps' sums
 LOG2_E = 1.0 / math.log(2.0)
 
 Queue = Callable[[int], None]  # puts a launch on a stream
 # Makes a launch ready: of a pass of so many tokens a function by name, with blocks, threads, shared bytes and argument.
 Ready = Callable[[ProductKernel, str, int, int, Structure], Queue]
+
+
+class Function(NamedTuple):
+    """One function of a pass: its header and source, its dynamic shared memory."""
+
+    header: str
+    source: str
+    shared: int
 
 
 class ShortPrompt(NamedTuple):
@@ -52,12 +68,57 @@ class ShortPrompt(NamedTuple):
 
 
 def can_pass(lowering: CudaLowering) -> bool:
-    """Whether these kernels read the model: one lane, matrices that prompt.cu reads, heads and streams that fit."""
+    """Whether these kernels read the model: one lane, 16-bit matrices that prompt.cu reads, heads and streams that
+    fit."""
     spec = lowering.schedule.spread
     matrices = layer_matrices(lowering.schedule)
+    if lowering.schedule.spec.narrow:
+        return False
     sizes = spec.head_dim % QUERIES == 0 and spec.head_dim <= MOST_HEAD_DIM
     sizes = sizes and spec.hidden_size % 4 == 0 and spec.hidden_size <= MOST_HIDDEN
     return lowering.schedule.num_shards == 1 and sizes and all(takes(lowering, s) for s in matrices)
+
+
+def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
+    """All that passes launch, by kernel and name."""
+    out = {}
+    for kernel in SHORT_KERNELS:
+        product = render_product(kernel, dtype, parts=True)
+        out[kernel, "kog_product"] = Function(product, "prompt.cu", kernel.shared_bytes)
+        between = render_short_pass(kernel.tokens, dtype)
+        for name in ("kog_join", "kog_heads", "kog_attend", "kog_gate"):
+            shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
+            out[kernel, name] = Function(between, "short_pass.cu", shared)
+    return out
+
+
+def workspace(
+    lowering: CudaLowering, slots: int, most: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of what a pass holds beside the model; `in_...` is a stage's x. Arguments: see ShortPass."""
+    spec = lowering.schedule.spread
+    half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[lowering.schedule.spec.dtype]
+    stages = layer_matrices(lowering.schedule)
+    cuts = [cut_of(s.rows, lowering.padded_k(s), most) for s in stages]
+    tiles = MOST_TOKENS // QUERIES + most_prompts(slots)
+    return {
+        "words": ((MOST_TOKENS + tiles, 4), torch.int32),
+        "x": ((MOST_TOKENS, spec.hidden_size), torch.float32),
+        "q": ((MOST_TOKENS, spec.num_heads * spec.head_dim), half),
+        # Zeros where K is padded: nobody writes there.
+        **{f"in_{s.name}": ((MOST_TOKENS * lowering.padded_k(s),), half) for s in stages},
+        "parts": ((max(cut.parts for cut in cuts) * MOST_TOKENS * ROWS,), torch.float32),
+    }
+
+
+def workspace_bytes(lowering: CudaLowering, slots: int, most: int) -> int:
+    shapes = workspace(lowering, slots, most).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def most_prompts(slots: int) -> int:
+    """Of one pass."""
+    return min(slots, MOST_TOKENS)
 
 
 class ShortPass:
@@ -93,19 +154,15 @@ class ShortPass:
         device = arena.device
         tables = {n: torch.from_numpy(cut.table()).to(device) for n, cut in self._cuts.items()}
         self._tables: Mapping[str, Tensor] = tables
-        spec, slots = self._spec, len(cache)
-        self._most_prompts = min(slots, MOST_TOKENS)
-        most_tiles = MOST_TOKENS // QUERIES + self._most_prompts
-        self._words = torch.zeros((MOST_TOKENS + most_tiles, 4), dtype=torch.int32, device=device)
-        self._x = torch.zeros(MOST_TOKENS, spec.hidden_size, device=device)
-        self._q = embed.new_zeros(MOST_TOKENS, spec.num_heads * spec.head_dim)
-        # Zeros where K is padded: nobody writes there.
-        self._in: Mapping[str, Tensor] = {
-            n: embed.new_zeros(MOST_TOKENS * lowering.padded_k(s)) for n, s in self._stages.items()
+        self._most_prompts = most_prompts(len(cache))
+        shapes = workspace(lowering, len(cache), most).items()
+        held = {
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes
         }
-        places = max(cut.parts for cut in self._cuts.values())
-        self._parts = torch.zeros(places * MOST_TOKENS * ROWS, device=device)
-        self._launches: dict[int, list[Queue]] = {}
+        self._words, self._x, self._q = held["words"], held["x"], held["q"]
+        self._parts = held["parts"]
+        self._in: Mapping[str, Tensor] = {n: held[f"in_{n}"] for n in self._stages}
+        self._launches = {k: self._ready_launches(k) for k in SHORT_KERNELS}
 
     def kernel_for(self, count: int) -> ProductKernel | None:
         """Of a pass of so many tokens; None: they are too many."""
@@ -136,9 +193,7 @@ class ShortPass:
 
     def queue(self, kernel: ProductKernel, stream: int) -> None:
         """Put all launches of a pass on a stream."""
-        if kernel.tokens not in self._launches:
-            self._launches[kernel.tokens] = self._ready_launches(kernel)
-        for launch in self._launches[kernel.tokens]:
+        for launch in self._launches[kernel]:
             launch(stream)
 
     @property

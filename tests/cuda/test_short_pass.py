@@ -44,22 +44,24 @@ def opened(spec):
     def address(name, layer):
         return groups[at[name, layer][0]].data_ptr()
 
-    def ready(kernel, entry, blocks, threads, call):
-        if entry == "kog_product":
-            library = host.product(kernel, spec.dtype)
-            assert threads == kernel.threads
-        else:
-            library = host.between(entry, kernel.tokens, spec.dtype)
-            assert threads == host.BETWEEN[entry][1]
-        return lambda seed: host.run(library, call, blocks, seed)
-
     cache = torch.zeros(
         SLOTS, spec.num_layers, 1, spec.num_kv_heads, 2, POSITIONS, spec.head_dim, dtype=dtype
     )
     streams = torch.full((SLOTS, 1, spec.hidden_size), torch.nan)
     layers = [load_layer(weights, lowering.schedule, i, CPU, dtype) for i in range(spec.num_layers)]
     rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, POSITIONS))
-    made = ShortPass(lowering, arena, address, embed, rope, layers, cache, streams, ready, MOST)
+    made = ShortPass(
+        lowering,
+        arena,
+        address,
+        embed,
+        rope,
+        layers,
+        cache,
+        streams,
+        host.ready_of(spec.dtype),
+        MOST,
+    )
     made.kept = groups
     return made, cache, streams
 

@@ -75,11 +75,15 @@ class PromptRun:
     ) -> None:
         self.short = short
         self._others = [device for device in others if device.type == "cuda"]
-        self.filled, self._end = first, end
+        self.filled, self.end = first, end
         self._begin, self._settings, self._device, self._rate = pieces, settings, device, rate
         self._pieces: Iterator[Piece] | None = None
         self._next: Piece | None = None
         self._before: Timed | None = None
+
+    def take_along(self, others: "Sequence[PromptRun]") -> "list[PromptRun]":
+        """Those of `others`, in their order, that will run with this one: its first `advance` ends them, too."""
+        return []
 
     def advance(self, seconds: float, at_once: bool = False) -> bool:
         """Queue pieces for no more than so many seconds of the device, one at least; whether the last one is queued.
@@ -96,7 +100,7 @@ class PromptRun:
             while self._next is not None and self._fits(work, self._next.work, seconds):
                 work += self._next.work
                 self._next = next(self._pieces, None)
-            self.filled = self._end if self._next is None else self._next.filled
+            self.filled = self.end if self._next is None else self._next.filled
             others = [torch.cuda.current_stream(d).record_event() for d in self._others]
             queued = Timed(begun, self._mark(), work, others)
         self.wait()
