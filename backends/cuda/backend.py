@@ -5,7 +5,6 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import Structure
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
-    Queue,
+    PassKernels,
     Ready,
     ShortPass,
     can_pass,
@@ -325,21 +324,7 @@ class CudaBackend:
         return matrices.groups
 
     def _short_kernels(self, device: torch.device) -> Ready:
-        sources, opened = functions(self.spec.dtype), dict[tuple[ProductKernel, str], Kernel]()
-
-        def ready(
-            kernel: ProductKernel, name: str, blocks: int, threads: int, call: Structure
-        ) -> Queue:
-            key = kernel, name
-            if key not in opened:
-                header, source, shared = sources[key]
-                cubin = compile_cubin(header, source, self.gpu.arch)
-                with on_device(device):  # whose context takes modules
-                    opened[key] = Kernel(cubin, name, shared, device)
-                self._kernels.append(opened[key])
-            return opened[key].queued(blocks, threads, call)
-
-        return ready
+        return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
         texts, device = self._prompt_texts(), memory.weights.device

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.prompt import (
     ProductCall,
     ProductKernel,
@@ -36,6 +38,7 @@ from kog_triton.backends.cuda.layout.short_pass import (
     cut_of,
     render_short_pass,
 )
+from kog_triton.backends.prefill.library import on_device
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights
 from kog_triton.model.spec import DType
@@ -90,6 +93,28 @@ def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
             shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
             out[kernel, name] = Function(between, "short_pass.cu", shared)
     return out
+
+
+class PassKernels:
+    """`Ready` on one GPU; `keep` gets every kernel that is opened."""
+
+    def __init__(
+        self, dtype: DType, arch: str, device: torch.device, keep: Callable[[Kernel], object]
+    ) -> None:
+        self._functions, self._arch, self._device, self._keep = functions(dtype), arch, device, keep
+        self._opened: dict[tuple[ProductKernel, str], Kernel] = {}
+
+    def __call__(
+        self, kernel: ProductKernel, name: str, blocks: int, threads: int, call: Structure
+    ) -> Queue:
+        if (kernel, name) not in self._opened:
+            header, source, shared = self._functions[kernel, name]
+            cubin = compile_cubin(header, source, self._arch)
+            with on_device(self._device):  # whose context takes modules
+                opened = Kernel(cubin, name, shared, self._device)
+            self._keep(opened)
+            self._opened[kernel, name] = opened
+        return self._opened[kernel, name].queued(blocks, threads, call)
 
 
 def workspace(

@@ -96,9 +96,11 @@ class Serving(ABC, Generic[R]):
             mailbox.beat()
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
-        """What goes wrong is the error of this slot's request alone."""
+        """What goes wrong is the error of this slot's request alone, but for a GPU that falls silent."""
         try:
             action()
+        except Stalled:
+            raise
         except Exception as error:  # torch's, too: a library may run out of memory
             self.fail(slot, error)
 

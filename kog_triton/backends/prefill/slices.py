@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kog_triton.backends.watchdog import wait_for
+
 # Of slices beside which nobody waits for tokens. Two are on their way: a cancel is heard twice as late.
 ALONE_S = 0.025
+SLICE = "a slice of a prompt"
 
 
 class Piece(NamedTuple):
@@ -108,12 +111,13 @@ class PromptRun:
         return self._next is None
 
     def wait(self) -> None:
-        """For the slice that was queued last, on all GPUs."""
+        """For the slice that was queued last, on all GPUs; Stalled if one does not end it."""
         timed, self._before = self._before, None
         if timed is not None:
+            wait_for(lambda: self._reached(timed.ended), SLICE, self._device)
+            for device, end in zip(self._others, timed.others, strict=True):
+                wait_for(end.query, SLICE, device)
             seconds = self._seconds(timed.begun, timed.ended)
-            for end in timed.others:
-                end.synchronize()
             if timed.work:  # a graph has none
                 self._rate.told(seconds, timed.work)
 
@@ -135,8 +139,7 @@ class PromptRun:
         return self._device.type != "cuda" or bool(mark.query())
 
     def _seconds(self, first: Any, last: Any) -> float:
-        """Between two marks, once the last one is reached."""
+        """Between two marks, both reached."""
         if self._device.type != "cuda":
             return float(last - first)
-        last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
