@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.layout.prompt import render_product
+from kog_triton.backends.cuda.layout.short_pass import CALLS, SHORT_KERNELS, render_short_pass
 from kog_triton.backends.cuda.memory import pack_arena
 from kog_triton.backends.cuda.products import group_tables
 from kog_triton.backends.cuda.short_pass import ShortPass, ShortPrompt, can_pass
@@ -18,6 +20,8 @@ from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 from tests.lib import short_pass as host
+from tests.lib.cuda_walk import ROOT
+from tests.lib.machine_code import innermost, instructions, is_local, sass_of_text
 from tests.lib.product_cases import SPECS as PLAIN
 
 SPECS = {
@@ -28,6 +32,9 @@ SPECS = {
 }
 SLOTS, POSITIONS, MOST = 4, 64, 7
 CPU = torch.device("cpu")
+PRODUCT, BETWEEN = (
+    (ROOT / "backends/cuda" / name).read_text() for name in ("prompt.cu", "short_pass.cu")
+)
 
 
 def opened(spec):
@@ -104,3 +111,36 @@ def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
     for slot, (x, kv) in alone.items():
         assert torch.equal(streams[slot], x) and torch.equal(cache[slot], kv)
     assert streams[1].isnan().all() and not cache[1].any()
+
+
+# ---- machine code ----
+
+
+MOST_SPILLS = 20  # loads and stores, once a tile's part: NVRTC 13.0, 0, 10, 15 and 20
+LAST_ALWAYS = [
+    *(pytest.param(k, marks=pytest.mark.slow) for k in SHORT_KERNELS[:-1]),
+    SHORT_KERNELS[-1],
+]
+
+
+@pytest.mark.parametrize("kernel", LAST_ALWAYS, ids=lambda k: f"{k.tokens} tokens")
+def test_products_that_leave_parts_follow_each_other_and_spill_in_no_loop(kernel):
+    code = instructions(sass_of_text(render_product(kernel, DType.BF16, parts=True) + PRODUCT))
+    (loop,) = [body for body in innermost(code, r"\bHGMMA") if any("HGMMA" in w for w in body)]
+    assert sum("HGMMA" in what for what in loop) == 2 * 2 * kernel.blocks
+    waits = [what for what in loop if "DEPBAR" in what and "gsb0" in what]
+    assert len(waits) == 2 and all("0x1" in what for what in waits)
+    assert not any(is_local(what) for what in loop)
+    assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
+    assert not [what for _, what in code if "ATOM" in what]  # nobody waits for another block
+
+
+@pytest.mark.parametrize("kernel", LAST_ALWAYS, ids=lambda k: f"{k.tokens} tokens")
+def test_what_lies_between_products_spills_nothing(kernel):
+    text = render_short_pass(kernel.tokens, DType.BF16) + BETWEEN
+    code = instructions(sass_of_text(text))
+    assert not [what for _, what in code if is_local(what)]
+    # each begins before the one before has ended, and waits for it
+    assert len([what for _, what in code if "ACQBULK" in what]) == len(CALLS)
+    assert len([what for _, what in code if "PREEXIT" in what]) == len(CALLS)
+    assert [what for _, what in code if "HMMA" in what]
