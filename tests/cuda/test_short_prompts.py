@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda.short_pass import MOST_TOKENS, can_pass, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -181,12 +182,15 @@ def test_which_prompts_take_a_pass_is_a_function_of_their_length(alone):
     backend.close()
 
 
-def test_its_workspace_is_in_the_plan_and_in_what_is_held():
+def test_its_workspace_is_in_the_plan_and_in_what_is_held(monkeypatch):
+    plans = []
+    monkeypatch.setattr(cuda_backend, "check_memory", lambda plan, *others: plans.append(plan))
     with_pass, without = opened(), opened(FiberBackend)
     lowering = with_pass.layout.lowering
     planned = workspace_bytes(lowering, 4, with_pass._most_blocks)
     tables = sum(t.nbytes for t in with_pass.short._pass._tables.values())
     assert with_pass.short.memory_bytes() == planned + tables
+    assert plans[0].weights - plans[1].weights == planned
     own = with_pass.memory_bytes()["other"] - with_pass.library.memory_bytes()
     assert (
         own - (planned + tables) == without.memory_bytes()["other"] - without.library.memory_bytes()
