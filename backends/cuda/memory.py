@@ -312,8 +312,8 @@ def _place(
             continue
         slots = lo.stage_ring_slots(stage, layer, lo.group_index(stage, alike[0]), rank)
         most = max(1, PACKED_AT_ONCE // (slots * lo.ring_slot_bytes))
-        for begin in range(0, len(alike), most):
-            blocks = alike[begin : begin + most]
+        for some in range(0, len(alike), most):
+            blocks = alike[some : some + most]
             packed = pack(blocks, w[shard])
             at = first[blocks][:, None] + np.arange(packed.shape[1])
             index = (
