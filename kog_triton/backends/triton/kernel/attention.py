@@ -14,6 +14,7 @@ from kog_triton.backends.triton.kernel.words import (
     POLLED,
     in_range,
     pack_f32,
+    pack_pair,
     poll,
     publish_pairs,
     record_more,
@@ -33,6 +34,8 @@ FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
+# Keys that one split walks alone, whose outputs then need no join.
+ALONE: tl.constexpr = tl.constexpr(0)
 # Values that a split joins, at least: a sector of the L2 (benchmarks/triton-log.md#joined-values).
 LEAST_JOINED: tl.constexpr = tl.constexpr(8)
 
@@ -188,7 +191,8 @@ def num_keys(window, position):
 @triton.jit
 def num_splits(length, S: tl.constexpr):
     """Splits in use for so many keys."""
-    return tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
+    several = tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
+    return tl.where(length <= ALONE, 1, several)
 
 
 @triton.jit
@@ -299,7 +303,15 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
         + ((lane * S.kv_heads + head) * S.splits + split) * S.split_words
     )
     total = tl.where(total == 0.0, 1.0, total)
-    out = pack_f32(out / total[:, None], phase)
+    out = out / total[:, None]
+    if ALONE > 0:
+        if (used == 1) & newest:
+            even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
+            pair, there = element(2 * tl.arange(0, DP // 2), S)
+            to = p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
+            to = to + row * (D // 2) + (pair // 2)[None, :]
+            store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
+    out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
     store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
     stamp(p, it, 3, S)
@@ -325,7 +337,7 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     used = num_splits(num_keys(constants[0], position), S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
-    if split * EACH < VALUES:
+    if (split * EACH < VALUES) & ((used > 1) | (ALONE < 1)):
         mine = (s < used)[:, None]
         part = base + s[:, None] * S.split_words
         have = mine & (i < VALUES)[None, :]
