@@ -111,7 +111,7 @@ class Memory:
             self.masks[slot].zero_()
         if flags & Flag.LOGPROBS:
             self.logprobs[slot, : int(fields["most"])].zero_()
-        upload(torch.tensor(prompt, dtype=torch.int32), self.tokens[slot, : len(prompt)])
+        upload(torch.from_numpy(np.array(prompt, np.int32)), self.tokens[slot, : len(prompt)])
         upload(torch.tensor([start, prompt[start]], dtype=torch.int32), self.states[slot])
         self.outbox[slot].zero_()
 

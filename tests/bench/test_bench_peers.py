@@ -50,9 +50,9 @@ NARROW = {"int4-g32": "cpu", "int4-g32-zp": "cpu", "fp8-channel": "cpu", "fp8-bl
 
 
 def narrow_setting(name: str, device: str, shape=None) -> Setting:
-    """A model whose layers' matrices are narrow, and whose widths take a scale a block of 128 x 128."""
+    """A model whose layers' matrices are narrow, and whose widths are fours of blocks of 128 x 128."""
     how = ZERO_POINTS if name == "int4-g32-zp" else FORMATS[name]
-    wide = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
     spec = read_spec(SMALL | MODELS["qwen2"] | wide | {"num_key_value_heads": 2})
     spec = spec.replace(dtype=DType.BF16)
     return Setting(
@@ -114,6 +114,15 @@ def test_torch_s_products_of_narrow_weights(name, reason):
         8,
     )
     assert find_peer("torch-narrow").absent(setting) == reason
+
+
+def test_torch_s_product_of_blocks_takes_fours_of_them():
+    spec = named_shape("qwen3-0.6b").replace(intermediate_size=3200)
+    setting = Setting(
+        NarrowRandomWeights(with_format(spec, FORMATS["fp8-block"])), torch.device("cuda"), 8
+    )
+    why = "torch's product of FP8 blocks takes fours of them, not 3200 columns"
+    assert find_peer("torch-narrow").absent(setting) == why
 
 
 def test_wide_weights_have_their_own_baseline():

@@ -1,7 +1,7 @@
 """compute-sanitizer finds nothing in the CUDA kernels, and does find what is planted there.
 
 Every kind of kernel is watched: of one token, of several columns, of chunks of a prompt, of lanes, with joins
-of many splits, and the one that takes stamps (sanitized_child.py).
+of many splits, the one that takes stamps, and those that unpack narrow weights (sanitized_child.py).
 """
 
 import functools
@@ -32,8 +32,9 @@ TOOLS = {
 NO_FAULT = {"racecheck": "all arrive"}
 # initcheck takes the longest: of the kernels that differ in what they read.
 WATCHED = [*((tool, case) for tool in TOOLS if tool != "initcheck" for case in CASES),
-           *(("initcheck", case) for case in ("one-token", "columns", "chunks"))]  # fmt: skip
+           *(("initcheck", case) for case in ("one-token", "columns", "chunks", "unpack"))]  # fmt: skip
 PLANTED = [*((tool, "one-token", tool) for tool in TOOLS), ("memcheck", "lanes", "memcheck"),
+           *((tool, "unpack", f"unpack {tool}") for tool in ("memcheck", "initcheck")),
            *(("racecheck", case, "early release") for case in ("one-token", "columns"))]  # fmt: skip
 
 

@@ -15,14 +15,25 @@ import torch
 from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.gpus import open_gpus
+from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout import header
-from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.layout.layout import Layout, lay_out
+from kog_triton.backends.cuda.layout.unpack import render_unpack
+from kog_triton.backends.cuda.memory import allocate
+from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.lowering import layer_matrices
+from kog_triton.schedule.schedule import build
 from tests.lib.cuda_planting import plant
-from tests.lib.lowering_cases import lanes
+from tests.lib.lowering_cases import ArrayWeights, lanes
+from tests.lib.narrow_stages import CASES as NARROW
+from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 from tests.lib.ring_walker import spec_of
 
 PATIENCE = 200  # instrumented code is that much slower, or a little less
@@ -35,6 +46,8 @@ LOADS = (
     "w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);\n"
 )
 RELEASE = "    if (mine) ring.release(b);\n"
+UNPACKS = "int warp = thread / 32, lane = thread % 32;\n"
+STORES = "*reinterpret_cast<ThreadWords*>(to + step * kWarps * kFragmentBytes) = wide;\n"
 ONE_ARRIVES = "if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);\n"
 EDITS = {
     "memcheck": (
@@ -56,6 +69,13 @@ EDITS = {
     "all arrive": (
         ("ring.h", ONE_ARRIVES, "barrier_arrive(&b.empty[slot]);\n"),
         ("ring.h", "barrier_init(&b.empty[i], kWarps);", "barrier_init(&b.empty[i], 32 * kWarps);"),
+    ),
+    # The kernel that unpacks has no Block: it stores where nothing is, or leaves out a thread's values.
+    "unpack memcheck": (
+        ("prompt/unpack.h", UNPACKS, UNPACKS + "if (thread == 0) *(volatile u32*)(1ull << 46) = 1;\n"),
+    ),
+    "unpack initcheck": (
+        ("prompt/unpack.h", STORES, "if (thread > 0) " + STORES),
     ),
 }  # fmt: skip
 
@@ -163,6 +183,34 @@ def profile(fault: str) -> None:
     print("profile", recording.ticks.shape, bool((recording.ticks > 0).any()), flush=True)
 
 
+def unpack(fault: str) -> None:
+    """Matrices of every kind of code, scale and offset, unpacked for prompts."""
+    (device,), gpu = open_gpus(1)
+    for name in ("int4 g128", "int4 g128, zero points", "int4 g32, minimums (Q4_1)", "mxfp4", "fp8 blocks",
+                 "fp8 channels", "int8 channels"):  # fmt: skip
+        how, sizes = NARROW[name]
+        spec = narrow_spec(how, **sizes)
+        lowering = lower(build(spec), gpu, 4)
+        memory = allocate(lay_out(lowering, 64), NarrowWeights(spec, ArrayWeights(spec)), 1, device)
+        unpacking = Unpacking(
+            lowering,
+            memory.weights,
+            memory.biases,
+            lambda kind, spec=spec: Kernel(
+                compile_cubin(render_unpack(kind, spec.dtype), "unpack.cu", gpu.arch),
+                "kog_unpack",
+                0,
+                device,
+            ),
+        )
+        sums = [
+            int(unpacking.run(layer, stage.name).long().sum())
+            for layer in range(spec.num_layers)
+            for stage in layer_matrices(lowering.schedule)
+        ]
+        print(name, sums, flush=True)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "one-token": one_token,
     "columns": several_columns,
@@ -170,6 +218,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "lanes": lane_kernels,
     "joins": joins,
     "profile": profile,
+    "unpack": unpack,
 }
 
 

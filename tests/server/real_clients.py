@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, served
 from tests.lib.wheel_files import cache
-from tests.server.figures import roomy
 
 HERE = Path(__file__).parent / "clients"
 RECORD = Path(__file__).with_name("clients.json")
@@ -280,7 +280,7 @@ SCRIPTED = (ai_sdk, litellm, langchain, agent, guidellm)
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[Served, Served]]:
     """One that plays scripts, one with the reference backend; the same model."""
-    model = roomy(folder / "model")
+    model = make_checkpoint(folder / "model", max_context=1 << 16)
     flags = ("--max-num-seqs", "4", "--tool-call-parser", "hermes", "--reasoning-parser", "think")
     with (
         served(folder / "scripted", model, *flags, "--served-model-name", "kog") as scripted,

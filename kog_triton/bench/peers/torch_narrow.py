@@ -15,28 +15,38 @@ import torch
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.torch_graph import Linear, PlainDecoder, TorchGraph, WideLinear
 from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
-from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.model.spec import DType, ModelSpec, pattern_of
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
 
 Tensor = torch.Tensor
 _E4M3 = torch.float8_e4m3fn
 _BLOCK = 128  # weights and activations that share a scale, in FP8 blocks
+# What cuBLAS wants of FP8 in blocks: rows of x in fours, and columns in fours of blocks (section "Element 1D and
+# 128x128 2D Block Scaling for FP8 Data Types" of its guide).
+_FOURS = 4
 _INT4_GROUPS = (32, 64, 128, 256)  # those that _weight_int4pack_mm takes
 _INNER_K_TILES = (
     8  # of its packing: tiles of 16 columns that one load brings, the most that it knows
 )
 
 
-def why_not(how: WeightFormat) -> str:
-    """Why torch has no product of such weights, "" if it has."""
+def why_not(how: WeightFormat, cols: int) -> str:
+    """Why torch has no product of such weights of so many columns, "" if it has."""
     if how.code is Code.UINT4 and how.group_rows == 1 and how.group_cols in _INT4_GROUPS:
         return (
             ""
             if how.offset is not Offset.MINIMUM
             else "torch's int4 product has zero points, not minimums"
         )
-    if how.code is Code.E4M3 and (how.group_rows, how.group_cols) in ((1, 0), (_BLOCK, _BLOCK)):
+    if how.code is Code.E4M3 and (how.group_rows, how.group_cols) == (1, 0):
         return ""
+    if how.code is Code.E4M3 and (how.group_rows, how.group_cols) == (_BLOCK, _BLOCK):
+        whole = cols % (_FOURS * _BLOCK) == 0
+        return (
+            ""
+            if whole
+            else f"torch's product of FP8 blocks takes fours of them, not {cols} columns"
+        )
     return f"torch has no product of {how.name} weights"
 
 
@@ -96,7 +106,8 @@ class Fp8Linear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        groups = x.float().unflatten(-1, (-1, _BLOCK if self._blocks else x.shape[-1]))
+        rows = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _FOURS)) if self._blocks else x
+        groups = rows.float().unflatten(-1, (-1, _BLOCK if self._blocks else x.shape[-1]))
         scales = groups.abs().amax(-1).clamp(min=1e-12) / torch.finfo(_E4M3).max
         codes = (groups / scales[..., None]).flatten(-2).to(_E4M3)
         if self._blocks:
@@ -105,7 +116,7 @@ class Fp8Linear:
             )  # the library wants those of one column of blocks beside each other
         out = torch._scaled_mm(
             codes, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=x.dtype
-        )
+        )[: len(x)]
         return out if self._bias is None else out + self._bias
 
 
@@ -121,7 +132,7 @@ class TorchNarrow(TorchGraph):
             return "it is for narrow weights: --weights"
         if spec.dtype is not DType.BF16:
             return "torch's narrow products give bf16"
-        reasons = [why_not(how) for how in dict(spec.narrow).values()]
+        reasons = [why_not(how, spec.shapes[pattern_of(name)][-1]) for name, how in spec.narrow]
         return TorchGraph.absent(setting) or next(filter(None, reasons), "")
 
     def open(self, setting: Setting) -> tuple[ModelSpec, PlainDecoder]:
