@@ -34,8 +34,9 @@ FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
-# Keys that one split walks alone, whose outputs then need no join.
-ALONE: tl.constexpr = tl.constexpr(0)
+# Steps of keys that one split walks alone, so that nothing is joined: a meeting of blocks costs as much as two more
+# steps (benchmarks/triton-log.md#alone).
+ALONE_STEPS: tl.constexpr = tl.constexpr(2)
 # Values that a split joins, at least: a sector of the L2 (benchmarks/triton-log.md#joined-values).
 LEAST_JOINED: tl.constexpr = tl.constexpr(8)
 
@@ -188,11 +189,17 @@ def num_keys(window, position):
     return tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
 
 
+@triton.constexpr_function
+def step_keys(S):
+    """Keys of a step of a short walk."""
+    return min(BLOCK_N.value, STEP_BYTES.value // (8 * quarter(S)))
+
+
 @triton.jit
 def num_splits(length, S: tl.constexpr):
     """Splits in use for so many keys."""
     several = tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
-    return tl.where(length <= ALONE, 1, several)
+    return tl.where(length <= ALONE_STEPS * step_keys(S), 1, several)
 
 
 @triton.jit
@@ -233,7 +240,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
     G: tl.constexpr = head_rows(S)
-    FLAT_N: tl.constexpr = min(BLOCK_N, STEP_BYTES // (2 * DP))
+    FLAT_N: tl.constexpr = step_keys(S)
     DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
     g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
@@ -304,13 +311,12 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     )
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
-    if ALONE > 0:
-        if (used == 1) & newest:
-            even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
-            pair, there = element(2 * tl.arange(0, DP // 2), S)
-            to = p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
-            to = to + row * (D // 2) + (pair // 2)[None, :]
-            store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
+    if (used == 1) & newest:  # nothing to join
+        even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
+        pair, there = element(2 * tl.arange(0, DP // 2), S)
+        to = p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
+        to = to + row * (D // 2) + (pair // 2)[None, :]
+        store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
     out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
     store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
@@ -337,7 +343,7 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     used = num_splits(num_keys(constants[0], position), S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
-    if (split * EACH < VALUES) & ((used > 1) | (ALONE < 1)):
+    if (split * EACH < VALUES) & (used > 1):
         mine = (s < used)[:, None]
         part = base + s[:, None] * S.split_words
         have = mine & (i < VALUES)[None, :]
