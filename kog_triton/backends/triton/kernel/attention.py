@@ -2,8 +2,9 @@
 
 The block rotates its query heads, walks its part of the cache with an online softmax (arXiv 2205.14135) and
 publishes what it found, and the logarithm of what that weighs; the splits of a head then join them, each for
-some of the values, in the order of the splits. The last split also takes the new key and value, which
-travel in words like the queries, and appends them to the cache.
+some of the values, in the order of the splits. A short context is walked by the first split alone, which publishes
+the head's outputs itself. The last split in use also takes the new key and value, which travel in words like the
+queries, and appends them to the cache.
 """
 
 import triton
@@ -34,8 +35,8 @@ FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
-# Steps of keys that one split walks alone, so that nothing is joined: a meeting of blocks costs as much as two more
-# steps (benchmarks/triton-log.md#alone).
+# Steps of keys that one split walks alone: what nobody joins spares an exchange, which lasts as long as two steps
+# (benchmarks/triton-log.md#walked-alone).
 ALONE_STEPS: tl.constexpr = tl.constexpr(2)
 # Values that a split joins, at least: a sector of the L2 (benchmarks/triton-log.md#joined-values).
 LEAST_JOINED: tl.constexpr = tl.constexpr(8)
