@@ -90,8 +90,8 @@ def test_outputs_that_one_split_publishes_are_proved_in_a_shared_step():
     kernel = alone("plain", "shared")
     check_kernel(kernel, ends=True)
     first, last = (kernel.layer.index(step) for step in ("attention", "o_proj"))
-    unmet = kernel.layer[: first + 1] + ("attention_join",) + kernel.layer[last:]
-    with pytest.raises(ModelError, match="^attention: attention and its readers lack a fence"):
+    unmet = (*kernel.layer[: first + 1], "attention_join", *kernel.layer[last:])
+    with pytest.raises(ModelError, match=r"^attention: attention and its readers lack a fence"):
         check_kernel(replace(change(kernel, "splits", words=0), layer=unmet))
 
 
