@@ -352,9 +352,8 @@ FAULTS = {
         "at, slot = pick(pos, column), pick(slots, 0)",
     ),
     "nobody waits for the operands": (
-        "        heard, alive = gather(number, control, layer, alive, block, p, S)\n"
-        "        stream = qkv_proj",
-        "        stream = qkv_proj",
+        "        heard, alive = gather(number, control, layer, alive, block, p, S)\n",
+        "        number -= 0\n",
     ),
     "nobody waits for the splits": (
         "        heard, alive = gather(number + 2, control, layer, alive, block, p, S)\n",

@@ -51,6 +51,10 @@ from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_inde
 WORDS: tl.constexpr = tl.constexpr(Pointers._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Pointers._fields.index("logits"))
 MEETINGS: tl.constexpr = tl.constexpr(8)  # of a layer
+POINTS = (  # that are stamped; the last meeting and down_proj's join end where the next layer starts
+    "start", "operands stored", "met", "qkv_proj", "met", "splits walked", "met", "splits joined", "met", "o_proj",
+    "met", "o_proj joined, operands stored", "met", "gate_up_proj", "met", "down_proj",
+)  # fmt: skip
 
 
 @triton.jit
