@@ -219,8 +219,8 @@ FAULTS = {
         "attention", "i, s = split * EACH + tl.arange(0, EACH)", "i, s = tl.arange(0, EACH)", "long",
     ),
     "splits that are not in use join nothing": Fault(
-        "attention", "if (split * EACH < VALUES) & (used > 1):",
-        "if (split * EACH < VALUES) & (used > 1) & (split < used):", "more splits than are in use",
+        "attention", "    joins = split * EACH < VALUES\n",
+        "    joins = (split * EACH < VALUES) & (split < used)\n", "more splits than are in use",
     ),
     "one split of several publishes the outputs": Fault(
         "attention", "if (used == 1) & newest:", "if newest:", "long",

@@ -196,11 +196,20 @@ def step_keys(S):
     return min(BLOCK_N.value, STEP_BYTES.value // (8 * quarter(S)))
 
 
+@triton.constexpr_function
+def walks_alone(S):
+    """Whether one split walks a short context: in lanes it lost 1 % (benchmarks/triton-log.md#walked-alone)."""
+    return S.lanes == 1
+
+
 @triton.jit
 def num_splits(length, S: tl.constexpr):
     """Splits in use for so many keys."""
     several = tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
-    return tl.where(length <= ALONE_STEPS * step_keys(S), 1, several)
+    if walks_alone(S):
+        return tl.where(length <= ALONE_STEPS * step_keys(S), 1, several)
+    else:
+        return several
 
 
 @triton.jit
@@ -312,12 +321,15 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     )
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
-    if (used == 1) & newest:  # nothing to join
-        even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
-        pair, there = element(2 * tl.arange(0, DP // 2), S)
-        to = p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
-        to = to + row * (D // 2) + (pair // 2)[None, :]
-        store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
+    if walks_alone(S):
+        if (used == 1) & newest:  # nothing to join
+            even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
+            pair, there = element(2 * tl.arange(0, DP // 2), S)
+            to = (
+                p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
+            )
+            to = to + row * (D // 2) + (pair // 2)[None, :]
+            store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
     out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
     store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
@@ -344,7 +356,10 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     used = num_splits(num_keys(constants[0], position), S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
-    if (split * EACH < VALUES) & (used > 1):
+    joins = split * EACH < VALUES
+    if walks_alone(S):
+        joins = joins & (used > 1)
+    if joins:
         mine = (s < used)[:, None]
         part = base + s[:, None] * S.split_words
         have = mine & (i < VALUES)[None, :]
