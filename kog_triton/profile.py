@@ -18,7 +18,7 @@ import numpy as np
 
 from kog_triton.backends import BackendOptions, WeightSource, backend_names
 from kog_triton.backends.choose import choose
-from kog_triton.backends.recording import Profiler, RankRecording, Recording
+from kog_triton.backends.recording import Profiler, RankProfiler, RankRecording, Recording
 from kog_triton.backends.resources import ResourceReporter
 from kog_triton.cli.arguments import Parser, check_output, positive
 from kog_triton.cli.command import end_process, run
@@ -85,6 +85,8 @@ def _body(argv: Sequence[str] | None) -> int:
         raise DeviceError(
             f"the {choice.name} backend takes no stamps: choose --backend cuda on a Hopper GPU"
         )
+    if args.gpus > 1 and not issubclass(choice.backend, RankProfiler):
+        raise DeviceError(f"the {choice.name} backend takes stamps of one GPU: leave --gpus out")
     if args.picture:
         if args.gpus > 1:
             raise RequestError(
@@ -103,8 +105,11 @@ def _body(argv: Sequence[str] | None) -> int:
     backend = choice.backend(weights, options)
     try:
         ids = np.random.default_rng(SEED).integers(0, weights.spec.vocab_size, args.depth)
-        profile = backend.profile if args.gpus == 1 else backend.profile_ranks
-        recording = profile(ids.tolist(), args.tokens)
+        recording: Recording | RankRecording
+        if args.gpus > 1 and isinstance(backend, RankProfiler):
+            recording = backend.profile_ranks(ids.tolist(), args.tokens)
+        else:
+            recording = backend.profile(ids.tolist(), args.tokens)
         held = backend.resources() if isinstance(backend, ResourceReporter) else None
         gpu = backend.gpu
     finally:

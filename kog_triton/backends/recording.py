@@ -71,6 +71,11 @@ class Profiler(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class RankProfiler(Protocol):
+    """A Profiler that may be opened on several GPUs."""
+
     def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
-        """As `profile`, of a backend on several GPUs."""
+        """As `profile`, of every GPU, their clocks read beside each other."""
         ...

@@ -75,8 +75,8 @@ def exposed(lines: RankTimeline) -> list[Exposed]:
 def rank_trace(
     recording: RankRecording, lines: RankTimeline, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """The document: a process a GPU, a track a block; an arrow from the block of each GPU that sent last to the block of
-    each other GPU that waited longest for it. `about` is kept in its metadata."""
+    """The document: a process a GPU, a track a block; an arrow from the block of each GPU that sent last to the block
+    of each other GPU that waited longest for it. `about` is kept in its metadata."""
     events: list[dict[str, Any]] = []
     for gpu, (one, line) in enumerate(zip(recording.each, lines.each, strict=True)):
         name = {"name": f"GPU {gpu}"}
