@@ -204,7 +204,7 @@ def test_wrong_clocks_change_no_time_by_more_than_is_stated(walk):
 def test_late_sums_are_waited_for_in_the_rows_that_add_them():
     """A Laneformer's words of an earlier layer: asked for before they are needed, waited for if they are late."""
     spec = spec_of(
-        num_layers=4, num_lanes=2, delay=1, num_heads=4, num_kv_heads=2, head=Head.MEAN,
+        num_layers=4, vocab_size=100, num_lanes=2, delay=1, num_heads=4, num_kv_heads=2, head=Head.MEAN,
         reduce_attention=(Reduce.OWN, *[Reduce.DELAYED] * 3), reduce_mlp=(Reduce.OWN, *[Reduce.DELAYED] * 3),
     ).replace(dtype=TWO.dtype)  # fmt: skip
     walk = StampedWalk(spec, RandomWeights(spec), 2, num_blocks=4)

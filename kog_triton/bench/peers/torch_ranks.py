@@ -25,7 +25,8 @@ from kog_triton.bench.peers.torch_shards import RankDecoder, why_not
 from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 
-# Seconds that an answer may take, the first when all ranks have loaded and captured; and that a process may take to end.
+# Seconds that an answer may take, the first when all ranks have loaded and captured, and that a process may take to
+# end.
 PATIENCE_S, CLOSE_S = 300, 10
 
 
@@ -133,7 +134,8 @@ class TorchRanks:
 
     def _ask(self, *order: Any) -> Any:
         for _, orders in self._ranks:
-            orders.send(order)
+            with suppress(OSError):  # of a process that has ended `_answers` tells
+                orders.send(order)
         return self._answers()[0]
 
     def _answers(self) -> list[Any]:
@@ -149,7 +151,7 @@ class TorchRanks:
                             raise RunError(f"rank {rank} said nothing for {PATIENCE_S} s")
                         continue
                     found[rank], complaint = orders.recv()
-                except EOFError as error:
+                except (EOFError, OSError) as error:
                     raise RunError(f"the process of rank {rank} ended") from error
                 if complaint:
                     raise RunError(complaint)

@@ -58,10 +58,11 @@ class RankWeights:
 
     def load(self, name: str) -> Tensor:
         whole, kind = self._weights.load(name), name.rpartition(".")[2]
-        if kind in ROWS or name == "lm_head":
-            return whole.chunk(self._ranks, 1)[self._rank].clone()
-        if kind in COLUMNS:
-            return whole.chunk(self._ranks, 2)[self._rank].clone()
+        axis = 1 if kind in ROWS else 2 if kind in COLUMNS else None  # of [1, rows, columns]
+        if name == "lm_head":
+            axis = 0  # it is [vocab, hidden]
+        if axis is not None:
+            return whole.chunk(self._ranks, axis)[self._rank].clone()
         if kind in SUMMED and self._rank:
             return torch.zeros_like(whole)
         return whole
