@@ -29,7 +29,7 @@ from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
-from kog_triton.backends.cuda.rank_clocks import open_clocks
+from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
@@ -143,6 +143,7 @@ class CudaBackend:
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
+        self._clocks: RankKernel | None = None  # likewise
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
@@ -402,7 +403,7 @@ class CudaBackend:
         """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many. DeviceError on
         several GPUs: `profile_ranks`."""
         if self.num_devices > 1:
-            raise DeviceError("a profile of several GPUs is a recording a GPU: call profile_ranks")
+            raise DeviceError("several GPUs are profiled together: kog profile --gpus N")
         self._check_profile(prompt, tokens)
         with self._entry.at_once():
             (one,) = self._profile(prompt, tokens)
@@ -411,16 +412,18 @@ class CudaBackend:
     def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
         """As `profile`, of every GPU, their clocks read beside each other before and behind the steps."""
         if self.num_devices == 1:
-            raise DeviceError("a profile of one GPU has no clocks to bring together: call profile")
+            raise DeviceError("one GPU has no clocks to bring together: leave --gpus out")
         self._check_profile(prompt, tokens)
         with self._entry.at_once():
-            read = self._open_clocks()
             readings: list[np.ndarray] = []
-            each = self._profile(prompt, tokens, lambda: readings.append(read()))
+            each = self._profile(prompt, tokens, lambda: readings.append(self._read_clocks()))
         return RankRecording(tuple(each), *readings)
 
-    def _open_clocks(self) -> Callable[[], np.ndarray]:
-        return open_clocks(self.devices, self.gpu.arch)
+    def _read_clocks(self) -> np.ndarray:
+        if self._clocks is None:
+            self._clocks = open_clocks(self.devices, self.gpu.arch)
+            self._kernels.append(self._clocks)
+        return read_clocks(self._clocks, self.devices)
 
     def _check_profile(self, prompt: Sequence[int], tokens: int) -> None:
         if len(prompt) + tokens > self.max_context:

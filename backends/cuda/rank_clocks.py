@@ -1,7 +1,7 @@
 """The clocks of all ranks' GPUs beside each other, by a ping-pong between two kernels (include/kccl/clocks.h)."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,10 +21,9 @@ class Argument(ctypes.Structure):
     _fields_ = (("comm", Comm), ("rounds", ctypes.c_uint64), ("readings", ctypes.c_uint64))
 
 
-def open_clocks(devices: Sequence[torch.device], arch: str) -> Callable[[], np.ndarray]:
-    """Compile the kernel; what comes back reads all clocks: see `read_clocks`."""
-    kernel = RankKernel(compile_cubin("", "kccl_clocks.cu", arch), "kccl_clocks", 0, devices)
-    return lambda: read_clocks(kernel, devices)
+def open_clocks(devices: Sequence[torch.device], arch: str) -> RankKernel:
+    """The kernel, compiled, for `read_clocks`."""
+    return RankKernel(compile_cubin("", "kccl_clocks.cu", arch), "kccl_clocks", 0, devices)
 
 
 def read_clocks(kernel: RankKernel, devices: Sequence[torch.device]) -> np.ndarray:

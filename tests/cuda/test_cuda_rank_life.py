@@ -190,6 +190,6 @@ def test_what_ranks_cannot_do_yet_is_refused(backend):
     with pytest.raises(DeviceError, match="a stage alone runs on one GPU: leave --gpus out"):
         backend.run_stage("embed", 0, {"token_ids": torch.tensor([1])})
     with pytest.raises(
-        DeviceError, match="of several GPUs is a recording a GPU: call profile_ranks"
+        DeviceError, match="several GPUs are profiled together: kog profile --gpus N"
     ):
         backend.profile([1, 2], 2)

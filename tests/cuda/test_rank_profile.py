@@ -294,5 +294,5 @@ def test_what_several_gpus_have_not_is_refused(command, tmp_path):
 
 def test_one_gpu_has_no_clocks_to_bring_together():
     backend = FiberBackend(RandomWeights(TWO), BackendOptions(max_context=16), num_blocks=2)
-    with pytest.raises(DeviceError, match="call profile"):
+    with pytest.raises(DeviceError, match="leave --gpus out"):
         backend.profile_ranks([1, 2], 2)
