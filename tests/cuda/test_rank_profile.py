@@ -21,6 +21,7 @@ from kog_triton.backends.recording import RankProfiler, RankRecording
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import Head, Reduce
+from kog_triton.profiling.analysis import timeline
 from kog_triton.profiling.clocks import align
 from kog_triton.profiling.ranks import exposed, rank_timeline, rank_trace
 from tests.lib.compiled import made_once, version_of
@@ -128,7 +129,9 @@ def agreeing(each):
     first = int(min(one.clocks[..., 1].min() for one in each)) - 500
     last = int(max(one.clocks[..., 1].max() for one in each)) + 500
     shape = np.array([[0, 3, 6], [10, 17, 20], [30, 31, 37]])
-    return [np.stack([at + shape] * (len(each) - 1)) for at in (first, last)]
+    return [
+        np.stack([at - 40 * i + shape for i in range(1, len(each))]) for at in (first, last + 400)
+    ]
 
 
 @pytest.fixture(scope="module", params=[(TWO, 2), (FOUR, 4)], ids=["two", "four"])
@@ -178,6 +181,10 @@ def test_wrong_clocks_change_no_time_by_more_than_is_stated(walk):
     """An offset and a drift, planted into stamps and readings of all GPUs but the first."""
     recording = walk.record()
     plain, begin = rank_timeline(recording), int(recording.before.min())
+    # Clocks that agree need no line: every block's times are as its own GPU has them.
+    ends = [timeline(one, begin).ends for one in recording.each]
+    for line, own in zip(plain.each, ends, strict=True):
+        assert np.abs(line.ends - (own - min(e.min() for e in ends))).max() <= 2
 
     def wrong(ns, gpu):
         drift = (0, 0.2, -0.1, 0.3)[gpu]
