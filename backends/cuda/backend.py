@@ -29,6 +29,7 @@ from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
@@ -61,7 +62,7 @@ from kog_triton.backends.prefill.library import (
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
-from kog_triton.backends.recording import Recording
+from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
@@ -156,6 +157,7 @@ class CudaBackend:
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
+        self._clocks: RankKernel | None = None  # likewise
         self.short: ShortPrompts | None = None  # beside the library
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
@@ -467,23 +469,53 @@ class CudaBackend:
             raise DeviceError(f"{what} on one GPU: leave --gpus out")
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
-        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
+        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many. DeviceError on
+        several GPUs: `profile_ranks`."""
+        if self.num_devices > 1:
+            raise DeviceError("several GPUs are profiled together: kog profile --gpus N")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            (one,) = self._profile(prompt, tokens)
+        return one
+
+    def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
+        """As `profile`, of every GPU, their clocks read beside each other before and behind the steps."""
+        if self.num_devices == 1:
+            raise DeviceError("one GPU has no clocks to bring together: leave --gpus out")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            readings: list[np.ndarray] = []
+            each = self._profile(prompt, tokens, lambda: readings.append(self._read_clocks()))
+        return RankRecording(tuple(each), *readings)
+
+    def _read_clocks(self) -> np.ndarray:
+        if self._clocks is None:
+            self._clocks = open_clocks(self.devices, self.gpu.arch)
+            self._kernels.append(self._clocks)
+        return read_clocks(self._clocks, self.devices)
+
+    def _check_profile(self, prompt: Sequence[int], tokens: int) -> None:
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
-        self._refuse_ranks("the cuda backend takes a profile")
-        with self._entry.at_once():
-            return self._profile(prompt, tokens)
 
-    def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
+    def _profile(
+        self, prompt: Sequence[int], tokens: int, read_clocks: Callable[[], None] = lambda: None
+    ) -> list[Recording]:
+        """A recording a rank; `read_clocks` is called around the launch that takes stamps."""
         layout = replace(self.layout, profile_tokens=tokens)
-        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.device))
+        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.devices[rank]))
         stamping = self._load("decode.cu", "kog_decode", layout)
-        launches = [partial(self._run, ranks, [0], kernel) for kernel in (self.kernel, stamping)]
+
+        def stamped() -> None:
+            read_clocks()
+            self._run(ranks, [0], stamping)
+            read_clocks()
+
         try:
-            return record(layout, ranks.first, prompt, launches)
+            return record(layout, ranks, prompt, [partial(self._run, ranks, [0]), stamped])
         finally:
             stamping.close()
 

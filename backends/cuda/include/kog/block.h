@@ -81,6 +81,7 @@ struct Block {
   int layer;
   int column = 0;      // of the token in hand, in a kernel of columns (columns/)
   i64 ring_ticks = 0;  // that this warp waited for weights, if kProfile
+  i64 peer_ticks = 0;  // that it waited for words of other ranks while it had all of its own rank's, if kProfile
   int profile_row = 0;        // of the profile: which of its tokens this is
 
   KOG_DEVICE explicit Block(const Pointers& pointers)
@@ -136,15 +137,17 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32
   return true;
 }
 
-// When a warp passed a point of the walk, and how long it had waited for weights by then. The head's
-// points follow the layers'.
+// When a warp passed a point of the walk, and how long it had waited for weights, and for other ranks, by then.
+// The head's points follow the layers'.
 KOG_DEVICE void stamp(const Block& b, Point point) {
   if constexpr (kProfile) {
     if (b.in_warp != 0) return;
     u64 at = (static_cast<u64>(b.profile_row % kProfileTokens) * kBlocks + b.block) * kWarps + b.warp;
     at = at * ((kLayers + 1) * kPoints) + b.layer * kPoints + static_cast<int>(point);
     u64 waited = static_cast<u64>(b.ring_ticks), issued = load_volatile(&b.small->issued);
-    store_pair(b.p.profile + 2 * at, static_cast<u64>(clock_ticks()), waited | issued << 32);
+    u64* to = b.p.profile + kStampWords * at;
+    store_pair(to, static_cast<u64>(clock_ticks()), waited | issued << 32);
+    if constexpr (kRanks > 1) store_pair(to + 2, static_cast<u64>(b.peer_ticks), 0);
   }
 }
 
