@@ -182,11 +182,6 @@ KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
   return pairs_of<Words>(b) + buffer * (Words::kStride / 2) + kCount * block;
 }
 
-template <class Stage>
-KOG_DEVICE int stage_group_index(const Block& b) {
-  return b.block % Stage::kGroup;
-}
-
 // Units of a stage that this block computes: those that one block has more rotate over the layers.
 struct Units {
   int first, last;
@@ -200,6 +195,9 @@ KOG_DEVICE constexpr Units units_of(int group_index, int layer) {
   int rotated = rotated_group_index<Stage>(group_index, layer);
   return {rotated * Stage::kUnits / Stage::kGroup, (rotated + 1) * Stage::kUnits / Stage::kGroup};
 }
+KOG_DEVICE Units head_units(const Block& b) { return units_of<LmHead>(b.block % LmHead::kGroup, 0); }
+// The first id whose row of the head this block's lane or rank has.
+KOG_DEVICE int first_id(const Block& b) { return (kHeadByLane ? b.lane : rank_of(b.p)) * LmHead::kRows; }
 // The rotated index of the block that has a unit.
 template <class Stage>
 KOG_DEVICE constexpr int rotated_owner(int unit) {
