@@ -24,11 +24,12 @@ from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_lau
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
+from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
+from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
-from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.backends.cuda.products import ArenaProducts, product_texts
+from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
@@ -73,21 +74,10 @@ from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
-from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
-
-
-def _kernel_prompts(options: BackendOptions) -> BackendOptions:
-    """Of narrow weights on several GPUs."""
-    if options.prefill == "library":
-        raise ModelError(
-            "prompts of narrow weights on several GPUs run in the kernel: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
 class CudaBackend:
@@ -137,7 +127,7 @@ class CudaBackend:
                 f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow and options.num_gpus > 1:
-            options = _kernel_prompts(options)
+            options = narrow_prompts_of_ranks(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -249,20 +239,8 @@ class CudaBackend:
         self._kernels.append(kernel)
         return kernel
 
-    def _prompt_texts(self) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
-        """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
-        lowering, dtype = self.layout.lowering, self.spec.dtype
-        narrow = bool(self.spec.narrow)
-        texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
-            k: (render_product(k, dtype, narrow), PRODUCTS) for k in KERNELS
-        }
-        if narrow:
-            kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
-            texts |= {kind: (render_unpack(kind, dtype), UNPACK) for kind in kinds}
-        return texts
-
     def _compile_products(self) -> None:
-        texts = [*self._prompt_texts().values()]
+        texts = [*product_texts(self.layout.lowering).values()]
         if self._passes_short(self.layout.lowering):
             texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
         for text in texts:
@@ -333,7 +311,7 @@ class CudaBackend:
         return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
-        texts, device = self._prompt_texts(), memory.weights.device
+        texts, device = product_texts(self.layout.lowering), memory.weights.device
 
         def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(*texts[kernel], self.gpu.arch)
@@ -614,15 +592,3 @@ class CudaBackend:
         for tensor in (memory.words, memory.error):
             tensor.copy_(blank[: len(tensor)])
         memory.mailbox.zero_()
-
-
-def prompts_of(gpu: Gpu, options: BackendOptions) -> BackendOptions:
-    """The options with the prompts that this GPU can run: the products of prompt.cu are Hopper's own instructions
-    (wgmma), without which prompts go in chunks. DeviceError where the library is asked for."""
-    if gpu.arch == HOPPER or options.prefill in ("kernel", "decode"):
-        return options
-    if options.prefill == "library":
-        raise DeviceError(
-            f"the products of prompts are for Hopper GPUs, and {gpu.name} is {gpu.arch}: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel")
