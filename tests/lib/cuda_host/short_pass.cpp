@@ -1,4 +1,5 @@
-// Runs one kernel of a prompt's pass (fibers.h, PASS), block after block.
+// Runs one kernel of a prompt's pass (fibers.h, PASS), block after block; with a seed the last block first: no block of a
+// pass counts on another's being earlier.
 #include "fibers.h"
 
 const kog::u32 *kog::host::late_first, *kog::host::late_last;
@@ -11,7 +12,7 @@ extern "C" long kog_run(const kog::host::Argument* call, int blocks, int seed, l
   argument = call, num_blocks = blocks;
   Dice dice(seed);
   for (int i = 0; i < blocks; i++) {
-    BlockRunner block(0, i);
+    BlockRunner block(0, seed != 0 ? blocks - 1 - i : i);
     for (ticks = 0; !block.ended(); ticks++) {
       if (ticks == most) return -1;
       block.round(seed != 0 ? &dice : nullptr, seed < 0);
