@@ -10,15 +10,20 @@ from kog_triton.schedule.cuda import (
     WARPS,
     CudaLowering,
     is_wide,
+    slice_values,
     unit_period,
 )
-from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 THREADS = WARPS * 32  # that consume
 HELD_STEPS = 8  # of one token's operands, all of a stage's or none
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+# The same of narrow ones that are whole numbers, whose sums are half as many, where these are many: what is left to
+# scratch sets the ring's length (benchmarks/cuda-log.md#longer-ring).
+HELD_WHOLE_WORDS = 52
+GROUP_VALUES = 128  # of a slice of x, that a warp stages at once (include/kog/columns/stream.h)
 # The same where some are read from memory instead; and how many ring slots ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
 MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
@@ -32,7 +37,7 @@ def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     if columns == 1:
         return lo.staged_bytes(stage)
     steps = lo.steps(stage)
-    if not is_wide(stage):
+    if not is_wide(stage) or not all_held(lo, stage, columns):
         steps -= held_steps(lo, stage, columns) + read_steps(lo, stage, columns)
     return lo.operands_at(stage, columns) + steps * step_bytes(lo, stage, columns)
 
@@ -92,11 +97,39 @@ def row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return lo.frag_k // 16 * max(1, columns // tokens)
 
 
+def all_held(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's operands are all in registers once they are staged."""
+    return held_steps(lo, stage, columns) == lo.steps(stage)
+
+
 def _most_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    words, steps = row_words(lo, stage, columns), lo.steps(stage)
-    held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
-    # Wide ones, which all come by the scratch, are all there or all in registers.
-    return held if held == steps or not is_wide(stage) else 0
+    steps = lo.steps(stage)
+    words = row_words(lo, stage, columns)
+    if not is_wide(stage):
+        many = lo.weights[stage.name].integer and steps * words > 2 * HELD_NARROW_WORDS
+        return min(steps, (HELD_WHOLE_WORDS if many else HELD_NARROW_WORDS) // words)
+    held = HELD_WORDS // words
+    # Wide ones, which all come by the scratch, are all there or all in registers, but the head's.
+    return steps if held >= steps else _held_of_head(lo, stage, held)
+
+
+def _held_of_head(lo: CudaLowering, stage: Stage, most: int) -> int:
+    """Steps of the head's operands that are in registers before the others take their place in scratch: where no stage
+    of a layer keeps as much there, and each warp multiplies what it has staged."""
+    wide = [s for s in layer_matrices(lo.schedule) if is_wide(s)]
+    tiling, group = lo.tilings[stage.name], GROUP_VALUES // lo.frag_k
+    staged = WARPS * slice_values(lo.schedule, lo.frag_k)
+    if (
+        stage.name != "lm_head"
+        or lo.weights[stage.name].integer
+        or not all(lo.weights[s.name].integer for s in wide)
+        or lo.schedule.num_shards > 1
+        or (tiling.k_parts, tiling.fragment_rows) != (WARPS, MMA_ROWS)
+        or tiling.padded_k(stage.cols) != staged
+    ):
+        return 0
+    held = most // group * group
+    return held if 2 * held <= lo.steps(stage) else 0
 
 
 def sum_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -138,7 +171,7 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
 def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """All units of a block, where their partial sums find room over operands that are in registers by then, and
     over what other stages keep behind those; 0 where they do not, or as many find it otherwise."""
-    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+    if columns == 1 or not is_wide(stage) or not all_held(lo, stage, columns):
         return 0
     units = _most_units(lo, stage)
     pieces = units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
@@ -175,7 +208,7 @@ def _least_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units whose partial sums find room where operands were that are in registers by then."""
-    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+    if columns == 1 or not is_wide(stage) or not all_held(lo, stage, columns):
         return 0
     steps = lo.steps(stage)
     # Of one part's operands.
