@@ -269,7 +269,7 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         raise ModelError(
             f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
         )
-    deep = [c for c in candidates if c.ring_slots >= c.least_ring_slots]
+    deep = [c for c in candidates if c.ring_slots >= 2 * c.least_window]
     best = min(
         deep or candidates,
         key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)),

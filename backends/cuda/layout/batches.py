@@ -4,6 +4,7 @@ A kernel of one token keeps operands in shared memory; one of several columns a 
 sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
 """
 
+from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda import (
     MMA_ROWS,
     PARTIAL_ROWS,
@@ -20,9 +21,9 @@ THREADS = WARPS * 32  # that consume
 HELD_STEPS = 8  # of one token's operands, all of a stage's or none
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
-# The same of narrow ones that are whole numbers, whose sums are half as many, where these are many: what is left to
-# scratch sets the ring's length (benchmarks/cuda-log.md#longer-ring).
-HELD_WHOLE_WORDS = 52
+# The same of eight columns beside int4, where operands are many: what is left to scratch sets the ring's length.
+# Sums of whole numbers are half as many; other formats' scales take the registers (benchmarks/cuda-log.md#longer-ring).
+HELD_INT4_WORDS = 52
 GROUP_VALUES = 128  # of a slice of x, that a warp stages at once (include/kog/columns/stream.h)
 # The same where some are read from memory instead; and how many ring slots ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
@@ -106,8 +107,10 @@ def _most_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
     steps = lo.steps(stage)
     words = row_words(lo, stage, columns)
     if not is_wide(stage):
-        many = lo.weights[stage.name].integer and steps * words > 2 * HELD_NARROW_WORDS
-        return min(steps, (HELD_WHOLE_WORDS if many else HELD_NARROW_WORDS) // words)
+        how = lo.weights[stage.name].format
+        int4 = how is not None and how.code is Code.UINT4 and how.offset is Offset.NONE
+        many = int4 and columns == 8 and steps * words > 2 * HELD_NARROW_WORDS
+        return min(steps, (HELD_INT4_WORDS if many else HELD_NARROW_WORDS) // words)
     held = HELD_WORDS // words
     # Wide ones, which all come by the scratch, are all there or all in registers, but the head's.
     return steps if held >= steps else _held_of_head(lo, stage, held)
@@ -152,6 +155,7 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
         _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
         _units_beside(lo, stage, columns),
+        _units_behind_turns(lo, stage, columns),
         units_over(lo, stage, columns),
     )
 
@@ -165,6 +169,17 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
     most = 2 * WARPS // unit_pieces(tiling.unit_rows, columns)
     units = min(room // sum_bytes(lo, stage, columns), _most_units(lo, stage), most)
+    return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
+
+
+def _units_behind_turns(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a head whose operands take turns, a piece a warp at most, whose partial sums find room twice where other
+    stages keep more: all meet at a barrier for each batch (benchmarks/cuda-log.md#longer-ring)."""
+    if columns == 1 or not is_wide(stage) or held_steps(lo, stage, columns) in (0, lo.steps(stage)):
+        return 0
+    room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
+    most = WARPS // unit_pieces(lo.tilings[stage.name].unit_rows, columns)
+    units = min(room // (2 * sum_bytes(lo, stage, columns)), most)
     return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
 
 
