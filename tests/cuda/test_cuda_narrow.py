@@ -189,7 +189,9 @@ def alone(case):
     ],
 )
 def test_a_request_among_others_has_the_bits_that_it_has_alone(case, count):
-    backend = ColumnBackend(weights_of(case), BackendOptions(num_slots=count), SHARING, counts=(count,))
+    backend = ColumnBackend(
+        weights_of(case), BackendOptions(num_slots=count), SHARING, counts=(count,)
+    )
     served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
     one = FiberBackend(weights_of(case), BackendOptions(num_slots=1), SHARING)
     for slot, steps in served.items():
@@ -225,7 +227,13 @@ def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, m
         assert backend.memory.cache[slot][..., :rows, :].equal(one.memory.cache[0][..., :rows, :])
 
 
-TURNS = {"hidden_size": 4096, "intermediate_size": 128, "head_dim": 16, "num_layers": 1, "vocab_size": 384}
+TURNS = {
+    "hidden_size": 4096,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "num_layers": 1,
+    "vocab_size": 384,
+}
 
 
 TOLD = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
@@ -263,7 +271,9 @@ def test_eight_requests_of_int4_have_a_ring_of_seven():
     lowering = lower(build(spec), GPUS["h200"])
     layout, head = lay_out_columns(lowering, 2048, 8), lowering.schedule.stage("lm_head")
     assert layout.ring_slots == 7 and layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
+    assert (
+        batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
+    )
     assert layout.stage_bytes(head) <= layout.scratch_bytes
 
 
@@ -284,7 +294,11 @@ def test_operands_of_a_head_that_take_turns_are_those_of_one_token():
     "fault",
     [
         ("columns/stream.h", "(i * 128 < kHeldValues ? 0 : Stage::kHeld)", "0"),
-        ("operands.h", "held[step] = load(step + kFirst);", "held[step] = load(step ^ 1 | kFirst);"),
+        (
+            "operands.h",
+            "held[step] = load(step + kFirst);",
+            "held[step] = load(step ^ 1 | kFirst);",
+        ),
         ("columns/stream.h", "      hold();\n", ""),
     ],
     ids=["behind one another", "other steps held", "none held"],
