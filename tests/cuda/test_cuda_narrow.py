@@ -227,7 +227,7 @@ def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, m
         assert backend.memory.cache[slot][..., :rows, :].equal(one.memory.cache[0][..., :rows, :])
 
 
-TURNS = {
+HELD_FIRST = {
     "hidden_size": 4096,
     "intermediate_size": 128,
     "head_dim": 16,
@@ -240,9 +240,9 @@ TOLD = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
 
 
 @functools.cache
-def opened_turns():
+def opened_held_first():
     """Weights of a model whose head's operands take turns in scratch, and what each request says alone."""
-    spec = narrow_spec(FORMATS["int4-g128"], **LARGE | TURNS)
+    spec = narrow_spec(FORMATS["int4-g128"], **LARGE | HELD_FIRST)
     lowering = lower(build(spec), GPUS["h200"], SHARING)
     head = lowering.schedule.stage("lm_head")
     assert (batches.held_steps(lowering, head, 8), lowering.steps(head)) == (4, 8)
@@ -254,7 +254,7 @@ def opened_turns():
 
 def as_alone(include=None):
     """Whether each of eight requests has the tokens and the log-probabilities that it has alone."""
-    weights, alone = opened_turns()
+    weights, alone = opened_held_first()
     backend = ColumnBackend(weights, BackendOptions(num_slots=8), SHARING, counts=(8,))
     requests = [request(i, prompt, 2, TOLD) for i, prompt in enumerate(PROMPTS)]
     served = shared(backend, *requests)
@@ -285,7 +285,7 @@ def test_the_largest_slots_leave_a_ring_of_two_windows_bytes(name):
     assert layout.ring_slots * lowering.ring_slot_bytes >= 2 * STREAM_WINDOW_BYTES
 
 
-def test_operands_of_a_head_that_take_turns_are_those_of_one_token():
+def test_a_head_s_operands_held_before_others_take_their_place_are_those_of_one_token():
     assert as_alone() == [True] * 8
 
 
@@ -303,7 +303,7 @@ def test_operands_of_a_head_that_take_turns_are_those_of_one_token():
     ],
     ids=["behind one another", "other steps held", "none held"],
 )
-def test_a_planted_fault_in_turns_is_seen(fault, tmp_path):
+def test_a_planted_fault_in_what_is_held_first_is_seen(fault, tmp_path):
     assert not all(as_alone(plant(tmp_path, fault)))
 
 

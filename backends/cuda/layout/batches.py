@@ -155,7 +155,7 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
         _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
         _units_beside(lo, stage, columns),
-        _units_behind_turns(lo, stage, columns),
+        _units_behind_held(lo, stage, columns),
         units_over(lo, stage, columns),
     )
 
@@ -172,7 +172,7 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
 
 
-def _units_behind_turns(lo: CudaLowering, stage: Stage, columns: int) -> int:
+def _units_behind_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units of a head whose operands take turns, a piece a warp at most, whose partial sums find room twice where other
     stages keep more: all meet at a barrier for each batch (benchmarks/cuda-log.md#longer-ring)."""
     if columns == 1 or not is_wide(stage) or held_steps(lo, stage, columns) in (0, lo.steps(stage)):

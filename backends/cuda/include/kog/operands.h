@@ -207,7 +207,7 @@ constexpr u32 kE2m1Table = 0x03020100u;
 
 // Whether a warp's first steps of wide operands are in registers before the others take their place in scratch.
 template <class Stage>
-constexpr bool kTakeTurns = Stage::kWide && kColumns > 1 && Stage::kHeld > 0 && Stage::kHeld < Stage::kSteps;
+constexpr bool kHeldFirst = Stage::kWide && kColumns > 1 && Stage::kHeld > 0 && Stage::kHeld < Stage::kSteps;
 
 // What a warp's part of K is multiplied with.
 template <class Stage, bool kBytesOfOne = Stage::Weights::kInteger && kColumns == 1>
@@ -215,7 +215,7 @@ struct Operands {
   using S = OperandLayout<Stage>;
   using Row = WordVector<S::kRowWords>;  // a thread's words of a step
   // The first step in scratch; those of one token all come by it, and wide ones, which may take turns.
-  static constexpr int kFirst = (Stage::kWide || kColumns == 1) && !kTakeTurns<Stage> ? 0 : Stage::kHeld;
+  static constexpr int kFirst = (Stage::kWide || kColumns == 1) && !kHeldFirst<Stage> ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
@@ -354,7 +354,7 @@ struct Operands<Stage, true> {
 };
 template <class Stage>
 KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
-  static_assert(!kTakeTurns<Stage>, "by the time that all are staged the first ones are not there");
+  static_assert(!kHeldFirst<Stage>, "by the time that all are staged the first ones are not there");
   Operands<Stage> x(b);
   x.hold();
   return x;

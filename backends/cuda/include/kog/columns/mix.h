@@ -48,7 +48,7 @@ KOG_DEVICE void stage_head(Block& b, Hold hold) {
   }
 }
 KOG_DEVICE Operands<LmHead> head_operands(Block& b) {
-  if constexpr (kTakeTurns<LmHead>) {
+  if constexpr (kHeldFirst<LmHead>) {
     Operands<LmHead> x(b);
     stage_head(b, [&] { x.hold(); });
     b.begin_stage();

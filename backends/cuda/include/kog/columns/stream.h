@@ -141,7 +141,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
   using S = OperandLayout<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
   constexpr int kHeldValues = Stage::kHeld * kFragK;
-  static_assert(!kTakeTurns<Stage> || (kOwn && kHeldValues % 128 == 0 && Stage::kSteps * kFragK == kSlice));
+  static_assert(!kHeldFirst<Stage> || (kOwn && kHeldValues % 128 == 0 && Stage::kSteps * kFragK == kSlice));
   float4 gain[kGroups];
   int from[kGroups];
   Quads v;
@@ -170,7 +170,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     }
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
     int place = e / kFragK;  // of the step
-    if constexpr (kTakeTurns<Stage>)
+    if constexpr (kHeldFirst<Stage>)
       place = b.warp * (Stage::kSteps - Stage::kHeld) + local / kFragK - (i * 128 < kHeldValues ? 0 : Stage::kHeld);
     u32* step = reinterpret_cast<u32*>(b.scratch) + place * S::kStepWords;
     // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
@@ -199,7 +199,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
         }
       });
     }
-    if (kTakeTurns<Stage> && (i + 1) * 128 == kHeldValues) {
+    if (kHeldFirst<Stage> && (i + 1) * 128 == kHeldValues) {
       sync_warp();
       hold();
       sync_warp();  // all have read what is overwritten
