@@ -37,6 +37,7 @@ QUIET_S = 0.25
 # 0.1 to 0.3 ms. It keeps the engine in memory as long.
 LINGER_S = 1.0
 MAX_WAITING = 1024  # requests that may wait for a slot
+COMPARED = 512  # ids at once
 
 
 @dataclass
@@ -428,21 +429,27 @@ class Engine:
 
 def check_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """The ids as they are; RequestError if there are none or one is outside the vocabulary."""
-    ids = []
-    for position, token in enumerate(token_ids):
-        value = operator.index(token) if hasattr(token, "__index__") else -1
-        if not 0 <= value < vocab_size:
-            raise RequestError(
-                f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
-            )
-        ids.append(value)
-    if not ids:
+    if not len(token_ids):
         raise RequestError("the prompt is empty: give at least one token")
-    return tuple(ids)
+    with contextlib.suppress(TypeError):  # of what is no integer, which is named below
+        ids = tuple(map(operator.index, token_ids))
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            return ids
+    position, token = next(
+        (i, token)
+        for i, token in enumerate(token_ids)
+        if not (hasattr(token, "__index__") and 0 <= operator.index(token) < vocab_size)
+    )
+    raise RequestError(
+        f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
+    )
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    """How many leading ids are the same. In pieces: one by one, 12,000 take 0.4 ms of a first token."""
+    most = min(len(a), len(b))
+    for begin in range(0, most, COMPARED):
+        end = min(begin + COMPARED, most)
+        if list(a[begin:end]) != list(b[begin:end]):
+            return next(i for i in range(begin, end) if a[i] != b[i])
+    return most

@@ -14,14 +14,14 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import waited_for
-from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
+from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
-from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
@@ -32,6 +32,16 @@ from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
+from kog_triton.backends.cuda.short_pass import (
+    MOST_TOKENS,
+    PassKernels,
+    Ready,
+    ShortPass,
+    can_pass,
+    functions,
+    workspace_bytes,
+)
+from kog_triton.backends.cuda.short_prompts import ShortPrompts
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
 from kog_triton.backends.cuda.unpacking import Unpacking
@@ -42,6 +52,7 @@ from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
 from kog_triton.backends.prefill.library import (
     LibraryPrefill,
+    bucket_sizes,
     fuses,
     library_for,
     on_device,
@@ -49,7 +60,7 @@ from kog_triton.backends.prefill.library import (
 )
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
-from kog_triton.backends.prefill.weights import Matrices
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.backends.recording import Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -86,6 +97,9 @@ class CudaBackend:
     column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
+    short_passes = (
+        True  # whether short prompts have a pass of their own, where its kernels read the model
+    )
 
     @classmethod
     def availability(cls) -> Availability:
@@ -142,6 +156,7 @@ class CudaBackend:
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
+        self.short: ShortPrompts | None = None  # beside the library
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
@@ -170,9 +185,13 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
-                lowering, self.max_context, counts, compile_columns, load_columns
+                lowering,
+                self.max_context,
+                self.column_counts,
+                options.num_slots,
+                compile_columns,
+                load_columns,
             )
             if self.columns_ahead:
                 self.columns.begin()
@@ -207,11 +226,21 @@ class CudaBackend:
         lowering, beside = self.layout.lowering, 0
         if wants_library(self.options, self.device):
             beside = unpacked_bytes(lowering)
+            if self._passes_short(lowering):
+                beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
             plan = replace(plan, weights=plan.weights + beside)
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
+
+    @property
+    def _most_blocks(self) -> int:
+        """Of a launch of a pass."""
+        return self.gpu.num_sms
+
+    def _passes_short(self, lowering: CudaLowering) -> bool:
+        return self.short_passes and can_pass(lowering)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)
@@ -231,7 +260,9 @@ class CudaBackend:
         return texts
 
     def _compile_products(self) -> None:
-        texts = self._prompt_texts().values()
+        texts = [*self._prompt_texts().values()]
+        if self._passes_short(self.layout.lowering):
+            texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
         for text in texts:
@@ -253,15 +284,51 @@ class CudaBackend:
         if self.num_devices > 1:
             return RankPrefill(weights, lowering.schedule, self.max_context, held)
         (one,) = held
-        return LibraryPrefill(
+        buckets, short = bucket_sizes(self.max_context), self._passes_short(lowering)
+        if short:
+            buckets = [size for size in buckets if size > MOST_TOKENS]
+        library = LibraryPrefill(
             weights,
             self.spec,
             self.max_context,
             one.embed,
             one.rope,
             one.matrices,
+            buckets,
             to_head=True,
         )
+        if short:
+            self.short = self._open_short(lowering, self.memory, one, library.layers)
+        return library
+
+    def _open_short(
+        self,
+        lowering: CudaLowering,
+        memory: Memory,
+        tensors: RankTensors,
+        layers: Sequence[LayerWeights],
+    ) -> ShortPrompts:
+        device = memory.weights.device
+        passes = ShortPass(
+            lowering,
+            memory.weights,
+            self._groups_of(tensors.matrices),
+            tensors.embed,
+            tensors.rope,
+            layers,
+            memory.cache[..., : self.spec.head_dim],
+            memory.streams[..., : self.spec.hidden_size],
+            self._short_kernels(device),
+            self._most_blocks,
+        )
+        return ShortPrompts(passes, device, self.max_context, self.spec.vocab_size)
+
+    def _groups_of(self, matrices: Matrices) -> Callable[[str, int], int]:
+        assert isinstance(matrices, ArenaProducts)
+        return matrices.groups
+
+    def _short_kernels(self, device: torch.device) -> Ready:
+        return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
         texts, device = self._prompt_texts(), memory.weights.device
@@ -330,6 +397,8 @@ class CudaBackend:
         library, crossover = self.library, self.chunks.crossover
         if not library or not library_for(request, library, self.options.prefill, crossover):
             return None
+        if self.short is not None and self.short.takes(request):
+            return self.short.begin(request)
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank
         caches = [memory.cache[slot][..., :d] for memory in self.ranks.each]
@@ -432,6 +501,8 @@ class CudaBackend:
         if self.library is None:
             return False
         with self._entry.at_once():
+            if self.short is not None and self.short.make_ready():
+                return True
             return self.library.make_ready()
 
     def memory_bytes(self) -> dict[str, int]:
@@ -444,6 +515,8 @@ class CudaBackend:
         other += self.columns.memory_bytes() + self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
+        if self.short is not None:
+            other += self.short.memory_bytes()
         return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:
@@ -455,7 +528,7 @@ class CudaBackend:
             kernel.close()
         self._kernels, self._stages = [], None
         self.chunks.close()
-        self.library, self._blank = None, {}
+        self.library, self.short, self._blank = None, None, {}
         del self.ranks
 
     # ---- a launch ----

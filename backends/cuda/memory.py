@@ -45,6 +45,9 @@ from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix, shar
 Tensor = torch.Tensor
 Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+# Bytes of the arena that are packed at once, which take up to five times as many for a moment: beside the weights of
+# Llama-3.3-70B a GPU of 140 GiB has 8 left, and its head is 2.
+PACKED_AT_ONCE = 1 << 28
 ERROR_WORDS = 9  # what expired, and whether another rank's wait has (include/kog/ranks.h)
 
 BY_SLOT = ("cache", "streams", "tokens", "request", "states", "outbox")
@@ -111,7 +114,7 @@ class Memory:
             self.masks[slot].zero_()
         if flags & Flag.LOGPROBS:
             self.logprobs[slot, : int(fields["most"])].zero_()
-        upload(torch.tensor(prompt, dtype=torch.int32), self.tokens[slot, : len(prompt)])
+        upload(torch.from_numpy(np.array(prompt, np.int32)), self.tokens[slot, : len(prompt)])
         upload(torch.tensor([start, prompt[start]], dtype=torch.int32), self.states[slot])
         self.outbox[slot].zero_()
 
@@ -300,19 +303,24 @@ def _place(
     w  a matrix a shard, as `pack` takes it: ring slots of some blocks, [blocks, slots, 16-bit words of a slot].
     """
     by_kind: dict[tuple[int, int], list[int]] = {}
-    for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.group_index(stage, block), rank))
+    own = lo.group_index(stage, np.arange(lo.num_blocks))
+    begin, end = lo.unit_bounds(stage, layer, own, rank)
+    for block, units in enumerate((end - begin).tolist()):
         by_kind.setdefault((lo.shard(stage, block, rank), units), []).append(block)
-    for (shard, units), blocks in by_kind.items():
+    for (shard, units), alike in by_kind.items():
         if not units:
             continue
-        packed = pack(blocks, w[shard])
-        at = first[blocks][:, None] + np.arange(packed.shape[1])
-        index = (
-            torch.from_numpy(at).to(arena.device),
-            torch.tensor(blocks, device=arena.device)[:, None],
-        )
-        arena[..., : packed.shape[2]][index] = packed
+        slots = lo.stage_ring_slots(stage, layer, lo.group_index(stage, alike[0]), rank)
+        most = max(1, PACKED_AT_ONCE // (slots * lo.ring_slot_bytes))
+        for some in range(0, len(alike), most):
+            blocks = alike[some : some + most]
+            packed = pack(blocks, w[shard])
+            at = first[blocks][:, None] + np.arange(packed.shape[1])
+            index = (
+                torch.from_numpy(at).to(arena.device),
+                torch.tensor(blocks, device=arena.device)[:, None],
+            )
+            arena[..., : packed.shape[2]][index] = packed
 
 
 def _biases(

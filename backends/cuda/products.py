@@ -102,6 +102,10 @@ class ArenaProducts:
             multiply.y += tokens * way.rows * x.element_size()
         return y if bias is None else y.add_(bias[:, None])
 
+    def groups(self, stage: str, layer: int) -> int:
+        """The address of a stage's groups in a layer, of its first shard."""
+        return self._groups[stage, layer][0]
+
     @property
     def nbytes(self) -> int:
         held = (self._table, self._partials, self._arrived)

@@ -55,7 +55,6 @@ def of_today(kept):
     return kept
 
 
-@pytest.mark.slow
 def test_the_record_is_of_todays_kernel():
     """Else `python -m tests.gfx942.record` is to be run again, and its record committed."""
     assert stale(record()) == set()

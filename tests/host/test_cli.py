@@ -97,8 +97,10 @@ def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch)
         "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
     )
     flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
+    flags += ("--num-slots", "3", "--prefill", "library")
     assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
     how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    how |= {"num_slots": 3, "prefill": "library"}
     assert asked == [("fake", str(folder), how)]
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kog_triton import LLM, SamplingParams, engine
@@ -413,3 +414,21 @@ def test_the_error_of_a_list_names_its_prompt(llm):
         llm.generate(["a", "", "b", "c"], GREEDY)
     with pytest.raises(RequestError, match=r"^the prompt is empty"):
         llm.generate([""], GREEDY)
+
+
+@pytest.mark.parametrize("at", [0, 1, 511, 512, 513, 1023, 1024, 1299])
+def test_a_common_prefix_ends_where_the_ids_differ(at):
+    """Whichever piece they differ in, and of whatever kind the two sequences are."""
+    ids = list(range(1300))
+    other = (*ids[:at], -1, *ids[at + 1 :])
+    assert engine.common_prefix(ids, other) == engine.common_prefix(other, ids) == at
+    assert engine.common_prefix(ids, tuple(ids[:at])) == at
+    assert engine.common_prefix(ids, tuple(ids)) == 1300
+
+
+@pytest.mark.parametrize("wrong", [-1, 9, 1.0, "1", None])
+def test_the_first_id_that_is_none_of_the_vocabulary_is_named(wrong):
+    assert engine.check_ids([0, np.int64(8), True], 9) == (0, 8, 1)
+    for behind in ([], [-1]):
+        with pytest.raises(RequestError, match=r"^prompt token 2 is .*: ids run from 0 to 8$"):
+            engine.check_ids([1, 8, wrong, *behind], 9)

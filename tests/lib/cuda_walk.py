@@ -16,10 +16,9 @@ import torch
 from kog_triton.backends import Availability
 from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.chunks import POSITIONS
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import header, layout
-from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.pace import Pace
@@ -241,6 +240,7 @@ class FiberBackend(CudaBackend):
     column_counts = ()
     columns_ahead = False  # where a test opens them, it says which
     chunk_positions = 0
+    short_passes = False  # tests/lib/short_pass.py has them
 
     @classmethod
     def availability(cls):

@@ -16,7 +16,7 @@ VOCAB_SIZE = END + 4
 MAX_CONTEXT = 512
 
 
-def make_checkpoint(folder: Path, **generation: Any) -> Path:
+def make_checkpoint(folder: Path, max_context: int = MAX_CONTEXT, **generation: Any) -> Path:
     """A one-layer Llama of random weights with a byte tokenizer: something that opens."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden, ffn, vocab = 8, 16, VOCAB_SIZE
@@ -30,7 +30,7 @@ def make_checkpoint(folder: Path, **generation: Any) -> Path:
         "num_key_value_heads": 1,
         "head_dim": 8,
         "vocab_size": vocab,
-        "max_position_embeddings": MAX_CONTEXT,
+        "max_position_embeddings": max_context,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -1,5 +1,6 @@
 """The server's own figures on a scripted engine: `python -m tests.server.figures`, printed beside what is asked of
-them; --keep writes record.json. Through a GPU's socket: through_socket.py; other clients: real_clients.py.
+them; --keep writes record.json. Through a GPU's socket: through_socket.py; other clients: real_clients.py; R17, a soak:
+soak.py.
 
 Three processes share the machine: engine, server and this client. Times are of one clock: the engine's stamp of a
 token to its arrival here, so that the hop to the socket is less than what is told. The cores are those that this
@@ -28,21 +29,15 @@ from kog_triton.metrics import percentile
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.raw_stream import raw_stream, request_head
 from tests.lib.served import content, served
+from tests.server.asked import Asked, by_name
 from tests.server.reparsing import follow
-from tests.server.soak import WARM_UP, fill_word_cache, memory_kib, soak
+from tests.server.soak import memory_kib
 from tests.server.ten_questions import agents, converse, percent_cached
 
 RATE = 3000  # tokens/s of the scripted engine
 TOKENS = 6000
 FREE_S = 0.005  # for the slot of a client that left to be free; what is asked is a step, or 50 ms
 RECORD = Path(__file__).with_name("record.json")
-
-
-def roomy(folder):
-    make_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
-    return folder
 
 
 def ask(prompt, **fields):
@@ -223,13 +218,14 @@ def cost(server, tokens, **fields):
     return round(1e6 * (cpu_seconds(server.process.pid) - before) / tokens, 1)
 
 
-def measure(tokens: int, soak_s: float) -> Iterator[tuple[str, Any]]:
+def measure(tokens: int) -> Iterator[tuple[str, Any]]:
     """(name, figure), each as it is found."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         flags = ["--max-num-seqs", "8", "--tool-call-parser", "hermes"]
         flags += ["--reasoning-parser", "think"]
-        with served(folder / "server", roomy(folder / "model"), *flags) as server:
+        model = make_checkpoint(folder / "model", max_context=1 << 16)
+        with served(folder / "server", model, *flags) as server:
             hop(server, 500)  # warm
             yield "engine_to_client_us", quantiles(hop(server, tokens))
             gaps, first, tokens_an_event = coalesced(server, tokens)
@@ -251,17 +247,14 @@ def measure(tokens: int, soak_s: float) -> Iterator[tuple[str, Any]]:
             yield "p99_ms_beside_200_half_open", beside_half_open(server, 100)
             yield "first_event_ms_after_a_leaver", after_a_leaver_ms(server, 50)
             yield "idle_percent_of_a_core", [round(share, 2) for share in idle(server)]
-            fill_word_cache(server)
-            yield "soak", soak(server, soak_s, WARM_UP)
         with agents(folder / "agents") as server:
             questions = converse(server)
             assert all(question.warm == question.cold for question in questions)
             yield "ten_questions_percent_cached", round(percent_cached(questions), 1)
 
 
-def verdicts(found):
-    """[(what is asked, the figure, the most or least that it may be, whether it holds)]"""
-    hop_us, soaked = found["engine_to_client_us"], found["soak"]
+def asked(found):
+    hop_us = found["engine_to_client_us"]
     reader, half = found["p99_us_beside_a_slow_reader"], found["p99_ms_beside_200_half_open"]
     left, rates = found["first_event_ms_after_a_leaver"], found["streams_tokens_per_s"]
     most = [
@@ -275,22 +268,18 @@ def verdicts(found):
         ("R10: p99 beside a slow reader by alone", reader["beside"] / reader["alone"], 1.1),
         ("R10: MiB of a slow reader", reader["mib"], 1),
         ("R12: p99 beside half-open ones by alone", half["beside"] / half["alone"], 1.2),
-        ("R17: errors", soaked["errors"], 0),
-        ("R17: MiB a minute", soaked["mib_per_minute"], 1),
-        ("R17: drift of p99, percent", soaked["itl_p99_drift_percent"], 5),
         ("A26: fastest by slowest stream", max(max(r) / min(r) for r in rates.values()), 1.1),
     ]
     cached = found["ten_questions_percent_cached"]
     return [
-        *((what, round(value, 3), limit, value <= limit) for what, value, limit in most),
-        ("ten questions, percent cached, at least", cached, 95, cached >= 95),
+        *(Asked(what, round(value, 3), limit) for what, value, limit in most),
+        Asked("ten questions, percent cached, at least", cached, 95, at_least=True),
     ]
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.server.figures")
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--soak", type=float, default=300.0, metavar="S")
     parser.add_argument("--keep", action="store_true", help=f"write {RECORD.name}")
     args = parser.parse_args()
     record: dict[str, Any] = {
@@ -303,16 +292,12 @@ def main():
         "tokens_per_s": RATE,
         "figures": {},
     }
-    for name, found in measure(args.tokens, args.soak):
+    for name, found in measure(args.tokens):
         print(f"{name}: {found}", file=sys.stderr, flush=True)
         record["figures"][name] = found
-    record["asked"] = {
-        what: {"found": found, "limit": limit, "held": held}
-        for what, found, limit, held in verdicts(record["figures"])
-    }
+    record["asked"] = by_name(asked(record["figures"]))
     print(json.dumps(record, indent=2))
-    for what, one in record["asked"].items():
-        print(f"{'held  ' if one['held'] else 'MISSED'} {what}: {one['found']} ({one['limit']})")
+    print(*asked(record["figures"]), sep="\n")
     if args.keep:
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
 

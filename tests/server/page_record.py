@@ -48,11 +48,7 @@ KEPT = """() => JSON.parse(localStorage.getItem(Object.keys(localStorage)
 
 @contextmanager
 def scripted(folder: Path) -> Iterator[Served]:
-    checkpoint = make_checkpoint(folder / "model")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(
-        json.dumps(config | {"max_position_embeddings": 1 << 15})
-    )
+    checkpoint = make_checkpoint(folder / "model", max_context=1 << 15)
     with served(folder / "server", checkpoint, "--served-model-name", "demo") as running:
         yield running
 

@@ -1,19 +1,30 @@
-"""A server under everything that clients do, for a while: errors, memory and the pace of tokens over the time.
+"""R17: a server under everything that clients do, for a while: errors, memory and the pace of tokens over the time.
 
-`python -m tests.server.figures` runs it for five minutes, behind a warm-up of WARM_UP requests; a test of tests/server/
-for some seconds.
+`python -m tests.server.soak` takes five minutes behind a warm-up of WARM_UP requests, about nine in all, and prints
+what it found beside what is asked; --keep writes soak-record.json. Its cores are those that this process may use, as
+in figures.py. A test of tests/server/ takes some seconds.
 """
 
+import argparse
 import json
+import os
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.lib.served import Served, content, read_events
+from kog_triton.bench import machine
+from tests.lib.fake_checkpoint import make_checkpoint
+from tests.lib.served import Served, content, read_events, served
+from tests.server.asked import Asked, by_name
 
+RECORD = Path(__file__).with_name("soak-record.json")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SOAK_S = 300.0
 WORDS = 10_000  # of tokenizers' cache
 WARM_UP = (
     3000  # requests: memory grew by 18 MiB in the first 3,200 of 5,400 and by 1.6 in the others
@@ -205,3 +216,42 @@ def soak(server: Served, seconds: float, warm_up: int) -> dict[str, Any]:
 def sampled(samples: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """About eleven of them, at even distances in count, the last one too."""
     return samples[:: max(1, len(samples) // 10)] + samples[-1:]
+
+
+def asked(found: dict[str, Any]) -> list[Asked]:
+    return [
+        Asked("R17: errors", found["errors"], 0),
+        Asked("R17: MiB a minute", found["mib_per_minute"], 1),
+        Asked("R17: drift of p99, percent", found["itl_p99_drift_percent"], 5),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.server.soak")
+    parser.add_argument("--seconds", type=float, default=SOAK_S, metavar="S")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, metavar="REQUESTS")
+    parser.add_argument("--keep", action="store_true", help=f"write {RECORD.name}")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        flags = ["--max-num-seqs", "8", "--tool-call-parser", "hermes"]
+        flags += ["--reasoning-parser", "think"]
+        model = make_checkpoint(Path(place, "model"), max_context=1 << 16)
+        with served(Path(place, "server"), model, *flags) as server:
+            fill_word_cache(server)
+            found = soak(server, args.seconds, args.warm_up)
+    record = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine.describe(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "huge_pages": HUGE_PAGES.read_text().strip() if HUGE_PAGES.exists() else None,
+        "soak": found,
+        "asked": by_name(asked(found)),
+    }
+    print(json.dumps(record, indent=2))
+    print(*asked(found), sep="\n")
+    if args.keep:
+        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

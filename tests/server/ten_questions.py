@@ -1,6 +1,5 @@
 """An agent's conversation of ten questions, each with what a tool has read, on a model that computes its answers."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ ANSWER_TOKENS = 24
 @contextmanager
 def agents(place: Path) -> Iterator[Served]:
     """A model with room for long conversations, on the reference backend with faults (faulty_reference.py)."""
-    model = make_checkpoint(place / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
+    model = make_checkpoint(place / "model", max_context=16384)
     faults = place / "faults"
     faults.mkdir()
     flags = ("--backend", "faulty", "--max-num-seqs", "2")

@@ -35,10 +35,7 @@ SERIOUS = {"serious", "critical"}
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("roomy") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 14}))
-    return folder
+    return make_checkpoint(tmp_path_factory.mktemp("roomy") / "model", max_context=1 << 14)
 
 
 @pytest.fixture(scope="module")

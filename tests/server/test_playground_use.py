@@ -18,10 +18,8 @@ ENDED = "article.answer:not([aria-busy]):last-child"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("roomy") / "model", temperature=0.6)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 14}))
-    return folder
+    folder = tmp_path_factory.mktemp("roomy") / "model"
+    return make_checkpoint(folder, max_context=1 << 14, temperature=0.6)
 
 
 @pytest.fixture(scope="module")

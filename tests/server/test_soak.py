@@ -5,10 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from pytest import approx
 
 from kog_triton.server.arenas import MOST
-from tests.server.soak import Soak, mappings_kib, memory_kib, mib_per_minute, soak
+from tests.server import figures
+from tests.server import soak as soak_command
+from tests.server.asked import by_name
+from tests.server.soak import SOAK_S, WARM_UP, Soak, mappings_kib, memory_kib, mib_per_minute, soak
 
 SECONDS = 8.0
 
@@ -18,6 +22,19 @@ def test_everything_clients_do_for_a_while_is_without_an_error(server, figure):
     assert found["errors"] == 0
     assert found["requests"] >= 24  # each kind twice, on a loaded machine
     figure("R17", json.dumps(found))
+
+
+@pytest.mark.parametrize(("command", "part"), [(figures, "figures"), (soak_command, "soak")])
+def test_a_kept_record_is_of_what_is_asked_today(command, part):
+    record = json.loads(command.RECORD.read_text())
+    assert record["asked"] == by_name(command.asked(record[part]))
+
+
+def test_the_soak_that_is_kept_is_a_whole_one():
+    """R17 has one meaning: five minutes behind the warm-up, and none of its figures in another record."""
+    kept = json.loads(soak_command.RECORD.read_text())["soak"]
+    assert (kept["seconds"], kept["warm_up_requests"]) == (SOAK_S, WARM_UP)
+    assert not any("R17" in what for what in json.loads(figures.RECORD.read_text())["asked"])
 
 
 def test_the_slope_is_in_mib_a_minute():
