@@ -265,12 +265,12 @@ def as_alone(include=None):
     return [served[i] == steps for i, steps in enumerate(alone)]
 
 
-def test_eight_requests_of_int4_have_a_ring_of_seven():
+def test_eight_requests_of_int4_have_a_ring_of_six():
     """4 of 16 KB, with operands of the head all in scratch: all four waits of a layer are longer."""
     spec = with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"])
     lowering = lower(build(spec), GPUS["h200"])
     layout, head = lay_out_columns(lowering, 2048, 8), lowering.schedule.stage("lm_head")
-    assert layout.ring_slots == 7 and layout.shared_bytes <= GPUS["h200"].shared_bytes
+    assert layout.ring_slots == 6 and layout.shared_bytes <= GPUS["h200"].shared_bytes
     assert (
         batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
     )
