@@ -272,7 +272,7 @@ def test_eight_requests_of_int4_have_a_ring_of_six():
     layout, head = lay_out_columns(lowering, 2048, 8), lowering.schedule.stage("lm_head")
     assert layout.ring_slots == 6 and layout.shared_bytes <= GPUS["h200"].shared_bytes
     assert (
-        batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
+        batches.batch_units(lowering, head, 8) == 7 and batches.sum_buffers(lowering, head, 8) == 2
     )
     assert layout.stage_bytes(head) <= layout.scratch_bytes
 
