@@ -1,18 +1,12 @@
-"""What a command begins before torch is imported: the kernels' compilers, which the model's shape decides, and the
-loading of torch's own libraries.
+"""What a command begins before torch is imported: the kernels' compilers, which the model's shape decides.
 
 Importing torch takes seconds, and so does compiling: side by side they take the longer of the two. Nothing is
 decided or refused here. What is wrong is said where the model and its backend are opened, and what was not begun is
 compiled there. What is known to be refused is not begun; a compiler ends with the process that began it.
 """
 
-import ctypes
 import logging
-import os
-import sys
-import threading
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 from kog_triton.backends import DTYPE_NAMES, BackendOptions
@@ -46,9 +40,6 @@ def precompile(
     The model is a folder, a hub id whose files are here, a published shape, or by default the demo; the others are
     what LLM takes.
     """
-    if sys.platform == "linux" and "torch" not in sys.modules:
-        # Not a daemon: a process may not end while its libraries are loaded.
-        threading.Thread(target=_load_libraries, name="kog-libraries").start()
     try:
         spec = named_shape(shape) if shape else _read_spec(model)
         if spec is None:
@@ -69,20 +60,6 @@ def precompile(
                 entry.load()(spec, options)
     except Exception as error:
         log.debug("nothing is compiled beforehand: %s: %s", type(error).__name__, error)
-
-
-def _load_libraries() -> None:
-    """Torch's shared libraries, hundreds of megabytes that take the loader half a second: `import torch` finds them
-    there. The C library's own dlopen is called, which leaves Python's lock to others. What fails here fails there, and
-    is told there."""
-    found = find_spec("torch")
-    libc = ctypes.CDLL(None)
-    for place in found.submodule_search_locations or () if found else ():
-        for name, mode in (
-            ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),  # as torch loads it
-            ("libtorch.so", os.RTLD_NOW),
-        ):
-            libc.dlopen(os.fsencode(os.path.join(place, "lib", name)), mode)
 
 
 def _read_spec(model: str | Path | None) -> ModelSpec | None:

@@ -24,11 +24,13 @@ from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_lau
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
+from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
+from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
-from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.backends.cuda.products import ArenaProducts, product_texts
+from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
+from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
@@ -61,7 +63,7 @@ from kog_triton.backends.prefill.library import (
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
-from kog_triton.backends.recording import Recording
+from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
@@ -72,21 +74,10 @@ from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
-from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
-
-
-def _kernel_prompts(options: BackendOptions) -> BackendOptions:
-    """Of narrow weights on several GPUs."""
-    if options.prefill == "library":
-        raise ModelError(
-            "prompts of narrow weights on several GPUs run in the kernel: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
 class CudaBackend:
@@ -136,7 +127,7 @@ class CudaBackend:
                 f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow and options.num_gpus > 1:
-            options = _kernel_prompts(options)
+            options = narrow_prompts_of_ranks(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -156,6 +147,7 @@ class CudaBackend:
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
+        self._clocks: RankKernel | None = None  # likewise
         self.short: ShortPrompts | None = None  # beside the library
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
@@ -247,20 +239,8 @@ class CudaBackend:
         self._kernels.append(kernel)
         return kernel
 
-    def _prompt_texts(self) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
-        """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
-        lowering, dtype = self.layout.lowering, self.spec.dtype
-        narrow = bool(self.spec.narrow)
-        texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
-            k: (render_product(k, dtype, narrow), PRODUCTS) for k in KERNELS
-        }
-        if narrow:
-            kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
-            texts |= {kind: (render_unpack(kind, dtype), UNPACK) for kind in kinds}
-        return texts
-
     def _compile_products(self) -> None:
-        texts = [*self._prompt_texts().values()]
+        texts = [*product_texts(self.layout.lowering).values()]
         if self._passes_short(self.layout.lowering):
             texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
         for text in texts:
@@ -331,7 +311,7 @@ class CudaBackend:
         return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
-        texts, device = self._prompt_texts(), memory.weights.device
+        texts, device = product_texts(self.layout.lowering), memory.weights.device
 
         def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(*texts[kernel], self.gpu.arch)
@@ -467,23 +447,53 @@ class CudaBackend:
             raise DeviceError(f"{what} on one GPU: leave --gpus out")
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
-        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
+        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many. DeviceError on
+        several GPUs: `profile_ranks`."""
+        if self.num_devices > 1:
+            raise DeviceError("several GPUs are profiled together: kog profile --gpus N")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            (one,) = self._profile(prompt, tokens)
+        return one
+
+    def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
+        """As `profile`, of every GPU, their clocks read beside each other before and behind the steps."""
+        if self.num_devices == 1:
+            raise DeviceError("one GPU has no clocks to bring together: leave --gpus out")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            readings: list[np.ndarray] = []
+            each = self._profile(prompt, tokens, lambda: readings.append(self._read_clocks()))
+        return RankRecording(tuple(each), *readings)
+
+    def _read_clocks(self) -> np.ndarray:
+        if self._clocks is None:
+            self._clocks = open_clocks(self.devices, self.gpu.arch)
+            self._kernels.append(self._clocks)
+        return read_clocks(self._clocks, self.devices)
+
+    def _check_profile(self, prompt: Sequence[int], tokens: int) -> None:
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
-        self._refuse_ranks("the cuda backend takes a profile")
-        with self._entry.at_once():
-            return self._profile(prompt, tokens)
 
-    def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
+    def _profile(
+        self, prompt: Sequence[int], tokens: int, read_clocks: Callable[[], None] = lambda: None
+    ) -> list[Recording]:
+        """A recording a rank; `read_clocks` is called around the launch that takes stamps."""
         layout = replace(self.layout, profile_tokens=tokens)
-        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.device))
+        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.devices[rank]))
         stamping = self._load("decode.cu", "kog_decode", layout)
-        launches = [partial(self._run, ranks, [0], kernel) for kernel in (self.kernel, stamping)]
+
+        def stamped() -> None:
+            read_clocks()
+            self._run(ranks, [0], stamping)
+            read_clocks()
+
         try:
-            return record(layout, ranks.first, prompt, launches)
+            return record(layout, ranks, prompt, [partial(self._run, ranks, [0]), stamped])
         finally:
             stamping.close()
 
@@ -582,15 +592,3 @@ class CudaBackend:
         for tensor in (memory.words, memory.error):
             tensor.copy_(blank[: len(tensor)])
         memory.mailbox.zero_()
-
-
-def prompts_of(gpu: Gpu, options: BackendOptions) -> BackendOptions:
-    """The options with the prompts that this GPU can run: the products of prompt.cu are Hopper's own instructions
-    (wgmma), without which prompts go in chunks. DeviceError where the library is asked for."""
-    if gpu.arch == HOPPER or options.prefill in ("kernel", "decode"):
-        return options
-    if options.prefill == "library":
-        raise DeviceError(
-            f"the products of prompts are for Hopper GPUs, and {gpu.name} is {gpu.arch}: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel")

@@ -20,7 +20,7 @@ from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.names import POINTS
+from kog_triton.backends.cuda.layout.names import POINTS, stamp_words
 from kog_triton.backends.cuda.narrow_weights import (
     LoadNarrow,
     load_narrow,
@@ -221,9 +221,9 @@ def allocate(
 def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """`profile` and `clocks`, zero: empty unless the layout keeps stamps."""
     lo, tokens = layout.lowering, layout.profile_tokens
-    layers = lo.schedule.spec.num_layers
+    layers, words = lo.schedule.spec.num_layers, stamp_words(lo.schedule.num_ranks)
     shapes = {
-        "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), 2),
+        "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), words),
         "clocks": (tokens + 1 if tokens else 0, lo.num_blocks, 2),
     }
     return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}

@@ -1,9 +1,6 @@
-"""The kernels' compilers, begun from the model's spec and what the driver says of the GPU, which is made ready too. No
-torch."""
+"""The kernels' compilers, begun from the model's spec and what the driver says of the GPU. No torch."""
 
-import ctypes
 import os
-import threading
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.jit import begin_cubin
@@ -24,9 +21,8 @@ from kog_triton.schedule.topology import describe
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
-    """Begin to compile the kernels that `CudaBackend` will ask for, those that its opening waits for first, and to open
-    the GPU, unless it would refuse the request; KogError for a model that has no layout, and without a known GPU or a
-    compiler."""
+    """Begin to compile the kernels that `CudaBackend` will ask for, those that its opening waits for first, unless it
+    would refuse the request; KogError for a model that has no layout, and without a known GPU or a compiler."""
     if options.dtype != "auto":
         spec = spec.replace(dtype=DTYPES[options.dtype])
     halves = spec.dtype is not DType.F32 and spec.kv_dtype in (None, spec.dtype)
@@ -39,7 +35,6 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     beside = len(os.sched_getaffinity(0)) - 1  # a core is Python's, which imports meanwhile
     for source, layout in kernels[: max(1, beside)]:
         begin_cubin(render(layout), source, gpu.arch)
-    threading.Thread(target=_open_gpu, name="kog-gpu").start()
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
@@ -54,12 +49,3 @@ def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str,
         kernels += [("columns.cu", chunks)] if chunks else []
     columns = layouts_of_slots(lowering, max_context, COUNTS, options.num_slots)
     return kernels + [("columns.cu", layout) for layout in columns.values()]
-
-
-def _open_gpu() -> None:
-    """The primary context of the first GPU, which takes the driver half a second: torch finds it made. The process's
-    end releases it, as it does for torch. What fails here fails there, and is told there."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    if not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0):
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -104,7 +104,7 @@ def test_defaults_of_decode(asked):
 
 def test_compare_takes_every_peer(asked):
     task, _ = asked("compare", "--depth=9")
-    assert len(task.peers) == 6 and task.prompt_tokens == 9
+    assert len(task.peers) == 7 and task.prompt_tokens == 9
     task, _ = asked("compare", "--peer=torch-graph")
     assert task.peers == [find_peer("torch-graph")]
 

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
@@ -32,18 +31,14 @@ from tests.lib.gpus import H200_SEEN
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What the CUDA backend began, on a machine with an H200 and cores enough: texts and sources, then the GPU."""
+    """What the CUDA backend began, on a machine with an H200 and cores enough: texts and sources."""
     done: list[tuple[str, str]] = []
     monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(
         cuda, "begin_cubin", lambda header, source, arch: done.append((header, source))
     )
-    monkeypatch.setattr(cuda, "_open_gpu", lambda: done.append(("", "GPU")))
-    yield done
-    for thread in threading.enumerate():
-        if thread.name.startswith("kog-"):
-            thread.join(10)
+    return done
 
 
 class Asking(FiberBackend):
@@ -87,13 +82,13 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
         backend = Asking(
             Checkpoint.open(checkpoint_path()), replace(options, prefill=prefill), num_blocks=0
         )
-        assert begun[0][1] == "decode.cu" and begun.pop() == ("", "GPU")
+        assert begun[0][1] == "decode.cu"
         assert len(begun) == len(set(begun)) and set(begun) == backend.asked
         both |= backend.asked
         begun.clear()
     precompile.precompile(name, **asked)
     assert [source for _, source in begun[:2]] == ["decode.cu", "head_steps.cu"]
-    assert set(begun) == both | {("", "GPU")}
+    assert set(begun) == both
 
 
 @pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (6, 5), (7, 6), (99, 6)])
@@ -101,7 +96,7 @@ def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, ke
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
     sources = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
-    assert [source for _, source in begun] == [*sources[:kernels], "GPU"]
+    assert [source for _, source in begun] == sources[:kernels]
 
 
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
@@ -270,29 +265,11 @@ def test_the_backends_own_part_imports_no_torch():
         "done = []\n"
         "cuda.read_gpu = lambda: H200_SEEN\n"
         "cuda.begin_cubin = lambda header, source, arch: done.append(source)\n"
-        "cuda._open_gpu = lambda: done.append('GPU')\n"
         "precompile.precompile('auto')\n"
         "print(done[0], 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("decode.cu False\n", "")
-
-
-def test_torchs_libraries_are_loaded_while_python_does_other_things():
-    code = (
-        "import sys, threading\n"
-        "from kog_triton.precompile import precompile\n"
-        "precompile('reference')\n"
-        "(thread,) = [t for t in threading.enumerate() if t.name == 'kog-libraries']\n"
-        "assert not thread.daemon\n"
-        "thread.join()\n"
-        "print('torch' in sys.modules, 'libtorch_cpu.so' in open('/proc/self/maps').read())\n"
-        "import torch\n"
-        "precompile('reference')\n"
-        "print(float(torch.ones(3).sum()), threading.active_count())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("False True\n3.0 1\n", "")
 
 
 def test_without_a_driver_the_reason_is_told(monkeypatch):

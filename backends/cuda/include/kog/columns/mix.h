@@ -59,9 +59,5 @@ KOG_DEVICE Operands<LmHead> head_operands(Block& b) {
     return held_operands<LmHead>(b);
   }
 }
-// What a sum of the head is multiplied with, unless the streams have been normed.
-KOG_DEVICE float head_scale(const Block& b, int column) {
-  return kNormedMix ? 1.f : inverse_rms(b, column);
-}
 
 }  // namespace kog::columns
