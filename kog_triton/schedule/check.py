@@ -86,8 +86,8 @@ def check_lowering(lowering: CudaLowering) -> None:
         )
     check_schedule(lowering.schedule)
     check_partition(lowering)
-    if lowering.ring_slots < 2 * lowering.least_window:
+    if lowering.ring_slots < lowering.least_ring_slots:
         raise ModelError(
             f"shared memory of {gpu.name}: {lowering.fixed_shared_bytes} bytes beside the ring leave "
-            f"{lowering.ring_slots} ring slots, {2 * lowering.least_window} are needed"
+            f"{lowering.ring_slots} ring slots, {lowering.least_ring_slots} are needed"
         )

@@ -106,7 +106,7 @@ class CudaLowering(Partition):
 
     @cached_property
     def window_slots(self) -> int:
-        wanted = self.slots_in_flight(STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES)
+        wanted = self.slots_in_flight(self._window_bytes)
         return min(wanted, max(self.least_window, self.ring_slots // 2))
 
     @cached_property
@@ -115,9 +115,18 @@ class CudaLowering(Partition):
 
     @cached_property
     def least_window(self) -> int:
-        """Ring slots in flight of which a ring must hold two times as many: those of an H200 at most."""
-        size = STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES
+        """Ring slots in flight that a long ring has room for: those of an H200 at most."""
+        return min(self.slots_in_flight(self._window_bytes), self.ring_slots_of(self._window_bytes))
+
+    @cached_property
+    def least_ring_slots(self) -> int:
+        """Of a ring that holds two windows: as many bytes as two of an H200's at most."""
+        size = 2 * self._window_bytes
         return min(self.slots_in_flight(size), self.ring_slots_of(size))
+
+    @property
+    def _window_bytes(self) -> int:
+        return STREAM_WINDOW_BYTES if self.streams else WINDOW_BYTES
 
     @property
     def pace(self) -> float:

@@ -31,7 +31,7 @@ class HipLowering(CudaLowering):
         return True
 
     @property
-    def least_window(self) -> int:  # type: ignore[override]
+    def least_ring_slots(self) -> int:  # type: ignore[override]
         return 0
 
 

@@ -8,10 +8,14 @@ import torch
 
 from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.cuda.layout import batches
+from kog_triton.backends.cuda.layout.columns import lay_out_columns
+from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench.kl_limit import UNPACKED
-from kog_triton.model.weight_format import Code
-from kog_triton.schedule.cuda import lower
+from kog_triton.model.shapes import named_shape, with_format
+from kog_triton.model.weight_format import FORMATS, Code
+from kog_triton.sampling import SamplingParams
+from kog_triton.schedule.cuda import STREAM_WINDOW_BYTES, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_planting import plant
@@ -147,11 +151,19 @@ def test_attention_alone_says_what_bytes_o_proj_would_multiply(case):
 
 
 COUNT = 4
+SHARING = 4  # blocks that eight columns of four key/value heads need
+
+
+def shared(backend, *requests):
+    """What `run` gives where the kernel of columns, and not turns, has served."""
+    served = run(backend, *requests)
+    assert [k.layout.columns for k in backend.columns.kernels] == [len(requests)]
+    return served
 
 
 @functools.cache
 def alone(case):
-    backend = FiberBackend(weights_of(case), BackendOptions(num_slots=1), 3)
+    backend = FiberBackend(weights_of(case), BackendOptions(num_slots=1), SHARING)
     return [run(backend, request(0, prompt, COUNT))[0] for prompt in PROMPTS]
 
 
@@ -177,9 +189,11 @@ def alone(case):
     ],
 )
 def test_a_request_among_others_has_the_bits_that_it_has_alone(case, count):
-    backend = ColumnBackend(weights_of(case), BackendOptions(num_slots=count), 3, counts=(count,))
-    served = run(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
-    one = FiberBackend(weights_of(case), BackendOptions(num_slots=1), 3)
+    backend = ColumnBackend(
+        weights_of(case), BackendOptions(num_slots=count), SHARING, counts=(count,)
+    )
+    served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
+    one = FiberBackend(weights_of(case), BackendOptions(num_slots=1), SHARING)
     for slot, steps in served.items():
         assert steps == alone(case)[slot]
         run(one, request(0, PROMPTS[slot], COUNT))
@@ -197,20 +211,100 @@ def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, m
     )
     weights = NarrowWeights(spec, ArrayWeights(spec))
     monkeypatch.setattr(batches, "scratch_room", lambda lowering: room)
-    backend = ColumnBackend(weights, BackendOptions(num_slots=count), 3, counts=(count,))
-    lowering = lower(build(spec), GPUS["h200"], 3)
+    backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
+    lowering = lower(build(spec), GPUS["h200"], SHARING)
     stage = lowering.schedule.stage("down_proj")
     read, held = (
         batches.read_steps(lowering, stage, count),
         batches.held_steps(lowering, stage, count),
     )
     assert read and read + held < lowering.steps(stage)
-    served = run(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
-    one = FiberBackend(weights, BackendOptions(num_slots=1), 3)
+    served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
+    one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
     for slot, steps in served.items():
         assert steps == run(one, request(0, PROMPTS[slot], COUNT))[0]
         rows = len(PROMPTS[slot]) + COUNT - 1
         assert backend.memory.cache[slot][..., :rows, :].equal(one.memory.cache[0][..., :rows, :])
+
+
+HELD_FIRST = {
+    "hidden_size": 4096,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "num_layers": 1,
+    "vocab_size": 384,
+}
+
+
+TOLD = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
+
+
+@functools.cache
+def opened_held_first():
+    """Weights of a model whose head's operands take turns in scratch, and what each request says alone."""
+    spec = narrow_spec(FORMATS["int4-g128"], **LARGE | HELD_FIRST)
+    lowering = lower(build(spec), GPUS["h200"], SHARING)
+    head = lowering.schedule.stage("lm_head")
+    assert (batches.held_steps(lowering, head, 8), lowering.steps(head)) == (4, 8)
+    assert batches.staged_bytes(lowering, head, 8) == 4 * batches.step_bytes(lowering, head, 8)
+    weights = NarrowWeights(spec, ArrayWeights(spec))
+    one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
+    return weights, [run(one, request(0, prompt, 2, TOLD))[0] for prompt in PROMPTS]
+
+
+def as_alone(include=None):
+    """Whether each of eight requests has the tokens and the log-probabilities that it has alone."""
+    weights, alone = opened_held_first()
+    backend = ColumnBackend(weights, BackendOptions(num_slots=8), SHARING, counts=(8,))
+    requests = [request(i, prompt, 2, TOLD) for i, prompt in enumerate(PROMPTS)]
+    served = shared(backend, *requests)
+    if include is not None:
+        (kernel,) = (k.kernel for k in backend.columns.kernels)
+        kernel.library = compile_walk(kernel.layout, kernel.flags, include=include)
+        served = run(backend, *requests)
+    return [served[i] == steps for i, steps in enumerate(alone)]
+
+
+def test_eight_requests_of_int4_have_a_ring_of_six():
+    """4 of 16 KB, with operands of the head all in scratch: all four waits of a layer are longer."""
+    spec = with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"])
+    lowering = lower(build(spec), GPUS["h200"])
+    layout, head = lay_out_columns(lowering, 2048, 8), lowering.schedule.stage("lm_head")
+    assert layout.ring_slots == 6 and layout.shared_bytes <= GPUS["h200"].shared_bytes
+    assert (
+        batches.batch_units(lowering, head, 8) == 7 and batches.sum_buffers(lowering, head, 8) == 2
+    )
+    assert layout.stage_bytes(head) <= layout.scratch_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "llama-3.3-70b"])
+def test_the_largest_slots_leave_a_ring_of_two_windows_bytes(name):
+    lowering = lower(build(with_format(named_shape(name), FORMATS["q4_1"])), GPUS["h200"])
+    layout = lay_out(lowering, 2048)
+    assert layout.ring_slots == lowering.least_ring_slots == 7 < 2 * lowering.least_window
+    assert layout.ring_slots * lowering.ring_slot_bytes >= 2 * STREAM_WINDOW_BYTES
+
+
+def test_a_head_s_operands_held_before_others_take_their_place_are_those_of_one_token():
+    assert as_alone() == [True] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("columns/stream.h", "(i * 128 < kHeldValues ? 0 : Stage::kHeld)", "0"),
+        (
+            "operands.h",
+            "held[step] = load(step + kFirst);",
+            "held[step] = load(step ^ 1 | kFirst);",
+        ),
+        ("columns/stream.h", "      hold();\n", ""),
+    ],
+    ids=["behind one another", "other steps held", "none held"],
+)
+def test_a_planted_fault_in_what_is_held_first_is_seen(fault, tmp_path):
+    assert not all(as_alone(plant(tmp_path, fault)))
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,28 @@ A kernel of one token keeps operands in shared memory; one of several columns a 
 sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
 """
 
+from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda import (
     MMA_ROWS,
     PARTIAL_ROWS,
     WARPS,
     CudaLowering,
     is_wide,
+    slice_values,
     unit_period,
 )
-from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 THREADS = WARPS * 32  # that consume
 HELD_STEPS = 8  # of one token's operands, all of a stage's or none
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
+# The same of eight columns beside int4, where operands are many: what is left to scratch sets the ring's length.
+# Sums of whole numbers are half as many; other formats' scales take the registers. Of Qwen3-8B 48, a ring of 6 slots,
+# made 3.6 % more tokens/s than 52 and one of 7: fewer spills, larger batches (benchmarks/cuda-log.md#longer-ring).
+HELD_INT4_WORDS = 48
+GROUP_VALUES = 128  # of a slice of x, that a warp stages at once (include/kog/columns/stream.h)
 # The same where some are read from memory instead; and how many ring slots ahead those are asked for.
 HELD_BESIDE_READ_WORDS, READ_SLOTS = 32, 2
 MOST_ROUNDS = 4  # pieces that a warp finishes one behind the other: each takes code of its own
@@ -32,7 +39,7 @@ def staged_bytes(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
     if columns == 1:
         return lo.staged_bytes(stage)
     steps = lo.steps(stage)
-    if not is_wide(stage):
+    if not is_wide(stage) or not all_held(lo, stage, columns):
         steps -= held_steps(lo, stage, columns) + read_steps(lo, stage, columns)
     return lo.operands_at(stage, columns) + steps * step_bytes(lo, stage, columns)
 
@@ -92,11 +99,41 @@ def row_words(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return lo.frag_k // 16 * max(1, columns // tokens)
 
 
+def all_held(lo: CudaLowering, stage: Stage, columns: int) -> bool:
+    """Whether a stage's operands are all in registers once they are staged."""
+    return held_steps(lo, stage, columns) == lo.steps(stage)
+
+
 def _most_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
-    words, steps = row_words(lo, stage, columns), lo.steps(stage)
-    held = min(steps, (HELD_WORDS if is_wide(stage) else HELD_NARROW_WORDS) // words)
-    # Wide ones, which all come by the scratch, are all there or all in registers.
-    return held if held == steps or not is_wide(stage) else 0
+    steps = lo.steps(stage)
+    words = row_words(lo, stage, columns)
+    if not is_wide(stage):
+        how = lo.weights[stage.name].format
+        int4 = how is not None and how.code is Code.UINT4 and how.offset is Offset.NONE
+        many = int4 and columns == 8 and steps * words > 2 * HELD_NARROW_WORDS
+        return min(steps, (HELD_INT4_WORDS if many else HELD_NARROW_WORDS) // words)
+    held = HELD_WORDS // words
+    # Wide ones, which all come by the scratch, are all there or all in registers, but the head's.
+    return steps if held >= steps else _held_of_head(lo, stage, held)
+
+
+def _held_of_head(lo: CudaLowering, stage: Stage, most: int) -> int:
+    """Steps of the head's operands that are in registers before the others take their place in scratch: where no stage
+    of a layer keeps as much there, and each warp multiplies what it has staged."""
+    wide = [s for s in layer_matrices(lo.schedule) if is_wide(s)]
+    tiling, group = lo.tilings[stage.name], GROUP_VALUES // lo.frag_k
+    staged = WARPS * slice_values(lo.schedule, lo.frag_k)
+    if (
+        stage.name != "lm_head"
+        or lo.weights[stage.name].integer
+        or not all(lo.weights[s.name].integer for s in wide)
+        or lo.schedule.num_shards > 1
+        or (tiling.k_parts, tiling.fragment_rows) != (WARPS, MMA_ROWS)
+        or tiling.padded_k(stage.cols) != staged
+    ):
+        return 0
+    held = most // group * group
+    return held if 2 * held <= lo.steps(stage) else 0
 
 
 def sum_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
@@ -119,6 +156,7 @@ def batch_units(lo: CudaLowering, stage: Stage, columns: int = 1) -> int:
         _fewest_units(lo, stage, columns),
         units_in_place(lo, stage, columns),
         _units_beside(lo, stage, columns),
+        _units_behind_held(lo, stage, columns),
         units_over(lo, stage, columns),
     )
 
@@ -135,10 +173,21 @@ def _units_beside(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
 
 
+def _units_behind_held(lo: CudaLowering, stage: Stage, columns: int) -> int:
+    """Units of a head whose operands take turns, a piece a warp at most, whose partial sums find room twice where other
+    stages keep more: all meet at a barrier for each batch (benchmarks/cuda-log.md#longer-ring)."""
+    if columns == 1 or not is_wide(stage) or held_steps(lo, stage, columns) in (0, lo.steps(stage)):
+        return 0
+    room = _free_room(lo, columns) - staged_bytes(lo, stage, columns)
+    most = WARPS // unit_pieces(lo.tilings[stage.name].unit_rows, columns)
+    units = min(room // (2 * sum_bytes(lo, stage, columns)), most)
+    return _whole_ring_slots(lo, lo.unit_fragments(stage), units)
+
+
 def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """All units of a block, where their partial sums find room over operands that are in registers by then, and
     over what other stages keep behind those; 0 where they do not, or as many find it otherwise."""
-    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+    if columns == 1 or not is_wide(stage) or not all_held(lo, stage, columns):
         return 0
     units = _most_units(lo, stage)
     pieces = units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
@@ -175,7 +224,7 @@ def _least_bytes(lo: CudaLowering, stage: Stage, columns: int) -> int:
 
 def units_in_place(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Units whose partial sums find room where operands were that are in registers by then."""
-    if columns == 1 or not is_wide(stage) or not held_steps(lo, stage, columns):
+    if columns == 1 or not is_wide(stage) or not all_held(lo, stage, columns):
         return 0
     steps = lo.steps(stage)
     # Of one part's operands.

@@ -185,10 +185,10 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     ring = _ring_beside(lowering, scratch, small)
     if _ring_beside(lowering, over_sums, small) > ring:
         scratch, ring = over_sums, _ring_beside(lowering, over_sums, small)
-    if ring < 2 * lowering.least_window:
+    if ring < lowering.least_ring_slots:
         raise ModelError(
             f"{scratch} bytes of activations leave {ring} ring slots of shared memory: "
-            f"the cuda backend needs {2 * lowering.least_window}"
+            f"the cuda backend needs {lowering.least_ring_slots}"
         )
     return Layout(lowering, max_context, kernel, splits, scratch, ring, small_bytes=small)
 

@@ -31,16 +31,13 @@ struct StepScale {
   KOG_DEVICE static float inverse_of(float scale) { return float_of(0x7f000000u - bits_of(scale)); }
 };
 
-// Bits of float32's magnitudes, which are in the order of these.
+// Bits of the largest magnitude, which are in the order of magnitudes; of NaN if one is.
 template <int N>
 KOG_DEVICE u32 largest_of(const float (&v)[N]) {
-  u32 most = 0;
+  float most = 0;
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    u32 bits = bits_of(v[i]) & 0x7fffffffu;
-    most = bits > most ? bits : most;
-  }
-  return most;
+  for (int i = 0; i < N; i++) most = larger_magnitude(most, v[i]);
+  return bits_of(most);
 }
 // Of kThreads threads side by side.
 template <int kThreads>

@@ -175,13 +175,17 @@ KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
 // a whole warp, is moved to another register for each instruction that takes it (benchmarks/cuda-log.md#bytes).
 constexpr u32 kE2m1Table = 0x03020100u;
 
+// Whether a warp's first steps of wide operands are in registers before the others take their place in scratch.
+template <class Stage>
+constexpr bool kHeldFirst = Stage::kWide && kColumns > 1 && Stage::kHeld > 0 && Stage::kHeld < Stage::kSteps;
+
 // What a warp's part of K is multiplied with.
 template <class Stage, bool kBytesOfOne = Stage::Weights::kInteger && kColumns == 1>
 struct Operands {
   using S = OperandLayout<Stage>;
   using Row = WordVector<S::kRowWords>;  // a thread's words of a step
-  // The first step in scratch; those of one token all come by it.
-  static constexpr int kFirst = Stage::kWide || kColumns == 1 ? 0 : Stage::kHeld;
+  // The first step in scratch; those of one token all come by it, and wide ones, which may take turns.
+  static constexpr int kFirst = (Stage::kWide || kColumns == 1) && !kHeldFirst<Stage> ? 0 : Stage::kHeld;
   static constexpr int kLast = Stage::kSteps - Stage::kRead;      // behind those
   // Fragments of four rows pick each token's words from among those of two, and of two steps.
   static constexpr bool kPicks = Stage::kWide && S::kHalves > 1;
@@ -239,7 +243,7 @@ struct Operands {
   // Operands that all come by the scratch, into registers if that is where they belong.
   KOG_DEVICE void hold() {
 #pragma unroll
-    for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);
+    for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step + kFirst);
   }
   // Of whole numbers: of a fragment's steps the scales, or (kSums) the sums behind them.
   static constexpr int kPack = S::kInteger ? Stage::Weights::kPack : 1;
@@ -320,6 +324,7 @@ struct Operands<Stage, true> {
 };
 template <class Stage>
 KOG_DEVICE Operands<Stage> held_operands(const Block& b) {
+  static_assert(!kHeldFirst<Stage>, "by the time that all are staged the first ones are not there");
   Operands<Stage> x(b);
   x.hold();
   return x;

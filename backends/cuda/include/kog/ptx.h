@@ -230,6 +230,12 @@ KOG_DEVICE float divide(float a, float b) {
 // Rounded as written: what the compiler may fuse, or not, would differ from kernel to kernel.
 KOG_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 KOG_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// Of one that is not negative and any other; NaN if one is.
+KOG_DEVICE float larger_magnitude(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(fabsf(b)));
+  return y;
+}
 KOG_DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
 KOG_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 KOG_DEVICE float float_of(u32 x) { return __uint_as_float(x); }

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #define KOG_ASSUME(x) ((void)0)
@@ -273,6 +274,10 @@ inline float divide(float a, float b) { return a / b; }
 inline float product(float a, float b) { return a * b; }
 inline float fused(float a, float b, float c) {
   return static_cast<float>(static_cast<double>(a) * b + c);
+}
+inline float larger_magnitude(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<float>::quiet_NaN();
+  return a > std::fabs(b) ? a : std::fabs(b);
 }
 inline float rsqrt_of(float x) { return 1.f / std::sqrt(x); }
 inline u32 bits_of(float x) {

@@ -85,9 +85,7 @@ KOG_DEVICE void run_head(Block& b) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  stage_head(b);
-  b.begin_stage();
-  auto x = held_operands<LmHead>(b);
+  Operands<LmHead> x = head_operands(b);
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   Candidate mine = nobody();
   Walk walk;

@@ -204,7 +204,8 @@ KOG_DEVICE void stage_half_for(Block& b, int half, LayerAhead& ahead) {
                                              Ring ring = load_ring(b);
                                              ahead.take(b, ring);
                                              save_ring(b, ring);
-                                           });
+                                           },
+                                           [] {});
 }
 KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
   int half = second != 0 ? 1 : 0;

@@ -23,12 +23,14 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
 }
 
 // The head's operands, and their sums of squares; acquires this step's rows of the cache (docs/SYNC.md,
-// Fences).
-KOG_DEVICE void stage_head(Block& b) {
+// Fences). hold(): stage_streams'.
+template <class Hold>
+KOG_DEVICE void stage_head(Block& b, Hold hold) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b) - 1;
-  stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {});
+  stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {},
+                                                  hold);
   fence_gpu();
   if constexpr (kMixes) {
     int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
@@ -42,7 +44,19 @@ KOG_DEVICE void stage_head(Block& b) {
     if constexpr (kConcat)
       stage_parts(b, phase_of(mixes));
     else
-      stage_streams<LmHead, kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {});
+      stage_streams<LmHead, kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {}, hold);
+  }
+}
+KOG_DEVICE Operands<LmHead> head_operands(Block& b) {
+  if constexpr (kHeldFirst<LmHead>) {
+    Operands<LmHead> x(b);
+    stage_head(b, [&] { x.hold(); });
+    b.begin_stage();
+    return x;
+  } else {
+    stage_head(b, [] {});
+    b.begin_stage();
+    return held_operands<LmHead>(b);
   }
 }
 

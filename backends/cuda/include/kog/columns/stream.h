@@ -133,12 +133,15 @@ KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4]
 // Stage this warp's slice of x * gain as the operands of Stage, or of wide stages that take the same, of which the
 // longest multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
-// Without kGains they are 1. meanwhile(): what can be done while the first values are on their way.
-template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile>
+// Without kGains they are 1. meanwhile(): what can be done while the first values are on their way. hold(): called when
+// the steps that stay in registers are staged, if the others take their place.
+template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile, class Hold>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration,
-                              Meanwhile meanwhile) {
+                              Meanwhile meanwhile, Hold hold) {
   using S = OperandLayout<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
+  constexpr int kHeldValues = Stage::kHeld * kFragK;
+  static_assert(!kHeldFirst<Stage> || (kOwn && kHeldValues % 128 == 0 && Stage::kSteps * kFragK == kSlice));
   float4 gain[kGroups];
   int from[kGroups];
   Quads v;
@@ -166,7 +169,10 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
       v.receive(b, wait, x, from[i], iteration);
     }
     const float g[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
-    u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * S::kStepWords;
+    int place = e / kFragK;  // of the step
+    if constexpr (kHeldFirst<Stage>)
+      place = b.warp * (Stage::kSteps - Stage::kHeld) + local / kFragK - (i * 128 < kHeldValues ? 0 : Stage::kHeld);
+    u32* step = reinterpret_cast<u32*>(b.scratch) + place * S::kStepWords;
     // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
     // even and odd columns.
     static_assert(!kSwapped || kMine % 2 == 0);
@@ -192,6 +198,11 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
           step[at.high] = parts.high, step[at.low] = parts.low;
         }
       });
+    }
+    if (kHeldFirst<Stage> && (i + 1) * 128 == kHeldValues) {
+      sync_warp();
+      hold();
+      sync_warp();  // all have read what is overwritten
     }
   }
   int sharers = 32 / kColumns;  // that share a column's sum
