@@ -16,7 +16,7 @@ from tests.lib.gfx942 import requests
 from tests.lib.gfx942.executor import WEAK, Memory
 from tests.lib.gfx942.requests import ASKED, ENDS, LIVES, expected, run_request
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, serve
-from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.gfx942.triton_cases import CASES, LATE
 
 RUNS = [
     Conditions(Memory(quantum=4000), 1),
@@ -37,6 +37,13 @@ def test_greedy_requests_equal_the_reference(case, conditions):
 @pytest.mark.parametrize("conditions", RUNS, ids=IDS)
 def test_sampled_requests_equal_the_definition(conditions):
     assert run_request("llama", conditions, "sampled") == expected("llama", "sampled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
+@pytest.mark.parametrize("case", LATE)
+def test_layers_in_the_order_of_laneformer_2b(case, conditions):
+    assert run_request(case, conditions) == expected(case)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.lib.gfx942.executor import (
     Memory,
     round_robin,
 )
-from tests.lib.gfx942.triton_cases import CASES, CONTEXT, compiled
+from tests.lib.gfx942.triton_cases import SMALL, CONTEXT, compiled
 from tests.lib.lowering_cases import ArrayWeights
 
 KERNEL = "decode_kernel"
@@ -69,7 +69,7 @@ class ExecutedBackend(TritonBackend):
             return for_amd(schedule, blocks, context, "amd")
 
         with patch.object(host_backend, "lower_tiles", lower):
-            weights, blocks = ArrayWeights(CASES[case].spec), CASES[case].num_blocks
+            weights, blocks = ArrayWeights(SMALL[case].spec), SMALL[case].num_blocks
             super().__init__(weights, options, blocks, torch.device("cpu"))
         self.launcher.shared_steps = SharedSteps(1, None)
         if limit is not None:

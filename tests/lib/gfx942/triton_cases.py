@@ -50,7 +50,20 @@ def full_size(name: str) -> Case:
 
 FULL_SIZE = {"llama-3.2-1b": full_size("llama-3.2-1b")}
 MORE_SIZES = {name: full_size(name) for name in ("laneformer-2b", "qwen3-8b")}
-ALL = CASES | FULL_SIZE | MORE_SIZES
+# Layers in the order of Laneformer-2B's: sums at once in a row, and late ones of two layers before.
+LATE = {
+    "laneformer, late by two": Case(
+        lanes((Reduce.OWN, Reduce.OWN, Reduce.DELAYED, Reduce.DELAYED, Reduce.DELAYED), 2)
+    )
+}
+SMALL = CASES | LATE
+# What runs in the executor for an object of full size: the same exchanges in the same order.
+STANDS_FOR = {
+    "llama-3.2-1b": "llama",
+    "laneformer-2b": "laneformer, late by two",
+    "qwen3-8b": "qwen3",
+}
+ALL = SMALL | FULL_SIZE | MORE_SIZES
 FULL_OBJECTS = [(name, variant) for name in FULL_SIZE | MORE_SIZES for variant in VARIANTS]
 # What a kernel is made of, but for the case.
 FOLDERS = ("kog_triton/backends/triton", "kog_triton/schedule", "kog_triton/model")
