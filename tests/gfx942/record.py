@@ -22,7 +22,7 @@ from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
 from tests.lib.gfx942.scopes import accesses_of, counted, wrong
 from tests.lib.gfx942.triton_backend import Conditions
-from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, compiled
+from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
 RECORD = Path(__file__).parent / "record.json"
 PARTS = ("arithmetic", "requests", "litmus", "accesses")
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", choices=PARTS, help="run this part, and keep the others of the last record"
     )
     args = parser.parse_args(argv)
-    if budget.main([]):  # first, what does not fit
+    if budget.main([*FULL_SIZE, *MORE_SIZES]):  # first, what does not fit
         return 1
     runs: dict[str, Callable[[], list[Row]]] = {
         "arithmetic": lambda: arithmetic(args.seeds),

@@ -24,7 +24,7 @@ from tests.lib.gfx942.executor import (
     Memory,
     round_robin,
 )
-from tests.lib.gfx942.triton_cases import SMALL, CONTEXT, compiled
+from tests.lib.gfx942.triton_cases import CONTEXT, SMALL, compiled
 from tests.lib.lowering_cases import ArrayWeights
 
 KERNEL = "decode_kernel"
