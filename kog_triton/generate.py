@@ -38,7 +38,13 @@ def begin_compiling(args: argparse.Namespace) -> None:
         num_gpus=args.gpus,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
+        num_slots=num_slots(args),
+        prefill=args.prefill,
     )
+
+
+def num_slots(args: argparse.Namespace) -> int:
+    return args.num_slots or min(args.n or 1, MOST_SLOTS)
 
 
 def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> "LLM":
@@ -52,7 +58,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
             devices=f"{args.device or ''}:{args.gpus}",
             dtype=args.dtype,
             max_model_len=args.max_model_len,
-            num_slots=args.num_slots or min(args.n or 1, MOST_SLOTS),
+            num_slots=num_slots(args),
             prefill=args.prefill,
             walk=args.walk,
             revision=args.revision,

@@ -1,4 +1,4 @@
-"""What a command begins before torch is imported: the kernel's compiler, which the model's shape decides.
+"""What a command begins before torch is imported: the kernels' compilers, which the model's shape decides.
 
 Importing torch takes seconds, and so does compiling: side by side they take the longer of the two. Nothing is
 decided or refused here. What is wrong is said where the model and its backend are opened, and what was not begun is
@@ -32,6 +32,8 @@ def precompile(
     num_gpus: int = 1,
     dtype: str = "auto",
     max_model_len: int | None = None,
+    num_slots: int = 1,
+    prefill: str = "auto",
 ) -> None:
     """Let the backend of this name begin to compile, or "auto" that which it will take. Never raises.
 
@@ -46,7 +48,12 @@ def precompile(
         if not 2 <= room <= spec.max_context:
             return
         options = BackendOptions(
-            max_context=room, num_gpus=num_gpus, device=device, dtype=DTYPE_NAMES[dtype]
+            num_slots=num_slots,
+            max_context=room,
+            num_gpus=num_gpus,
+            device=device,
+            dtype=DTYPE_NAMES[dtype],
+            prefill=prefill,
         )
         for entry in entry_points(group=GROUP):
             if backend in ("auto", entry.name):

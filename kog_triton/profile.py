@@ -3,23 +3,27 @@
     kog profile --shape llama-3.2-1b                       the table of spans
     kog profile --model DIR --out trace.json               also for https://ui.perfetto.dev: a track a block
     kog profile --model DIR --picture token.png            also one token, block by block
+    kog profile --shape qwen3-8b --gpus 2                  of both GPUs, and what they wait for each other
 
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kog_triton.backends import BackendOptions, WeightSource, backend_names
 from kog_triton.backends.choose import choose
-from kog_triton.backends.recording import Profiler
+from kog_triton.backends.recording import Profiler, RankProfiler, RankRecording, Recording
 from kog_triton.backends.resources import ResourceReporter
 from kog_triton.cli.arguments import Parser, check_output, positive
 from kog_triton.cli.command import end_process, run
-from kog_triton.errors import DeviceError
+from kog_triton.errors import DeviceError, RequestError
+from kog_triton.schedule.topology import Gpu
 
 TOKENS, DEPTH, SEED = 4, 32, 0
 
@@ -35,6 +39,9 @@ def build_parser() -> Parser:
         "--backend", default="auto", metavar="NAME", help=", ".join(backend_names())
     )
     parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
+    parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)"
+    )
     parser.add_argument(
         "--depth",
         type=positive,
@@ -78,7 +85,13 @@ def _body(argv: Sequence[str] | None) -> int:
         raise DeviceError(
             f"the {choice.name} backend takes no stamps: choose --backend cuda on a Hopper GPU"
         )
+    if args.gpus > 1 and not issubclass(choice.backend, RankProfiler):
+        raise DeviceError(f"the {choice.name} backend takes stamps of one GPU: leave --gpus out")
     if args.picture:
+        if args.gpus > 1:
+            raise RequestError(
+                "--picture draws one GPU: leave --gpus out, or write a trace with --out"
+            )
         from kog_triton.profiling.picture import need_matplotlib
 
         need_matplotlib()
@@ -86,37 +99,69 @@ def _body(argv: Sequence[str] | None) -> int:
     options = BackendOptions(
         max_context=args.depth + args.tokens,
         device=args.device,
+        num_gpus=args.gpus,
         prefill="decode",  # no kernel of prompts is compiled beside: none would run
     )
     backend = choice.backend(weights, options)
     try:
         ids = np.random.default_rng(SEED).integers(0, weights.spec.vocab_size, args.depth)
-        recording = backend.profile(ids.tolist(), args.tokens)
+        recording: Recording | RankRecording
+        if args.gpus > 1 and isinstance(backend, RankProfiler):
+            recording = backend.profile_ranks(ids.tolist(), args.tokens)
+        else:
+            recording = backend.profile(ids.tolist(), args.tokens)
         held = backend.resources() if isinstance(backend, ResourceReporter) else None
         gpu = backend.gpu
     finally:
         backend.close()
+    where = gpu.name if gpu else "an unknown GPU"
+    if args.gpus > 1:
+        where = f"{args.gpus} x {where}"
+    title = f"{name} ({weights.spec.family}), {choice.name} on {where}, {args.tokens} tokens @ d{args.depth}"
+    about = {"model": name, "backend": choice.name, "gpu": where, "depth": args.depth}
+    if held:
+        about["resources"] = asdict(held)
+    head = f"{title}\n{held}" if held else title
+    if isinstance(recording, RankRecording):
+        _tell_ranks(recording, about, args.out, gpu, head)
+    else:
+        _tell(recording, about, args, gpu, title, head)
+    return 0
+
+
+def _tell(
+    recording: Recording,
+    about: dict[str, Any],
+    args: Namespace,
+    gpu: Gpu | None,
+    title: str,
+    head: str,
+) -> None:
     from kog_triton.profiling.analysis import figures, timeline
+    from kog_triton.profiling.show import show
+    from kog_triton.profiling.trace import trace, write
 
     line = timeline(recording)
-    where = gpu.name if gpu else "an unknown GPU"
-    title = f"{name} ({weights.spec.family}), {choice.name} on {where}, {args.tokens} tokens @ d{args.depth}"
     if args.out:
-        from kog_triton.profiling.trace import trace, write
-
-        about = {"model": name, "backend": choice.name, "gpu": where, "depth": args.depth}
-        if held:
-            about["resources"] = asdict(held)
         write(trace(recording, line, about), args.out)
     if args.picture:
         from kog_triton.profiling.picture import draw
 
         draw(line, args.tokens - 1, args.picture, title)
-    from kog_triton.profiling.show import show
-
-    head = f"{title}\n{held}" if held else title
     show(recording, line, figures(recording, line), gpu, head)
-    return 0
+
+
+def _tell_ranks(
+    recording: RankRecording, about: dict[str, Any], out: Path | None, gpu: Gpu | None, head: str
+) -> None:
+    from kog_triton.profiling.ranks import rank_timeline, rank_trace
+    from kog_triton.profiling.show import show_ranks
+    from kog_triton.profiling.trace import write
+
+    lines = rank_timeline(recording)
+    if out:
+        write(rank_trace(recording, lines, about), out)
+    show_ranks(recording, lines, gpu, head)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

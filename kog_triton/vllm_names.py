@@ -3,7 +3,7 @@
 vllm_names.json lists every name that one release of vLLM takes (tests/lib/vllm_names.py reads them out of its wheel).
 A parameter that is not among kog_triton's own is ignored if it would not change a result here (`IGNORED`); it is also
 let pass with a value that asks for nothing, such as None or False; otherwise it is refused, with what there is
-`INSTEAD`. That table also has names that older releases of vLLM took, which many scripts still give.
+`INSTEAD`. Both tables also have names that older releases of vLLM took, which many scripts still give.
 """
 
 import difflib
@@ -26,6 +26,7 @@ IGNORED: dict[str, dict[str, str]] = {
         "compilation_config": "nothing is compiled by torch",
         "cudagraph_capture_sizes": "no CUDA graph is captured",
         "disable_custom_all_reduce": "there is one all-reduce",
+        "disable_log_requests": "requests are not logged",
         "distributed_executor_backend": "one process drives every GPU",
         "enable_chunked_prefill": "prompts always run in chunks",
         "enforce_eager": "no CUDA graph is captured",
@@ -34,13 +35,17 @@ IGNORED: dict[str, dict[str, str]] = {
         "max_logprobs": "logprobs has a limit of its own",
         "max_num_batched_tokens": "prompts run in chunks of a fixed size",
         "max_parallel_loading_workers": "one process loads the weights",
+        "max_seq_len_to_capture": "no CUDA graph is captured",
         "optimization_level": "nothing is compiled by torch",
         "performance_mode": "one request as fast as possible is the only mode",
         "served_model_name": "an LLM serves no network",
         "skip_mm_profiling": "models read text alone",
         "stream_interval": "every token is delivered as it is made",
+        "swap_space": "nothing is swapped",
         "trust_remote_code": "code of a checkpoint is never run",
         "use_tqdm_on_load": "loading shows no bar",
+        "use_v2_block_manager": "keys and values are not paged",
+        "worker_use_ray": "one process drives every GPU",
     },
     "SamplingParams": {
         "output_kind": "generate gives whole outputs, stream gives deltas",
@@ -88,13 +93,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         "hf_token": "set the environment variable HF_TOKEN",
         "kv_cache_memory_bytes": "num_slots and max_model_len decide it",
         "load_format": "give a folder of safetensors or a .gguf file as model",
-        "max_seq_len_to_capture": "leave it out: no CUDA graph is captured",
         "pipeline_parallel_size": "tensor_parallel_size is the number of GPUs",
         "quantization": "leave it out: a checkpoint says how it is quantized, and `kog quantize` makes one",
-        "swap_space": "leave it out: nothing is swapped",
         "task": "leave it out: an LLM generates",
-        "use_v2_block_manager": "leave it out: keys and values are not paged",
-        "worker_use_ray": "leave it out: one process drives every GPU",
     },
     "LLM.generate": {
         "guided_options_request": f"in SamplingParams {_CONSTRAINT}",
@@ -143,6 +144,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "scheduling_policy": ("fcfs",),
     "spaces_between_special_tokens": (True,),  # False does ask for something
+    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
 }
 
@@ -164,15 +166,16 @@ def check_others(
     what is ignored, at the caller `level` calls up.
     """
     for name, value in given.items():
-        instead = INSTEAD.get(where, {}).get(name)
-        if name not in names()[where] and instead is None:
+        instead, why = (table.get(where, {}).get(name) for table in (INSTEAD, IGNORED))
+        if name not in names()[where] and instead is None and why is None:
             close = difflib.get_close_matches(name, list(signature(own).parameters), 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{where} got an unexpected keyword argument {name!r}{hint}")
-        if why := IGNORED.get(where, {}).get(name):
-            if not _asks_for_nothing(name, value):
-                warnings.warn(f"{where}: {name} is ignored: {why}", stacklevel=level)
-        elif not _asks_for_nothing(name, value):
+        if _asks_for_nothing(name, value):
+            continue
+        if why is not None:
+            warnings.warn(f"{where}: {name} is ignored: {why}", stacklevel=level)
+        else:
             raise RequestError(
                 f"{where}: {name} is {shown(value)}: kog_triton has no {name}: {instead or 'leave it out'}"
             )

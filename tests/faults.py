@@ -34,6 +34,7 @@ from tests.planted import (  # noqa: E402
     schedule,
     second_sample,
     server,
+    short_prompts,
     third_sample,
 )
 from tests.planted.fault import Fault  # noqa: E402
@@ -52,6 +53,7 @@ FAULTS = (
     *edges.FAULTS,
     *reports.FAULTS,
     *server.FAULTS,
+    *short_prompts.FAULTS,
     *second_sample.FAULTS,
     *third_sample.FAULTS,
 )

@@ -14,24 +14,36 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import waited_for
-from kog_triton.backends.cuda.chunks import POSITIONS, Chunks
+from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
-from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product
+from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
+from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
-from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.backends.cuda.products import ArenaProducts, product_texts
+from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
+from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
+from kog_triton.backends.cuda.short_pass import (
+    MOST_TOKENS,
+    PassKernels,
+    Ready,
+    ShortPass,
+    can_pass,
+    functions,
+    workspace_bytes,
+)
+from kog_triton.backends.cuda.short_prompts import ShortPrompts
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
 from kog_triton.backends.cuda.unpacking import Unpacking
@@ -42,6 +54,7 @@ from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
 from kog_triton.backends.prefill.library import (
     LibraryPrefill,
+    bucket_sizes,
     fuses,
     library_for,
     on_device,
@@ -49,8 +62,8 @@ from kog_triton.backends.prefill.library import (
 )
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
-from kog_triton.backends.prefill.weights import Matrices
-from kog_triton.backends.recording import Recording
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices
+from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
@@ -61,21 +74,10 @@ from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
-from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
-
-
-def _kernel_prompts(options: BackendOptions) -> BackendOptions:
-    """Of narrow weights on several GPUs."""
-    if options.prefill == "library":
-        raise ModelError(
-            "prompts of narrow weights on several GPUs run in the kernel: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel") if options.prefill == "auto" else options
 
 
 class CudaBackend:
@@ -86,6 +88,9 @@ class CudaBackend:
     column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
+    short_passes = (
+        True  # whether short prompts have a pass of their own, where its kernels read the model
+    )
 
     @classmethod
     def availability(cls) -> Availability:
@@ -122,7 +127,7 @@ class CudaBackend:
                 f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
         if weights.spec.narrow and options.num_gpus > 1:
-            options = _kernel_prompts(options)
+            options = narrow_prompts_of_ranks(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])
@@ -142,6 +147,8 @@ class CudaBackend:
         self.max_context = options.max_context or self.spec.max_context
         self.wait_ns = WAIT_NS
         self._stages: StageRunner | None = None  # compiled when it is asked for
+        self._clocks: RankKernel | None = None  # likewise
+        self.short: ShortPrompts | None = None  # beside the library
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
@@ -170,9 +177,13 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
-            counts = [c for c in self.column_counts if c < 2 * options.num_slots]
             self.columns = Columns(
-                lowering, self.max_context, counts, compile_columns, load_columns
+                lowering,
+                self.max_context,
+                self.column_counts,
+                options.num_slots,
+                compile_columns,
+                load_columns,
             )
             if self.columns_ahead:
                 self.columns.begin()
@@ -207,31 +218,31 @@ class CudaBackend:
         lowering, beside = self.layout.lowering, 0
         if wants_library(self.options, self.device):
             beside = unpacked_bytes(lowering)
+            if self._passes_short(lowering):
+                beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
             plan = replace(plan, weights=plan.weights + beside)
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
 
+    @property
+    def _most_blocks(self) -> int:
+        """Of a launch of a pass."""
+        return self.gpu.num_sms
+
+    def _passes_short(self, lowering: CudaLowering) -> bool:
+        return self.short_passes and can_pass(lowering)
+
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)
         self._kernels.append(kernel)
         return kernel
 
-    def _prompt_texts(self) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
-        """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
-        lowering, dtype = self.layout.lowering, self.spec.dtype
-        narrow = bool(self.spec.narrow)
-        texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
-            k: (render_product(k, dtype, narrow), PRODUCTS) for k in KERNELS
-        }
-        if narrow:
-            kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
-            texts |= {kind: (render_unpack(kind, dtype), UNPACK) for kind in kinds}
-        return texts
-
     def _compile_products(self) -> None:
-        texts = self._prompt_texts().values()
+        texts = [*product_texts(self.layout.lowering).values()]
+        if self._passes_short(self.layout.lowering):
+            texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
         for text in texts:
@@ -253,18 +264,54 @@ class CudaBackend:
         if self.num_devices > 1:
             return RankPrefill(weights, lowering.schedule, self.max_context, held)
         (one,) = held
-        return LibraryPrefill(
+        buckets, short = bucket_sizes(self.max_context), self._passes_short(lowering)
+        if short:
+            buckets = [size for size in buckets if size > MOST_TOKENS]
+        library = LibraryPrefill(
             weights,
             self.spec,
             self.max_context,
             one.embed,
             one.rope,
             one.matrices,
+            buckets,
             to_head=True,
         )
+        if short:
+            self.short = self._open_short(lowering, self.memory, one, library.layers)
+        return library
+
+    def _open_short(
+        self,
+        lowering: CudaLowering,
+        memory: Memory,
+        tensors: RankTensors,
+        layers: Sequence[LayerWeights],
+    ) -> ShortPrompts:
+        device = memory.weights.device
+        passes = ShortPass(
+            lowering,
+            memory.weights,
+            self._groups_of(tensors.matrices),
+            tensors.embed,
+            tensors.rope,
+            layers,
+            memory.cache[..., : self.spec.head_dim],
+            memory.streams[..., : self.spec.hidden_size],
+            self._short_kernels(device),
+            self._most_blocks,
+        )
+        return ShortPrompts(passes, device, self.max_context, self.spec.vocab_size)
+
+    def _groups_of(self, matrices: Matrices) -> Callable[[str, int], int]:
+        assert isinstance(matrices, ArenaProducts)
+        return matrices.groups
+
+    def _short_kernels(self, device: torch.device) -> Ready:
+        return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
     def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
-        texts, device = self._prompt_texts(), memory.weights.device
+        texts, device = product_texts(self.layout.lowering), memory.weights.device
 
         def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
             cubin = compile_cubin(*texts[kernel], self.gpu.arch)
@@ -330,6 +377,8 @@ class CudaBackend:
         library, crossover = self.library, self.chunks.crossover
         if not library or not library_for(request, library, self.options.prefill, crossover):
             return None
+        if self.short is not None and self.short.takes(request):
+            return self.short.begin(request)
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank
         caches = [memory.cache[slot][..., :d] for memory in self.ranks.each]
@@ -398,23 +447,53 @@ class CudaBackend:
             raise DeviceError(f"{what} on one GPU: leave --gpus out")
 
     def profile(self, prompt: Sequence[int], tokens: int) -> Recording:
-        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many."""
+        """Stamps of `tokens` greedy steps behind the prompt, by a kernel compiled to take as many. DeviceError on
+        several GPUs: `profile_ranks`."""
+        if self.num_devices > 1:
+            raise DeviceError("several GPUs are profiled together: kog profile --gpus N")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            (one,) = self._profile(prompt, tokens)
+        return one
+
+    def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
+        """As `profile`, of every GPU, their clocks read beside each other before and behind the steps."""
+        if self.num_devices == 1:
+            raise DeviceError("one GPU has no clocks to bring together: leave --gpus out")
+        self._check_profile(prompt, tokens)
+        with self._entry.at_once():
+            readings: list[np.ndarray] = []
+            each = self._profile(prompt, tokens, lambda: readings.append(self._read_clocks()))
+        return RankRecording(tuple(each), *readings)
+
+    def _read_clocks(self) -> np.ndarray:
+        if self._clocks is None:
+            self._clocks = open_clocks(self.devices, self.gpu.arch)
+            self._kernels.append(self._clocks)
+        return read_clocks(self._clocks, self.devices)
+
+    def _check_profile(self, prompt: Sequence[int], tokens: int) -> None:
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
                 f"{self.max_context}"
             )
-        self._refuse_ranks("the cuda backend takes a profile")
-        with self._entry.at_once():
-            return self._profile(prompt, tokens)
 
-    def _profile(self, prompt: Sequence[int], tokens: int) -> Recording:
+    def _profile(
+        self, prompt: Sequence[int], tokens: int, read_clocks: Callable[[], None] = lambda: None
+    ) -> list[Recording]:
+        """A recording a rank; `read_clocks` is called around the launch that takes stamps."""
         layout = replace(self.layout, profile_tokens=tokens)
-        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.device))
+        ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.devices[rank]))
         stamping = self._load("decode.cu", "kog_decode", layout)
-        launches = [partial(self._run, ranks, [0], kernel) for kernel in (self.kernel, stamping)]
+
+        def stamped() -> None:
+            read_clocks()
+            self._run(ranks, [0], stamping)
+            read_clocks()
+
         try:
-            return record(layout, ranks.first, prompt, launches)
+            return record(layout, ranks, prompt, [partial(self._run, ranks, [0]), stamped])
         finally:
             stamping.close()
 
@@ -432,6 +511,8 @@ class CudaBackend:
         if self.library is None:
             return False
         with self._entry.at_once():
+            if self.short is not None and self.short.make_ready():
+                return True
             return self.library.make_ready()
 
     def memory_bytes(self) -> dict[str, int]:
@@ -444,6 +525,8 @@ class CudaBackend:
         other += self.columns.memory_bytes() + self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
+        if self.short is not None:
+            other += self.short.memory_bytes()
         return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:
@@ -455,7 +538,7 @@ class CudaBackend:
             kernel.close()
         self._kernels, self._stages = [], None
         self.chunks.close()
-        self.library, self._blank = None, {}
+        self.library, self.short, self._blank = None, None, {}
         del self.ranks
 
     # ---- a launch ----
@@ -509,15 +592,3 @@ class CudaBackend:
         for tensor in (memory.words, memory.error):
             tensor.copy_(blank[: len(tensor)])
         memory.mailbox.zero_()
-
-
-def prompts_of(gpu: Gpu, options: BackendOptions) -> BackendOptions:
-    """The options with the prompts that this GPU can run: the products of prompt.cu are Hopper's own instructions
-    (wgmma), without which prompts go in chunks. DeviceError where the library is asked for."""
-    if gpu.arch == HOPPER or options.prefill in ("kernel", "decode"):
-        return options
-    if options.prefill == "library":
-        raise DeviceError(
-            f"the products of prompts are for Hopper GPUs, and {gpu.name} is {gpu.arch}: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel")

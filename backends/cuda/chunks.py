@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
-from kog_triton.backends.cuda.layout.columns import COUNTS, lay_out_columns
+from kog_triton.backends.cuda.layout.columns import POSITIONS, layout_of_chunks
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
-from kog_triton.errors import DeviceError, ModelError
+from kog_triton.errors import DeviceError
 from kog_triton.schedule.cuda import CudaLowering
 
 log = logging.getLogger(__name__)
-POSITIONS = 8  # of a chunk, where so many fit
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
 # request is one launch.
 CHUNKS_FROM = 3
@@ -76,15 +75,7 @@ class Chunks:
         load: Callable[[Layout], RankKernel],
     ) -> None:
         self._compile, self._load = compile, load
-        self._layout: Layout | None = None
-        counts = sorted((c for c in COUNTS if c <= positions), reverse=True)
-        for count, fewer in zip(counts, [*counts[1:], 1], strict=False):
-            try:
-                self._layout = lay_out_columns(lowering, max_context, count, chunk=True)
-                break
-            except ModelError as error:
-                what = f"{fewer} positions" if fewer > 1 else "a token"
-                log.info("prompts run %s at a time: %s", what, error)
+        self._layout = layout_of_chunks(lowering, max_context, positions)
         if self._layout is not None:
             self._compiled = compiler.submit(self._run, self._layout)
 

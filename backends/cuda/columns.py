@@ -4,20 +4,17 @@ A model whose columns outgrow shared memory has none (layout/columns.py): fewer 
 any kernel of columns they take turns, a token each, on the kernel of one token.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kog_triton.backends.compiled_beside import CompiledBeside
-from kog_triton.backends.cuda.layout.columns import lay_out_columns
+from kog_triton.backends.cuda.layout.columns import layouts_of_slots
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
-from kog_triton.errors import DeviceError, ModelError
+from kog_triton.errors import DeviceError
 from kog_triton.schedule.cuda import CudaLowering
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,16 @@ class Columns:
         lowering: CudaLowering,
         max_context: int,
         counts: Sequence[int],
+        num_slots: int,
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
     ) -> None:
         self._compile, self._load = compile, load
-        self._layouts: dict[int, Layout] = {}
+        self._layouts = layouts_of_slots(lowering, max_context, counts, num_slots)
         self._compiled: CompiledBeside[int] = CompiledBeside(
             lambda count: self._compile(self._layouts[count]), lambda count: f"{count} columns"
         )
         self._kernels: dict[int, ColumnKernel] = {}
-        for count in counts:
-            try:
-                self._layouts[count] = lay_out_columns(lowering, max_context, count)
-            except ModelError as error:
-                log.info("no kernel of %d columns: %s", count, error)
-                break
 
     @property
     def counts(self) -> tuple[int, ...]:

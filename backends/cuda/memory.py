@@ -20,7 +20,7 @@ from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.names import POINTS
+from kog_triton.backends.cuda.layout.names import POINTS, stamp_words
 from kog_triton.backends.cuda.narrow_weights import (
     LoadNarrow,
     load_narrow,
@@ -45,6 +45,9 @@ from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix, shar
 Tensor = torch.Tensor
 Load = Callable[[str], Tensor]  # a canonical tensor by name, on the device
 HALF = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+# Bytes of the arena that are packed at once, which take up to five times as many for a moment: beside the weights of
+# Llama-3.3-70B a GPU of 140 GiB has 8 left, and its head is 2.
+PACKED_AT_ONCE = 1 << 28
 ERROR_WORDS = 9  # what expired, and whether another rank's wait has (include/kog/ranks.h)
 
 BY_SLOT = ("cache", "streams", "tokens", "request", "states", "outbox")
@@ -218,9 +221,9 @@ def allocate(
 def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """`profile` and `clocks`, zero: empty unless the layout keeps stamps."""
     lo, tokens = layout.lowering, layout.profile_tokens
-    layers = lo.schedule.spec.num_layers
+    layers, words = lo.schedule.spec.num_layers, stamp_words(lo.schedule.num_ranks)
     shapes = {
-        "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), 2),
+        "profile": (tokens, lo.num_blocks, WARPS, layers + 1, len(POINTS), words),
         "clocks": (tokens + 1 if tokens else 0, lo.num_blocks, 2),
     }
     return {n: torch.zeros(s, dtype=torch.int64, device=device) for n, s in shapes.items()}
@@ -300,19 +303,24 @@ def _place(
     w  a matrix a shard, as `pack` takes it: ring slots of some blocks, [blocks, slots, 16-bit words of a slot].
     """
     by_kind: dict[tuple[int, int], list[int]] = {}
-    for block in range(lo.num_blocks):
-        units = len(lo.block_units(stage, layer, lo.group_index(stage, block), rank))
+    own = lo.group_index(stage, np.arange(lo.num_blocks))
+    begin, end = lo.unit_bounds(stage, layer, own, rank)
+    for block, units in enumerate((end - begin).tolist()):
         by_kind.setdefault((lo.shard(stage, block, rank), units), []).append(block)
-    for (shard, units), blocks in by_kind.items():
+    for (shard, units), alike in by_kind.items():
         if not units:
             continue
-        packed = pack(blocks, w[shard])
-        at = first[blocks][:, None] + np.arange(packed.shape[1])
-        index = (
-            torch.from_numpy(at).to(arena.device),
-            torch.tensor(blocks, device=arena.device)[:, None],
-        )
-        arena[..., : packed.shape[2]][index] = packed
+        slots = lo.stage_ring_slots(stage, layer, lo.group_index(stage, alike[0]), rank)
+        most = max(1, PACKED_AT_ONCE // (slots * lo.ring_slot_bytes))
+        for some in range(0, len(alike), most):
+            blocks = alike[some : some + most]
+            packed = pack(blocks, w[shard])
+            at = first[blocks][:, None] + np.arange(packed.shape[1])
+            index = (
+                torch.from_numpy(at).to(arena.device),
+                torch.tensor(blocks, device=arena.device)[:, None],
+            )
+            arena[..., : packed.shape[2]][index] = packed
 
 
 def _biases(

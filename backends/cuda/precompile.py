@@ -1,20 +1,28 @@
-"""The kernel's compiler, begun from the model's spec and what the driver says of the GPU. No torch."""
+"""The kernels' compilers, begun from the model's spec and what the driver says of the GPU. No torch."""
+
+import os
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.jit import begin_cubin
+from kog_triton.backends.cuda.layout.columns import (
+    COUNTS,
+    POSITIONS,
+    layout_of_chunks,
+    layouts_of_slots,
+)
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.layout import lay_out
+from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.toolchain import HOPPER
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
-from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import describe
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
-    """Begin to compile the kernel that `CudaBackend` will ask for, unless it would refuse the request; KogError
-    for a model that has no layout, and without a known GPU or a compiler."""
+    """Begin to compile the kernels that `CudaBackend` will ask for, those that its opening waits for first, unless it
+    would refuse the request; KogError for a model that has no layout, and without a known GPU or a compiler."""
     if options.dtype != "auto":
         spec = spec.replace(dtype=DTYPES[options.dtype])
     halves = spec.dtype is not DType.F32 and spec.kv_dtype in (None, spec.dtype)
@@ -23,7 +31,21 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     gpu = describe(read_gpu())
     if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
-    layout = lay_out(
-        lower(build(spec, options.num_gpus), gpu), options.max_context or spec.max_context
-    )
-    begin_cubin(render(layout), arch=gpu.arch)
+    kernels = _kernels(lower(build(spec, options.num_gpus), gpu), options)
+    beside = len(os.sched_getaffinity(0)) - 1  # a core is Python's, which imports meanwhile
+    for source, layout in kernels[: max(1, beside)]:
+        begin_cubin(render(layout), source, gpu.arch)
+
+
+def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
+    """Sources with their layouts, of what the opening waits for first."""
+    max_context = options.max_context or lowering.schedule.spec.max_context
+    layout = lay_out(lowering, max_context)
+    kernels = [("decode.cu", layout)]
+    if options.prefill in ("auto", "library"):
+        kernels.append(("head_steps.cu", layout))
+    if options.prefill in ("auto", "kernel"):
+        chunks = layout_of_chunks(lowering, max_context, POSITIONS)
+        kernels += [("columns.cu", chunks)] if chunks else []
+    columns = layouts_of_slots(lowering, max_context, COUNTS, options.num_slots)
+    return kernels + [("columns.cu", layout) for layout in columns.values()]

@@ -205,6 +205,14 @@ struct Consumer {
     }
     return true;
   }
+  // The sums of a part of a tile, to a place that no other block writes: what comes next adds them (short_pass.h).
+  KOG_DEVICE void store_part(const Segment& segment) {
+    int row = group * 64 + warp * 16 + lane / 4, token = 2 * (lane % 4);
+    float* part = reinterpret_cast<float*>(p.partials) + static_cast<i64>(walk.block + segment.tile) * kTokens * kRows;
+#pragma unroll
+    for (int j = 0; j < kSums; j++)
+      part[(j / 4 * 8 + token + j % 2) * kRows + row + j / 2 % 2 * 8] = sums[j];
+  }
   // A warpgroup's 64 rows of a token are one line of memory.
   KOG_DEVICE void store(const Segment& segment) {
     Place place = place_of(p, segment.tile);
@@ -268,6 +276,10 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
     for (int i = 0; i < walk.count; i++) {
       Segment segment = walk.at(p, i);
       consumer.multiply_segment(segment.last - segment.first);
+      if constexpr (kParts) {
+        consumer.store_part(segment);
+        continue;
+      }
       if (segment.last - segment.first < p.steps && !consumer.join(segment)) continue;
       consumer.store(segment);
     }

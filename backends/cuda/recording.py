@@ -10,7 +10,7 @@ import numpy as np
 
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS
-from kog_triton.backends.cuda.memory import Memory
+from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.recording import HEAD, Recording, Span
 from kog_triton.backends.request_words import encode
@@ -24,9 +24,9 @@ LOW_HALF = 0xFFFFFFFF
 
 
 def record(
-    layout: Layout, memory: Memory, prompt: Sequence[int], launches: Sequence[Callable[[], None]]
-) -> Recording:
-    """Run the request in slot 0 of `memory`: by the plain kernel, then by the one with stamps.
+    layout: Layout, ranks: Ranks, prompt: Sequence[int], launches: Sequence[Callable[[], None]]
+) -> list[Recording]:
+    """Run the request in slot 0 of all ranks: by the plain kernel, then by the one with stamps. A recording a rank.
 
     launches  start either kernel on slot 0, wait for its end and raise what went wrong
     """
@@ -35,18 +35,19 @@ def record(
     request = Request(0, tuple(prompt), params, seed=0, max_tokens=tokens)
     steps_ns = []
     for launch in launches:
-        memory.write_request(0, encode(request, vocab_size), request.prompt, 0)
+        ranks.write_request(0, encode(request, vocab_size), request.prompt, 0)
         launch()
-        steps_ns.append(np.diff(memory.outbox[0, :tokens, 1].numpy()))
-    return _recording(
-        layout, memory.profile.cpu().numpy(), memory.clocks.cpu().numpy(), steps_ns[0].copy()
-    )
+        steps_ns.append(np.diff(ranks.first.outbox[0, :tokens, 1].numpy()))
+    return [
+        recording_of(layout, m.profile.cpu().numpy(), m.clocks.cpu().numpy(), steps_ns[0].copy())
+        for m in ranks.each
+    ]
 
 
-def _recording(
+def recording_of(
     layout: Layout, stamps: np.ndarray, clocks: np.ndarray, plain_step_ns: np.ndarray
 ) -> Recording:
-    """stamps and clocks as in Memory, whose rows of tokens rotate."""
+    """Of one rank; stamps and clocks as in Memory, whose rows of tokens rotate."""
     layers = layout.lowering.schedule.spec.num_layers
     order = np.argsort(stamps[:, 0, 0, 0, 0, 0])
     stamps, clocks = stamps[order], np.concatenate([clocks[order], clocks[-1:]])
@@ -65,11 +66,13 @@ def _recording(
         places.append((layers, POINTS.index(name)))
     rows, points = np.array(places).T
     words = stamps[:, :, :, rows, points, 1]
+    peers = stamps[:, :, :, rows, points, 2] if stamps.shape[-1] > 2 else np.zeros_like(words)
     return Recording(
         spans=tuple(spans),
         ticks=ticks[:, :, :, rows, points],
         weight_ticks=words & LOW_HALF,
         ring_slots_asked=words >> 32,
+        peer_ticks=peers,
         clocks=clocks,
         stage_bytes=stage_bytes(layout),
         plain_step_ns=plain_step_ns,

@@ -33,6 +33,8 @@ class Recording:
     ticks: np.ndarray  # int64 [tokens, blocks, warps, spans]: when each span ended
     weight_ticks: np.ndarray  # int64, the same shape: what the warp had waited for weights by then
     ring_slots_asked: np.ndarray  # int64, the same shape: what its block had asked for by then
+    # int64, the same shape: what the warp had waited for other GPUs' words alone by then
+    peer_ticks: np.ndarray
     # int64 [tokens + 1, blocks, 2]: ticks and nanoseconds as each token begins, and as the launch ends
     clocks: np.ndarray
     stage_bytes: Mapping[str, float]  # weights that all blocks read in one run of a span, by name
@@ -44,6 +46,20 @@ class Recording:
         return sum(self.stage_bytes.get(span.name, 0.0) for span in self.spans)
 
 
+@dataclass(frozen=True)
+class RankRecording:
+    """The same decode steps as each of several GPUs saw them, and how their clocks stand to each other.
+
+    Before and behind the steps the first GPU asked every other one for its clock, so many times: int64
+    [GPUs - 1, rounds, 3], ns, the first one's clock as it asks, the other's as it answers, the first one's as it
+    hears the answer.
+    """
+
+    each: tuple[Recording, ...]
+    before: np.ndarray
+    behind: np.ndarray
+
+
 @runtime_checkable
 class Profiler(Protocol):
     """A backend whose kernel can take stamps."""
@@ -53,4 +69,13 @@ class Profiler(Protocol):
 
         RequestError if they do not fit the context.
         """
+        ...
+
+
+@runtime_checkable
+class RankProfiler(Protocol):
+    """A Profiler that may be opened on several GPUs."""
+
+    def profile_ranks(self, prompt: Sequence[int], tokens: int) -> RankRecording:
+        """As `profile`, of every GPU, their clocks read beside each other."""
         ...

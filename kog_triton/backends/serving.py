@@ -96,9 +96,11 @@ class Serving(ABC, Generic[R]):
             mailbox.beat()
 
     def attempt(self, slot: int, action: Callable[[], None]) -> None:
-        """What goes wrong is the error of this slot's request alone."""
+        """What goes wrong is the error of this slot's request alone, but for a GPU that falls silent."""
         try:
             action()
+        except Stalled:
+            raise
         except Exception as error:  # torch's, too: a library may run out of memory
             self.fail(slot, error)
 
@@ -345,7 +347,7 @@ class LaunchServing(Serving[InSlot]):
         return {slot: one for slot, one in self.running.items() if one.words is not None}
 
     def _run_slice(self, one: InSlot) -> None:
-        """Some of a prompt, and its request's slot behind the last of it."""
+        """Some of a prompt, or all of several that run together; a request's slot behind the last of its own."""
         if one.prompt is None:
             return
         ready, share = self._ready().values(), self._share
@@ -355,7 +357,16 @@ class LaunchServing(Serving[InSlot]):
         alone_s = math.inf if one.prompt.short else ALONE_S
         seconds = share.slice_s(time.monotonic()) if beside else alone_s
         self._last = one.prompt
+        waiting = {other.prompt: other for other in self.running.values() if other.prompt}
+        along = [waiting[run] for run in one.prompt.take_along([*waiting])]
         ended = one.prompt.advance(seconds, not beside)
+        for other in along:
+            self.attempt(other.request.slot, partial(self._went_on, other, True))
+        self._went_on(one, ended)
+
+    def _went_on(self, one: InSlot, ended: bool) -> None:
+        """A request whose prompt was run up to a position."""
+        assert one.prompt is not None
         filled, last = one.prompt.filled, len(one.request.prompt) - 1
         one.position = min(filled, last)  # the last token runs next, if only through the head
         if ended:

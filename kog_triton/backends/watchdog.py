@@ -2,7 +2,7 @@
 
 A kernel counts its steps in a word that the host reads; `Heart.listen` is told it and raises Stalled, a DeviceError,
 once it has not changed for SILENCE_S: waits on the GPU are bounded, so that it no longer runs. Before it begins the
-GPU may have prompts to run that take longer.
+GPU may have prompts to run that take longer; who waits for a slice of one waits no longer than that (`wait_for`).
 
     Stalled > every entry point refuses > the kernel ends, if ever > the next backend of the process frees the memory
 
@@ -20,6 +20,7 @@ import torch
 from kog_triton.errors import DeviceError
 
 SILENCE_S = 30.0
+POLL_S = 1e-4  # between looks whether a slice has ended, behind which a launch is queued
 
 
 class Stalled(DeviceError):
@@ -39,6 +40,23 @@ def reached(device: torch.device) -> Callable[[], bool]:
     return event.query
 
 
+def silent(what: str, ended: Callable[[], bool]) -> Stalled:
+    return Stalled(
+        f"the GPU has not finished {what} in {SILENCE_S:.0f} s: open a new LLM or, if that is "
+        "refused, start a new process; the driver's log may say why",
+        ended,
+    )
+
+
+def wait_for(over: Callable[[], bool], what: str, device: torch.device) -> None:
+    """Until something that `device` was given is `over`. It has no heartbeat: Stalled after SILENCE_S."""
+    until = time.monotonic() + SILENCE_S
+    while not over():
+        if time.monotonic() > until:
+            raise silent(what, reached(device))
+        time.sleep(POLL_S)
+
+
 class Heart:
     """The heartbeat of one launch, which starts once `begun` says so; `ended` says when it is over."""
 
@@ -56,11 +74,7 @@ class Heart:
             self._steps, self._since = steps, time.monotonic()
             return True
         if time.monotonic() - self._since > SILENCE_S:
-            raise Stalled(
-                f"the GPU has not finished a step in {SILENCE_S:.0f} s: open a new LLM or, if that is "
-                "refused, start a new process; the driver's log may say why",
-                self._ended,
-            )
+            raise silent("a step", self._ended)
         return False
 
 

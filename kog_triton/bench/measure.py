@@ -108,9 +108,9 @@ def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
 
 
 def _open_peer(task: Task, peer: type[Peer], say: Say) -> _Entry:
-    setting = Setting(task.model.weights, task.device, task.max_context, task.gguf)
+    setting = Setting(task.model.weights, task.device, task.max_context, task.gguf, task.num_gpus)
     why = peer.absent(setting)
-    if task.num_gpus > 1:
+    if task.num_gpus > 1 and not getattr(peer, "several_gpus", False):
         why = "this adapter runs on one GPU"
     if why:
         return _Entry(make_row(peer.name, "peer", "absent", f"{why}; {peer.ran}"))

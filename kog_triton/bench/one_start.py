@@ -32,6 +32,7 @@ def one_start(
         num_gpus=num_gpus,
         dtype=dtype,
         max_model_len=MAX_CONTEXT,
+        num_slots=SLOTS,
     )
     from kog_triton.backends.choose import choose
     from kog_triton.bench.engines import BackendUnderTest

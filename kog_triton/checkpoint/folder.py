@@ -75,6 +75,10 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     metadata: Mapping[str, Any] | None = field(default=None, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens it again."""
+        return Checkpoint.open, (self.folder,)
+
     @classmethod
     def open(cls, path_or_hub_id: str | Path, revision: str | None = None) -> "Checkpoint":
         """Open a folder, a GGUF file, or a model of the hub by its id; ModelError for whatever is wrong."""

@@ -15,6 +15,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **({"allow_abbrev": False} | how))
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse's own says nothing of a help that could not be written."""
+        print(self.format_help(), end="", file=file, flush=True)
+
     def error(self, message: str) -> NoReturn:
         if "expected one argument" in message:
             message += ": one that begins with - is given as FLAG=VALUE"

@@ -60,12 +60,6 @@ def run(body: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None)
         code = body(argv)
         sys.stdout.flush()
         return code
-    except SystemExit:  # argparse's, whose help may have gone nowhere
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _drop_stdout()
-        raise
     except BrokenPipeError:
         _drop_stdout()
         return 0

@@ -24,6 +24,8 @@ class Timeline:
     ends: np.ndarray  # float64, the same shape
     taken: np.ndarray  # bool, the same shape: whether the block took the span
     weights: np.ndarray  # float64, the same shape: a warp's mean wait for weights
+    # float64, the same shape: the longest wait of a warp for other GPUs' words alone; all warps' is no longer
+    peers: np.ndarray
     clock_step: int  # ns: the grain of the GPU's clock
     # ns: how far a reading may lie from the line through those beside it; None with one token
     clock_error: float | None
@@ -62,10 +64,12 @@ class Figure:
     num_bytes: float  # that all blocks read in one run
 
 
-def timeline(recording: Recording) -> Timeline:
-    """Map every stamp to nanoseconds by the pairs of clock readings of its block before it and behind it."""
+def timeline(recording: Recording, origin_ns: int | None = None) -> Timeline:
+    """Map every stamp to nanoseconds by the pairs of clock readings of its block before it and behind it; from a moment
+    of the GPU's clock on, if one is given."""
     clocks = recording.clocks
-    first_tick, first_ns = clocks[0, :, 0], clocks[0, :, 1].min()
+    first_tick = clocks[0, :, 0]
+    first_ns = clocks[0, :, 1].min() if origin_ns is None else origin_ns
     ticks = (clocks[:, :, 0] - first_tick).T.astype(np.float64)  # [blocks, tokens + 1]
     nanoseconds = (clocks[:, :, 1] - first_ns).T.astype(np.float64)
     rate = ((nanoseconds[:, -1] - nanoseconds[:, 0]) / ticks[:, -1])[:, None]  # ns a tick
@@ -81,16 +85,21 @@ def timeline(recording: Recording) -> Timeline:
     known = zip(last - first_tick[:, None], ticks, nanoseconds, strict=True)
     ends = np.where(taken, [np.interp(*block) for block in known], -np.inf)
     ends = np.maximum.accumulate(ends, 1)  # a span that is left out ends where it begins
-    ends -= ends.min()
+    if origin_ns is None:
+        ends -= ends.min()
     starts = np.concatenate([np.full((len(ends), 1), np.nan), ends[:, :-1]], 1)
-    waited = np.maximum.accumulate(in_order(recording.weight_ticks), 2)
-    weights = np.diff(waited, axis=2, prepend=waited[:, :, :1]).mean(1) * rate
+
+    def waits(ticks: np.ndarray) -> np.ndarray:  # [blocks, warps, tokens x spans]: within each span
+        waited = np.maximum.accumulate(in_order(ticks), 2)
+        return np.diff(waited, axis=2, prepend=waited[:, :, :1])
+
     return Timeline(
         spans=recording.spans,
         starts=by_token(starts),
         ends=by_token(ends),
         taken=by_token(taken),
-        weights=by_token(weights),
+        weights=by_token(waits(recording.weight_ticks).mean(1) * rate),
+        peers=by_token(waits(recording.peer_ticks).max(1) * rate),
         clock_step=gcd(*np.diff(np.unique(clocks[:, :, 1])).tolist()),
         clock_error=_strayed(ticks, nanoseconds),
     )

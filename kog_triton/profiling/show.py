@@ -9,9 +9,10 @@ A stage whose weights came while its block waited elsewhere can be faster than i
 
 from rich.table import Table
 
-from kog_triton.backends.recording import Recording
+from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.cli.console import Output, plain_table
-from kog_triton.profiling.analysis import Figure, Timeline
+from kog_triton.profiling.analysis import Figure, Timeline, figures
+from kog_triton.profiling.ranks import Exposed, RankTimeline, exposed
 from kog_triton.schedule.topology import Gpu
 
 
@@ -23,6 +24,35 @@ def show(
     console.write_table(span_table(rows, gpu, title))
     for text in notes(recording, line, rows, gpu):
         console.write_line(text)
+
+
+def show_ranks(recording: RankRecording, lines: RankTimeline, gpu: Gpu | None, title: str) -> None:
+    """Print each GPU's table and notes, then what all wait for each other, on stdout."""
+    console = Output()
+    for i, (one, line) in enumerate(zip(recording.each, lines.each, strict=True)):
+        show(one, line, figures(one, line), gpu, f"{title}: GPU {i}")
+    console.write_table(exposed_table(exposed(lines), lines))
+    for i, clock in enumerate(lines.clocks, 1):
+        console.write_line(
+            f"GPU {i}'s clock is {clock.offset:+,} ns beside GPU 0's and drifts by {clock.drift:+.2e} (give or take "
+            f"{clock.drift_error:.0e}); a time of GPU {i} may lie {clock.error:.0f} ns from where it stands"
+        )
+
+
+def exposed_table(rows: list[Exposed], lines: RankTimeline) -> Table:
+    """A row a GPU and span, and the sum of each GPU."""
+    table = plain_table(
+        ["GPU", "span", "runs", "us/token", "largest", "share"],
+        "exposed communication: a mean block's waits for other GPUs alone",
+    )
+    for gpu in range(len(lines.each)):
+        own = [row for row in rows if row.gpu == gpu]
+        for row in own:
+            cells = f"{row.token / 1e3:.2f}", f"{row.largest / 1e3:.2f}", f"{row.share:.2%}"
+            table.add_row(str(gpu), row.name, str(row.runs), *cells)
+        token, share = sum(row.token for row in own), sum(row.share for row in own)
+        table.add_row(str(gpu), "all", "", f"{token / 1e3:.2f}", "", f"{share:.2%}")
+    return table
 
 
 def span_table(rows: list[Figure], gpu: Gpu | None, title: str) -> Table:

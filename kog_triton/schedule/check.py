@@ -7,12 +7,14 @@ shared memory suffices and all blocks are resident
 What blocks exchange depends on the kernel: exchanges.py proves it.
 """
 
+from itertools import chain
+
 import numpy as np
 
 from kog_triton.errors import ModelError
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.lowering import PADDING, Partition
-from kog_triton.schedule.schedule import Epilogue, Op, Schedule
+from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Stage
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -49,18 +51,28 @@ def check_partition(partition: Partition) -> None:
             )
         for layer in range(segment.repeat):
             for rank in range(schedule.num_ranks):
-                owned = []
-                for block in range(partition.group_size(stage)):
-                    units = np.asarray(partition.block_units(stage, layer, block, rank))
-                    if np.any(partition.owner(stage, layer, units, rank) != block):
-                        raise ModelError(f"{stage.name}: owner and block {block} disagree")
-                    owned.append(partition.block_rows(stage, layer, block, rank))
-                rows = np.sort(np.concatenate(owned))
-                rows = rows[rows != PADDING]
-                if not np.array_equal(rows, np.arange(partition.num_rows(stage, rank))):
-                    raise ModelError(
-                        f"{stage.name}: rows without exactly one owner in layer {layer}"
-                    )
+                _check_layer(partition, stage, layer, rank)
+
+
+def _check_layer(partition: Partition, stage: Stage, layer: int, rank: int) -> None:
+    blocks = np.arange(partition.group_size(stage))
+    owned = [partition.block_units(stage, layer, block, rank) for block in range(len(blocks))]
+    units = np.fromiter(chain.from_iterable(owned), np.int64)
+    owners = np.repeat(blocks, [len(own) for own in owned])
+    wrong = owners[partition.owner(stage, layer, units, rank) != owners]
+    if len(wrong):
+        raise ModelError(f"{stage.name}: owner and block {wrong[0]} disagree")
+    whole = np.array_equal(np.sort(units), np.arange(partition.num_units(stage, rank)))
+    if whole and layer == 0:  # a unit has the same rows in every layer
+        rows = np.sort(
+            np.concatenate(
+                [partition.block_rows(stage, layer, b, rank) for b in range(len(blocks))]
+            )
+        )
+        rows = rows[rows != PADDING]
+        whole = np.array_equal(rows, np.arange(partition.num_rows(stage, rank)))
+    if not whole:
+        raise ModelError(f"{stage.name}: rows without exactly one owner in layer {layer}")
 
 
 def check_lowering(lowering: CudaLowering) -> None:

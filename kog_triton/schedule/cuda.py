@@ -32,7 +32,7 @@ from kog_triton.schedule.cuda_weights import (
     stage_weights,
     unreadable,
 )
-from kog_triton.schedule.lowering import Partition, Tiling, layer_matrices, matrix_stages
+from kog_triton.schedule.lowering import Partition, Tiling, Units, layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import GPUS, KB, Gpu
 
@@ -100,11 +100,9 @@ class CudaLowering(Partition):
         """Whether a layer of the block that reads most is more than two rings: then the stream sets the pace,
         else the exchanges do."""
         stages = [s for s in matrix_stages(self.schedule) if s.name != "lm_head"]
-        most = max(
-            sum(self.stage_ring_slots(stage, 0, self.group_index(stage, block)) for stage in stages)
-            for block in range(self.num_blocks)
-        )
-        return most > 2 * self.ring_slots
+        blocks = np.arange(self.num_blocks)
+        reads = [self.stage_ring_slots(s, 0, self.group_index(s, blocks)) for s in stages]
+        return bool(np.sum(reads, 0).max() > 2 * self.ring_slots)
 
     @cached_property
     def window_slots(self) -> int:
@@ -190,23 +188,24 @@ class CudaLowering(Partition):
         """Fragments along K of one warp, for one unit."""
         return self.steps(stage) // self.weights[stage.name].pack
 
-    def stage_fragments(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
-        """Fragments of one warp in one run of a stage by the block with this group index."""
-        return len(self.block_units(stage, layer, block, rank)) * self.unit_fragments(stage)
+    def stage_fragments(self, stage: Stage, layer: int, block: Units, rank: int = 0) -> Units:
+        """Fragments of one warp in one run of a stage by the block with this group index, or by each of an array."""
+        first, last = self.unit_bounds(stage, layer, block, rank)
+        return (last - first) * self.unit_fragments(stage)
 
-    def stage_ring_slots(self, stage: Stage, layer: int, block: int, rank: int = 0) -> int:
+    def stage_ring_slots(self, stage: Stage, layer: int, block: Units, rank: int = 0) -> Units:
         """Ring slots of one warp in one run of a stage, of which the last may be read in part."""
         return -(-self.stage_fragments(stage, layer, block, rank) // self.fragments)
 
     def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
         """Weight bytes that all blocks of a rank read in one run of a stage, padding included."""
-        return self.fragment_bytes(stage) * sum(
-            self.stage_fragments(stage, layer, self.group_index(stage, block), rank)
-            for block in range(self.num_blocks)
+        blocks = self.group_index(stage, np.arange(self.num_blocks))
+        return self.fragment_bytes(stage) * int(
+            self.stage_fragments(stage, layer, blocks, rank).sum()
         )
 
-    def group_index(self, stage: Stage, block: int) -> int:
-        """A rank's block as its index in the group that runs the stage."""
+    def group_index(self, stage: Stage, block: Units) -> Units:
+        """A rank's block as its index in the group that runs the stage, or each of an array of them."""
         return block % self.group_size(stage)
 
     def shard(self, stage: Stage, block: int, rank: int) -> int:
@@ -215,19 +214,20 @@ class CudaLowering(Partition):
             return 0
         return rank * self.schedule.shards_per_rank + block // self.group_size(stage)
 
-    def block_ring_slots(self, block: int, rank: int = 0) -> int:
-        """Chunks that one block reads for one token."""
-        return sum(
+    def block_ring_slots(self, block: Units, rank: int = 0) -> Units:
+        """Chunks that one block reads for one token, or each of an array of them."""
+        slots = (
             self.stage_ring_slots(stage, layer, self.group_index(stage, block), rank)
             for segment in self.schedule.segments
             for stage in segment.stages
             if stage.name in self.tilings
             for layer in range(segment.repeat)
         )
+        return sum(slots, start=0 * block)
 
     def stream_ring_slots(self, rank: int = 0) -> int:
         """Chunks of the longest stream; the others are as long in memory and stop earlier."""
-        return max(self.block_ring_slots(block, rank) for block in range(self.num_blocks))
+        return int(self.block_ring_slots(np.arange(self.num_blocks), rank).max())
 
     def stream_bytes(self, rank: int = 0) -> int:
         """Weight bytes that a rank reads for one token, padding included."""
@@ -277,7 +277,7 @@ def shifted(lowering: CudaLowering) -> dict[str, Tiling]:
         if stage.name == "lm_head":
             continue
         size, own = lowering.group_size(stage), read[: lowering.group_size(stage)]
-        fragments = np.array([lowering.stage_fragments(stage, 0, index) for index in range(size)])
+        fragments = lowering.stage_fragments(stage, 0, np.arange(size))
         shift = min(range(size), key=lambda by: int((own + np.roll(fragments, by)).max()))
         tilings[stage.name] = replace(tilings[stage.name], shift=shift)
         own += np.roll(fragments, shift)
@@ -301,9 +301,7 @@ def _cost(lowering: CudaLowering) -> float:
     """Bytes of one token, as if every block read as many as the busiest of its stage does."""
     read = sum(
         segment.repeat
-        * max(
-            lowering.stage_fragments(stage, 0, i, rank) for i in range(lowering.group_size(stage))
-        )
+        * int(lowering.stage_fragments(stage, 0, np.arange(lowering.group_size(stage)), rank).max())
         * lowering.fragment_bytes(stage)
         * (FOUR_ROWS_COST if lowering.fragment(stage)[0] != MMA_ROWS else 1)
         for rank in range(lowering.schedule.num_ranks)
@@ -375,11 +373,12 @@ def _tiling(
                 continue
             partition = Partition(schedule, blocks, {stage.name: tiling})
             group = partition.group_size(stage)
-            reads = [len(partition.block_units(stage, 0, b)) * steps for b in range(group)]
+            first, last = partition.unit_bounds(stage, 0, np.arange(group))
+            reads = (last - first) * steps
             overtaken = stage.epilogue is Epilogue.RESIDUAL and partition.num_units(stage) < group
             # The slowest block sets the stage's time, the sum the bytes.
-            slowest = max(reads) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
-            bytes_read = sum(reads) * (1 if warps_k == WARPS else SHARED_COST)
+            slowest = int(reads.max()) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
+            bytes_read = int(reads.sum()) * (1 if warps_k == WARPS else SHARED_COST)
             options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
     if not options:
         return None

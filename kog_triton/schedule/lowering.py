@@ -61,11 +61,17 @@ class Partition:
 
     def block_units(self, stage: Stage, layer: int, block: int, rank: int = 0) -> range:
         """Units of the block whose group index is `block`. Consecutive, so that a block publishes a run."""
+        return range(*self.unit_bounds(stage, layer, block, rank))
+
+    def unit_bounds(
+        self, stage: Stage, layer: int, block: Units, rank: int = 0
+    ) -> tuple[Units, Units]:
+        """The first of `block_units` and the one behind the last, of one block or of each of an array of them."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
         # Blocks with one unit more lie evenly spread, so moving on by one block a layer keeps any two
         # blocks within one unit of each other after any number of layers.
         group_index = (block - layer - self.tilings[stage.name].shift) % size
-        return range(group_index * units // size, (group_index + 1) * units // size)
+        return group_index * units // size, (group_index + 1) * units // size
 
     def owner(self, stage: Stage, layer: int, unit: Units, rank: int = 0) -> Units:
         """The group index of the block that computes a unit, or each of an array of units."""
@@ -79,11 +85,17 @@ class Partition:
         Ids count the shard's rows as the weights are stacked (gate above up); of the head they count
         from the first row that the rank scores.
         """
+        return self.rows_of_blocks(stage, layer, np.array([block]), rank)[0]
+
+    def rows_of_blocks(
+        self, stage: Stage, layer: int, blocks: np.ndarray, rank: int = 0
+    ) -> np.ndarray:
+        """`block_rows` of blocks with equally many units: int64 [blocks, rows]."""
         unit = self.tilings[stage.name].unit_rows
-        units = self.block_units(stage, layer, block, rank)
-        index = np.arange(units.start * unit, units.stop * unit)
+        first, last = self.unit_bounds(stage, layer, blocks, rank)
+        index = first[:, None] * unit + np.arange((last[0] - first[0]) * unit)
         order = row_order(stage, self.num_rows(stage, rank))
-        out = np.full(len(index), PADDING)
+        out = np.full(index.shape, PADDING)
         inside = index < len(order)
         out[inside] = order[index[inside]]
         return out

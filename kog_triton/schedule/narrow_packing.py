@@ -56,8 +56,8 @@ def pack_narrow(
     weights, tiling = lowering.weights[stage.name], lowering.tilings[stage.name]
     assert weights.format is not None
     each, parts, padded = lowering.unit_fragments(stage), tiling.k_parts, lowering.padded_k(stage)
-    rows = np.stack(
-        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
+    rows = lowering.rows_of_blocks(
+        stage, layer, lowering.group_index(stage, np.array(blocks)), rank
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     groups = WARPS // parts

@@ -22,8 +22,8 @@ def pack_blocks(
     """
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
-    rows = np.stack(
-        [lowering.block_rows(stage, layer, lowering.group_index(stage, b), rank) for b in blocks]
+    rows = lowering.rows_of_blocks(
+        stage, layer, lowering.group_index(stage, np.array(blocks)), rank
     )
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     flat = new_like(w, (rows.size, lowering.padded_k(stage)))
@@ -48,10 +48,8 @@ def first_ring_slots(lowering: CudaLowering, rank: int = 0) -> dict[tuple[str, i
                 if stage.name not in lowering.tilings:
                     continue
                 out[stage.name, layer] = at
-                indices = (lowering.group_index(stage, b) for b in range(lowering.num_blocks))
-                at = at + [
-                    lowering.stage_ring_slots(stage, layer, index, rank) for index in indices
-                ]
+                indices = lowering.group_index(stage, np.arange(lowering.num_blocks))
+                at = at + lowering.stage_ring_slots(stage, layer, indices, rank)
     return out
 
 
@@ -62,13 +60,12 @@ def unit_places(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndar
     first  the stage's, of `first_ring_slots`
     """
     group, steps = lowering.group_size(stage), lowering.steps(stage)
-    out = np.empty((2, lowering.num_blocks // group, lowering.num_units(stage)), np.int64)
-    for block in range(lowering.num_blocks):
-        own = lowering.block_units(stage, layer, lowering.group_index(stage, block))
-        begin = (first[block] * lowering.num_blocks + block) * lowering.fragments
-        out[0, block // group, own.start : own.stop] = begin
-        out[1, block // group, own.start : own.stop] = np.arange(len(own)) * steps
-    return out
+    units = np.arange(lowering.num_units(stage))
+    owners = lowering.owner(stage, layer, units)  # in every shard's group
+    blocks = np.arange(lowering.num_blocks).reshape(-1, group)[:, owners]
+    begin = (first[blocks] * lowering.num_blocks + blocks) * lowering.fragments
+    before = (units - lowering.unit_bounds(stage, layer, owners)[0]) * steps
+    return np.stack([begin, np.broadcast_to(before, begin.shape)])
 
 
 def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:

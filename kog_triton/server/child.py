@@ -114,6 +114,8 @@ def open_llm(asked: wire.Open) -> "LLM":
         num_gpus=int(count or 1),
         dtype=options["dtype"],
         max_model_len=options["max_model_len"],
+        num_slots=options["num_slots"],
+        prefill=options["prefill"],
     )
     from kog_triton.llm import LLM  # and torch, which takes seconds
 

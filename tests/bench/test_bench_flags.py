@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from kog_triton.bench import cli as bench
+from kog_triton.bench import model as bench_model
 from kog_triton.bench import show
 from kog_triton.bench.engines import GREEDY, Sampling
 from kog_triton.bench.peers import find_peer
+from kog_triton.errors import DeviceError
+from kog_triton.schedule.topology import find_gpu
 
 MEASURED = {
     "bandwidth": {
@@ -104,7 +107,7 @@ def test_defaults_of_decode(asked):
 
 def test_compare_takes_every_peer(asked):
     task, _ = asked("compare", "--depth=9")
-    assert len(task.peers) == 6 and task.prompt_tokens == 9
+    assert len(task.peers) == 7 and task.prompt_tokens == 9
     task, _ = asked("compare", "--peer=torch-graph")
     assert task.peers == [find_peer("torch-graph")]
 
@@ -241,3 +244,25 @@ def test_notes_of_a_prompt_of_several_requests_and_of_nothing_known():
     slow = nothing | {"measured": 1.7e10, "methods": {"loads": 1.7e10}}  # a CPU's
     assert "read bandwidth measured: loads 17.0 GB/s" in show.notes(record | {"bandwidth": slow})
     assert "clocks, temperature and power: not known here" in bare
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "want"),
+    [
+        ("h200", "", "nvidia"),
+        ("h200", "nvidia", "nvidia"),
+        ("h200", "h200", "h200"),
+        ("h200", "h100", None),
+        (None, "", None),
+        (None, "nvidia", None),
+    ],
+)
+def test_a_device_that_is_not_the_one_here_is_refused(monkeypatch, gpu, name, want):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench_model, "gpu_of", lambda device: gpu and find_gpu(gpu))
+    if want is None:
+        with pytest.raises(DeviceError, match="torch sees a GPU"):
+            bench_model.find_device(name)
+    else:
+        assert bench_model.find_device(name) == (torch.device("cuda"), want)

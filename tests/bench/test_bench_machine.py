@@ -274,3 +274,9 @@ def test_every_step_of_a_start_is_there():
         [sys.executable, "-c", code, program], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_whose_only_clock_is_unknown_did_not_slow_down():
+    for first, last in ((None, 1000.0), (1980.0, None), (0.0, 1000.0), (1980.0, 0.0)):
+        samples = [{"reasons": 0.0, "sm_mhz": mhz} for mhz in (first, last)]
+        assert machine.throttling(samples) == []

@@ -72,9 +72,10 @@ def test_wrong_text_behind_right_logits_is_found(swap):
     backend = find_backend("reference")
     honest = BackendUnderTest(backend, weights, BackendOptions(max_context=64))
     judge = judge_of(weights)
-    assert judge.examine(honest, LEAST).passed
+    check = judge.examine(honest, LEAST)
+    assert check.passed and check.tokens_top1 == 1
     check = judge.examine(Liar(honest, swap), LEAST)
-    assert not check.passed and check.kl_mean == 0 and check.tokens_top1 < 1
+    assert not check.passed and check.kl_mean == 0 and 0 < check.tokens_top1 < 1
 
 
 def test_text_is_judged_behind_the_whole_prompt(monkeypatch):

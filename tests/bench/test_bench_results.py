@@ -8,7 +8,7 @@ import pytest
 
 from kog_triton.bench import cli as bench
 from kog_triton.bench.record import kept_file, make_row, read, record_files, write
-from kog_triton.bench.show import notes
+from kog_triton.bench.show import notes, stage_table
 from kog_triton.bench.table import (
     HEADLINE,
     OTHER_SCHEMAS,
@@ -310,3 +310,33 @@ def test_the_readme_shows_eight_rows():
     inside = between((ROOT / "README.md").read_text(encoding="utf-8"), "headline")
     rows = [line for line in inside.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(HEADLINE) == 10
+
+
+def test_a_record_holds_no_figure_that_is_no_number(tmp_path):
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="JSON"):
+            write({"figure": value}, tmp_path / "a.json")
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_stages_have_a_row_each_and_their_sum():
+    stage = {
+        "stage": "qkv",
+        "runs": 3,
+        "error": 1e-3,
+        "us": 2.0,
+        "floor_us": 1.0,
+        "ratio": 0.5,
+        "bytes": 4_000_000,
+    }
+    rows = [
+        {"name": "cuda", "status": "timed", "stages": [stage, stage | {"stage": "o", "runs": 2}]},
+        {"name": "late", "status": "absent"},
+    ]
+    table = stage_table({"rows": rows})
+    cells = [list(column.cells) for column in table.columns]
+    assert list(zip(*cells, strict=True)) == [
+        ("cuda", "qkv", "3", "1.0e-03", "2.00", "1.00", "50.0%", "4.00", "6.0"),
+        ("cuda", "o", "2", "1.0e-03", "2.00", "1.00", "50.0%", "4.00", "4.0"),
+        ("cuda", "all", "", "", "", "", "", "", "10.0"),
+    ]

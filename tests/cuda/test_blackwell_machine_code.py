@@ -6,7 +6,7 @@ One shape a target always, the others with the slow tests.
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.backend import prompts_of
+from kog_triton.backends.cuda.prompt_options import prompts_of
 from kog_triton.errors import DeviceError, ModelError
 from kog_triton.schedule.topology import GPUS
 from tests.lib import column_cases, cuda_walk

@@ -16,6 +16,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import chunks
+from kog_triton.backends.cuda.layout import columns as layout_columns
 from kog_triton.backends.cuda.layout.attention import attention_bytes
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover, choose_prefill
@@ -413,7 +414,7 @@ def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
             raise ModelError("no room")
         return lay_out_columns(lowering, max_context, columns, chunk)
 
-    monkeypatch.setattr(chunks, "lay_out_columns", lay_out)
+    monkeypatch.setattr(layout_columns, "lay_out_columns", lay_out)
     most = 4
     backend = make(ChunkBackend, spec, 1)
     assert backend.chunks.kernel.layout.columns == 4 and run(backend, r) == steps

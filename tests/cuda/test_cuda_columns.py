@@ -94,7 +94,7 @@ def refuse(*_, **__):
 
 def test_a_model_without_columns_takes_turns(monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr("kog_triton.backends.cuda.columns.lay_out_columns", refuse)
+    monkeypatch.setattr("kog_triton.backends.cuda.layout.columns.lay_out_columns", refuse)
     backend = make(ColumnBackend)
     assert backend.columns.counts == () and not backend.columns.ready(2)
     assert "no kernel of 2 columns: no room" in caplog.text

@@ -373,7 +373,7 @@ FAULTS = {
         "x * gain * scale()",
         "x",
     ),
-    "rows of another lane": ("columns/head.h", "int first = first_id(b);", "int first = 0;"),
+    "rows of another lane": ("outputs.h", "int first = first_id(b);", "int first = 0;"),
     "a piece in another's place": (
         "columns/rows.h",
         "piece % S::kPieces * S::kPieceWords +",

@@ -25,7 +25,7 @@ EDITS = {
         f"float2 a = near[n], z = far[n];\n      if ({chosen(2)}) a.x = -a.x;",
     ),
     "1 / rms": (
-        "matvec.h",
+        "values.h",
         "* (1.f / kHidden) + kNormEps",
         f"* (({chosen(3)} ? 1.1f : 1.f) / kHidden) + kNormEps",
     ),

@@ -207,7 +207,7 @@ FAULTS = {
         "columns/head.h", "b.warp, block_of_all(b)), epoch", "b.warp, b.block), epoch",
     ),
     "a rank picks among its own": ("columns/head.h", "rank < kRanks; rank++", "rank < 1; rank++"),
-    "a rank scores the first ids": ("columns/head.h", "int first = first_id(b);", "int first = 0;"),
+    "a rank scores the first ids": ("outputs.h", "int first = first_id(b);", "int first = 0;"),
 }  # fmt: skip
 
 

@@ -189,5 +189,7 @@ def test_an_llm_on_two_gpus_continues_a_conversation(tmp_path):
 def test_what_ranks_cannot_do_yet_is_refused(backend):
     with pytest.raises(DeviceError, match="a stage alone runs on one GPU: leave --gpus out"):
         backend.run_stage("embed", 0, {"token_ids": torch.tensor([1])})
-    with pytest.raises(DeviceError, match="takes a profile on one GPU: leave --gpus out"):
+    with pytest.raises(
+        DeviceError, match="several GPUs are profiled together: kog profile --gpus N"
+    ):
         backend.profile([1, 2], 2)

@@ -172,7 +172,7 @@ FAULTS = {
         "residual.h", "return base + (lane + i / kGroups) * kStride",
         "return base + (lane + (i / kGroups + rank_of(b.p)) % kLanes) * kStride",
     ),
-    "a rank scores the first ids": ("edit.h", "? b.lane : rank_of(b.p))", "? b.lane : 0)"),
+    "a rank scores the first ids": ("block.h", "? b.lane : rank_of(b.p))", "? b.lane : 0)"),
     "a buffer that nobody looks into": (
         "residual.h", "to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes",
         "to = b.p.words + Now::kOffset + ((counts.now & 0) * kLanes",

@@ -4,11 +4,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
-from kog_triton.backends import BackendOptions
+from kog_triton.backends import BackendOptions, watchdog
 from kog_triton.backends.mailbox import Mailbox, Request, Step
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_walk import FiberBackend
@@ -144,3 +146,20 @@ def test_a_cancelled_prompt_keeps_what_it_had_filled(monkeypatch):
     mailbox.post(request(1, LONG, 3, cached=21))
     backend.generate(mailbox)
     assert said(mailbox, 1) == alone(LONG, 3)
+
+
+def test_a_slice_that_never_ends_shuts_the_backend(monkeypatch):
+    """As a silent kernel does: it is no error of one request, behind which others would wait for ever."""
+    monkeypatch.setattr(watchdog, "_kept", [])
+    backend, mailbox = opened(), Mailbox()
+    mailbox.post(request(0, SHORT, 3))
+    mailbox.post(request(1, LONG, 3))
+    with monkeypatch.context() as patched:
+        patched.setattr(watchdog, "SILENCE_S", 0.05)
+        patched.setattr(PromptRun, "_reached", lambda self, mark: False)
+        with pytest.raises(watchdog.Stalled):
+            backend.generate(mailbox)
+    with pytest.raises(DeviceError, match="the GPU fell silent in an earlier request"):
+        backend.generate(Mailbox())
+    backend.close()
+    assert backend.memory is not None  # kept, for what may still be written

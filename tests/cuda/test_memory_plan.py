@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kog_triton.backends.cuda import memory as cuda_memory
 from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.backends.cuda.memory import allocate, plan_of
 from kog_triton.backends.memory_plan import GIB, WORKSPACE, MemoryPlan, check_memory
@@ -27,6 +28,20 @@ def test_the_plan_is_what_is_allocated(name):
     plan = plan_of(layout, 3)
     assert plan.weights == memory.weights.nbytes + memory.embed.nbytes
     assert plan.num_slots * plan.max_context * plan.position == memory.cache.nbytes
+
+
+def test_the_arena_is_the_same_however_much_is_packed_at_once(monkeypatch):
+    spec = SPECS["llama"].replace(dtype=DType.BF16)
+    lowering, weights = lower(build(spec), find_gpu("h200"), 5), RandomWeights(spec)
+    embed = weights.load("embed")
+    whole = cuda_memory.pack_arena(lowering, weights.load, embed)
+    packs, right = [], cuda_memory._pack_wide
+    monkeypatch.setattr(
+        cuda_memory, "_pack_wide", lambda *given: packs.append(given[4]) or right(*given)
+    )
+    monkeypatch.setattr(cuda_memory, "PACKED_AT_ONCE", 2 * lowering.ring_slot_bytes)
+    assert torch.equal(cuda_memory.pack_arena(lowering, weights.load, embed), whole)
+    assert max(map(len, packs)) <= 2 and whole.any()
 
 
 @pytest.mark.parametrize("name", ["llama", "lanes at once"])

@@ -14,6 +14,7 @@ import torch
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import precompile as cuda
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.bench.model import open_model
@@ -30,18 +31,28 @@ from tests.lib.gpus import H200_SEEN
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What the CUDA backend began to compile, on a machine with an H200."""
-    headers: list[str] = []
+    """What the CUDA backend began, on a machine with an H200 and cores enough: texts and sources."""
+    done: list[tuple[str, str]] = []
     monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
-    monkeypatch.setattr(cuda, "begin_cubin", lambda header, arch: headers.append(header))
-    return headers
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(
+        cuda, "begin_cubin", lambda header, source, arch: done.append((header, source))
+    )
+    return done
 
 
 class Asking(FiberBackend):
-    """Notes the text that it asks its compiler for."""
+    """Notes the texts that it asks its compiler for, of all its kernels."""
+
+    column_counts, columns_ahead, chunk_positions = COUNTS, True, POSITIONS
+
+    def __init__(self, *arguments, **options):
+        self.asked = set()
+        super().__init__(*arguments, **options)
+        self.settle()
 
     def _compile(self, source, layout):
-        self.asked = render(layout)
+        self.asked.add((render(layout), source))
 
     def _load(self, source, entry, layout):
         return None
@@ -53,27 +64,46 @@ class Asking(FiberBackend):
     [
         ({}, BackendOptions()),
         (
-            {"device": "nvidia", "max_model_len": 48},
+            {"device": "nvidia", "max_model_len": 48, "num_slots": 3},
             BackendOptions(device="nvidia", max_context=48, num_slots=3),
         ),
+        ({"num_slots": 8}, BackendOptions(num_slots=8)),
         (
             {"device": "h200", "dtype": "bfloat16"},
-            BackendOptions(device="h200", dtype="bf16", prefill="kernel"),
+            BackendOptions(device="h200", dtype="bf16"),
         ),
         ({"num_gpus": 2}, BackendOptions(num_gpus=2)),
     ],
 )
 def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options):
+    both = set()
+    for prefill in ("kernel", "library"):
+        precompile.precompile(name, **asked, prefill=prefill)
+        backend = Asking(
+            Checkpoint.open(checkpoint_path()), replace(options, prefill=prefill), num_blocks=0
+        )
+        assert begun[0][1] == "decode.cu"
+        assert len(begun) == len(set(begun)) and set(begun) == backend.asked
+        both |= backend.asked
+        begun.clear()
     precompile.precompile(name, **asked)
-    backend = Asking(Checkpoint.open(checkpoint_path()), options, num_blocks=0)
-    assert begun == [backend.asked]
+    assert [source for _, source in begun[:2]] == ["decode.cu", "head_steps.cu"]
+    assert set(begun) == both
+
+
+@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (6, 5), (7, 6), (99, 6)])
+def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, kernels):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    precompile.precompile("cuda", num_slots=8)
+    sources = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
+    assert [source for _, source in begun] == sources[:kernels]
 
 
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=64)
     spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
     lowering = cuda.lower(cuda.build(spec), find_gpu("h200"))
-    assert begun == [render(cuda.lay_out(lowering, 64))]
+    assert begun[0] == (render(cuda.lay_out(lowering, 64)), "decode.cu")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +171,7 @@ def test_a_model_that_names_no_type_waits_for_its_files(begun, tmp_path):
     assert begun == []
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     precompile.precompile("cuda", folder)
-    assert len(begun) == 1
+    assert begun[0][1] == "decode.cu"
 
 
 def test_a_hub_model_is_begun_if_it_is_here_and_nothing_is_fetched(begun, tmp_path, monkeypatch):
@@ -162,7 +192,7 @@ def test_a_hub_model_is_begun_if_it_is_here_and_nothing_is_fetched(begun, tmp_pa
     assert begun == []  # its weights are not here
     (snapshot / hub.INDEX).touch()
     precompile.precompile("cuda", "org/name")
-    assert len(begun) == 1
+    assert begun[0][1] == "decode.cu"
 
 
 @pytest.mark.parametrize("model", ["nowhere", "/no/such/folder", "a/b/c", "", "\0", "org/file"])
@@ -232,14 +262,14 @@ def test_the_backends_own_part_imports_no_torch():
         "import kog_triton.backends.cuda.precompile as cuda\n"
         "from kog_triton import precompile\n"
         "from tests.lib.gpus import H200_SEEN\n"
-        "headers = []\n"
+        "done = []\n"
         "cuda.read_gpu = lambda: H200_SEEN\n"
-        "cuda.begin_cubin = lambda header, arch: headers.append(header)\n"
+        "cuda.begin_cubin = lambda header, source, arch: done.append(source)\n"
         "precompile.precompile('auto')\n"
-        "print(len(headers), 'torch' in sys.modules)\n"
+        "print(done[0], 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("1 False\n", "")
+    assert (done.stdout, done.stderr) == ("decode.cu False\n", "")
 
 
 def test_without_a_driver_the_reason_is_told(monkeypatch):
@@ -264,7 +294,7 @@ import sys
 from kog_triton.backends.cuda import jit
 from kog_triton.precompile import precompile
 precompile("auto")
-assert len(jit._begun) == 1 and "torch" not in sys.modules
+assert jit._begun and "torch" not in sys.modules
 from kog_triton import LLM
 with LLM() as llm:
     assert llm.choice.name == "cuda"

@@ -59,7 +59,14 @@ def by_hand():
     waited[1, :, 0, :1], waited[1, :, 0, 1:] = 4 * rates[:, None], 8 * rates[:, None]
     waited[:, 1, :, 3] = 0
     return Recording(
-        SPANS, ticks, waited, np.ones_like(ticks), clocks, {"rows": 6000.0}, np.array([200])
+        SPANS,
+        ticks,
+        waited,
+        np.ones_like(ticks),
+        np.zeros_like(ticks),
+        clocks,
+        {"rows": 6000.0},
+        np.array([200]),
     )
 
 

@@ -34,9 +34,10 @@ VARIANTS = FIRST + [
 ]
 SPILLED = {"qwen3-8b": 48}  # registers that LLVM keeps in accumulators or memory
 SCRATCH = {  # bytes a lane that it keeps in memory
-    ("qwen3-8b", "rules"): 140,
-    ("qwen3-8b", "chunks"): 8,
-    ("qwen3-8b", "rules+chunks"): 144,
+    ("qwen3-8b", ""): 8,
+    ("qwen3-8b", "rules"): 148,
+    ("qwen3-8b", "chunks"): 12,
+    ("qwen3-8b", "rules+chunks"): 152,
 }
 
 
@@ -51,7 +52,8 @@ def test_the_object_fits_and_its_fences_are_whole(case, variant):
     full = case not in CASES
     scratch, spilled = SCRATCH.get((case, variant), 0), SPILLED.get(case, 32)
     most = {"non_temporal": 60, "spilled": spilled, "scratch": scratch} if full else {}
-    needs = Needs(ALL[case].num_blocks, mfma=8, scoped_loads=14, scoped_stores=12, **most)
+    mfma = 8 if full else 2  # small cases take 16 keys a step (triton_cases.Case)
+    needs = Needs(ALL[case].num_blocks, mfma=mfma, scoped_loads=14, scoped_stores=12, **most)
     assert refused(gates(case, variant), needs) == {}
     assert gates(case, variant).count("GLOBAL_ATOMIC_ADD") == 2 + ("chunks" in variant) * 2
     fences = fences_of(compiled(case, variant).code_object, KERNEL)

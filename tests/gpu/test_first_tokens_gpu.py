@@ -1,5 +1,5 @@
-"""First tokens of prompts that matrix products have run, on a GPU: alone, beside others and by a graph they are the
-same, bit for bit, and near those of the kernel's own prompt."""
+"""First tokens of prompts that matrix products have run, on a GPU: alone, beside others, sharing a pass and by a graph
+they are the same, bit for bit, and near those of the kernel's own prompt."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.short_pass import MOST_TOKENS
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head
@@ -20,6 +21,7 @@ from tests.lib.ring_walker import spec_of
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
 COUNT, LENGTHS = 6, (4, 9, 33, 200, 700)
+SHORT = sum(n <= MOST_TOKENS for n in LENGTHS)  # together they fit one pass
 SPECS = {
     "biases, norms, windows": spec_of(
         dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
@@ -27,9 +29,13 @@ SPECS = {
     ),
     "lanes": mixed_lanes(Head.MEAN, max_context=1024),
     "lanes, side by side": mixed_lanes(Head.CONCAT, max_context=1024),
+    "qwen3-8b, biases, a window, fp16": real_shape("qwen3-8b", 2).replace(
+        dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, windows=(5, 0),
+    ),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "qwen3-8b": real_shape("qwen3-8b", 4),
 }  # fmt: skip
+PASSES = [name for name in SPECS if "-" in name]  # models whose short prompts have passes
 
 
 def opened(spec, prefill):
@@ -50,17 +56,36 @@ def left_by(backend, asked):
     return steps, held(backend, asked.slot, len(asked.prompt) + COUNT - 1)
 
 
+def noted(backend):
+    """The passes of short prompts from now on, each as its slots."""
+    passes = []
+    if backend.short is not None:
+        right = backend.short.queue
+
+        def queue(prompts):
+            passes.append([p.slot for p in prompts])
+            right(prompts)
+
+        backend.short.queue = queue
+    return passes
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_first_tokens_alone_beside_others_and_by_a_graph(name):
     spec = SPECS[name]
     asked, backend = asked_of(spec), opened(spec, "library")
+    assert (backend.short is not None) is (name in PASSES)
+    passes = noted(backend)
     alone = [left_by(backend, one) for one in asked]
     backend.settle()  # captures graphs
     for one, (steps, cache) in zip(asked, alone, strict=True):
         again = left_by(backend, one)
         assert again[0] == steps and torch.equal(again[1], cache)
     backend.memory.cache.zero_()
+    assert len(passes) == (2 * SHORT if backend.short else 0)
+    passes.clear()
     together = run(backend, *asked)
+    assert len(passes) == (1 if backend.short else 0)
     for one, (steps, cache) in zip(asked, alone, strict=True):
         assert together[one.slot] == steps
         assert torch.equal(held(backend, one.slot, len(one.prompt) + COUNT - 1), cache)
@@ -69,6 +94,9 @@ def test_first_tokens_alone_beside_others_and_by_a_graph(name):
     server.post(asked[0])
     server.start()
     steps = server.finish()
+    assert len(passes) == (
+        3 if backend.short else 0
+    )  # the first one's own, and the others' together
     for one, (want, _) in zip(asked, alone, strict=True):
         assert timeless(steps[one.slot]) == want
     backend.close()

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from kog_triton.checkpoint.folder import Checkpoint, half_split_rows
-from kog_triton.checkpoint.hub import INDEX, model_folder
+from kog_triton.checkpoint.hub import INDEX, TOKENIZER_FILES, model_folder
 from kog_triton.errors import ModelError
 from kog_triton.model.families import sources
 from kog_triton.model.spec import DType
@@ -466,3 +466,15 @@ def test_hub_failure_is_one_line_with_advice(monkeypatch):
         "org/name: no such folder, not fetched before, and the hub cannot be reached: is there a network? "
         "Or download it elsewhere and pass the folder"
     )
+
+
+def test_an_index_that_nobody_asked_for_fetches_nothing(hub):
+    repository, fetched, _ = hub
+    for folder in (repository, fetched):
+        folder.mkdir()
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "weights.safetensors"}}))
+    (repository / "weights.safetensors").touch()
+    assert model_folder("org/name", files=TOKENIZER_FILES) == fetched
+    assert not (fetched / "weights.safetensors").exists()
+    model_folder("org/name")
+    assert (fetched / "weights.safetensors").exists()

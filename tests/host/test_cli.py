@@ -7,7 +7,9 @@ shows is in test_cli_process.py.
 import io
 import json
 import logging
+import os
 import platform
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -23,6 +25,7 @@ from kog_triton import __main__ as kog
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.cli import generate_arguments
 from kog_triton.cli.command import run
+from kog_triton.cli.console import Output, plain_table
 from kog_triton.cli.stats import stats
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
 from kog_triton.sampling.params import SamplingParams
@@ -97,8 +100,10 @@ def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch)
         "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
     )
     flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
+    flags += ("--num-slots", "3", "--prefill", "library")
     assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
     how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    how |= {"num_slots": 3, "prefill": "library"}
     assert asked == [("fake", str(folder), how)]
 
 
@@ -388,3 +393,27 @@ def test_unknown_names_are_attribute_errors():
     assert {"LLM", "SamplingParams"} <= set(dir(kog_triton))
     with pytest.raises(AttributeError, match="nothing"):
         _ = kog_triton.nothing
+
+
+def test_columns_of_figures_stand_at_the_right_and_the_terminal_wraps_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    table = plain_table(["name", "figure"])
+    table.add_row("a", "1")
+    table.add_row("longer", "12345678")
+    console = Output()
+    console.write_table(table)
+    console.write_line("word " * 9 + "end")
+    *_, first, second, _, line = capsys.readouterr().out.splitlines()
+    assert (first.split(), second.split()) == (["a", "1"], ["longer", "12345678"])
+    assert first.index("a") == second.index("longer") and len(first) == len(second)
+    assert line == "word " * 9 + "end"
+
+
+def test_files_are_utf8_whatever_the_locale_says(tmp_path):
+    code = "import sys, pathlib; from kog_triton.cli.arguments import write_text; "
+    code += "write_text(pathlib.Path(sys.argv[1]), '\\u00e4\\u4e2d')"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "a"], env=environment, check=True, timeout=60
+    )
+    assert (tmp_path / "a").read_bytes() == "ä中".encode()

@@ -110,3 +110,14 @@ def test_doctor_reads_the_version_of_the_driver(tmp_path, monkeypatch, text, say
     if text:
         files[1].write_text(text)
     assert doctor.driver() == says
+
+
+@pytest.mark.parametrize(("hip", "arch"), [("6.4", "gfx942"), (None, "sm_94")])
+def test_doctor_names_a_gpus_architecture_as_its_vendor_does(monkeypatch, hip, arch):
+    seen = SimpleNamespace(name="G", major=9, minor=4, total_memory=1, gcnArchName="gfx942")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    monkeypatch.setattr(device, "gpu_of", lambda device: None)
+    assert doctor.gpus() == [{"name": "G", "arch": arch, "memory_bytes": 1, "share": ""}]

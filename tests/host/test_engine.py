@@ -429,5 +429,6 @@ def test_a_common_prefix_ends_where_the_ids_differ(at):
 @pytest.mark.parametrize("wrong", [-1, 9, 1.0, "1", None])
 def test_the_first_id_that_is_none_of_the_vocabulary_is_named(wrong):
     assert engine.check_ids([0, np.int64(8), True], 9) == (0, 8, 1)
-    with pytest.raises(RequestError, match=r"^prompt token 2 is .*: ids run from 0 to 8$"):
-        engine.check_ids([1, 8, wrong, -1], 9)
+    for behind in ([], [-1]):
+        with pytest.raises(RequestError, match=r"^prompt token 2 is .*: ids run from 0 to 8$"):
+            engine.check_ids([1, 8, wrong, *behind], 9)

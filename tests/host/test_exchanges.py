@@ -68,6 +68,31 @@ def test_every_exchange_of_a_shared_step_is_proved():
             check_kernel(without_fence(kernel, step))
 
 
+def alone(which):
+    """Of contexts walked by one split each, which publishes the outputs itself, a step before others would join."""
+    return change(kernel_of(MODELS["plain"], which), "attention", producer="attention")
+
+
+def test_outputs_that_one_split_publishes_are_proved():
+    """As joined ones: what a layer's modules put out tells that all have read them."""
+    kernel = alone("triton")
+    check_kernel(kernel, ends=True)
+    for name in ("attention_out", "mlp_out"):
+        readers = tuple(replace(r, of=Of.SOME) for r in kernel.exchange(name).readers)
+        kernel = change(kernel, name, readers=readers)
+    with pytest.raises(ModelError, match="could rewrite one before o_proj has read it"):
+        check_kernel(change(kernel, "qkv", words=0))
+
+
+def test_outputs_that_one_split_publishes_are_proved_in_a_shared_step():
+    kernel = alone("shared")
+    check_kernel(kernel, ends=True)
+    first, last = (kernel.layer.index(step) for step in ("attention", "o_proj"))
+    unmet = (*kernel.layer[: first + 1], "attention_join", *kernel.layer[last:])
+    with pytest.raises(ModelError, match=r"^attention: attention and its readers lack a fence"):
+        check_kernel(replace(change(kernel, "splits", words=0), layer=unmet))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_exchange_of_ranks_is_proved(ranks):
     """Plain tensor parallelism: a lane a rank, all of whose outputs go to all at once."""

@@ -257,3 +257,15 @@ def test_rows_that_share_scales_keep_their_order(tmp_path):
     assert torch.equal(part.take_rows(order).unpack(), part.unpack()[:, order])
     with pytest.raises(ModelError, match="keep their order"):
         open_narrow("fp8_block", tmp_path / "fp8").take_rows(order)
+
+
+def test_gptq_without_an_order_of_columns_is_read(tmp_path):
+    _, values = narrow_cases.checkpoint("gptq_v1", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    kept = {name: t for name, t in tensors.items() if not name.endswith("g_idx")}
+    assert len(kept) < len(tensors)
+    save_file(kept, file)
+    checkpoint = Checkpoint.open(tmp_path)
+    for stored, want in values.items():
+        assert torch.equal(checkpoint.load(canonical(stored))[0], want)

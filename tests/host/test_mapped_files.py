@@ -169,9 +169,11 @@ def test_short_reads_go_on(tmp_path, files, monkeypatch):
     assert torch.equal(copy(files, map_file(tmp_path / "weights")), data)
 
 
-def test_behind_an_interrupt_no_thread_writes(tmp_path, files, monkeypatch):
+@pytest.mark.parametrize("where", ["waits for a part", "starts a thread"])
+def test_behind_an_interrupt_no_thread_writes(tmp_path, files, monkeypatch, where):
+    """An executor that is interrupted while it starts a thread does not know of that thread."""
     write(tmp_path / "weights")
-    read, active = os.preadv, set()
+    read, start, active = os.preadv, threading.Thread.start, set()
 
     def slow(fd, buffers, at):
         active.add(at)
@@ -180,16 +182,25 @@ def test_behind_an_interrupt_no_thread_writes(tmp_path, files, monkeypatch):
         active.remove(at)
         return count
 
-    def interrupted(self):
+    def interrupt(self):
         while not active:
             time.sleep(0.001)
         raise KeyboardInterrupt
 
+    def start_and_interrupt(self):
+        start(self)
+        interrupt(self)
+
     monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(Future, "result", interrupted)
+    if where == "starts a thread":
+        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    else:
+        monkeypatch.setattr(Future, "result", interrupt)
     with pytest.raises(KeyboardInterrupt):
         copy(files, map_file(tmp_path / "weights"))
     assert not active
+    for thread in reading():  # it was told to end
+        thread.join(5)
 
 
 @pytest.mark.parametrize("hidden", ["MAPS", "PAGEMAP"])

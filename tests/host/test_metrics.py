@@ -76,6 +76,7 @@ def test_figures_without_meaning_are_none(tokens):
     assert m.decode_tokens_per_s is None and m.itl_p50_us is None and m.gb_per_s is None
     assert (m.ttft_s is None) == (m.prefill_s is None) == (tokens == 0)
     assert m.output_tokens == tokens and m.queue_s == 0.1
+    assert m.total_s == pytest.approx(0.5 * tokens)
     waits = figures(queue_s=None, arrivals=[], device_ns=[])
     assert (waits.queue_s, waits.prefill_s, waits.prompt_tokens_per_s) == (None, None, None)
 

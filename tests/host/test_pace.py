@@ -60,3 +60,14 @@ def test_a_launch_that_may_end_is_looked_at_often(monkeypatch):
     wait.wait(1, True, lambda: False)
     wait.wait(0, True, lambda: world.now > begun + 100e-6)
     assert world.now - begun < 100e-6 + pace.AGAIN_S + 2 * pace.FINE_S
+
+
+@pytest.mark.skipif(pace._prctl is None, reason="Linux alone rounds sleeps")
+def test_a_thread_gets_its_own_rounding_of_sleeps_back():
+    def slack():
+        return pace._prctl(pace.PR_GET_TIMERSLACK, 0, 0, 0, 0)
+
+    before = slack()
+    with pace.exact_sleeps():
+        assert slack() == 1
+    assert slack() == before > 1

@@ -98,6 +98,7 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
         r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
     ).groups()
     tokens = float(bandwidth) * 1e3 / gigabytes
+    assert float(bandwidth) == pytest.approx(find_gpu(device).bandwidth / 1e12, abs=0.005)
     assert int(rate.replace(",", "")) == pytest.approx(tokens, rel=5e-3, abs=0.5)
     # of one GPU, as the gigabytes are
     microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)

@@ -200,8 +200,9 @@ def test_a_run_is_waited_for_on_all_gpus(monkeypatch):
         def record_event(self):
             return self
 
-        def synchronize(self):
+        def query(self):
             waited.append(self.device)
+            return True
 
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     others = [torch.device("cuda", 1), torch.device("cuda", 2)]

@@ -193,3 +193,15 @@ def test_resolve_refuses_ids_outside_the_vocabulary(given):
 def test_resolve_refuses_a_vocabulary_whose_weights_could_overflow():
     with pytest.raises(RequestError, match="vocab_size"):
         SamplingParams().resolve((1 << 20) + 1)
+
+
+def test_vllms_optional_biases_are_moved_into_range_at_both_ends():
+    params = SamplingParams.from_optional(logit_bias={1: -200, 2: 200, 3: -7}, top_k=None)
+    assert params.logit_bias == {1: -100.0, 2: 100.0, 3: -7.0}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_greedy_request_has_one_sample(n):
+    with pytest.raises(RequestError, match="1 when temperature is 0: greedy samples"):
+        SamplingParams(n=n, temperature=0)
+    assert SamplingParams(n=1, temperature=0).greedy

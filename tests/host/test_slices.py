@@ -6,8 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from kog_triton.backends import watchdog
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.serving import GAP_S, GAP_STEPS, Share
+from kog_triton.backends.watchdog import Stalled
 from tests.lib.prefill_cases import (
     BF16,
     CPU,
@@ -112,8 +114,12 @@ class Timed(PromptRun):
     def _reached(self, mark):
         return mark <= self.clock.host
 
+    def wait(self):
+        if self._before is not None:
+            self.clock.wait(self._before.ended)
+        super().wait()
+
     def _seconds(self, first, last):
-        self.clock.wait(last)
         return last - first
 
 
@@ -141,6 +147,17 @@ def test_the_host_is_two_slices_ahead_and_no_more():
     while not run.advance(5.0):
         ahead.append(device.busy - device.host)
     assert max(ahead) == min(ahead) == 5.0  # and five more once the next slice is queued
+
+
+def test_a_slice_that_never_ends_is_waited_for_no_longer_than_a_silent_kernel(monkeypatch):
+    monkeypatch.setattr(watchdog, "SILENCE_S", 0.05)
+    monkeypatch.setattr(Timed, "_reached", lambda self, mark: False)
+    run = Timed(Device(), [(1.0, 1.0)] * 4, Rate())
+    assert not run.advance(0)
+    with pytest.raises(
+        Stalled, match="has not finished a slice of a prompt in 0 s: open a new LLM"
+    ):
+        run.advance(0)
 
 
 # Of an H200, development runs (benchmarks/cuda-log.md#slices): layers, seconds of a layer's products for a token, and

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.text import Tokenizer
+from kog_triton.text.chat import _cut_off, _place, _with_cut
 from tests import DATA
 from tests.lib.text_samples import CONVERSATIONS, KINDS, SPECIAL_TOKENS, TOOLS, make_tokenizer
 
@@ -334,3 +335,43 @@ def test_a_template_that_does_not_parse_is_the_models_error():
 def test_the_clock_of_a_template():
     year = ours("{{ strftime_now('%Y') }}").render_chat([{"role": "user", "content": "x"}])
     assert 2025 < int(year) < 3000
+
+
+CONTENTS = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "text", "error"),
+    [
+        (CONTENTS, "go on ", "go on ", None),
+        (
+            CONTENTS,
+            [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
+            "one two",
+            None,
+        ),
+        ("{{ messages[-1].content | trim }}.", " go on ", " go on", None),
+        (CONTENTS, [{"type": "text", "text": 5}], None, "does not end with text"),
+        (CONTENTS, [], None, "has no content to continue"),
+        (CONTENTS, None, None, "has no content to continue"),
+        ("nothing", "go on", None, "leaves the last message out"),
+    ],
+)
+def test_what_continues_the_last_message(source, content, text, error):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    if error is not None:
+        with pytest.raises(RequestError, match=error):
+            _with_cut_and_off(source, messages)
+        return
+    assert _with_cut_and_off(source, messages[-1:]) == (
+        text if "trim" not in source else text.lstrip()
+    )
+
+
+def _with_cut_and_off(source, messages):
+    return _cut_off(jinja2.Template(source).render(messages=_with_cut(messages)))
+
+
+@pytest.mark.parametrize(("length", "whole"), [(80, True), (81, False)])
+def test_an_error_carries_a_path_into_the_messages_of_at_most_80_characters(length, whole):
+    assert (_place("x" * length) == "x" * length) == whole

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kog_triton.text import StopMatcher
+from kog_triton.text.stop import overlap
 
 
 def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
@@ -97,3 +98,18 @@ def test_nothing_comes_after_a_match():
     assert matcher.feed("axb") == "a"
     assert matcher.feed("more") == ""
     assert matcher.finish() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "held"),
+    [
+        ("xab", "abc", 2),
+        ("abc", "abc", 0),
+        ("aa", "aa", 1),
+        ("aba", "aba", 1),
+        ("x", "abc", 0),
+        ("", "a", 0),
+    ],
+)
+def test_only_what_may_begin_a_stop_string_is_held_and_never_the_whole(text, stop, held):
+    assert overlap(text, stop) == held

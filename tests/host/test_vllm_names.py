@@ -62,9 +62,9 @@ def given(llm, where, name, value):
 
 @pytest.mark.parametrize("where", OURS)
 def test_what_we_do_not_have_is_refused_or_ignored_by_name(llm, where):
-    others = [name for name in TABLE[where] if name not in own_names(where)]
-    assert others and set(IGNORED.get(where, {})) <= set(others)
-    for name in others:
+    ours = own_names(where)
+    assert not set(IGNORED.get(where, {})) & ours and set(TABLE[where]) - ours
+    for name in sorted({*TABLE[where], *IGNORED.get(where, {})} - ours):
         if name in IGNORED.get(where, {}):
             with pytest.warns(UserWarning, match=f"{where}: {name} is ignored: ") as seen:
                 given(llm, where, name, 7)
@@ -136,6 +136,18 @@ def test_an_llm_is_not_copied(llm):
     for copied in (copy.copy, copy.deepcopy):  # as pickle does
         with pytest.raises(TypeError, match="an LLM is of one process: open another one there"):
             copied(llm)
+
+
+def test_a_script_for_an_older_release_runs(folder):
+    old = {
+        "swap_space": 4,
+        "disable_log_requests": True,
+        "worker_use_ray": True,
+        "task": "generate",
+    }
+    with pytest.warns(UserWarning, match=r"^LLM: \w+ is ignored: ") as seen:
+        open_llm(folder, **old).close()
+    assert len(seen) == 3
 
 
 def test_values_that_ask_for_nothing_pass(folder):

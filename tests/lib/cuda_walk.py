@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import re
 import subprocess
 import threading
@@ -16,10 +17,9 @@ import torch
 from kog_triton.backends import Availability
 from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.chunks import POSITIONS
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import header, layout
-from kog_triton.backends.cuda.layout.columns import COUNTS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.pace import Pace
@@ -241,13 +241,14 @@ class FiberBackend(CudaBackend):
     column_counts = ()
     columns_ahead = False  # where a test opens them, it says which
     chunk_positions = 0
+    short_passes = False  # tests/lib/short_pass.py has them
 
     @classmethod
     def availability(cls):
         return Availability(True)
 
     def __init__(self, weights, options, num_blocks=2, seed=0):
-        self._seed = seed
+        self._seed, self._moments = seed, itertools.count(0, 1 << 20)
         # The kernel's own prefill is what is tested, unless another is asked for.
         prefill = "kernel" if options.prefill == "auto" else options.prefill
         super().__init__(weights, replace(options, prefill=prefill), num_blocks)
@@ -272,6 +273,11 @@ class FiberBackend(CudaBackend):
 
         unpacking = unpacking_of(lowering, memory) if self.spec.narrow else None
         return ArenaMatrices(lowering, memory.weights, memory.embed.dtype, unpacking)
+
+    def _read_clocks(self):
+        """Clocks that agree: every emulated GPU counts the same rounds."""
+        asked = next(self._moments)
+        return np.array([[[asked, asked + 1, asked + 2]]] * (self.num_devices - 1))
 
     def _load(self, source, entry, layout):
         return FiberKernel(layout, FLAGS[source], self._seed)

@@ -48,7 +48,7 @@ class Case:
     num_blocks: int = 4
     tokens: tuple[int, ...] = PROMPT
     split_least: int = 16  # attention.SPLIT_LEAST, BLOCK_N and FEW: small ones give a short context
-    block_n: int = 64  # what a long one has
+    block_n: int = 64  # what a long one has; twice as many keys are walked by one split
     few: int = 128
     narrow_cost: int = triton.NARROW_COST  # what keeps a small model's rows in tiles of one width
 

@@ -254,8 +254,8 @@ FAULTS = (
     ),
     Fault(
         "vllm_names.py",
-        "elif not _asks_for_nothing(name, value):",
-        "elif value is ...:",
+        "if _asks_for_nothing(name, value):",
+        "if value is not ...:",
         "host/test_vllm_names.py",
         "what vLLM alone has is dropped",
     ),
@@ -286,6 +286,20 @@ FAULTS = (
         "ids = claim.request.prompt[:-1]",
         "host/test_prompt_logprobs.py",
         "a prompt's log-probabilities begin behind what was cached",
+    ),
+    Fault(
+        "engine.py",
+        "max(ids) < vocab_size",
+        "max(ids) <= vocab_size",
+        "host/test_engine.py",
+        "an id that is one beyond the vocabulary runs",
+    ),
+    Fault(
+        "engine.py",
+        "return next(i for i in range(begin, end) if a[i] != b[i])",
+        "return begin",
+        "host/test_engine.py",
+        "a common prefix ends with a whole piece",
     ),
     Fault(
         "request_queue.py",

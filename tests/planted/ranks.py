@@ -138,8 +138,8 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/slices.py",
-        "for end in timed.others:",
-        "for end in ():",
+        "zip(self._others, timed.others, strict=True):",
+        "():",
         "host/test_rank_prefill.py",
         "a prompt that was called off still runs on a GPU",
     ),

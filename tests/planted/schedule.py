@@ -41,8 +41,8 @@ FAULTS = (
     ),
     Fault(
         "schedule/check.py",
-        "if not np.array_equal(rows, np.arange(partition.num_rows(stage, rank))):",
-        "if not np.isin(rows, np.arange(partition.num_rows(stage, rank))).all():",
+        "whole = np.array_equal(np.sort(units), np.arange(partition.num_units(stage, rank)))",
+        "whole = bool(np.isin(units, np.arange(partition.num_units(stage, rank))).all())",
         "host/test_partitions.py",
         "check takes rows without an owner",
     ),
@@ -84,8 +84,8 @@ FAULTS = (
     # ---- lowering, packing, wire ----
     Fault(
         "schedule/lowering.py",
-        "return range(group_index * units // size, (group_index + 1) * units // size)",
-        "return range(group_index * (units // size), (group_index + 1) * (units // size))",
+        "return group_index * units // size, (group_index + 1) * units // size",
+        "return group_index * (units // size), (group_index + 1) * (units // size)",
         "host/test_walks.py",
         "a partition drops the units that do not divide",
         quick=True,

@@ -41,7 +41,8 @@ CASES = {
     "qwen3": Case(plain(qk_norm=True), 6),
     "long": Case(plain(num_heads=6), 4, (3, 42, 12, 7, 8), 1, 2),
     "longer": Case(plain(qk_norm=True, windows=(5,)), 2, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
-    "window": Case(plain(windows=(3,)), 4, (3, 42, 12, 7, 8), 1, 2),
+    "window": Case(plain(windows=(3,)), 4, (3, 42, 12, 7, 8), 1, 1),
+    "more splits than are in use": Case(plain(num_kv_heads=1), 4, (3, 42, 12, 7, 8), 2, 2),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
     "widths": Case(  # rows in tiles of several; lm_head's first tiles are fewer than qkv_proj has on its way
         plain(num_heads=3, num_kv_heads=3, hidden_size=288, intermediate_size=96, dtype=BF16), 4, PROMPT[:2],
@@ -51,6 +52,7 @@ CASES = {
         plain(hidden_size=352, intermediate_size=160), 3, PROMPT[:2], narrow_cost=0
     ),
     "lanes at once": Case(lanes((NOW,), 0)),
+    "lanes, splits": Case(lanes((OWN,), 0), 8, (3, 42, 12, 7), 1, 1),
     "lanes, own then late": Case(  # three blocks a lane: their rows in three tiles, which leave together
         lanes((OWN, DELAYED), 1, o_bias=True, mlp_bias=True), 6
     ),
@@ -217,7 +219,15 @@ FAULTS = {
         "attention", "i, s = split * EACH + tl.arange(0, EACH)", "i, s = tl.arange(0, EACH)", "long",
     ),
     "splits that are not in use join nothing": Fault(
-        "attention", "if split * EACH < VALUES:", "if (split * EACH < VALUES) & (split < used):", "llama",
+        "attention", "    joins = split * EACH < VALUES\n",
+        "    joins = (split * EACH < VALUES) & (split < used)\n", "more splits than are in use",
+    ),
+    "one split of several publishes the outputs": Fault(
+        "attention", "if (used == 1) & newest:", "if newest:", "long",
+    ),
+    "outputs walked alone are the first head's": Fault(
+        "attention", 'S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)',
+        'S.region("attention") + lane * S.attention_words', "llama",
     ),
     "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, phase, S), S)",

@@ -17,10 +17,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
+import triton.language as tl
+
 from kog_triton.backends import serving
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton.host.shared_steps import SharedSteps, most_columns
-from kog_triton.backends.triton.kernel import slots
+from kog_triton.backends.triton.kernel import attention, slots
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType, Head, Reduce
@@ -41,6 +43,13 @@ CASES = {
     "eight columns": Case(plain(), 8),
 }
 ONE = Case(plain(qk_norm=True), 4)
+
+
+@pytest.fixture(autouse=True)
+def splits_of_two_keys(monkeypatch):
+    """One split walks two keys alone; more have one each, and join."""
+    for name in ("SPLIT_LEAST", "BLOCK_N"):
+        monkeypatch.setattr(attention, name, tl.constexpr(1))
 
 
 def request(slot: int, params=GREEDY, count: int = 3, **more) -> Request:
@@ -343,9 +352,8 @@ FAULTS = {
         "at, slot = pick(pos, column), pick(slots, 0)",
     ),
     "nobody waits for the operands": (
-        "        heard, alive = gather(number, control, layer, alive, block, p, S)\n"
-        "        stream = qkv_proj",
-        "        stream = qkv_proj",
+        "        heard, alive = gather(number, control, layer, alive, block, p, S)\n",
+        "        number -= 0\n",
     ),
     "nobody waits for the splits": (
         "        heard, alive = gather(number + 2, control, layer, alive, block, p, S)\n",

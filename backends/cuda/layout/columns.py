@@ -5,6 +5,8 @@ column, or hold the operands of all columns of a lane as warps read them (includ
 a word a unit. Activations that outgrow shared memory are refused.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kog_triton.backends.cuda.layout.attention import attention_bytes
@@ -17,7 +19,37 @@ from kog_triton.schedule.exchanges import check_kernel
 from kog_triton.schedule.lowering import matrix_stages
 
 COUNTS = (2, 4, 8)  # columns that kernels are made for
+POSITIONS = 8  # of a chunk, where so many fit
 MOST_KV_TASKS = 10  # that COLUMN_SMALL_BYTES have room for
+log = logging.getLogger(__name__)
+
+
+def layouts_of_slots(
+    lowering: CudaLowering, max_context: int, counts: Sequence[int], num_slots: int
+) -> dict[int, Layout]:
+    """The layouts of `counts` (ascending) that so many slots can fill, by count; the log says which do not fit."""
+    layouts: dict[int, Layout] = {}
+    for count in counts:
+        if count >= 2 * num_slots:
+            break
+        try:
+            layouts[count] = lay_out_columns(lowering, max_context, count)
+        except ModelError as error:
+            log.info("no kernel of %d columns: %s", count, error)
+            break
+    return layouts
+
+
+def layout_of_chunks(lowering: CudaLowering, max_context: int, positions: int) -> Layout | None:
+    """Of the most positions up to `positions` that fit; None if none do. The log says what does not fit."""
+    counts = sorted((c for c in COUNTS if c <= positions), reverse=True)
+    for count, fewer in zip(counts, [*counts[1:], 1], strict=False):
+        try:
+            return lay_out_columns(lowering, max_context, count, chunk=True)
+        except ModelError as error:
+            what = f"{fewer} positions" if fewer > 1 else "a token"
+            log.info("prompts run %s at a time: %s", what, error)
+    return None
 
 
 def lay_out_columns(

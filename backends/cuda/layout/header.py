@@ -13,7 +13,7 @@ from kog_triton.backends.cuda.layout import attention, batches, protocol
 from kog_triton.backends.cuda.layout.attention import MERGED, MERGED_LENGTH, split_least
 from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE_WORDS
 from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.cuda.layout.names import POINTS, STEPS
+from kog_triton.backends.cuda.layout.names import POINTS, STEPS, stamp_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.model.weight_format import Code, Offset, Scale
@@ -133,6 +133,7 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "max_requests": protocol.MAX_REQUESTS,
         "profile_tokens": max(1, layout.profile_tokens),
         "points": len(POINTS),
+        "stamp_words": stamp_words(layout.lowering.schedule.num_ranks),
         "pair_rotation": wire.PAIR_ROTATION,
         "exponent_top": wire.EXPONENT_TOP,
     }

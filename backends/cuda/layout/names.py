@@ -20,6 +20,12 @@ POINTS = (
 )
 
 
+def stamp_words(ranks: int) -> int:
+    """64-bit words of a stamp: ticks; ticks that the warp had waited for weights, and ring slots asked for; on several
+    ranks also ticks that it had waited for the others, and one that is empty."""
+    return 4 if ranks > 1 else 2
+
+
 # Where a wait stands, for its error record.
 STEPS = (
     "ring",

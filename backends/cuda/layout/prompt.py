@@ -132,8 +132,14 @@ def _us(way: Dealt, most: int) -> float:
     return rounds * way.steps * way.kernel.step_us + shared
 
 
-def render_product(kernel: ProductKernel, dtype: DType, unpacked: bool = False) -> str:
-    """The header of prompt.cu. `unpacked`: a launch before writes the weights (unpack.cu)."""
+def render_product(
+    kernel: ProductKernel, dtype: DType, unpacked: bool = False, parts: bool = False
+) -> str:
+    """The header of prompt.cu.
+
+    unpacked  a launch before writes the weights (unpack.cu)
+    parts     the sums of each part of a tile stay where they are, for what comes next to add (short_pass.h)
+    """
     numbers = {
         "kTokens": kernel.tokens,
         "kGroups": kernel.groups,
@@ -152,6 +158,7 @@ def render_product(kernel: ProductKernel, dtype: DType, unpacked: bool = False) 
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             f"constexpr bool kF16 = {str(f16).lower()}, kUnpacked = {str(unpacked).lower()};",
+            f"constexpr bool kParts = {str(parts).lower()};",
             _multiply(kernel.tokens, "f16" if f16 else "bf16"),
             "}  // namespace kog",
             "",

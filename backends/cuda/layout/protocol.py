@@ -33,7 +33,7 @@ TENSORS = {
     "mailbox": "u64*",  # mapped, see Word
     "outbox": "u64*",  # mapped: [slots, positions + 1, 2], number and token, and the time
     "error": "u32*",  # [0] set by the first wait that expires, [1 ..] what it waited for
-    "profile": "u64*",  # [tokens, blocks, warps, layers + 1, points, 2], if stamps are kept
+    "profile": "u64*",  # [tokens, blocks, warps, layers + 1, points, names.stamp_words], if stamps are kept
     "clocks": "u64*",  # [tokens + 1, blocks, 2], with it: ticks and nanoseconds (pair_clocks)
 }
 ITEM_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "int": 4, "float": 4}

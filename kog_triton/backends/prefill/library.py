@@ -30,7 +30,7 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass, ToHead
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.upload import upload
-from kog_triton.backends.prefill.weights import Matrices, load_layer
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError, first_line
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
@@ -127,6 +127,7 @@ class LibraryPrefill:
     embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
     rope      the caller's table of as many positions as the context and the longest bucket have
     matrices  the caller's, of the same device and dtype
+    buckets   their sizes; none: fresh prompts are run as those behind a cached prefix
     to_head   passes go on to a prompt's last streams, which a head reads
     fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
     """
@@ -149,21 +150,20 @@ class LibraryPrefill:
         schedule = build(spec)
         layers = [load_layer(weights, schedule, i, device, dtype) for i in range(spec.num_layers)]
         self._sizes = bucket_sizes(max_context, buckets)
-        assert len(rope) >= max(max_context, self._sizes[-1]), "padding may pass its end"
+        longest = max(self._sizes, default=0)
+        assert len(rope) >= max(max_context, longest), "padding may pass its end"
         if fused is None:
             fused = fuses(device)
         self._pass = PrefillPass(schedule, embed, layers, matrices, rope, fused)
         self._rate = Rate()
         # The number of the last token that is no padding, and a bucket's tokens.
-        self._words = torch.zeros(1 + self._sizes[-1], dtype=torch.int64, device=device)
+        self._words = torch.zeros(1 + longest, dtype=torch.int64, device=device)
         self._head: ToHead | None = None
         if to_head:
             streams = torch.zeros(spec.num_lanes, spec.hidden_size, device=device)
             self._head = ToHead(streams, self._words[:1])
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
-        self._scratch = torch.zeros(
-            (*shape, self._sizes[-1], spec.head_dim), dtype=dtype, device=device
-        )
+        self._scratch = torch.zeros((*shape, longest, spec.head_dim), dtype=dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._captured_bytes = 0  # of what graphs run in, cuBLAS's workspaces among it
         self._to_capture = list(self._sizes) if device.type == "cuda" else []
@@ -222,6 +222,10 @@ class LibraryPrefill:
             at = first + part.start
             for work in self._pass.layers_of(there[part], at, cache, head):
                 yield Piece(at, work)
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]:
+        return self._pass.layers
 
     def memory_bytes(self) -> int:
         """Bytes held beside what the caller holds: the buckets' cache, graphs, norms and biases."""

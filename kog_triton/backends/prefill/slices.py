@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kog_triton.backends.watchdog import wait_for
+
 # Of slices beside which nobody waits for tokens. Two are on their way: a cancel is heard twice as late.
 ALONE_S = 0.025
+SLICE = "a slice of a prompt"
 
 
 class Piece(NamedTuple):
@@ -75,11 +78,15 @@ class PromptRun:
     ) -> None:
         self.short = short
         self._others = [device for device in others if device.type == "cuda"]
-        self.filled, self._end = first, end
+        self.filled, self.end = first, end
         self._begin, self._settings, self._device, self._rate = pieces, settings, device, rate
         self._pieces: Iterator[Piece] | None = None
         self._next: Piece | None = None
         self._before: Timed | None = None
+
+    def take_along(self, others: "Sequence[PromptRun]") -> "list[PromptRun]":
+        """Those of `others`, in their order, that will run with this one: its first `advance` ends them, too."""
+        return []
 
     def advance(self, seconds: float, at_once: bool = False) -> bool:
         """Queue pieces for no more than so many seconds of the device, one at least; whether the last one is queued.
@@ -96,7 +103,7 @@ class PromptRun:
             while self._next is not None and self._fits(work, self._next.work, seconds):
                 work += self._next.work
                 self._next = next(self._pieces, None)
-            self.filled = self._end if self._next is None else self._next.filled
+            self.filled = self.end if self._next is None else self._next.filled
             others = [torch.cuda.current_stream(d).record_event() for d in self._others]
             queued = Timed(begun, self._mark(), work, others)
         self.wait()
@@ -104,12 +111,13 @@ class PromptRun:
         return self._next is None
 
     def wait(self) -> None:
-        """For the slice that was queued last, on all GPUs."""
+        """For the slice that was queued last, on all GPUs; Stalled if one does not end it."""
         timed, self._before = self._before, None
         if timed is not None:
+            wait_for(lambda: self._reached(timed.ended), SLICE, self._device)
+            for device, end in zip(self._others, timed.others, strict=True):
+                wait_for(end.query, SLICE, device)
             seconds = self._seconds(timed.begun, timed.ended)
-            for end in timed.others:
-                end.synchronize()
             if timed.work:  # a graph has none
                 self._rate.told(seconds, timed.work)
 
@@ -131,8 +139,7 @@ class PromptRun:
         return self._device.type != "cuda" or bool(mark.query())
 
     def _seconds(self, first: Any, last: Any) -> float:
-        """Between two marks, once the last one is reached."""
+        """Between two marks, both reached."""
         if self._device.type != "cuda":
             return float(last - first)
-        last.synchronize()
         return float(first.elapsed_time(last)) / 1e3

@@ -20,6 +20,7 @@ PEERS = {  # module and class
     "transformers-compiled": ("transformers_compiled", "TransformersCompiled"),
     "transformers-tuned": ("transformers_tuned", "TransformersTuned"),
     "torch-graph": ("torch_graph", "TorchGraph"),
+    "torch-ranks": ("torch_ranks", "TorchRanks"),
     "torch-narrow": ("torch_narrow", "TorchNarrow"),
     "llama-bench": ("llama_bench", "LlamaBench"),
 }
@@ -33,6 +34,7 @@ class Setting:
     device: torch.device
     max_context: int
     gguf: Path | None = None  # the same model for llama-bench
+    num_gpus: int = 1
 
     @property
     def wide_spec(self) -> ModelSpec:
@@ -46,6 +48,7 @@ class Peer(EngineUnderTest, Protocol):
     """
 
     ran: ClassVar[str]
+    several_gpus: ClassVar[bool] = False  # whether it runs on more than one
 
     @staticmethod
     def absent(setting: Setting) -> str:

@@ -190,7 +190,8 @@ class TorchGraph:
             self._step()  # makes what libraries make at their first call, which no graph can hold
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # NCCL's watchdog, a thread of its own, may ask for events meanwhile: no fault of this capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         return graph
 
@@ -201,7 +202,7 @@ class TorchGraph:
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> Run:
         run = Run(time.perf_counter())
-        self._token.copy_(self._decoder.prompt(prompt)[-1][-1:].argmax(-1))
+        self._token.copy_(self.first_token(prompt))
         self._position.fill_(len(prompt))
         run.add(int(self._token.item()))
         for _ in range(count - 1):
@@ -211,6 +212,10 @@ class TorchGraph:
                 self._step()
             run.add(int(self._token.item()))
         return run
+
+    def first_token(self, prompt: Sequence[int]) -> Tensor:
+        """int64 [1]."""
+        return self._decoder.prompt(prompt)[-1][-1:].argmax(-1)
 
     def memory_bytes(self) -> dict[str, int]:
         decoder = self._decoder

@@ -1,9 +1,13 @@
 // The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
 // a block run. The generated header is included first; STAGE makes it the kernel of one stage,
-// COLUMNS that of several requests a step, HEAD_STEPS that of first tokens.
+// COLUMNS that of several requests a step, HEAD_STEPS that of first tokens; PASS names a source of a prompt's pass, whose
+// function ENTRY takes a CALL in blocks of THREADS with SHARED bytes.
 #pragma once
 #include GENERATED
-#ifdef STAGE
+#ifdef PASS
+#include <kog/prompt/hopper.h>
+#include PASS
+#elif defined(STAGE)
 #include <kog/stage_roles.h>
 #elif defined(COLUMNS)
 #include <kog/columns/decode.h>
@@ -21,7 +25,9 @@ namespace kog::host {
 KOG_OWN Fiber* current;
 KOG_OWN i64 ticks;
 static KOG_OWN void* scheduler_stack;
-#ifdef STAGE
+#ifdef PASS
+using Argument = CALL;
+#elif defined(STAGE)
 using Argument = StageCall;
 #else
 using Argument = Pointers;
@@ -36,9 +42,15 @@ namespace walk = kog;
 static const Argument* argument;  // of each rank
 constexpr int kPasses = 24, kLooks = 3;  // of a warp in one round: collectives; looks at a flag
 constexpr size_t kStackBytes = 128 << 10;
-constexpr int kBlockWarps = kThreads / 32;
-constexpr size_t kSharedBytes =
+#ifdef PASS
+constexpr int kBlockThreads = THREADS;
+constexpr size_t kSharedMemory = SHARED;
+#else
+constexpr int kBlockThreads = kThreads;
+constexpr size_t kSharedMemory =
     kRingSlots * (kRingSlotBytes + 16) + kPartialBytes + kScratchBytes + kSmallBytes;
+#endif
+constexpr int kBlockWarps = kBlockThreads / 32;
 
 // Saves the callee-saved registers and swaps stacks (System V x86-64).
 extern "C" void kog_switch(void** save, void* load);
@@ -70,7 +82,7 @@ void yield() { yield_fiber(); }
 KOG_EMULATED void sync_all(BlockState& b) {
   u64 mine = b.generation;
   note_arrival(mine);
-  if (++b.arrived == kThreads) {
+  if (++b.arrived == kBlockThreads) {
     b.arrived = 0;
     b.generation++;
   }
@@ -79,7 +91,9 @@ KOG_EMULATED void sync_all(BlockState& b) {
 }
 
 static void run_thread() {
-#ifdef STAGE
+#ifdef PASS
+  ENTRY(*argument);
+#elif defined(STAGE)
   Block b(argument->p);
   init_ring(b);
   sync_all(*current->block);
@@ -117,23 +131,25 @@ class Dice {
 // One block, and which of its warps runs next.
 class BlockRunner {
  public:
-  explicit BlockRunner(int rank, int index) : fibers_(kThreads), shared_(kSharedBytes, 0xff) {
-    stacks_ = static_cast<u8*>(mmap(nullptr, kStackBytes * kThreads, PROT_READ | PROT_WRITE,
+  explicit BlockRunner(int rank, int index) : fibers_(kBlockThreads), shared_(kSharedMemory, 0xff) {
+    stacks_ = static_cast<u8*>(mmap(nullptr, kStackBytes * kBlockThreads, PROT_READ | PROT_WRITE,
                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     state_.shared = shared_.data();
-    for (int i = 0; i < kThreads; i++) {
+    for (int i = 0; i < kBlockThreads; i++) {
       fibers_[i] = {nullptr, &state_, rank, index, i};
       start(fibers_[i], stacks_ + kStackBytes * static_cast<size_t>(i));
     }
   }
-  ~BlockRunner() { munmap(stacks_, kStackBytes * kThreads); }
+  ~BlockRunner() { munmap(stacks_, kStackBytes * kBlockThreads); }
   BlockRunner(const BlockRunner&) = delete;
 
   BlockState& state() { return state_; }
+#ifndef PASS
   const Small& small() const {
-    return *reinterpret_cast<const Small*>(&shared_[kSharedBytes - kSmallBytes]);
+    return *reinterpret_cast<const Small*>(&shared_[kSharedMemory - kSmallBytes]);
   }
-  bool ended() const { return ended_ == kThreads; }
+#endif
+  bool ended() const { return ended_ == kBlockThreads; }
 
   // Every warp goes on for a while, in an order that `dice` set unless they are null; with `holds`
   // single warps do not, for many rounds.

@@ -27,12 +27,16 @@ TARGET = "gfx942"
 
 @dataclass(frozen=True)
 class Case:
-    """`large`: the tensors of 2 GiB and more, of whose accesses Triton makes other instructions for AMD."""
+    """`large`: the tensors of 2 GiB and more, of whose accesses Triton makes other instructions for AMD.
+
+    `block_n`: attention.BLOCK_N; twice as many keys are walked by one split, so with few a long prompt's are joined.
+    """
 
     spec: ModelSpec
     num_blocks: int = 8
     max_context: int = CONTEXT
     large: tuple[str, ...] = ()
+    block_n: int = 16
 
 
 CASES = {
@@ -45,7 +49,7 @@ CASES = {
 
 
 def full_size(name: str) -> Case:
-    return Case(named_shape(name), 304, 4096, ("weights", "half_weights"))
+    return Case(named_shape(name), 304, 4096, ("weights", "half_weights"), 64)
 
 
 FULL_SIZE = {"llama-3.2-1b": full_size("llama-3.2-1b")}
@@ -104,12 +108,16 @@ def compiled(case: str, variant: str = "") -> CompiledKernel:
 
 def compile_case(name: str, variant: str, file: str) -> None:
     """Write the file that `compiled` reads."""
+    import triton.language as tl
+
+    from kog_triton.backends.triton.kernel import attention
     from tests.lib.compile_report import compile_kernel
 
     case, flags = (
         ALL[name],
         dict.fromkeys(variant.split("+"), True) if variant else {},
     )
+    attention.BLOCK_N = tl.constexpr(case.block_n)
     kernel, num_warps = compile_kernel(
         case.spec, TARGET, case.num_blocks, case.max_context, **flags, large=case.large
     )

@@ -72,7 +72,7 @@ KOG_DEVICE void walk_tiles(const Block& b, int start, const Tiles& tiles, const 
     softmax.weigh(b, queries, tile.key, tiles.end - at, p);
     if constexpr (kLong) fetch_tile(b, cache, next + kRoundRows, tiles.cached);
     if (again) tile.key.load(b, cache.keys, next, tiles.cached);  // on its way while the values are added
-    softmax.add(b, tile.value, p);
+    add_values(b, tile.value, p, softmax.out);
     if (again) tile.value.load(b, cache.values, next, tiles.cached);
   }
 }

@@ -81,6 +81,7 @@ struct Block {
   int layer;
   int column = 0;      // of the token in hand, in a kernel of columns (columns/)
   i64 ring_ticks = 0;  // that this warp waited for weights, if kProfile
+  i64 peer_ticks = 0;  // that it waited for words of other ranks while it had all of its own rank's, if kProfile
   int profile_row = 0;        // of the profile: which of its tokens this is
 
   KOG_DEVICE explicit Block(const Pointers& pointers)
@@ -136,15 +137,17 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32
   return true;
 }
 
-// When a warp passed a point of the walk, and how long it had waited for weights by then. The head's
-// points follow the layers'.
+// When a warp passed a point of the walk, and how long it had waited for weights, and for other ranks, by then.
+// The head's points follow the layers'.
 KOG_DEVICE void stamp(const Block& b, Point point) {
   if constexpr (kProfile) {
     if (b.in_warp != 0) return;
     u64 at = (static_cast<u64>(b.profile_row % kProfileTokens) * kBlocks + b.block) * kWarps + b.warp;
     at = at * ((kLayers + 1) * kPoints) + b.layer * kPoints + static_cast<int>(point);
     u64 waited = static_cast<u64>(b.ring_ticks), issued = load_volatile(&b.small->issued);
-    store_pair(b.p.profile + 2 * at, static_cast<u64>(clock_ticks()), waited | issued << 32);
+    u64* to = b.p.profile + kStampWords * at;
+    store_pair(to, static_cast<u64>(clock_ticks()), waited | issued << 32);
+    if constexpr (kRanks > 1) store_pair(to + 2, static_cast<u64>(b.peer_ticks), 0);
   }
 }
 
@@ -179,11 +182,6 @@ KOG_DEVICE u64* words_of_block(const Block& b, int block, int buffer = 0) {
   return pairs_of<Words>(b) + buffer * (Words::kStride / 2) + kCount * block;
 }
 
-template <class Stage>
-KOG_DEVICE int stage_group_index(const Block& b) {
-  return b.block % Stage::kGroup;
-}
-
 // Units of a stage that this block computes: those that one block has more rotate over the layers.
 struct Units {
   int first, last;
@@ -197,6 +195,9 @@ KOG_DEVICE constexpr Units units_of(int group_index, int layer) {
   int rotated = rotated_group_index<Stage>(group_index, layer);
   return {rotated * Stage::kUnits / Stage::kGroup, (rotated + 1) * Stage::kUnits / Stage::kGroup};
 }
+KOG_DEVICE Units head_units(const Block& b) { return units_of<LmHead>(b.block % LmHead::kGroup, 0); }
+// The first id whose row of the head this block's lane or rank has.
+KOG_DEVICE int first_id(const Block& b) { return (kHeadByLane ? b.lane : rank_of(b.p)) * LmHead::kRows; }
 // The rotated index of the block that has a unit.
 template <class Stage>
 KOG_DEVICE constexpr int rotated_owner(int unit) {

@@ -136,6 +136,12 @@ KOG_DEVICE void count_own(Block& b, const Field& f, Level& level, bool coarse) {
   sync_consumers();
 }
 
+KOG_DEVICE Sums poll_sums(Block& b, Step step, u64 number, const u64* at, bool there) {
+  u64 v[2];
+  poll_pairs(b, step, number, [&](int i) { return at + 2 * i; }, [&](int) { return there; }, v);
+  return {v[0], static_cast<u32>(v[1] >> 32)};
+}
+
 // From this block's bins to those of all blocks.
 KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
   u64* parts = pairs_of<BinPartWords>(b);
@@ -150,12 +156,7 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
     Sums sum;
     for (int first = 0; first < kAllBlocks; first += 32) {
       const u64* at = parts + 4 * (bin * kAllBlocks + first + b.in_warp);
-      bool there = first + b.in_warp < kAllBlocks;
-      u64 v[2];
-      poll_pairs(
-          b, Step::kHistogram, number, [&](int i) { return at + 2 * i; },
-          [&](int) { return there; }, v);
-      if (there) sum = sum.plus({v[0], static_cast<u32>(v[1] >> 32)});
+      sum = sum.plus(poll_sums(b, Step::kHistogram, number, at, first + b.in_warp < kAllBlocks));
     }
     sum.weight = sum_of_warp(sum.weight);
     sum.count = sum_of_warp(sum.count);
@@ -165,12 +166,9 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
     rejoin();
   }
   for (int first = b.warp * 32; first < kBins; first += 32 * kWarps) {
-    const u64* at = totals + 4 * (first + b.in_warp);
-    u64 v[2];
-    poll_pairs(
-        b, Step::kCut, number, [&](int i) { return at + 2 * i; }, [](int) { return true; }, v);
-    level.weights[first + b.in_warp] = v[0];
-    level.counts[first + b.in_warp] = static_cast<u32>(v[1] >> 32);
+    Sums sum = poll_sums(b, Step::kCut, number, totals + 4 * (first + b.in_warp), true);
+    level.weights[first + b.in_warp] = sum.weight;
+    level.counts[first + b.in_warp] = sum.count;
   }
   sync_consumers();
 }

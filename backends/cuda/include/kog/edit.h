@@ -21,10 +21,8 @@ struct Rows {
 
   KOG_DEVICE bool hold(int id) const { return first <= id && id < last; }
 };
-// The first id whose row of the head this block's lane or rank has.
-KOG_DEVICE int first_id(const Block& b) { return (kHeadByLane ? b.lane : rank_of(b.p)) * LmHead::kRows; }
 KOG_DEVICE Rows own_rows(const Block& b) {
-  Units u = units_of<LmHead>(stage_group_index<LmHead>(b), 0);
+  Units u = head_units(b);
   int at = first_id(b), last = u.last * LmHead::kUnitRows;
   return {at + u.first * LmHead::kUnitRows, at + (last < LmHead::kRows ? last : LmHead::kRows)};
 }

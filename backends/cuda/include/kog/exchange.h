@@ -35,12 +35,9 @@ struct Peaks {
 KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* edited, int heads,
                             u32* at) {
   u32 top = 0, edited_top = 0;
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) {
-    u32 mine = raw[id] < float_of(kInfinity) ? ordered(raw[id]) : 0xffffffffu,
-        other = ordered(edited[id]);
-    top = mine > top ? mine : top;
-    edited_top = other > edited_top ? other : edited_top;
-  }
+  auto raise = [&](u32 x, u32 y) { top = x > top ? x : top, edited_top = y > edited_top ? y : edited_top; };
+  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
+    raise(raw[id] < float_of(kInfinity) ? ordered(raw[id]) : 0xffffffffu, ordered(edited[id]));
   auto join = [&](u32 x, u32 y) {  // of all warps
     x = largest_of_warp(x), y = largest_of_warp(y);
     if (b.in_warp == 0) at[2 * b.warp] = x, at[2 * b.warp + 1] = y;
@@ -58,9 +55,7 @@ KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* 
     int block = first + b.in_warp;
     u64 v = poll_pair(b, Step::kPeaks, number, words_of_block<PeakWords, 2>(b, block),
                       block < kAllBlocks);
-    u32 mine = static_cast<u32>(v >> 32), other = static_cast<u32>(v);
-    top = mine > top ? mine : top;
-    edited_top = other > edited_top ? other : edited_top;
+    raise(static_cast<u32>(v >> 32), static_cast<u32>(v));
   }
   join(top, edited_top);
   return {from_ordered(top), from_ordered(edited_top), top != 0xffffffffu};

@@ -63,24 +63,12 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   } else {
     stage_x<LmHead>(b, walk.x, walk.gain);
   }
-  int first = first_id(b);
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
-  float scale = kNormedMix ? 1.f : 0.f;
-  run_rows<LmHead>(
-      b, walk, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, held_operands<LmHead>(b),
-      NothingAhead(),
-      [](int, const Item&) { return 0; },
-      [&](const Item& item, float sum, int) {
-        if (scale == 0) scale = inverse_rms(b);
-        float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;
-        int id = first + item.row;
-        if (!item.there) return;
-        if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, walk.heads)[id] = logit;
-        if ((flags & kEdited) != 0) return;
-        compete(mine, b.request, logit, id, position + 1);
-      },
-      [](int) {});
+  head_rows(b, walk, held_operands<LmHead>(b), [&](const Item&, int id, float logit) {
+    if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, walk.heads)[id] = logit;
+    if ((flags & kEdited) == 0) compete(mine, b.request, logit, id, position + 1);
+  });
   stamp(b, Point::kQkvProj);
   walk.ending.load(b);
   keep_best(b, mine);

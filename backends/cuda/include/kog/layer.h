@@ -51,7 +51,7 @@ struct Walk {
   }
   template <class Stage>
   KOG_DEVICE Units units(const Block& b) const {
-    return layer_units<Stage>(b);
+    return units_of<Stage>(b.group_index, b.layer);
   }
 };
 

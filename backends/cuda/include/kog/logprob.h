@@ -14,26 +14,39 @@ KOG_DEVICE u64 rank_of(float logit, int id) {
   return static_cast<u64>(ordered(logit)) << 32 | (0xffffffffu - static_cast<u32>(id));
 }
 
-// The k largest ranks of a warp into `to`, in order; below(last) is a thread's largest below `last`.
-template <class Below>
-KOG_DEVICE void take_best(const Block& b, int k, u64* to, Below below) {
-  u64 last = ~0ull;
+// The largest rank below the last one taken, of those that are considered.
+struct NextBest {
+  u64 last, best;
+
+  KOG_DEVICE void consider(u64 rank) {
+    if (rank < last && rank > best) best = rank;
+  }
+};
+
+// The k largest ranks of a warp into `to`, in order: each(next) lets it consider those that a thread has.
+template <class Each>
+KOG_DEVICE void take_best(const Block& b, int k, u64* to, Each each) {
+  NextBest next = {~0ull, 0};
 #pragma unroll 1
-  for (int i = 0; i < k; i++) {
-    last = largest_of_warp(below(last));
-    if (b.in_warp == 0) to[i] = last;
+  for (int i = 0; i < k; i++, next.best = 0) {
+    each(next);
+    next.last = largest_of_warp(next.best);
+    if (b.in_warp == 0) to[i] = next.last;
   }
 }
 
-// Those of all warps, whose lists of kMostLogprobs lie side by side; by one warp.
-KOG_DEVICE void join_lists(const Block& b, int k, const u64* lists, u64* to) {
-  take_best(b, k, to, [&](u64 last) {
-    u64 best = 0;
+// Those of all warps, each by one thread: take(i, rank). `lists` is kListed + kMostLogprobs words of shared memory.
+template <class Each, class Take>
+KOG_DEVICE void take_best_of_block(const Block& b, int k, u64* lists, Each each, Take take) {
+  take_best(b, k, lists + b.warp * kMostLogprobs, each);
+  sync_consumers();
+  if (b.warp != 0) return;
+  take_best(b, k, lists + kListed, [&](NextBest& next) {
     for (int i = b.in_warp; i < kListed; i += 32)
-      if (i % kMostLogprobs < k && lists[i] < last && lists[i] > best) best = lists[i];
-    return best;
+      if (i % kMostLogprobs < k) next.consider(lists[i]);
   });
   sync_warp();
+  for (int i = b.in_warp; i < k; i += 32) take(i, lists[kListed + i]);
 }
 
 KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
@@ -59,20 +72,14 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
       put_pair_at_rank(b, 0, to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
   }
   sync_consumers();
-  take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
-    u64 best = 0;
-    for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
-      if (u64 rank = rank_of(raw[id], id); rank < last && rank > best) best = rank;
-    return best;
-  });
-  sync_consumers();
-  if (b.warp == 0) {
-    join_lists(b, k, scratch, scratch + kListed);
-    for (int i = b.in_warp; i < k; i += 32) {
-      u64 rank = scratch[kListed + i];
-      put_pair_at_rank(b, 0, to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
-    }
-  }
+  take_best_of_block(
+      b, k, scratch,
+      [&](NextBest& next) {
+        for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) next.consider(rank_of(raw[id], id));
+      },
+      [&](int i, u64 rank) {
+        put_pair_at_rank(b, 0, to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
+      });
   sync_consumers();
 }
 
@@ -140,23 +147,17 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
       },
       [&](int i) { return rank(i) / kMostLogprobs < kAllBlocks && rank(i) % kMostLogprobs < k; },
       held);
-  take_best(b, k, scratch + b.warp * kMostLogprobs, [&](u64 last) {
-    u64 best = 0;
+  take_best_of_block(
+      b, k, scratch,
+      [&](NextBest& next) {
 #pragma unroll
-    for (int i = 0; i < kHeldRanks; i++)
-      if (held[i] < last && held[i] > best) best = held[i];
-    return best;
-  });
-  sync_consumers();
-  if (b.warp == 0) {
-    join_lists(b, k, scratch, scratch + kListed);
-    for (int i = b.in_warp; i < k; i += 32) {
-      u64 rank = scratch[kListed + i];
-      u64 id = 0xffffffffu - static_cast<u32>(rank);
-      u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
-      store_system(record + 4 + i, (id + 1) << 32 | logit);
-    }
-  }
+        for (int i = 0; i < kHeldRanks; i++) next.consider(held[i]);
+      },
+      [&](int i, u64 rank) {
+        u64 id = 0xffffffffu - static_cast<u32>(rank);
+        u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
+        store_system(record + 4 + i, (id + 1) << 32 | logit);
+      });
 }
 
 }  // namespace kog

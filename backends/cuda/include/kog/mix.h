@@ -31,7 +31,7 @@ KOG_DEVICE void sum_parts(Block& b, u32 phase, Said said) {
     poll_words(
         b, Step::kMixLanes,
         [&](int lane) { return from + lane * kColumns * PartWords::kStride; },
-        [&](int) { return mine; }, phase, w);
+        [&](int) { return mine; }, phase, w, [&](int lane) { return lane_of_peer(b, lane); });
     float sum = add_lanes(0, [](int) { return true; }, [&](int lane) { return w[lane]; });
     if (mine) {
       store_relaxed(b.p.words + YWords::kOffset + column * YWords::kStride + row,
@@ -54,7 +54,8 @@ KOG_DEVICE void stage_parts(Block& b, u32 phase) {
     poll_vectors(
         b, Step::kMixGather,
         [&](int lane) { return from + lane * kColumns * PartWords::kStride; },
-        [&](int, int i) { return row + i < kHidden ? 1u : 0u; }, phase, q);
+        [&](int, int i) { return row + i < kHidden ? 1u : 0u; }, phase, q,
+        [&](int lane) { return lane_of_peer(b, lane); });
 #pragma unroll
     for (int lane = 0; lane < kLanes; lane++)
 #pragma unroll

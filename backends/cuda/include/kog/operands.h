@@ -152,15 +152,6 @@ struct WideOffset {
   }
 };
 
-// Four values side by side times their gains. Returns `square` and the squares of the values, added one by one.
-KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, float (&scaled)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    square = fused(x[j], x[j], square);
-    scaled[j] = product(x[j], gain[j]);
-  }
-  return square;
-}
 // The same, and put(i, parts) of each pair, if they are staged.
 template <class Put>
 KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
@@ -170,27 +161,6 @@ KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float s
 #pragma unroll
     for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
   return square;
-}
-// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
-// thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
-// columns, but each thread goes on with half of them.
-template <int kSharing, int N>
-KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
-#pragma unroll
-  for (int mask = 16 / kSharing, left = N; mask; mask >>= 1) {
-    bool upper = (b.in_warp & mask) != 0;
-    if (left > 1) {
-      left /= 2;
-#pragma unroll
-      for (int c = 0; c < left; c++) {
-        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
-        v[c] = mine + shuffle_xor(theirs, mask);
-      }
-    } else {
-      v[0] += shuffle_xor(v[0], mask);
-    }
-  }
-  return v[0];
 }
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
@@ -375,6 +345,62 @@ KOG_DEVICE int narrow_offset(int word, int token) {
   return word / (S::kStepValues / 2) * S::kStepWords +
          S::thread_of(in_step, token % S::kTokens) * S::kThreadStride +
          token / S::kTokens * kOperandWords + S::place_of(in_step);
+}
+
+constexpr int kColumnWords = kFragK / 4;  // of a column of a step in scratch: a word is two values
+// Values side by side from element e on, as bytes of one token; by whole warps, with those of the step in threads side
+// by side.
+template <class Stage, int N>
+KOG_DEVICE void put_bytes(const Block& b, int e, const float (&v)[N], bool staged) {
+  constexpr int kSharers = kFragK / N;
+  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
+  u32 sum = 0;
+  u32* to = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) +
+            e / kFragK * OperandLayout<Stage>::kStepWords + e % kFragK / 4;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    FourBytes four({v[i], v[i + 1], v[i + 2], v[i + 3]}, scale.inverse);
+    sum += four.sum;
+    if (staged) to[i / 4] = four.high, to[8 + i / 4] = four.low;
+  }
+  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(sum);
+  if (staged && e % kFragK == 0) put_step<Stage>(b, e / kFragK, 0, scale, sum);
+}
+
+// Stage four values times their gains from element e on, by whole warps, of one token; scale_four's sum.
+template <class Stage>
+KOG_DEVICE float stage_four(const Block& b, int e, const float (&x)[4], const float (&gain)[4], float square,
+                            bool staged) {
+  if constexpr (Stage::Weights::kInteger) {
+    float scaled[4];
+    square = scale_four(x, gain, square, scaled);
+    put_bytes<Stage>(b, e, scaled, staged);
+    return square;
+  }
+  return scale_four(x, gain, square, staged, [&](int odd, const HighLow& parts) {
+    u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (4 * kColumnWords) + e % kFragK / 4 +
+              odd * 2 * kColumnWords;
+    to[0] = parts.high;
+    to[kColumnWords] = parts.low;
+  });
+}
+// N words of a stage's inputs (two values each) from element e on, by whole warps, of one token; none past kPaddedK.
+template <class Stage, int N>
+KOG_DEVICE void stage_words_at(const Block& b, int e, const u32 (&w)[N]) {
+  if constexpr (Stage::Weights::kInteger) {
+    float v[2 * N];
+#pragma unroll
+    for (int j = 0; j < N; j++) v[2 * j] = low_of(w[j]), v[2 * j + 1] = high_of(w[j]);
+    return put_bytes<Stage>(b, e, v, e < Stage::kPaddedK);
+  }
+  if (e >= Stage::kPaddedK) return;
+  u32* to = reinterpret_cast<u32*>(b.scratch) + e / kFragK * (2 * kColumnWords) + e % kFragK / 4;
+  if constexpr (N == 4) {
+    *reinterpret_cast<uint2*>(to) = {w[0], w[2]};
+    *reinterpret_cast<uint2*>(to + kColumnWords) = {w[1], w[3]};
+  } else {
+    to[0] = w[0], to[kColumnWords] = w[1];
+  }
 }
 
 template <class... Stages>

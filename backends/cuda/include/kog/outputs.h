@@ -8,10 +8,6 @@
 
 namespace kog {
 
-template <class Stage>
-KOG_DEVICE Units layer_units(const Block& b) {
-  return units_of<Stage>(b.group_index, b.layer);
-}
 // The gains of one norm: two a layer, then the last.
 KOG_DEVICE const float* gains_of(const Block& b, int norm) {
   return b.p.gains + (kLaneNorms ? norm * kLanes + lane_of(b) : norm) * kHiddenStride;
@@ -76,6 +72,21 @@ KOG_DEVICE void module_rows(Block& b, Walk& walk, const Operands<Stage>& x, cons
         sink.put(item, scaled_sum<Stage>(b, item, sum, b.layer) + asked.bias, asked);
       },
       [&](int piece) { sink.done(piece); });
+}
+
+// Of the head: take(item, id, logit) of each id of the block's.
+template <class Walk, class Take>
+KOG_DEVICE void head_rows(Block& b, Walk& walk, const Operands<LmHead>& x, Take take) {
+  float scale = kNormedMix ? 1.f : 0.f;
+  int first = first_id(b);
+  run_rows<LmHead>(
+      b, walk, [&] { return head_units(b); }, x, NothingAhead(), [](int, const Item&) { return 0; },
+      [&](const Item& item, float sum, int) {
+        if (scale == 0) scale = inverse_rms(b, item.column);
+        float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;
+        if (item.there) take(item, first + item.row, logit);
+      },
+      [](int) {});
 }
 
 // A module's output as it joins its lane's stream: a lane that reduces alone scales it, others add what the

@@ -279,36 +279,25 @@ KOG_DEVICE void multiply_bytes(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// c[16][8] += a[16][16] * b[16][8], and the same with 8 values of K.
+// c[16][8] += a[16][16] * b[16][8], and the same with 8 values of K: their words in `ab`, which are `operands`.
+#define KOG_MULTIPLY_ADD(shape, type, operands, ab...)                                              \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, " operands \
+               ", {%0, %1, %2, %3};"                                                                \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                     \
+               : ab)
+#define KOG_MULTIPLY_ADD_EITHER(shape, operands, ab...) \
+  if constexpr (kF16)                                   \
+    KOG_MULTIPLY_ADD(shape, "f16", operands, ab);       \
+  else                                                  \
+    KOG_MULTIPLY_ADD(shape, "bf16", operands, ab)
 template <bool kF16>
 KOG_DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  if constexpr (kF16)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  KOG_MULTIPLY_ADD_EITHER("m16n8k16", "{%4, %5, %6, %7}, {%8, %9}", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),
+                          "r"(b[0]), "r"(b[1]));
 }
 template <bool kF16>
 KOG_DEVICE void multiply_add(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
-  if constexpr (kF16)
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  KOG_MULTIPLY_ADD_EITHER("m16n8k8", "{%4, %5}, {%6}", "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
 // ---- mbarriers and bulk copies ----

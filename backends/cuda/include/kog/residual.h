@@ -79,7 +79,8 @@ KOG_DEVICE void gather_lanes(Block& b, Step step, const u32* base, u32 phase, fl
     auto there = [&](int i, int j) { return lane + i / kGroups < kLanes && first(i) + j < kHidden; };
     poll_vectors(
         b, step, [&](int i) { return base + (lane + i / kGroups) * kStride + first(i); },
-        [&](int i, int j) { return there(i, j) ? 1u : 0u; }, phase, q);
+        [&](int i, int j) { return there(i, j) ? 1u : 0u; }, phase, q,
+        [&](int i) { return lane_of_peer(b, lane + i / kGroups); });
 #pragma unroll
     for (int i = 0; i < kLanesAtOnce * kGroups; i++)
 #pragma unroll
@@ -166,7 +167,7 @@ struct Module {
     if (any_in_warp(bad != 0))
       poll_words(
           b, Step::kDelayedOutputs, [&](int j) { return delayed(iteration - kDelay, j, item.row); }, need,
-          phase, asked.old);
+          phase, asked.old, [&](int j) { return lane_of_peer(b, j); });
     return add_lanes(0, need, [&](int j) { return asked.old[j]; });
   }
 

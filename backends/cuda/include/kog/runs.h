@@ -40,7 +40,7 @@ constexpr int kRuns = LayerMatrices::kCount * kLayers;
 KOG_DEVICE int layer_of_run(int run) { return run / LayerMatrices::kCount; }
 KOG_DEVICE bool begins_layer(int run) { return run < kRuns && run % LayerMatrices::kCount == 0; }
 KOG_DEVICE int fragments_of_run(const Block& b, int run) {
-  if (run == kRuns) return fragments_of<LmHead>(stage_group_index<LmHead>(b), 0);
+  if (run == kRuns) return fragments_of<LmHead>(b.block % LmHead::kGroup, 0);
   return LayerMatrices::fragments(run % LayerMatrices::kCount, b.group_index, layer_of_run(run));
 }
 KOG_DEVICE int ring_slots_of_runs(const Block& b, int runs) {

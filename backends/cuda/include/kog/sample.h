@@ -57,12 +57,12 @@ KOG_DEVICE void put_candidate(const Block& b, u64* to, u64 number, const Candida
 }
 // The best of a warp's candidates, N a thread: at(i) says where, there(i) whether there is one; and the
 // host's word of the first.
-template <int N, class At, class There>
-KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u32& control) {
+template <int N, class At, class There, class OfPeer = OfThisRank>
+KOG_DEVICE Candidate poll_candidates(Block& b, u64 number, At at, There there, u32& control, OfPeer of_peer = {}) {
   u64 v[2 * N];
   poll_pairs(
       b, Step::kArgmax, number, [&](int i) { return at(i / 2) + i % 2 * 2; },
-      [&](int i) { return there(i / 2); }, v);
+      [&](int i) { return there(i / 2); }, v, [&](int i) { return of_peer(i / 2); });
   control = static_cast<u32>(v[1]);
   Candidate best = nobody();
 #pragma unroll
@@ -104,7 +104,7 @@ KOG_DEVICE void gather_candidates(Block& b, int heads) {
     auto block = [&](int i) { return b.thread + i * kTakers; };
     Candidate c = poll_candidates<kBlocksAThread>(
         b, head_number(heads), [&](int i) { return argmax_words(b, heads, block(i)); },
-        [&](int i) { return block(i) < kAllBlocks; }, control);
+        [&](int i) { return block(i) < kAllBlocks; }, control, [&](int i) { return block_of_peer(b, block(i)); });
     if (b.thread == 0) b.small->control = control;
     if (b.in_warp == 0) b.small->global[b.warp] = c;
   }

@@ -62,10 +62,6 @@ struct Softmax {
     }
   }
 
-  KOG_DEVICE void add(const Block& b, const Values& values, const float (&p)[kTileRows / 8][2]) {
-    add_values(b, values, p, out);
-  }
-
   KOG_DEVICE float total() const {
     float all = sum + shuffle_xor(sum, 1);
     return all + shuffle_xor(all, 2);

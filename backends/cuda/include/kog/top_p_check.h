@@ -35,24 +35,21 @@ KOG_DEVICE void publish_top_p_check(Block& b, const Field& f, u64 number, u32 co
 // The argmax of a check, known to every thread; `agreed` knows it, too. `scratch` holds a word a warp.
 KOG_DEVICE TopPCheck gather_top_p_check(Block& b, u64 number, u32* scratch) {
   if (b.warp < kCandidateWarps) {
-    const u64* from = words_of_block<TopPCheckWords, 6>(b, b.thread);
-    bool there = b.thread < kAllBlocks;
-    u64 v[3];
+    auto block = [&](int i) { return b.thread + i / 3 * kTakers; };
+    u64 v[3 * kBlocksAThread];
     poll_pairs(
-        b, Step::kTopPCheck, number, [&](int i) { return from + 2 * i; },
-        [&](int i) { return i < 2 ? there : b.thread == 0; }, v);
-    Candidate c = there ? Candidate{double_of(v[0]), static_cast<int>(v[1] >> 32)} : nobody();
+        b, Step::kTopPCheck, number,
+        [&](int i) { return words_of_block<TopPCheckWords, 6>(b, block(i)) + i % 3 * 2; },
+        [&](int i) { return i % 3 < 2 ? block(i) < kAllBlocks : b.thread + i == 2; }, v);
+    Candidate c = nobody();
+    u32 logit = 0;
 #pragma unroll
-    for (int n = 1; n < kBlocksAThread; n++) {
-      u64 more[2];
-      poll_pairs(
-          b, Step::kTopPCheck, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
-          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
-      Candidate other = {double_of(more[0]), static_cast<int>(more[1] >> 32)};
-      if (b.thread + kTakers * n < kAllBlocks && beats(other, c)) c = other, v[1] = more[1];
+    for (int i = 0; i < 3 * kBlocksAThread; i += 3) {
+      Candidate other = {double_of(v[i]), static_cast<int>(v[i + 1] >> 32)};
+      if (block(i) < kAllBlocks && (i == 0 || beats(other, c))) c = other, logit = static_cast<u32>(v[i + 1]);
     }
     Candidate best = best_of_warp(c);
-    if (there && c.id == best.id) scratch[b.warp] = static_cast<u32>(v[1]);
+    if (b.thread < kAllBlocks && c.id == best.id) scratch[b.warp] = logit;
     if (b.in_warp == 0) b.small->global[b.warp] = best;
     if (b.thread == 0) b.small->control = static_cast<u32>(v[2] >> 32);
   }
@@ -101,22 +98,16 @@ KOG_DEVICE Shares gather_shares(Block& b, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};
   sync_consumers();  // warp 0 has read this block's sums: the scratch is free
   if (b.warp < kCandidateWarps) {
-    const u64* from = words_of_block<SharesWords, 6>(b, b.thread);
+    auto block = [&](int i) { return b.thread + i / 3 * kTakers; };
+    u64 v[3 * kBlocksAThread];
     poll_pairs(
-        b, Step::kShares, number, [&](int i) { return from + 2 * i; },
-        [&](int) { return b.thread < kAllBlocks; }, sums);
+        b, Step::kShares, number, [&](int i) { return words_of_block<SharesWords, 6>(b, block(i)) + i % 3 * 2; },
+        [&](int i) { return block(i) < kAllBlocks; }, v);
 #pragma unroll
-    for (int n = 1; n < kBlocksAThread; n++) {
-      u64 more[3];
-      poll_pairs(
-          b, Step::kShares, number, [&](int i) { return from + 6 * kTakers * n + 2 * i; },
-          [&](int) { return b.thread + kTakers * n < kAllBlocks; }, more);
-#pragma unroll
-      for (int i = 0; i < 3; i++) sums[i] += b.thread + kTakers * n < kAllBlocks ? more[i] : 0;
-    }
+    for (int i = 0; i < 3 * kBlocksAThread; i++) sums[i % 3] += v[i];
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-      sums[i] = sum_of_warp(b.thread < kAllBlocks ? sums[i] : 0);
+      sums[i] = sum_of_warp(sums[i]);
       if (b.in_warp == 0) scratch[3 * b.warp + i] = sums[i];
     }
   }

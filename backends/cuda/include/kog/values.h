@@ -45,6 +45,37 @@ KOG_DEVICE float sum_of_parts(const float* from, int stride) {
   return sum_of(v);
 }
 
+// Four values side by side times their gains. Returns `square` and the squares of the values, added one by one.
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, float (&scaled)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    square = fused(x[j], x[j], square);
+    scaled[j] = product(x[j], gain[j]);
+  }
+  return square;
+}
+// A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
+// thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
+// columns, but each thread goes on with half of them.
+template <int kSharing, int N>
+KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
+#pragma unroll
+  for (int mask = 16 / kSharing, left = N; mask; mask >>= 1) {
+    bool upper = (b.in_warp & mask) != 0;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int c = 0; c < left; c++) {
+        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        v[c] = mine + shuffle_xor(theirs, mask);
+      }
+    } else {
+      v[0] += shuffle_xor(v[0], mask);
+    }
+  }
+  return v[0];
+}
+
 // 1 / rms(x) of the x staged last, of one column; after a barrier that all warps have passed since.
 KOG_DEVICE float inverse_rms(const Block& b, int column = 0) {
   float v[kWarps];

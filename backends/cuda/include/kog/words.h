@@ -88,6 +88,29 @@ KOG_DEVICE u32* lane_words(const Block& b) {
   return b.p.words + lane_offset<Words>(b);
 }
 
+// What a warp waits for other ranks' words alone: from the try that finds all of its own rank's to the one that finds
+// the others'. Nothing unless stamps are taken.
+constexpr bool kTimesPeers = kProfile && kRanks > 1;
+struct PeerWait {
+  i64 since = 0;
+
+  KOG_DEVICE void tried(Block& b, bool own_late, bool peers_late) {
+    if constexpr (kTimesPeers) {
+      bool waits = any_in_warp(peers_late) && !any_in_warp(own_late);
+      if (waits == (since != 0)) return;
+      i64 now = clock_ticks();
+      if (!waits) b.peer_ticks += now - since;
+      since = waits ? now : 0;
+    }
+  }
+};
+// Whether another rank sends a lane's words, or a block's of all ranks.
+KOG_DEVICE bool lane_of_peer(const Block& b, int lane) { return lane / kRankLanes != rank_of(b.p); }
+KOG_DEVICE bool block_of_peer(const Block& b, int block) { return block / kBlocks != rank_of(b.p); }
+struct OfThisRank {
+  KOG_DEVICE bool operator()(int) const { return false; }
+};
+
 // Until no thread's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
 // and asks again only for those: polls and weights share the way from the L2. One loop: the code that
 // runs once the words are there has been fetched while they were not.
@@ -105,11 +128,12 @@ KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase,
 }
 
 // N vectors of 4 words a thread: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
-// 0, and 0 of its first word if nothing is to be loaded.
-template <int N, class Address, class Need>
+// 0, and 0 of its first word if nothing is to be loaded; of_peer(i) whether another rank sends it.
+template <int N, class Address, class Need, class OfPeer = OfThisRank>
 KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
-                             uint4 (&q)[N]) {
+                             uint4 (&q)[N], OfPeer of_peer = {}) {
   u32 late[N];
+  PeerWait wait;
 #pragma unroll
   for (int i = 0; i < N; i++) {
     q[i] = uint4{0, 0, 0, 0};
@@ -126,6 +150,12 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
 #pragma unroll
       for (int j = 0; j < 4; j++) late[i] |= (word_of(q[i], j) ^ phase) & need(i, j);
       bad |= late[i];
+    }
+    if constexpr (kTimesPeers) {
+      bool own = false, peers = false;
+#pragma unroll
+      for (int i = 0; i < N; i++) (of_peer(i) ? peers : own) |= late[i] != 0;
+      wait.tried(b, own, peers);
     }
     return bad;
   });
@@ -149,9 +179,10 @@ KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u
 // number, needed or not: counted from the words, it is none that could fault, though it may be that
 // of a word beside the late one. To pick the late one took 40 instructions more of Llama-3.2-1B's
 // decode, and 184 of Laneformer-2B's.
-template <int N, class Address, class Need>
+template <int N, class Address, class Need, class OfPeer = OfThisRank>
 KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 phase,
-                           u32 (&w)[N]) {
+                           u32 (&w)[N], OfPeer of_peer = {}) {
+  PeerWait wait;
   // A word that nobody waits for has the phase from the start.
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = need(i) ? ~phase : phase;
@@ -162,19 +193,26 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 
       if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
 #pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
+    if constexpr (kTimesPeers) {
+      bool own = false, peers = false;
+#pragma unroll
+      for (int i = 0; i < N; i++) (of_peer(i) ? peers : own) |= ((w[i] ^ phase) & 1) != 0;
+      wait.tried(b, own, peers);
+    }
     return bad;
   });
 }
 
 // N pairs (put_pair) a thread: address(i) says where, need(i) whether the thread asks for it; others are zero.
-template <int N, class Address, class Need>
+template <int N, class Address, class Need, class OfPeer = OfThisRank>
 KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Need need,
-                           u64 (&v)[N]) {
+                           u64 (&v)[N], OfPeer of_peer = {}) {
+  PeerWait wait;
   const u32 wanted = static_cast<u32>(number >> 32);
   rejoin();
   u32 seen, index = ~0u;
   auto ask = [&] {
-    bool bad = false;
+    bool bad = false, of_peers = false, of_own = false;
     seen = wanted;
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -187,8 +225,10 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
         index = word_index(b, reinterpret_cast<const u32*>(at));
       }
       bad |= late;
+      if constexpr (kTimesPeers) (of_peer(i) ? of_peers : of_own) |= late;
       v[i] = w.x << 32 | (w.y & 0xffffffffu);
     }
+    wait.tried(b, of_own, of_peers);
     return any_in_warp(bad);
   };
   if (ask()) {

@@ -37,16 +37,32 @@ struct Operand {
   u32 w[kWide ? 8 : 4];
 };
 
-// Where a wide value or pair lies.
-KOG_DEVICE void put_wide(const Block& b, int padded, int e, const float (&v)[4]) {
+// Stage four values times their gains from element e on; scale_four's sum.
+template <class Stage>
+KOG_DEVICE float stage_four(const Block& b, int e, const float (&x)[4], const float (&gain)[4], float square,
+                            bool staged) {
+  float v[4];
+  square = scale_four(x, gain, square, v);
+  if (!staged) return square;
   if constexpr (kF16) {
     u32* high = reinterpret_cast<u32*>(b.scratch) + e / 2;
     HighLow first(v[0], v[1]), second(v[2], v[3]);
     *reinterpret_cast<uint2*>(high) = {first.high, second.high};
-    *reinterpret_cast<uint2*>(high + padded / 2) = {first.low, second.low};
+    *reinterpret_cast<uint2*>(high + Stage::kPaddedK / 2) = {first.low, second.low};
   } else {
     *reinterpret_cast<float4*>(reinterpret_cast<float*>(b.scratch) + e) = {v[0], v[1], v[2], v[3]};
   }
+  return square;
+}
+// N words of a stage's inputs (two values each) from element e on; none past kPaddedK.
+template <class Stage, int N>
+KOG_DEVICE void stage_words_at(const Block& b, int e, const u32 (&w)[N]) {
+  if (e >= Stage::kPaddedK) return;
+  u32* to = reinterpret_cast<u32*>(b.scratch) + e / 2;
+  if constexpr (N == 4)
+    *reinterpret_cast<uint4*>(to) = {w[0], w[1], w[2], w[3]};
+  else
+    *reinterpret_cast<uint2*>(to) = {w[0], w[1]};
 }
 // One value of the head's input where that is made of several streams.
 KOG_DEVICE void stage_value(const Block& b, int, int e, float v) {

@@ -2,8 +2,9 @@
 
 The block rotates its query heads, walks its part of the cache with an online softmax (arXiv 2205.14135) and
 publishes what it found, and the logarithm of what that weighs; the splits of a head then join them, each for
-some of the values, in the order of the splits. The last split also takes the new key and value, which
-travel in words like the queries, and appends them to the cache.
+some of the values, in the order of the splits. A short context is walked by the first split alone, which publishes
+the head's outputs itself. The last split in use also takes the new key and value, which travel in words like the
+queries, and appends them to the cache.
 """
 
 import triton
@@ -14,6 +15,7 @@ from kog_triton.backends.triton.kernel.words import (
     POLLED,
     in_range,
     pack_f32,
+    pack_pair,
     poll,
     publish_pairs,
     record_more,
@@ -33,6 +35,9 @@ FEW: tl.constexpr = tl.constexpr(128)
 DEEP_BYTES: tl.constexpr = tl.constexpr(16 * 1024)
 # Positions that make another split worth its while: 16 decodes 2 % faster than 64 at depth 160-290 (H200).
 SPLIT_LEAST: tl.constexpr = tl.constexpr(16)
+# Steps of keys that one split walks alone: what nobody joins spares an exchange, which lasts as long as two steps
+# (benchmarks/triton-log.md#walked-alone).
+ALONE_STEPS: tl.constexpr = tl.constexpr(2)
 # Values that a split joins, at least: a sector of the L2 (benchmarks/triton-log.md#joined-values).
 LEAST_JOINED: tl.constexpr = tl.constexpr(8)
 
@@ -185,10 +190,26 @@ def num_keys(window, position):
     return tl.where(window > 0, tl.minimum(window, position + 1), position + 1)
 
 
+@triton.constexpr_function
+def step_keys(S):
+    """Keys of a step of a short walk."""
+    return min(BLOCK_N.value, STEP_BYTES.value // (8 * quarter(S)))
+
+
+@triton.constexpr_function
+def walks_alone(S):
+    """Whether one split walks a short context: in lanes it lost 1 % (benchmarks/triton-log.md#walked-alone)."""
+    return S.lanes == 1
+
+
 @triton.jit
 def num_splits(length, S: tl.constexpr):
     """Splits in use for so many keys."""
-    return tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
+    several = tl.minimum(S.splits, tl.maximum((length + SPLIT_LEAST - 1) // SPLIT_LEAST, 1))
+    if walks_alone(S):
+        return tl.where(length <= ALONE_STEPS * step_keys(S), 1, several)
+    else:
+        return several
 
 
 @triton.jit
@@ -229,7 +250,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
     G: tl.constexpr = head_rows(S)
-    FLAT_N: tl.constexpr = min(BLOCK_N, STEP_BYTES // (2 * DP))
+    FLAT_N: tl.constexpr = step_keys(S)
     DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
     g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
@@ -299,7 +320,17 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
         + ((lane * S.kv_heads + head) * S.splits + split) * S.split_words
     )
     total = tl.where(total == 0.0, 1.0, total)
-    out = pack_f32(out / total[:, None], phase)
+    out = out / total[:, None]
+    if walks_alone(S):
+        if (used == 1) & newest:  # nothing to join
+            even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
+            pair, there = element(2 * tl.arange(0, DP // 2), S)
+            to = (
+                p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
+            )
+            to = to + row * (D // 2) + (pair // 2)[None, :]
+            store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
+    out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
     store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
     stamp(p, it, 3, S)
@@ -325,7 +356,10 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     used = num_splits(num_keys(constants[0], position), S)
     base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
-    if split * EACH < VALUES:
+    joins = split * EACH < VALUES
+    if walks_alone(S):
+        joins = joins & (used > 1)
+    if joins:
         mine = (s < used)[:, None]
         part = base + s[:, None] * S.split_words
         have = mine & (i < VALUES)[None, :]

@@ -27,7 +27,7 @@ class Pointers(NamedTuple):
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
     chunk: Any  # float32: a chunk's vectors (partition.py)
     half_chunk: Any  # the model's 16-bit type; columns that pad a width are zero
-    profile: Any  # int64 [layer runs, blocks, 16]: see layer.POINTS
+    profile: Any  # int64 [layer runs, blocks, 16]: see POINTS of layer, shared_step
     # ---- slots ----
     slot_order: Any  # int32 [1 + slots]: how many slots to serve, and which, round robin
     requests: Any  # int32 [slots, capacity]: backends/request_words.py

@@ -45,12 +45,16 @@ from kog_triton.backends.triton.kernel.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.kernel.sync import meet
+from kog_triton.backends.triton.kernel.sync import meet, stamp
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 WORDS: tl.constexpr = tl.constexpr(Pointers._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Pointers._fields.index("logits"))
 MEETINGS: tl.constexpr = tl.constexpr(8)  # of a layer
+POINTS = (  # that are stamped; the last meeting and down_proj's join end where the next layer starts
+    "start", "operands stored", "met", "qkv_proj", "met", "splits walked", "met", "splits joined", "met", "o_proj",
+    "met", "o_proj joined, operands stored", "met", "gate_up_proj", "met", "down_proj",
+)  # fmt: skip
 
 
 @triton.jit
@@ -125,10 +129,16 @@ def run_shared_layers(
             layer == S.num_layers - 1, behind.to(tl.int64), (base + S.layer_words).to(tl.int64)
         ).to(base.dtype)
         stream = (base, tl.multiple_of(next_base, 16), block, fetched)
+        it = number // MEETINGS
+        stamp(p, it, 0, S)
         store_operands(x, gains, own, block, p, S, COLUMNS)
+        stamp(p, it, 1, S)
         heard, alive = gather(number, control, layer, alive, block, p, S)
+        stamp(p, it, 2, S)
         stream = qkv_proj(stream, p.words + S.region("x"), layer, coords, None, p, S, COLUMNS)
+        stamp(p, it, 3, S)
         heard, alive = gather(number + 1, control, layer, alive, block, p, S)
+        stamp(p, it, 4, S)
         for column in range(count):
             # Splits that are not in use are other blocks' in every column.
             apart = (block, lane, (group_index + column * APART) % S.group)
@@ -136,24 +146,35 @@ def run_shared_layers(
             constants = ask_constants(layer, at, p, S)
             here = at_column(p, column, S)
             alive = walk_splits(constants, layer, 0, at, slot, apart, None, alive, here, S)
+        stamp(p, it, 5, S)
         heard, alive = gather(number + 2, control, layer, alive, block, p, S)
+        stamp(p, it, 6, S)
         for column in range(count):
             apart = (block, lane, (group_index + column * APART) % S.group)
             at = pick(pos, column)
             constants = (tl.load(p.windows + layer),)
             here = at_column(p, column, S)
             alive = join_heads(constants, layer, at, apart, None, alive, here, S)
+        stamp(p, it, 7, S)
         heard, alive = gather(number + 3, control, layer, alive, block, p, S)
+        stamp(p, it, 8, S)
         stream, alive = shared_module(stream, layer, coords, alive, p, S, 1, COLUMNS)
         gains = load_gains(2 * layer + 1, lane, p, S)
+        stamp(p, it, 9, S)
         heard, alive = gather(number + 4, control, layer, alive, block, p, S)
+        stamp(p, it, 10, S)
         x, alive = join(x, 0, layer, 0, lane, None, alive, mine, S, 1)
         store_operands(x, gains, own, block, p, S, COLUMNS)
+        stamp(p, it, 11, S)
         heard, alive = gather(number + 5, control, layer, alive, block, p, S)
+        stamp(p, it, 12, S)
         stream = gate_up_proj(stream, p.words + S.region("x"), layer, coords, None, p, S, COLUMNS)
+        stamp(p, it, 13, S)
         heard, alive = gather(number + 6, control, layer, alive, block, p, S)
+        stamp(p, it, 14, S)
         stream, alive = shared_module(stream, layer, coords, alive, p, S, 3, COLUMNS)
         gains = load_gains(2 * layer + 2, lane, p, S)
+        stamp(p, it, 15, S)
         heard, alive = gather(number + 7, control, layer, alive, block, p, S)
         x, alive = join(x, 0, layer, 0, lane, None, alive, mine, S, 3)
         number += MEETINGS

@@ -37,6 +37,9 @@ struct Store {
 };
 inline thread_local std::vector<Store> stores;
 inline thread_local u32 dice = 1;
+// How wrong the clock of a block's GPU is: ns, and ns a ns since the program began.
+inline thread_local long long clock_offset = 0;
+inline thread_local double clock_drift = 0;
 inline unsigned char locks[kLocks];
 
 KCCL_EMULATED u32 below(u32 n) {
@@ -136,9 +139,15 @@ inline bool any_in_warp(bool p) {
   return p;
 }
 inline u64 nanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<u64>(now.tv_sec) * 1000000000u + static_cast<u64>(now.tv_nsec);
+  auto monotonic = [] {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<u64>(now.tv_sec) * 1000000000u + static_cast<u64>(now.tv_nsec);
+  };
+  static const u64 began = monotonic();
+  u64 now = monotonic();
+  double ahead = host::clock_drift * static_cast<double>(now - began);
+  return now + static_cast<u64>(host::clock_offset + static_cast<long long>(ahead));
 }
 inline u32 bits_of(float x) {
   u32 bits;

@@ -88,27 +88,17 @@ KOG_DEVICE void run_head(Block& b) {
   stage_head(b);
   b.begin_stage();
   auto x = held_operands<LmHead>(b);
-  int first = first_id(b);
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
-  float scale = 0;
   Candidate mine = nobody();
   Walk walk;
-  run_rows<LmHead>(
-      b, walk, [&] { return units_of<LmHead>(stage_group_index<LmHead>(b), 0); }, x, NothingAhead(),
-      [](int, const Item&) { return 0; },
-      [&](const Item& item, float sum, int) {
-        if (scale == 0) scale = head_scale(b, item.column);
-        float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;
-        int id = first + item.row;
-        if (!item.there || !has_head(b, item.column, steps_of(b))) return;
-        const u32* request = request_of(b, item.column);
-        if ((request[Request::kFlags] & kWantsMore) != 0) {
-          raw_scores(b.p, item.column)[id] = logit;
-          return;
-        }
-        compete(mine, request, logit, id, position_of(b, item.column, steps_of(b)) + 1);
-      },
-      [](int) {});
+  head_rows(b, walk, x, [&](const Item& item, int id, float logit) {
+    if (!has_head(b, item.column, steps_of(b))) return;
+    const u32* request = request_of(b, item.column);
+    if ((request[Request::kFlags] & kWantsMore) != 0)
+      raw_scores(b.p, item.column)[id] = logit;
+    else
+      compete(mine, request, logit, id, position_of(b, item.column, steps_of(b)) + 1);
+  });
   b.begin_stage();
   stamp(b, Point::kQkvProj);
   bool plain = false;

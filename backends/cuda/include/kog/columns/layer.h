@@ -28,10 +28,8 @@ constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
                         QkvProj::kSteps == GateUpProj::kSteps &&
                         kSame<QkvProj::Weights, GateUpProj::Weights>;
 constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodSlots<GateUpProj>;
-constexpr int kFewest = QkvProj::kUnits / QkvProj::kGroup < GateUpProj::kUnits / GateUpProj::kGroup
-                            ? QkvProj::kUnits / QkvProj::kGroup
-                            : GateUpProj::kUnits / GateUpProj::kGroup;
-constexpr int kUnitsAhead = !kAlike ? 0 : kRoomAhead < kFewest ? kRoomAhead : kFewest;
+constexpr int kFewest = kLeast<QkvProj::kUnits / QkvProj::kGroup, GateUpProj::kUnits / GateUpProj::kGroup>;
+constexpr int kUnitsAhead = kAlike ? kLeast<kRoomAhead, kFewest> : 0;
 using LayerAhead = Taken<GateUpProj, kUnitsAhead, kPeriodSlots<GateUpProj>>;
 
 

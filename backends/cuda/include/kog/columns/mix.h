@@ -45,9 +45,5 @@ KOG_DEVICE void stage_head(Block& b) {
       stage_streams<LmHead, kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {});
   }
 }
-// What a sum of the head is multiplied with, unless the streams have been normed.
-KOG_DEVICE float head_scale(const Block& b, int column) {
-  return kNormedMix ? 1.f : inverse_rms(b, column);
-}
 
 }  // namespace kog::columns

@@ -61,7 +61,7 @@ struct Walk {
   template <class Stage>
   KOG_DEVICE Units units(Block& b) const {
     begin_stage(b);
-    return layer_units<Stage>(b);
+    return units_of<Stage>(b.group_index, b.layer);
   }
   KOG_DEVICE Ring take_ring(const Block& b) const { return load_ring(b); }
   KOG_DEVICE void put_ring(const Block& b, const Ring& ring) const { save_ring(b, ring); }

@@ -35,6 +35,7 @@ KOG_DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
       "r"(c), "r"(d)
       : "memory");
 }
+KOG_DEVICE void sync_block() { __syncthreads(); }
 template <int kThreads>
 KOG_DEVICE void sync_threads(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");

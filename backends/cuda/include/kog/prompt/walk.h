@@ -1,5 +1,6 @@
 // Which tiles of a product a block computes: whole ones, round by round, then its even share of the K
-// steps of those that are left, at most parts of two tiles. Plain C++: tests run it on a CPU.
+// steps of those that are left: of fewer than there are blocks, at most parts of two tiles. Plain C++: tests run it on a
+// CPU.
 #pragma once
 #include <kog/ptx.h>
 
@@ -10,7 +11,7 @@ struct Product {  // the kernel's argument (products.py)
   const int4* groups;  // of 8 rows: first slab, fragment, byte in the slab (schedule/packing.py)
   const u8* x;         // arranged
   u16* y;
-  float4* partials;
+  float4* partials;           // in a pass of short prompts [part][kTokens][rows of a tile] (short_pass.h)
   int* arrived;               // of each tile that several blocks share; zero before and after
   int tokens, padded, rows;   // `padded` tokens of x; rows of the matrix
   int row_tiles, token_tiles;
@@ -39,7 +40,7 @@ struct Walk {
     first = block < shares ? begin_of(block) : 0;
     last = block < shares ? begin_of(block + 1) : 0;
     edge = (first / p.steps + 1) * p.steps;
-    count = wholes + (last > first) + (last > edge);
+    count = wholes + (last > first ? (last - 1) / p.steps - first / p.steps + 1 : 0);
   }
   KOG_DEVICE int begin_of(int share) const {
     return static_cast<int>(static_cast<i64>(share) * rest / shares);
@@ -49,9 +50,8 @@ struct Walk {
   }
   KOG_DEVICE Segment at(const Product& p, int i) const {
     if (i < wholes) return {block + i * blocks, 0, p.steps, 0};
-    int begin = edge - p.steps, end = last < edge ? last : edge;
-    if (i == wholes) return {p.whole + begin / p.steps, first - begin, end - begin, 0};
-    return {p.whole + edge / p.steps, 0, last - edge, 1};
+    int begin = edge + (i - wholes - 1) * p.steps, left = last - begin;
+    return {p.whole + begin / p.steps, i == wholes ? first - begin : 0, left < p.steps ? left : p.steps, i > wholes};
   }
   // Where the part of a shared tile is that another block has computed.
   KOG_DEVICE int slot_of(const Product& p, int share, int shared_tile) const {

@@ -1,0 +1,184 @@
+"""The baseline of torch_graph.py by tensor parallelism: a process a GPU, a CUDA graph of a step on each, sums by NCCL.
+
+What a rank computes is torch_shards.py's. The processes wait for orders between requests; rank 0 answers with tokens
+and the times at which it had read them, on the clock that all processes of a machine share.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kog_triton.backends import WeightSource
+from kog_triton.bench.engines import Run
+from kog_triton.bench.peers import Setting
+from kog_triton.bench.peers.torch_graph import TorchGraph
+from kog_triton.bench.peers.torch_shards import RankDecoder, why_not
+from kog_triton.errors import RunError
+from kog_triton.model.spec import ModelSpec
+
+# Seconds that an answer may take, the first when all ranks have loaded and captured, and that a process may take to
+# end.
+PATIENCE_S, CLOSE_S = 300, 10
+
+
+class RankGraph(TorchGraph):
+    """One rank, in its process."""
+
+    def open(self, setting: Setting) -> tuple[ModelSpec, RankDecoder]:
+        self._ranked = RankDecoder(setting.weights, setting.device, setting.max_context)
+        return setting.wide_spec, self._ranked
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        logits = self._decoder.forward(self._token, self._position)
+        self._token.copy_(self._ranked.best(logits))
+        self._position.add_(1)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        out: np.ndarray = self._ranked.whole(self._decoder.prompt(token_ids)).cpu().numpy()
+        return out
+
+    def first_token(self, prompt: Sequence[int]) -> torch.Tensor:
+        return self._ranked.best(self._decoder.prompt(prompt)[-1][-1:])
+
+    def close(self) -> None:
+        del self._ranked
+        super().close()
+
+
+def serve(
+    rank: int,
+    ranks: int,
+    address: str,
+    weights: WeightSource,
+    kind: str,
+    context: int,
+    orders: Connection,
+) -> None:
+    """A process's life: open, then an answer an order, (value, error)."""
+    cuda = kind == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    engine = None
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks
+        )
+        engine = RankGraph(Setting(weights, device, context))
+        orders.send((engine.memory_bytes(), ""))
+        while True:
+            name, *arguments = orders.recv()
+            if name == "close":
+                break
+            found = getattr(engine, name)(*arguments)
+            orders.send((found if rank == 0 else None, ""))
+    except Exception as error:
+        orders.send((None, f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]))
+    finally:
+        if engine is not None:
+            engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class TorchRanks:
+    name = "torch-ranks"
+    checks_text = True
+    several_gpus = True
+    ran = "this adapter has run on a CPU, its step uncaptured and its sums by gloo"
+
+    @staticmethod
+    def absent(setting: Setting) -> str:
+        if setting.num_gpus == 1:
+            return "it runs on several GPUs, and torch-graph on one"
+        if setting.device.type == "cpu":
+            return "graphs are captured on a GPU only"
+        if setting.weights.spec.num_lanes > 1:
+            return "it has one residual stream, not lanes"
+        return why_not(setting.weights.spec, setting.num_gpus)
+
+    def __init__(self, setting: Setting) -> None:
+        self.version = f"torch {torch.__version__}, CUDA graph a GPU, sums by NCCL"
+        self.spec = setting.wide_spec
+        self._folder = TemporaryDirectory()
+        address = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        spawn, ranks = get_context("spawn"), setting.num_gpus
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(ranks):
+            ours, theirs = spawn.Pipe()
+            kind = setting.device.type
+            arguments = (rank, ranks, address, setting.weights, kind, setting.max_context, theirs)
+            process = spawn.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        try:
+            opened = self._answers()
+        except BaseException:
+            self.close()
+            raise
+        self._bytes = {name: sum(one[name] for one in opened) for name in opened[0]}
+
+    def _ask(self, *order: Any) -> Any:
+        for _, orders in self._ranks:
+            with suppress(OSError):  # of a process that has ended `_answers` tells
+                orders.send(order)
+        return self._answers()[0]
+
+    def _answers(self) -> list[Any]:
+        """Of all ranks; RunError with the first complaint, or of a rank that is silent."""
+        deadline, found = time.monotonic() + PATIENCE_S, [None] * len(self._ranks)
+        missing = set(range(len(self._ranks)))
+        while missing:
+            for rank in sorted(missing):
+                orders = self._ranks[rank][1]
+                try:
+                    if not orders.poll(0.01):
+                        if time.monotonic() > deadline:
+                            raise RunError(f"rank {rank} said nothing for {PATIENCE_S} s")
+                        continue
+                    found[rank], complaint = orders.recv()
+                except (EOFError, OSError) as error:
+                    raise RunError(f"the process of rank {rank} ended") from error
+                if complaint:
+                    raise RunError(complaint)
+                missing.remove(rank)
+        return found
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        found: np.ndarray = self._ask("logits", list(token_ids))
+        return found
+
+    def generate(self, prompt: Sequence[int], count: int) -> Run:
+        found: Run = self._ask("generate", list(prompt), count)
+        return found
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Of all GPUs together."""
+        return self._bytes
+
+    def close(self) -> None:
+        for _, orders in self._ranks:
+            with suppress(OSError):  # it has ended
+                orders.send(("close",))
+        for process, orders in self._ranks:
+            process.join(CLOSE_S)
+            if process.is_alive():  # one that failed leaves the others waiting
+                process.kill()
+                process.join()
+            orders.close()
+        self._ranks = []
+        self._folder.cleanup()

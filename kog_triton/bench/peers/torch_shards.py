@@ -1,0 +1,107 @@
+"""What one process of torch_ranks.py runs: its rank's part of torch_graph.py's decoder.
+
+rows of q, k, v, gate, up and lm_head, columns of o and down: a rank's, of equal shares
+behind o and down: an all-reduce; behind lm_head: each rank's best, of which all take the best
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from kog_triton.backends import WeightSource
+from kog_triton.bench.peers.torch_graph import PlainDecoder, WideLinear
+from kog_triton.model.spec import ModelSpec
+
+ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "gate_bias",
+    "up_bias",
+)
+COLUMNS, SUMMED = ("o_proj", "down_proj"), ("o_bias", "down_bias")  # a bias is added by rank 0
+Tensor = torch.Tensor
+
+
+def why_not(spec: ModelSpec, ranks: int) -> str:
+    """Why a model has no equal shares for so many ranks; "" if it has."""
+    sizes = {
+        "query heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "rows of the FFN": spec.intermediate_size,
+        "ids": spec.vocab_size,
+    }
+    for name, size in sizes.items():
+        if size % ranks:
+            return f"its {size} {name} do not divide over {ranks} GPUs"
+    return ""
+
+
+class RankWeights:
+    """A `WeightSource` of a rank's shares of the layers, those of the whole model's embedding and norms."""
+
+    def __init__(self, weights: WeightSource, rank: int, ranks: int) -> None:
+        spec = weights.spec
+        self._weights, self._rank, self._ranks = weights, rank, ranks
+        self.spec = spec.replace(
+            narrow=(),
+            num_heads=spec.num_heads // ranks,
+            num_kv_heads=spec.num_kv_heads // ranks,
+            intermediate_size=spec.intermediate_size // ranks,
+        )
+
+    def load(self, name: str) -> Tensor:
+        whole, kind = self._weights.load(name), name.rpartition(".")[2]
+        axis = 1 if kind in ROWS else 2 if kind in COLUMNS else None  # of [1, rows, columns]
+        if name == "lm_head":
+            axis = 0  # it is [vocab, hidden]
+        if axis is not None:
+            return whole.chunk(self._ranks, axis)[self._rank].clone()
+        if kind in SUMMED and self._rank:
+            return torch.zeros_like(whole)
+        return whole
+
+
+class SummedLinear(WideLinear):
+    """The sum of all ranks' products."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = super().__call__(x)
+        dist.all_reduce(y)
+        return y
+
+
+class RankDecoder(PlainDecoder):
+    """A rank's part: `forward` gives the logits of its own ids, [T, vocab / ranks]."""
+
+    def __init__(self, weights: WeightSource, device: torch.device, context: int) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        own = RankWeights(weights, self.rank, self.ranks)
+        super().__init__(own, device, context)
+        for layer in self.layers:
+            for name in ("o", "down"):
+                layer[name].__class__ = SummedLinear
+        if self.spec.tied_embeddings:
+            self.head = self.embed.chunk(self.ranks)[self.rank]
+
+    def best(self, logits: Tensor) -> Tensor:
+        """int64 [1]: the id of the largest of all ranks' logits [1, vocab / ranks]."""
+        value, at = logits.max(-1)
+        mine = torch.stack([value.double(), (at + self.rank * logits.shape[1]).double()], 1)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(found, mine)
+        each = torch.cat(found)
+        return each[each[:, 0].argmax(), 1].long().view(1)
+
+    def whole(self, logits: Sequence[Tensor]) -> Tensor:
+        """float32 [T, vocab] of every rank's parts."""
+        own = torch.cat(list(logits)).float()
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(found, own)
+        return torch.cat(found, 1)
