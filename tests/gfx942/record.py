@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000] [--only accesses]
 
-record.json says of the Triton kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and what went
-wrong: nothing, or this command fails. Of the objects of full size, which are not run, what each access touches.
+record.json says of the Triton and the HIP kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and
+what went wrong: nothing, or this command fails. Of the objects of full size, which are not run, what each access
+touches.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gfx942 import budget
-from tests.lib.gfx942 import differential
+from tests.lib.gfx942 import differential, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
@@ -25,7 +26,7 @@ from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
 RECORD = Path(__file__).parent / "record.json"
-PARTS = ("arithmetic", "requests", "litmus", "accesses")
+PARTS = ("arithmetic", "requests", "hip", "litmus", "accesses")
 Row = dict[str, Any]
 
 
@@ -71,24 +72,44 @@ def requests(seeds: int) -> list[Row]:
     return rows
 
 
+def hip(seeds: int) -> list[Row]:
+    """Whole requests of the HIP kernel against the reference."""
+    return [hip_row(case, name, seeds) for case, name, _, _ in hip_requests.asked()]
+
+
+def hip_conditions(seed: int) -> dict[str, Any]:
+    c = conditions(seed)
+    return {"memory": c.memory, "xcc": c.xcc}
+
+
+def hip_row(case: str, name: str, seeds: int) -> Row:
+    one, tokens = next((w, t()) for c, n, w, t in hip_requests.asked() if (c, n) == (case, name))
+    wrong = [
+        seed
+        for seed in range(seeds)
+        if hip_requests.wrong(one, name, tokens, hip_conditions(seed), seed)
+    ]
+    print("hip", case, name, "wrong:", wrong, flush=True)
+    row = {"case": case, "request": name, "object": one.kernel.code_object.sha256}
+    return row | {"compiler": "clang-19", "seeds": seeds, "wrong": wrong}
+
+
 def litmus(seeds: int) -> list[Row]:
     """The exchanges, right in every seed of both memories; their mutants, by how many were caught."""
-    rows = []
-    for compiler, compile_source in COMPILERS.items():
-        source = compile_source("litmus.hip")
-        for name in LITMUS:
-            kernel = Kernel(source, name)
-            wrong = [seed for seed in range(seeds) if run(kernel, seed)[0]]
-            plainly = [seed for seed in range(seeds) if run(kernel, seed, PLAIN)[0]]
-            made = list(mutants(kernel))
-            left = {
-                m.named() for m in made if not caught(m.kernel, lambda k, seed: run(k, seed)[0])
-            }
-            row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
-            row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
-            rows.append(row | {"survive": {one: ARGUED[name].get(one, "") for one in sorted(left)}})
-            print(compiler, name, "wrong:", wrong, plainly, "survive:", sorted(left), flush=True)
-    return rows
+    return [litmus_row(compiler, name, seeds) for compiler in COMPILERS for name in LITMUS]
+
+
+def litmus_row(compiler: str, name: str, seeds: int) -> Row:
+    source = COMPILERS[compiler]("litmus.hip")
+    kernel = Kernel(source, name)
+    wrong = [seed for seed in range(seeds) if run(kernel, seed)[0]]
+    plainly = [seed for seed in range(seeds) if run(kernel, seed, PLAIN)[0]]
+    made = list(mutants(kernel))
+    left = {m.named() for m in made if not caught(m.kernel, lambda k, seed: run(k, seed)[0])}
+    print(compiler, name, "wrong:", wrong, plainly, "survive:", sorted(left), flush=True)
+    row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
+    row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
+    return row | {"survive": {one: ARGUED[name].get(one, "") for one in sorted(left)}}
 
 
 def walked() -> list[Row]:
@@ -140,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: dict[str, Callable[[], list[Row]]] = {
         "arithmetic": lambda: arithmetic(args.seeds),
         "requests": lambda: requests(args.seeds),
+        "hip": lambda: hip(args.seeds),
         "litmus": lambda: litmus(args.litmus),
         "accesses": walked,
     }

@@ -15,7 +15,7 @@ from tests.lib.gfx942.litmus import ARGUED, LITMUS, run
 from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.wheel_files import Absent
 
-SEEDS = range(24)
+SEEDS = range(36)  # all of conditions and numbers of ranks
 BLOCKS = {"publish", "rank_publish"}
 KNOWN_BAD = {
     # what is left out: the kernels that then are wrong, and whether plain memory shows it

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.gfx942.record import PARTS, RECORD, asked, failures
+from tests.lib.gfx942 import hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.litmus import LITMUS
 from tests.lib.gfx942.scopes import accesses_of, counted
@@ -19,7 +20,7 @@ def record():
 def test_nothing_went_wrong_in_the_record():
     kept = record()
     assert failures(kept) == []
-    assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"])
+    assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"] + kept["hip"])
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
     assert all(len(row["object"]) == 64 for part in PARTS[1:] for row in kept[part])
     assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
@@ -29,7 +30,9 @@ def test_nothing_went_wrong_in_the_record():
 def stale(kept):
     """What the record says of another object than today's, of those that are quickly compiled."""
     today = {name: make("litmus.hip").sha256 for name, make in HERE.items()}
-    wrong = {
+    hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
+    wrong = {f"hip {row['case']}" for row in kept["hip"] if row["object"] != hip[row["case"]]}
+    wrong |= {
         row["case"]
         for row in kept["requests"]
         if row["request"] == "greedy" and row["object"] != compiled(row["case"]).code_object.sha256
@@ -52,6 +55,9 @@ def of_today(kept):
             row["object"] = compiled(row["case"]).code_object.sha256
     for row in kept["litmus"]:
         row["object"] = today.get(row["compiler"], row["object"])
+    hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
+    for row in kept["hip"]:
+        row["object"] = hip[row["case"]]
     return kept
 
 
@@ -63,9 +69,10 @@ def test_the_record_is_of_todays_kernel():
 def test_a_record_of_another_kernel_is_seen():
     kept = of_today(record())
     assert stale(kept) == set()
-    for part in ("requests", "litmus"):
+    for part in ("requests", "litmus", "hip"):
         kept[part][0]["object"] = "0" * 64
-    assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"]}
+    hip = f"hip {kept['hip'][0]['case']}"
+    assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"], hip}
 
 
 @pytest.mark.slow
@@ -78,6 +85,8 @@ def test_the_record_is_whole_and_of_todays_objects():
         made = compiled(row["case"], row["variant"]).code_object
         assert row["object"] == made.sha256, (row["case"], row["variant"])
         assert row["accesses"] == counted(accesses_of(made)), (row["case"], row["variant"])
+    asked_of_hip = [(case, name) for case, name, _, _ in hip_requests.asked()]
+    assert [(row["case"], row["request"]) for row in record()["hip"]] == asked_of_hip
     objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
     rows = {(row["compiler"], row["kernel"]) for row in record()["litmus"]}
     assert rows == {(compiler, name) for compiler in COMPILERS for name in LITMUS}
@@ -91,4 +100,4 @@ def test_a_wrong_seed_and_a_mutant_without_a_reason_are_failures():
         kept[part][0]["wrong"] = [3]
     kept["litmus"][0]["wrong in plain memory"] = [4]
     kept["litmus"][0]["survive"] = {"no barrier before S_NOP": ""}
-    assert len(failures(kept)) == 6
+    assert len(failures(kept)) == len(PARTS) + 2

@@ -10,6 +10,9 @@ from tests.lib.gfx942.executor import Buffer, Execution, Fault, Kernel, Launch, 
 THREADS = 256
 BLOCKS = 5
 STEPS = 6
+RANKS = (2, 4, 8)  # GPUs, by the seed
+MOST_RANKS = 8
+APART = 32  # words between flags
 T = np.arange(THREADS, dtype=np.uint32)
 u32 = np.uint32
 
@@ -24,31 +27,11 @@ class Setup:
     expected: np.ndarray
 
 
-def _setup(
-    args: list[list[np.ndarray | int]],
-    shared: list[np.ndarray],
-    out: np.ndarray,
-    expected: np.ndarray,
-) -> Setup:
-    arrays = {id(a): a for one in args for a in one if isinstance(a, np.ndarray)}
-    grid = (BLOCKS if len(args) == 1 else 1, 1, 1)
-    launches = [
-        Launch(
-            [a if isinstance(a, int) else a.ctypes.data for a in one], grid, (THREADS, 1, 1), gpu
-        )
-        for gpu, one in enumerate(args)
-    ]
-    with_host = {id(a) for a in shared}
-    return Setup(
-        launches, [Buffer(a, key in with_host) for key, a in arrays.items()], out, expected
-    )
-
-
-def all_gather(steps: int) -> Setup:
+def all_gather(steps: int, ranks: int) -> Setup:
     words, out = np.zeros(2 * BLOCKS, u32), np.zeros((BLOCKS, STEPS), u32)
     block, step = np.arange(BLOCKS), np.arange(STEPS)[:, None]
     sums = ((step * 31 + block * 7 + 1) * (block + 1)).sum(1)
-    return _setup([[words, out, BLOCKS, steps]], [], out, np.tile(sums, (BLOCKS, 1)))
+    return _of_blocks([words, out], steps, np.tile(sums, (BLOCKS, 1)))
 
 
 def _published(rank: int = 0) -> np.ndarray:
@@ -61,36 +44,54 @@ def _published(rank: int = 0) -> np.ndarray:
     )
 
 
-def publish(steps: int) -> Setup:
-    data, words, out = (
-        np.zeros(2 * THREADS, u32),
-        np.zeros(64, u32),
-        np.zeros((BLOCKS, STEPS, THREADS), u32),
-    )
-    return _setup(
-        [[data, words, out, BLOCKS, steps]], [], out, np.tile(_published(), (BLOCKS, 1, 1))
-    )
+def publish(steps: int, ranks: int) -> Setup:
+    data, words = np.zeros(2 * THREADS, u32), np.zeros(2 * APART, u32)
+    out = np.zeros((BLOCKS, STEPS, THREADS), u32)
+    return _of_blocks([data, words, out], steps, np.tile(_published(), (BLOCKS, 1, 1)))
 
 
-def rank_words(steps: int) -> Setup:
-    inbox, out = np.zeros((2, 2 * THREADS), u32), np.zeros((2, STEPS, THREADS), u32)
-    args = [[inbox[r], inbox[1 - r], out[r], r, steps] for r in (0, 1)]
-    step = np.arange(STEPS, dtype=u32)[:, None]
-    sums = 2 * step * u32(31) + (T + (T + u32(65)) % u32(THREADS)) * u32(7) + u32(100000)
-    return _setup(
-        args, [args[0][0], args[0][1], args[1][0], args[1][1]], out, np.stack([sums, sums])
-    )
+def _of_blocks(arrays: list[np.ndarray], steps: int, expected: np.ndarray) -> Setup:
+    """All blocks of one GPU; the last array is what they write."""
+    args = [a.ctypes.data for a in arrays] + [BLOCKS, steps]
+    launch = Launch(args, (BLOCKS, 1, 1), (THREADS, 1, 1))
+    return Setup([launch], [Buffer(a) for a in arrays], arrays[-1], expected)
 
 
-def rank_publish(steps: int) -> Setup:
-    inbox, flags = np.zeros((2, 2 * THREADS), u32), np.zeros((2, 64), u32)
-    out = np.zeros((2, STEPS, THREADS), u32)
-    args = [[inbox[r], inbox[1 - r], flags[r], flags[1 - r], out[r], r, steps] for r in (0, 1)]
-    shared = [a for one in args for a in one[:4]]
-    return _setup(args, shared, out, np.stack([_published(1), _published(0)]))
+def rank_words(steps: int, ranks: int) -> Setup:
+    step, rank = np.arange(STEPS, dtype=u32)[:, None], np.arange(ranks, dtype=u32)
+    sent = (T + u32(65)) % u32(THREADS) * u32(7) + step * u32(31)
+    sums = u32(ranks) * sent + rank.sum(dtype=u32) * u32(100000)
+    return _of_ranks([np.zeros((ranks, 2, ranks, THREADS), u32)], steps, sums)
 
 
-LITMUS: dict[str, Callable[[int], Setup]] = {
+def rank_publish(steps: int, ranks: int) -> Setup:
+    inboxes = np.zeros((ranks, ranks, 2, THREADS), u32)
+    flags = np.zeros((ranks, 2, ranks, APART), u32)
+    sums = sum(u32(r + 1) * _published(r) for r in range(ranks))
+    return _of_ranks([inboxes, flags], steps, sums)
+
+
+def _of_ranks(memories: list[np.ndarray], steps: int, each: np.ndarray) -> Setup:
+    """A GPU a rank, of one block: it gets where all ranks' memories are, and each writes the same."""
+    ranks = len(memories[0])
+    tables = [np.zeros(MOST_RANKS, np.uint64) for _ in memories]
+    for table, memory in zip(tables, memories, strict=True):
+        table[:ranks] = [one.ctypes.data for one in memory]
+    out = np.zeros((ranks, STEPS, THREADS), u32)
+    launches = [
+        Launch(
+            [*(t.tobytes() for t in tables), out[rank].ctypes.data, rank, ranks, steps],
+            (1, 1, 1),
+            (THREADS, 1, 1),
+            rank,
+        )
+        for rank in range(ranks)
+    ]
+    shared = [Buffer(one, True) for memory in memories for one in memory]
+    return Setup(launches, shared + [Buffer(one) for one in out], out, np.tile(each, (ranks, 1, 1)))
+
+
+LITMUS: dict[str, Callable[[int, int], Setup]] = {
     "all_gather": all_gather,
     "publish": publish,
     "rank_words": rank_words,
@@ -110,7 +111,7 @@ MAPS: list[Callable[[int], int]] = [
     lambda group: group * 3 % 7,
 ]
 EARLY = (0.05, 0.3, 0.9)
-MOST_STEPS = 400_000  # ten times what a run takes that ends
+MOST_STEPS = 4_000_000  # ten times what a run takes that ends
 
 
 def memory_of(seed: int) -> Memory:
@@ -122,7 +123,7 @@ def run(
 ) -> tuple[str, Execution | None]:
     """ "" if a run of the litmus kernel is right, else what was wrong; and the run, if it ended."""
     asked = 0 if seed % 16 == 15 else STEPS
-    setup = LITMUS[kernel.name](asked)
+    setup = LITMUS[kernel.name](asked, RANKS[seed // 12 % len(RANKS)])
     if not asked:
         setup.expected = np.zeros_like(setup.out)
     try:

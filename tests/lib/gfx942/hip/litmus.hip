@@ -2,17 +2,17 @@
 //
 //     all_gather     words with a phase bit, two buffers: every block's to all blocks
 //     publish        what a whole block wrote, by plain stores: drain, barrier, fence, flag; epochs that grow
-//     rank_words     words with a phase bit, from rank to rank
-//     rank_publish   what a whole block wrote, from rank to rank
+//     rank_words     words with a phase bit, every rank's to all ranks
+//     rank_publish   what a whole block wrote, every rank's to all ranks
 //
 // Compiled with NO_... or WEAK_SCOPE, each lacks what its name says: what is known to be wrong.
 typedef unsigned u32;
 #define KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(256, 256))) void
-#define DEVICE static inline __attribute__((device)) __attribute__((always_inline))
+#define DEVICE inline __attribute__((device)) __attribute__((always_inline))
 #define T __builtin_amdgcn_workitem_id_x()
 #define B __builtin_amdgcn_workgroup_id_x()
 #define SHARED __attribute__((shared)) static
-constexpr u32 THREADS = 256;
+constexpr u32 THREADS = 256, APART = 32, MOST_RANKS = 8;
 
 // ---- AMD's instructions for what sync.py and ptx.h name ----
 
@@ -54,25 +54,28 @@ template <int SCOPE> DEVICE void acquire() {
     else __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
 #endif
 }
-// What all threads of the block wrote is there for whoever has seen the flag: drain per wave, barrier, fence, flag.
-template <int SCOPE> DEVICE void publish_block(u32* flag, u32 epoch) {
+// What all threads of the block wrote is there for whoever sees what the thread that gets true then tells: drain per
+// wave, barrier, fence.
+template <int SCOPE> DEVICE bool release_block() {
     drain();
     meet();
-    if (T == 0) {
-        release<SCOPE>();
-        store_shared<SCOPE>(flag, epoch);
-    }
+    if (T == 0) release<SCOPE>();
+    return T == 0;
 }
-template <int SCOPE> DEVICE void await(const u32* counter, u32 epoch) {
-    if (T == 0) {
+template <int SCOPE> DEVICE void publish_block(u32* flag, u32 epoch) {
+    if (release_block<SCOPE>()) store_shared<SCOPE>(flag, epoch);
+}
+// All of `count` words, 128 bytes apart, have come to `epoch`.
+template <int SCOPE> DEVICE void await(const u32* words, u32 epoch, u32 count = 1) {
+    if (T < count) {
         u32 seen;
-        do seen = load_shared<SCOPE>(counter);
+        do seen = load_shared<SCOPE>(words + T * APART);
         while (seen < epoch);
     }
     meet();
 }
-template <int SCOPE> DEVICE void await_block(const u32* flag, u32 epoch) {
-    await<SCOPE>(flag, epoch);
+template <int SCOPE> DEVICE void await_block(const u32* flags, u32 epoch, u32 count = 1) {
+    await<SCOPE>(flags, epoch, count);
     acquire<SCOPE>();
 }
 
@@ -114,9 +117,9 @@ KERNEL all_gather(u32* words, u32* out, u32 blocks, u32 steps) {
     }
 }
 
-// data [2][256]; words: the flag, and 32 words on the count of arrivals; out [blocks][steps][256]
+// data [2][256]; words: the flag, and behind it the count of arrivals; out [blocks][steps][256]
 KERNEL publish(u32* data, u32* words, u32* out, u32 blocks, u32 steps) {
-    u32 *flag = words, *arrived = words + 32;
+    u32 *flag = words, *arrived = words + APART;
     for (u32 epoch = 1; epoch <= steps; epoch++) {
         if (B == epoch % blocks) {
             await<WORDS_SCOPE>(arrived, blocks * (epoch - 1));
@@ -132,27 +135,52 @@ KERNEL publish(u32* data, u32* words, u32* out, u32 blocks, u32 steps) {
     }
 }
 
-// Two ranks: inbox [2][256] of this rank and of the other; out [steps][256]: the sums of both ranks' values
-KERNEL rank_words(u32* inbox, u32* other, u32* out, u32 rank, u32 steps) {
+// Where all ranks' memories are: addresses of their own kind, else LLVM does not know that they are no LDS.
+struct Ranks {
+    __attribute__((address_space(1))) u32* memory[MOST_RANKS];
+    DEVICE u32* operator[](u32 rank) const { return (u32*)memory[rank]; }
+};
+#define EACH_RANK(r) \
+    _Pragma("clang loop unroll(disable) vectorize(disable) interleave(disable)") for (u32 r = 0; r < ranks; r++)
+
+// inboxes: every rank's [2][ranks][256], a place for each sender; out [steps][256]: the sums of all ranks' values
+KERNEL rank_words(Ranks inboxes, u32* out, u32 rank, u32 ranks, u32 steps) {
+    __builtin_assume(ranks > 0);
     for (u32 step = 0; step < steps; step++) {
-        u32 at = (step & 1) * THREADS, phase = phase_of(step), mine = step * 31 + T * 7 + rank * 100000;
-        store_shared<RANKS_SCOPE>(other + at + T, mine << 1 | phase);
-        u32 from = (T + 65) % THREADS;  // what another wave's thread has sent: a barrier orders them
-        out[step * THREADS + T] = mine + (await_word<RANKS_SCOPE>(inbox + at + from, phase) >> 1);
+        u32 buffer = (step & 1) * ranks * THREADS, phase = phase_of(step), mine = step * 31 + T * 7 + rank * 100000;
+        EACH_RANK(r)
+            store_shared<RANKS_SCOPE>(inboxes[r] + buffer + rank * THREADS + T, mine << 1 | phase);
+        u32 from = (T + 65) % THREADS, sum = 0;  // what another wave's thread has sent: a barrier orders them
+        EACH_RANK(r)
+            sum += await_word<RANKS_SCOPE>(inboxes[rank] + buffer + r * THREADS + from, phase) >> 1;
+        out[step * THREADS + T] = sum;
         meet();
     }
 }
 
-// As `publish`, two ranks in turn: data [2][256] and flag are the other's, which it reads; done says that it has
-KERNEL rank_publish(u32* inbox, u32* other, u32* flags, u32* others, u32* out, u32 rank, u32 steps) {
+// As `publish`, all ranks at once. inboxes: every rank's [ranks][2][256], a place for each sender; flags: every rank's
+// [2][ranks], by sender that its data is there, by reader that it has read
+KERNEL rank_publish(Ranks inboxes, Ranks flags, u32* out, u32 rank, u32 ranks, u32 steps) {
+    __builtin_assume(ranks > 0);
+    u32 *come = flags[rank], *read = come + ranks * APART;
     for (u32 epoch = 1; epoch <= steps; epoch++) {
-        await<RANKS_SCOPE>(flags + 32, epoch - 1);
-        other[T] = epoch * 1000003 + T * 17 + rank;
-        other[THREADS + T] = epoch * 7919 + T;
-        publish_block<RANKS_SCOPE>(others, epoch);
-        await_block<RANKS_SCOPE>(flags, epoch);
-        out[(epoch - 1) * THREADS + T] = inbox[T] + 3 * inbox[THREADS + (T ^ 64)];
+        await<RANKS_SCOPE>(read, epoch - 1, ranks);
+        EACH_RANK(r) {
+            u32* data = inboxes[r] + rank * 2 * THREADS;
+            data[T] = epoch * 1000003 + T * 17 + rank;
+            data[THREADS + T] = epoch * 7919 + T;
+        }
+        if (release_block<RANKS_SCOPE>())
+            EACH_RANK(r) store_shared<RANKS_SCOPE>(flags[r] + rank * APART, epoch);
+        await_block<RANKS_SCOPE>(come, epoch, ranks);
+        u32 sum = 0;
+        EACH_RANK(r) {
+            const u32* data = inboxes[rank] + r * 2 * THREADS;
+            sum += (data[T] + 3 * data[THREADS + (T ^ 64)]) * (r + 1);
+        }
+        out[(epoch - 1) * THREADS + T] = sum;
         meet();
-        if (T == 0) store_shared<RANKS_SCOPE>(others + 32, epoch);
+        if (T == 0)
+            EACH_RANK(r) store_shared<RANKS_SCOPE>(flags[r] + (ranks + rank) * APART, epoch);
     }
 }

@@ -1,0 +1,66 @@
+"""The requests that the HIP kernel's machine code runs in the executor, and mutants of that code."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.lib.gfx942.executor import Fault
+from tests.lib.gfx942.hip_kernel import INCLUDES, HipWalk
+from tests.lib.gfx942.requests import ASKED, TOKENS, expected, reference_tokens
+from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.triton_cases import plain
+
+# Of bfloat16, those whose tokens rounding does not change.
+NAMES = {"llama": ("greedy", "sampled", "rules", "edits", "masks"), "qwen3": ("greedy", "edits"),
+         "laneformer": ("greedy", "sampled", "rules", "edits")}  # fmt: skip
+RUNS = [(case, name) for case, names in NAMES.items() for name in names if name != "masks"]
+FINISHED = 2  # Outcome.LENGTH
+STOPPED = 1  # Outcome.STOP
+MOST_STEPS = 60_000_000  # instructions: three times what the longest request takes
+# Short contexts that are split over all blocks, and whose many splits are joined in a step of their own.
+SPLIT = plain(2, hidden_size=64, num_kv_heads=1)
+LENGTHS = {"split_least": 4, "merged_length": 16}
+SPLIT_NAMES = ("long prompt", "edits", "sampled")
+
+
+@cache
+def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
+    spec = CASES[case].spec
+    return HipWalk(spec, ArrayWeights(spec), CASES[case].num_blocks, includes=includes)
+
+
+@cache
+def split_walk(includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
+    return HipWalk(SPLIT, ArrayWeights(SPLIT), 8, includes=includes, **LENGTHS)
+
+
+@cache
+def split_tokens(name: str = "long prompt") -> list[int]:
+    return reference_tokens(SPLIT, ASKED[name])
+
+
+def generate(
+    one: HipWalk, name: str, conditions: dict[str, Any], seed: int = 1, stops: Any = ()
+) -> tuple[list[int], int]:
+    one.conditions = {"steps": MOST_STEPS} | conditions
+    asked = ASKED[name]
+    return one.generate(list(asked.prompt), TOKENS, asked.params, stops, seed)
+
+
+def wrong(one: HipWalk, name: str, tokens: list[int], conditions: dict[str, Any], seed: int) -> str:
+    """ "" if a request gives these tokens, else what it did instead."""
+    try:
+        made = generate(one, name, conditions, seed)
+    except (Fault, AssertionError) as fault:
+        return f"{type(fault).__name__}: {str(fault)[:200]}"
+    return "" if made == (tokens, FINISHED) else f"tokens {made}"
+
+
+def asked() -> Iterator[tuple[str, str, HipWalk, Callable[[], list[int]]]]:
+    """Case, request, the model that is to run it, and what gives its tokens."""
+    for case, name in RUNS:
+        yield case, name, walk(case), lambda case=case, name=name: expected(case, name)
+    for name in SPLIT_NAMES:
+        yield "split", name, split_walk(), lambda name=name: split_tokens(name)
