@@ -184,7 +184,9 @@ def test_far_jumps_lead_where_branches_do(name):
         Counter((one.name, one.arguments, one.form) for one in accesses(made, name, names))
         for made in (near, far)
     ]
-    assert said[0] == said[1] and all(arguments for _, arguments, _ in said[0])
+    assert said[0] == said[1]
+    # Where other GPUs' memory lies is read from a table, which no argument of the kernel points into.
+    assert all(arguments for _, arguments, _ in said[0]) or name.startswith("rank_")
 
 
 @pytest.mark.parametrize("variant", ["rules", pytest.param("chunks", marks=pytest.mark.slow)])

@@ -19,8 +19,8 @@ FAULTS = (
     ),
     Fault(
         "generate.py",
-        "        prefill=args.prefill,\n",
-        "",
+        "            prefill=args.prefill,\n            walk",
+        "            walk",
         "host/test_cli.py",
         "--prefill is read and forgotten",
     ),
