@@ -83,7 +83,7 @@ SERVERS = {
 def of_servers(own: Collection[str]) -> dict[str, str]:
     """What there is instead of each flag of `vllm serve`, llama-server and mlx_lm.server that is not among `own`."""
     found = {}
-    for name in (*names()["LLM"], *OF_VLLM["LLM"]):
+    for name in (*names()["LLM"], *IGNORED["LLM"], *OF_VLLM["LLM"]):
         ignored = IGNORED["LLM"].get(name)
         instead = OF_VLLM["LLM"].get(name, "leave it out")
         found["--" + name.replace("_", "-")] = f"leave it out: {ignored}" if ignored else instead

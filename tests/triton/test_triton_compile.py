@@ -255,7 +255,7 @@ def test_prompts_in_chunks_on_hopper(reports_of, compiler):
     (report,) = reports_of("sm_90", "llama-3.2-1b", "chunks")
     check_polls(report, 2)
     check_chunks(report)
-    assert report.spilled_bytes <= 64
+    assert report.spilled_bytes <= 80  # 64 before short contexts were walked by one split
     assert report.count(r"HGMMA.*") > 0
     assert sum(report.instructions.values()) <= 20000
 
@@ -290,7 +290,10 @@ def check_chunks(report: CompileReport) -> None:
 
 # Stack bytes and instructions of steps that requests share (benchmarks/triton-log.md#shared-steps)
 SHARED = {
-    ("sm_90", "llama-3.2-1b", "columns=8"): (96, 23_000),
+    ("sm_90", "llama-3.2-1b", "columns=8"): (
+        120,
+        23_000,
+    ),  # 96 before short contexts were walked by one split
     ("gfx942", "tiny", "columns=4"): (SPILLED, 12_000),
     ("sm_90", "llama-3.2-1b", "columns=4"): (96, 17_500),
     ("sm_90", "llama-3.2-1b", "columns=2"): (64, 14_000),

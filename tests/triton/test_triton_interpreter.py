@@ -43,6 +43,7 @@ CASES = {
     "longer": Case(plain(qk_norm=True, windows=(5,)), 2, (3, 42, 12, 7, 8, 1, 9), 9, 2, 2),
     "window": Case(plain(windows=(3,)), 4, (3, 42, 12, 7, 8), 1, 1),
     "more splits than are in use": Case(plain(num_kv_heads=1), 4, (3, 42, 12, 7, 8), 2, 2),
+    "splits that move": Case(plain(num_heads=6), 8, (3, 42, 12, 7, 8, 1, 9), 1, 1, 1),
     "biases": Case(plain(qkv_bias=True, o_bias=True, mlp_bias=True, hidden_size=36)),
     "widths": Case(  # rows in tiles of several; lm_head's first tiles are fewer than qkv_proj has on its way
         plain(num_heads=3, num_kv_heads=3, hidden_size=288, intermediate_size=96, dtype=BF16), 4, PROMPT[:2],
@@ -181,7 +182,7 @@ FAULTS = {
     ),
     "fences acquire nothing, and cached keys are old": Fault(
         "sync", 'tl.atomic_add(word, 1, sem="acq_rel"', 'tl.atomic_add(word, 1, sem="release"',
-        "long", "stale",
+        "splits that move", "stale",
     ),
     "fences release nothing, and cached keys come late": Fault(
         "sync", 'tl.atomic_add(word, 1, sem="acq_rel"', 'tl.atomic_add(word, 1, sem="acquire"',
