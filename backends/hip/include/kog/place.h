@@ -11,18 +11,21 @@ namespace kog {
 
 static_assert(kBlocks <= kConsumers, "a thread looks at one workgroup");
 
-// Workgroups of each XCD: all, and those before this one. In shared memory, behind a byte a workgroup.
+// Workgroups of each XCD: all, and those before this one. In shared memory, behind a word a workgroup.
 struct DieCounts {
   int all[kDies], before[kDies];
 };
-constexpr int kCountsAt = (kBlocks + 15) / 16 * 16;
+constexpr int kCountsAt = kBlocks * 4;
 static_assert(kScratchBytes >= kCountsAt + static_cast<int>(sizeof(DieCounts)));
 
 // The block that a workgroup is: number `own` of those of `die`.
 KOG_DEVICE int block_of(const DieCounts& counts, int die) {
+  // Rolled: it runs once a launch.
   int dies = 0, beyond = 0, number = 0, first = 0, last = 0;
+#pragma unroll 1
   for (int d = 0; d < kDies; d++) dies += counts.all[d] > 0;
   // How many before this one found no room, and this one's run.
+#pragma unroll 1
   for (int d = 0, n = 0; d < kDies; d++) {
     if (counts.all[d] == 0) continue;
     int room = (n + 1) * kBlocks / dies - n * kBlocks / dies;
@@ -31,6 +34,7 @@ KOG_DEVICE int block_of(const DieCounts& counts, int die) {
     n++;
   }
   if (first + number < last) return first + number;
+#pragma unroll 1
   for (int d = 0, n = 0; d < kDies; d++) {
     if (counts.all[d] == 0) continue;
     int end = (n + 1) * kBlocks / dies, begin = n * kBlocks / dies + counts.all[d];
@@ -47,15 +51,16 @@ KOG_DEVICE void find_place(Block& b) {
   u32* dies = b.p.words + PlacesWords::kOffset;
   if (b.thread == 0) store_relaxed(dies + b.block, static_cast<u32>(die_index()) << 1 | 1);
   rejoin();
-  u32 w[1];
+  u32 w[1], *found = reinterpret_cast<u32*>(b.scratch);
   poll_words(b, Step::kPlaces, [&](int) { return dies + b.thread; }, [&](int) { return b.thread < kBlocks; }, 1, w);
   auto* counts = reinterpret_cast<DieCounts*>(b.scratch + kCountsAt);
-  if (b.thread < kBlocks) b.scratch[b.thread] = static_cast<u8>(w[0] >> 1 & (kDies - 1));
+  if (b.thread < kBlocks) found[b.thread] = w[0] >> 1 & (kDies - 1);
   sync_consumers();
   if (b.thread < kDies) {
     int all = 0, before = 0;
+#pragma unroll 1
     for (int i = 0; i < kBlocks; i++) {
-      bool here = b.scratch[i] == b.thread;
+      bool here = found[i] == static_cast<u32>(b.thread);
       all += here, before += here && i < b.block;
     }
     counts->all[b.thread] = all, counts->before[b.thread] = before;

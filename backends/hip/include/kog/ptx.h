@@ -12,6 +12,9 @@
 #define KOG_KERNEL \
   extern "C" __attribute__((global, amdgpu_flat_work_group_size(kog::kThreads, kog::kThreads), amdgpu_waves_per_eu(2, 2)))
 
+namespace kog {
+
+// hipRTC and hipcc put ROCm's headers before every text, which have types of these names outside.
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -27,8 +30,6 @@ struct alignas(16) float4 {
 struct ulonglong2 {
   unsigned long long x, y;
 };
-
-namespace kog {
 
 using u8 = unsigned char;
 using u16 = unsigned short;
