@@ -62,6 +62,7 @@ class Use:
     spec: ModelSpec  # of all its layers
     lowering: CudaLowering
     stages: dict[str, StageUse]
+    object: str  # SHA-256
     vgprs: int
     spilled: int
 
@@ -130,4 +131,5 @@ def use(name: str) -> Use:
         stage: StageUse(slots[stage] / runs[stage] / (4 * lo.num_blocks), flying[stage] * a_block)
         for stage in slots
     }
-    return Use(whole, lo, stages, facts[".vgpr_count"], facts[".vgpr_spill_count"])
+    object_hash = one.kernel.code_object.sha256
+    return Use(whole, lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"])
