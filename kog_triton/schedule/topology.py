@@ -28,6 +28,7 @@ class Gpu:
     memory_bytes: int
     l2_bytes: int
     dies: int = 1  # parts with an L2 of their own (XCDs)
+    bases: int = 1  # parts that memory hangs on, each under as many of those (IODs)
     aliases: tuple[str, ...] = ()  # how drivers spell it
     proven: bool = False  # this project has run on it
     share: str = ""  # which part of it this process may use, in words; "" is all
@@ -103,7 +104,7 @@ GPUS: dict[str, Gpu] = {
         # 256 of 304 CUs, 32 an XCD: what public descriptions of Kog's engine use.
         Gpu(
             "mi300x", "amd", "gfx942", 304, 256, 64, 5.3e12, 64 * KB, 192 * 10**9, 4 * MB, dies=8,
-            aliases=("AMD Instinct MI300X",),
+            bases=4, aliases=("AMD Instinct MI300X",),
         ),
     )
 }  # fmt: skip
@@ -184,6 +185,7 @@ def describe(seen: Seen) -> Gpu:
         seen.memory_bytes,
         seen.l2_bytes or (row.l2_bytes if row else 0),
         row.dies if row and same else 1,
+        row.bases if row and same else 1,
         row.aliases if row else (),
         bool(row and same and row.proven),
         share,
