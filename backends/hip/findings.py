@@ -23,7 +23,9 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
         "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}: install the amdgpu driver",
         "runtime": f"{library}, {_gpus()}" if library else _gpus(),
         "compiler": _said(source_of_code),
-        "compilers": ", ".join(f"{name}: {version or 'not found'}" for name, version in compilers().items()),
+        "compilers": ", ".join(
+            f"{name}: {version or 'not found'}" for name, version in compilers().items()
+        ),
         "backend": f"ready, by name alone: {seen.by_name_only}"
         if seen.ok
         else f"{seen.reason}; {seen.advice}",

@@ -14,7 +14,6 @@ from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.hip import toolchain
 from kog_triton.errors import DeviceError
 
-
 FOLDER = "KOG_HIP_OBJECTS"
 
 
@@ -24,7 +23,9 @@ def source_of_code() -> str:
     if not folder:
         return toolchain.compiler_name()
     if not Path(folder).is_dir():
-        raise DeviceError(f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away")
+        raise DeviceError(
+            f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away"
+        )
     return f"{len([*Path(folder).glob('*.hsaco')])} code objects in {folder} ({FOLDER})"
 
 

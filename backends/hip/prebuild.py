@@ -42,10 +42,14 @@ def prebuild(folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kog_triton.backends.hip.prebuild", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kog_triton.backends.hip.prebuild", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", help="a checkpoint folder or a Hugging Face id (default: the demo that ships)")
+    what.add_argument(
+        "--model", help="a checkpoint folder or a Hugging Face id (default: the demo that ships)"
+    )
     what.add_argument("--shape", help="a named shape, such as llama-3.2-1b")
     parser.add_argument("--device", default="mi300x")
     parser.add_argument("--dtype", choices=("bf16", "fp16"))

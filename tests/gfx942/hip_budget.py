@@ -3,8 +3,8 @@ measurement on AMD hardware.
 
     python -m tests.gfx942.hip_budget [MODEL ..] [--keep]
 
-A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py); --keep writes what
-was counted to hip_budget.json, from which the tests read.
+A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py): minutes. --keep
+writes what was counted to hip_budget.json, which --kept prints and the tests read.
 """
 
 import argparse
@@ -29,7 +29,11 @@ def counted(name: str) -> Row:
 
     one = use(name)
     stages = {
-        stage: {"slots": round(seen.slots), "flying": seen.flying, "bytes": round(one.bytes_of(stage))}
+        stage: {
+            "slots": round(seen.slots),
+            "flying": seen.flying,
+            "bytes": round(one.bytes_of(stage)),
+        }
         for stage, seen in one.stages.items()
     }
     facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.spec.num_layers}
@@ -83,10 +87,11 @@ def exceeded(row: Row) -> Iterator[str]:
 
 def lines(name: str, row: Row) -> Iterator[str]:
     yield (
-        f"{name}: {row['blocks']} blocks, {row['layers']} layers, {row['vgprs']} registers, {row['spilled']} spilled; a "
-        f"block needs {needed(row):,.0f} bytes on their way"
+        f"{name}: {row['blocks']} blocks, {row['layers']} layers, {row['vgprs']} registers, {row['spilled']} spilled; "
+        f"a block needs {needed(row):,.0f} bytes on their way"
     )
-    yield f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}{'bytes on their way':>20}{'times':>7}"
+    head = f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}"
+    yield f"{head}{'bytes on their way':>20}{'times':>7}"
     for stage, one in row["stages"].items():
         cells = f"  {stage:<14}"
         if one["bytes"]:
@@ -103,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gfx942.hip_budget", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"by default {', '.join(MODELS)}")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"by default {', '.join(MODELS)}"
+    )
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     parser.add_argument("--kept", action="store_true", help="print what it holds, without a run")
     args = parser.parse_args(argv)

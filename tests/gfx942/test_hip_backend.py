@@ -271,7 +271,10 @@ def test_no_runtime(hip, model, monkeypatch, tmp_path):
 def test_no_compiler(hip, model, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(lambda: open_hip(model))
-    assert "no compiler for AMD GPUs, none of clang++, hipcc, hipRTC: install ROCm, set ROCM_PATH" in told
+    assert (
+        "no compiler for AMD GPUs, none of clang++, hipcc, hipRTC: install ROCm, set ROCM_PATH"
+        in told
+    )
 
 
 def test_what_the_kernel_does_not_do_is_refused(hip, model):
@@ -333,7 +336,9 @@ def test_the_compilers_words(hip, model, monkeypatch):
 
 def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, tmp_path):
     spec, gpu = Checkpoint.open(model).spec, HipBackend._find_gpu()[1]
-    monkeypatch.setattr(prebuild, "small_model", lambda spec: spec)  # of the test of stages, which is not run here
+    monkeypatch.setattr(
+        prebuild, "small_model", lambda spec: spec
+    )  # of the test of stages, which is not run here
     made = prebuild.prebuild(tmp_path / "objects", spec, gpu)
     assert {path.name.partition("-")[0] for path in made} == {"selftest", "decode"}
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
@@ -345,7 +350,10 @@ def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, t
         path.unlink(missing_ok=True)
     selftest.check_gpu.cache_clear()
     told = refusal(lambda: open_hip(model))
-    assert "KOG_HIP_OBJECTS has no selftest-gfx942-" in told and "kog_triton.backends.hip.prebuild" in told
+    assert (
+        "KOG_HIP_OBJECTS has no selftest-gfx942-" in told
+        and "kog_triton.backends.hip.prebuild" in told
+    )
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "nowhere"))
     assert "which is no folder; set it to one" in refusal(lambda: open_hip(model))
 

@@ -1,5 +1,5 @@
-"""What compiles for an AMD GPU: clang++, hipcc or hipRTC, whichever is there, makes the same machine code; ROCm's headers
-may stand before our text."""
+"""What compiles for an AMD GPU: clang++, hipcc or hipRTC, whichever is there, makes the same machine code, ROCm's
+headers before our text or not."""
 
 import shutil
 import subprocess
@@ -88,7 +88,7 @@ def code() -> CodeObject:
 
 def as_clang(machine, name="clang++-19"):
     folder, clang = machine
-    (folder / "bin" / name).write_text(f"#!/bin/sh\nexec {clang} $KOG_TEST_FLAGS \"$@\"\n")
+    (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {clang} $KOG_TEST_FLAGS "$@"\n')
     (folder / "bin" / name).chmod(0o755)
 
 
@@ -125,7 +125,18 @@ def hiprtc(machine):
     folder, clang = machine
     before = BEFORE.replace("\n", "\\n")
     how = [f'-DFOLDER="{folder}"', f'-DCLANG="{clang}"', f'-DBEFORE="{before}"']
-    gcc = ["/usr/bin/gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", folder / "lib/libhiprtc.so", *how]
+    gcc = [
+        "/usr/bin/gcc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        folder / "lib/libhiprtc.so",
+        *how,
+    ]
     subprocess.run(gcc, input=HIPRTC.encode(), check=True, env={"PATH": "/usr/bin:/bin"})
 
 
@@ -139,5 +150,7 @@ def test_hiprtc_makes_what_clang_makes(machine):
 def test_what_hiprtc_says_is_told(machine, monkeypatch):
     hiprtc(machine)
     monkeypatch.setattr(toolchain, "FLAGS", ("-no-such-flag",))
-    with pytest.raises(DeviceError, match=r"hipRTC refuses the kernel: hiprtcCompileProgram(.|\n)*no-such-flag"):
+    with pytest.raises(
+        DeviceError, match=r"hipRTC refuses the kernel: hiprtcCompileProgram(.|\n)*no-such-flag"
+    ):
         code()

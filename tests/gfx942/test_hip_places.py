@@ -1,4 +1,4 @@
-"""Which block a workgroup becomes by the XCD that it lies on: the kernel's own code in the executor, however they lie."""
+"""Which block a workgroup becomes by the XCD that it lies on: the kernel's own code in the executor."""
 
 from collections import Counter
 
@@ -76,7 +76,9 @@ def test_every_block_is_there_once_and_neighbours_share_an_xcd(places, lie, memo
     for n, die in enumerate(dies):
         own = sorted(block for block, xcd in zip(blocks, xcds, strict=True) if xcd == die)
         room = range(runs[n], runs[n + 1])
-        assert own[: len(room)] == [*room][: len(own)] or len(own) > len(room) and {*room} <= {*own}
+        assert own[: len(room)] == [*room][: len(own)] or (
+            len(own) > len(room) and {*room} <= {*own}
+        )
 
 
 def test_the_rest_of_a_full_xcd_fills_what_others_left(places):

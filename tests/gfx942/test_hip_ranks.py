@@ -61,6 +61,8 @@ def test_words_that_stay_on_their_gpu_are_seen(tmp_path):
     assert text.count(old) == 1
     (tmp_path / "kog").mkdir()
     (tmp_path / "kog/ptx.h").write_text(text.replace(old, "constexpr int kWordScope = kAgent;"))
-    one = HipRankWalk(SPECS["llama"], ArrayWeights(SPECS["llama"]), 2, BLOCKS, includes=(tmp_path, *INCLUDES))
+    one = HipRankWalk(
+        SPECS["llama"], ArrayWeights(SPECS["llama"]), 2, BLOCKS, includes=(tmp_path, *INCLUDES)
+    )
     tokens = reference_tokens(SPECS["llama"], ASKED["greedy"])
     assert "scope" in wrong(one, "greedy", tokens, CONDITIONS["adversarial"], 1)

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from functools import cache
 from unittest import mock
 
-import numpy as np
 import torch
 
 from kog_triton.backends.cuda import memory
-from kog_triton.backends.hip.layout import lay_out_hip
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.lowering import matrix_stages
-from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
+from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Memory
-from tests.lib.gfx942.hip_kernel import KERNEL, HipWalk
+from tests.lib.gfx942.hip_kernel import KERNEL, HipWalk, compiled, layout_of
 from tests.lib.gfx942.places import Chain, chains
 
 LAYERS = 2  # of a model without lanes; else as many as its late sums take besides
@@ -86,7 +83,9 @@ class NoWeights:
 
 
 def arena(lo: CudaLowering, *_: object) -> torch.Tensor:
-    return torch.zeros(lo.stream_ring_slots(0) * lo.num_blocks * lo.ring_slot_bytes, dtype=torch.uint8)
+    return torch.zeros(
+        lo.stream_ring_slots(0) * lo.num_blocks * lo.ring_slot_bytes, dtype=torch.uint8
+    )
 
 
 def stage_of(chain: Chain) -> str:
@@ -101,16 +100,33 @@ def awaits(chain: Chain) -> bool:
     return any(name.startswith("poll") for name in chain)
 
 
+def narrowed(name: str) -> ModelSpec:
+    """The model of that name with few layers."""
+    whole = named_shape(name)
+    layers = LAYERS + whole.delay
+    cut = {
+        field: getattr(whole, field)[:layers]
+        for field in ("windows", "reduce_attention", "reduce_mlp")
+    }
+    return whole.replace(num_layers=layers, **cut)
+
+
+def object_of(name: str) -> CodeObject:
+    """What `use` runs."""
+    return compiled(render(layout_of(narrowed(name), max_context=CONTEXT)))
+
+
 @cache
 def use(name: str) -> Use:
     """Of a model by its name; it runs one token of a prompt of one, and takes minutes."""
-    whole = named_shape(name)
-    layers = LAYERS + whole.delay
-    cut = {name: getattr(whole, name)[:layers] for name in ("windows", "reduce_attention", "reduce_mlp")}
-    spec = whole.replace(num_layers=layers, **cut)
+    spec = narrowed(name)
+    layers = spec.num_layers
     with mock.patch.object(memory, "pack_arena", arena):
         one = HipWalk(spec, NoWeights(spec), max_context=CONTEXT)
-    one.conditions = {"memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400), "steps": 1 << 34}
+    one.conditions = {
+        "memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400),
+        "steps": 1 << 34,
+    }
     one.generate([1], 1)
     assert one.last is not None
     lo = one.layout.lowering
@@ -132,4 +148,4 @@ def use(name: str) -> Use:
         for stage in slots
     }
     object_hash = one.kernel.code_object.sha256
-    return Use(whole, lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"])
+    return Use(named_shape(name), lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"])

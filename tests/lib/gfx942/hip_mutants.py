@@ -36,6 +36,7 @@ REQUESTS = {
     "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
 }
+WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
 CALM = {"memory": Memory(adversarial=True)}
 
@@ -100,7 +101,11 @@ def idle(case: str, mutant: Mutant) -> bool:
     wait = int(walk(case).kernel.records["offset"][mutant.index])
     most = np.max([seen(case, name).in_flight[mutant.index] for name in REQUESTS[case]], 0)
     of_vector = mutant.what.endswith("vmcnt") or "vmcnt but" in mutant.what
-    beyond = int(most[0]) - (wait & 15 | (wait >> 14 & 3) << 4) if of_vector else int(most[1]) - (wait >> 8 & 15)
+    beyond = (
+        int(most[0]) - (wait & 15 | (wait >> 14 & 3) << 4)
+        if of_vector
+        else int(most[1]) - (wait >> 8 & 15)
+    )
     return beyond <= int("but one" in mutant.what)
 
 
@@ -112,8 +117,12 @@ def tried(case: str) -> Iterator[Mutant]:
 
 def place(case: str, mutant: Mutant) -> str:
     """What changed and where, without what differs from compiler to compiler."""
-    chain = [name.partition("<")[0] for name in chains(walk(case).kernel.code_object, KERNEL)[mutant.index]]
-    return f"{mutant.what} in {' > '.join(chain[4:])}"
+    chain = [
+        name.partition("<")[0]
+        for name in chains(walk(case).kernel.code_object, KERNEL)[mutant.index]
+    ]
+    own = [name for name in chain if name not in WALK]
+    return f"{mutant.what} in {' > '.join(own) or 'the start'}"
 
 
 def wrong(case: str, mutant: Mutant, name: str, seed: int) -> str:
@@ -159,7 +168,9 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first", type=int, default=0, help="of the seeds")
-    parser.add_argument("--out", type=Path, required=True, help="what was found; goes on with what it holds")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="what was found; goes on with what it holds"
+    )
     args = parser.parse_args()
     made = _all(args.case)
     found: dict[str, str] = json.loads(args.out.read_text()) if args.out.exists() else {}
@@ -167,8 +178,12 @@ def main() -> None:
     total, left = len(left), [n for n in left if not found.get(str(n))]
     if args.first == 0:
         left = [n for n in left if str(n) not in found]
-    left.sort(key=lambda n: n * 7919 % 1009)  # what is found of some is like what would be found of all
-    print(f"{args.case}: {len(made)} reached, {total} can differ, {len(left)} to be tried", flush=True)
+    left.sort(
+        key=lambda n: n * 7919 % 1009
+    )  # what is found of some is like what would be found of all
+    print(
+        f"{args.case}: {len(made)} reached, {total} can differ, {len(left)} to be tried", flush=True
+    )
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
         jobs = ((args.case, n, args.tries, args.first) for n in left)
         for done, (number, what) in enumerate(pool.imap_unordered(_job, jobs), 1):

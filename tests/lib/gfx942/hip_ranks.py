@@ -42,7 +42,9 @@ class HipRankWalk(HipWalk):
         includes: Any = INCLUDES,
     ) -> None:
         self.spec = spec
-        self.layout = lay_out_hip(lower_hip(build(spec, ranks), GPUS["mi300x"], num_blocks), max_context)
+        self.layout = lay_out_hip(
+            lower_hip(build(spec, ranks), GPUS["mi300x"], num_blocks), max_context
+        )
         self.kernel = Kernel(compiled(render(self.layout), includes), KERNEL)
         self.ranks = allocate_ranks(self.layout, weights, 1, [torch.device("cpu")] * ranks).each
         self.memory = self.ranks[0]
@@ -52,9 +54,17 @@ class HipRankWalk(HipWalk):
     def run(self, request, prompt, seed=0, limit=UNLIMITED_NS, logits=None, control=0):  # type: ignore[no-untyped-def]
         for m in reversed(self.ranks):
             others = write_request(m, request, prompt, logits, control)
-        grid, block = (self.layout.lowering.num_blocks, 1, 1), (WAVE, self.layout.threads // WAVE, 1)
+        grid, block = (
+            (self.layout.lowering.num_blocks, 1, 1),
+            (WAVE, self.layout.threads // WAVE, 1),
+        )
         launches = [
-            Launch([bytes(rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others))], grid, block, r)
+            Launch(
+                [bytes(rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others))],
+                grid,
+                block,
+                r,
+            )
             for r in range(len(self.ranks))
         ]
         tensors = {
@@ -63,7 +73,9 @@ class HipRankWalk(HipWalk):
             for name, t in ({n: getattr(m, n) for n in TENSORS} | others).items()
             if t.numel()
         }
-        buffers = [Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0)) for n, t in tensors.values()]
+        buffers = [
+            Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0)) for n, t in tensors.values()
+        ]
         self.last = self.kernel.run(
             launches, buffers, seed=seed, lds=self.layout.shared_bytes, **self.conditions
         )
