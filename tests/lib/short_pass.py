@@ -16,6 +16,8 @@ from tests.lib.cuda_walk import HERE, INCLUDE, ROOT, FiberBackend
 
 BETWEEN = {  # entry: the call's name in C++, threads, shared bytes of so many tokens
     "kog_join": ("Join", lay.JOIN_THREADS, lambda tokens: 256),
+    "kog_send": ("Send", lay.JOIN_THREADS, lambda tokens: 256),
+    "kog_meet": ("Meet", lay.JOIN_THREADS, lambda tokens: 256),
     "kog_heads": ("Heads", lay.HEAD_THREADS, lambda tokens: 256),
     "kog_attend": ("Attend", lay.ATTEND_THREADS, lay.attend_bytes),
     "kog_gate": ("Gate", lay.GATE_THREADS, lambda tokens: 256),
