@@ -1,7 +1,7 @@
 """Requests of every kind on several GPUs for a while: text, hangs and memory over the time.
 
 `python -m tests.gpu.rank_soak` takes five minutes on two GPUs and prints one line; --out keeps what it found. Eight
-slots get prompts of one token to hundreds (a token at a time, in chunks, by the library), greedy, drawn and masked,
+slots get prompts of one token to hundreds (a token at a time, in chunks, in a pass of short ones, by the library), greedy, drawn and masked,
 that share steps as they come and go. Meanwhile, at random: cancels, yields with other work between, a rank's launches
 held up by up to MOST_DELAY_MS, the backend's thread held up, and copies that keep memory and NVLink busy.
 
@@ -311,7 +311,7 @@ def soak(shape: str, seconds: float, gpus: int = 2, seed: int = 0) -> Found:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.rank_soak")
-    parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

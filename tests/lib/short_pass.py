@@ -23,6 +23,7 @@ BETWEEN = {  # entry: the call's name in C++, threads, shared bytes of so many t
     "kog_gate": ("Gate", lay.GATE_THREADS, lambda tokens: 256),
 }
 MOST = 1_000_000
+PASS_ROUNDS = 3000  # that a pass waits for another rank
 
 
 def _compiled(source, header, call, entry, threads, shared):
@@ -107,10 +108,11 @@ class PassBackend(FiberBackend):
     _most_blocks = 7
 
     def __init__(self, weights, options, **others):
-        self.passes = []
+        self.passes, self.kept = [], []
         super().__init__(weights, options, **others)
 
     def _open_short(self, *given):
+        self.wait_ns = PASS_ROUNDS
         short = super()._open_short(*given)
         right = short.queue
 
@@ -124,8 +126,9 @@ class PassBackend(FiberBackend):
     def _groups_of(self, matrices):
         lowering = self.layout.lowering
         table, at = group_tables(lowering, {s.name: s for s in layer_matrices(lowering.schedule)})
-        self.kept = torch.from_numpy(table)
-        return lambda stage, layer: self.kept[at[stage, layer][0]].data_ptr()
+        kept = torch.from_numpy(table)
+        self.kept.append(kept)
+        return lambda stage, layer: kept[at[stage, layer][0]].data_ptr()
 
     def _short_kernels(self, device):
         return ready_of(self.spec.dtype)
