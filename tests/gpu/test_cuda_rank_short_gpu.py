@@ -20,7 +20,7 @@ from tests.lib.cuda_requests import error_of, request, run, serve
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
 COUNT, LENGTHS = 6, (9, 33, 64, 100)
-SPEC = named_shape("qwen3-0.6b").replace(num_layers=6)
+SPEC = named_shape("qwen3-0.6b")
 
 
 def opened(prefill):
