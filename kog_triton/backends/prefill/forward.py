@@ -98,19 +98,19 @@ class PrefillPass:
         first: int,
         cache: Tensor,
         head: "ToHead | None" = None,
-        turn: "Told | None" = None,
+        told: "Told | None" = None,
     ) -> Iterator[float]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
         attention after the other: gives first how long the next one will take, as a shard's multiply-adds.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
-        turn   where the tokens stand is told to the device, and `first` to the host alone
+        told   says to the device where the tokens stand; `first` says it to the host alone
         Of the last layer's outputs nobody reads but the `head`, and that one token's.
         """
         spec = self.spec
         x = self.embed[ids].float().expand(self._lanes, -1, -1).contiguous()
         end = first + len(ids)
-        bounds = {} if turn else {w: self._bounds(first, end, w) for w in set(spec.windows)}
+        bounds = {} if told else {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}
         o = x  # until a module has put something out
         (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
@@ -121,13 +121,13 @@ class PrefillPass:
             else:
                 how = spec.reduce_mlp[index - 1]
                 y = self._joined(x, o, how, delayed["mlp"], w.attention_norm)
-            q = self._queries(index, w, y, first, cache[index], turn)
+            q = self._queries(index, w, y, first, cache[index], told)
             last = index == spec.num_layers - 1
             if last and head is None:
                 break
-            if turn is not None:
+            if told is not None:
                 yield len(ids) * end * self._seen
-                a = turn.attend(q, cache[index], window)
+                a = told.attend(q, cache[index], window)
             else:
                 start, mask = bounds[window]
                 parts = []
@@ -194,13 +194,13 @@ class PrefillPass:
         y: Tensor,
         first: int,
         cache: Tensor,
-        turn: "Told | None",
+        told: "Told | None",
     ) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, end = self.spec, first + y.shape[1]
         qkv = self.matrices.product(layer, "qkv_proj", y, w.qkv_bias)
         if self._fused is not None:
-            words = None if turn is None else turn.words
+            words = None if told is None else told.words
             eps = spec.norm_eps
             return self._fused.rotated(qkv, w.qk_norm, self.rope, eps, first, cache, words)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
@@ -245,7 +245,7 @@ class PrefillPass:
 
 
 class Told(Protocol):
-    """Where a pass's tokens stand, by words of the device (turns.py)."""
+    """Where a pass's tokens stand, by words of the device (suffixes.py)."""
 
     words: Tensor
 

@@ -2,7 +2,7 @@
 
     normed   x += o, then x / rms(x) * gain in the products' type     one program a token and lane
     rotated  q | k | v: norms of heads, RoPE, keys and values to the cache          likewise; where, the host
-             says, or words of the device (turns.py)
+             says, or words of the device (suffixes.py)
     gated    silu(gate) * up                                              a token's part each
 
 torch's own operations (forward.py) make the same numbers in two to six kernels each, of
@@ -129,7 +129,7 @@ def rotated(
 ) -> Tensor:
     """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d].
 
-    words  of a turn, one lane: say where instead of `first`; `cache` is the first slot's, and what pads has no queries
+    words  of a suffix, one lane: say where instead of `first`; `cache` is the first slot's; padding gets no queries
     """
     lanes, tokens, width = qkv.shape
     kv, d = cache.shape[1], cache.shape[-1]

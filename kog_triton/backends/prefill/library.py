@@ -5,7 +5,7 @@ Three ways, one pass of the layers (forward.py):
     bucket   a fresh prompt of up to 512 tokens, padded at its end to the next size; on a GPU the
              pass is captured in a CUDA graph once nobody waits (`make_ready`). It fills a cache of
              its own, whose unpadded positions are copied out: padding never reaches the caller's.
-    turn     up to 512 tokens behind a cached prefix, on a GPU: likewise (turns.py)
+    suffix   up to 512 tokens behind a cached prefix, on a GPU: likewise (suffixes.py)
     chunks   all others, eagerly, up to the next multiple of `chunk` positions
 
 The matrices are the backend's own, taken out of its kernel's order one at a time (weights.py). Nothing
@@ -31,7 +31,7 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass, ToHead
 from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.prefill.turns import SIZES, Turns, reads_turns, size_of
+from kog_triton.backends.prefill.suffixes import SIZES, Suffixes, reads_suffixes, size_of
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices, load_layer
 from kog_triton.errors import ModelError, RequestError
@@ -41,7 +41,7 @@ from kog_triton.schedule.schedule import build
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 L = TypeVar("L")
-BUCKET, TURN = "bucket", "turn"
+BUCKET, SUFFIX = "bucket", "suffix"
 BUCKETS = (16, 32, 64, 128, 256, 512)
 # Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
 # whose widest tensors are chunk x 2 F a lane.
@@ -136,7 +136,7 @@ class LibraryPrefill:
     buckets   their sizes; none: fresh prompts are run as those behind a cached prefix
     to_head   passes go on to a prompt's last streams, which a head reads
     fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
-    slots     the caches of all its requests, [slots, *those of a `cache`]: turns in them have graphs
+    slots     the caches of all its requests, [slots, *those of a `cache`]: suffixes in them have graphs
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class LibraryPrefill:
             self._head = ToHead(streams, self._words[:1])
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros((*shape, longest, spec.head_dim), dtype=dtype, device=device)
-        self._turns: Turns | None = None
-        if slots is not None and fused and reads_turns(slots):
-            self._turns = Turns(self._pass, slots, self._head and self._head.streams)
-        sizes = {BUCKET: self._sizes[::-1], TURN: SIZES if self._turns else ()}
+        self._suffixes: Suffixes | None = None
+        if slots is not None and fused and reads_suffixes(slots):
+            self._suffixes = Suffixes(self._pass, slots, self._head and self._head.streams)
+        sizes = {BUCKET: self._sizes[::-1], SUFFIX: SIZES if self._suffixes else ()}
         passes = [Graphed(kind, size) for kind in sizes for size in sizes[kind]]
         self._graphs = PassGraphs(device, passes)
         self._ran = False  # a pass was queued to its end: no kernel is compiled or loaded any more
@@ -214,10 +214,10 @@ class LibraryPrefill:
     ) -> Iterator[Piece]:
         """A product or an attention after the other, or a graph of all."""
         size = self._size_for(len(ids))
-        turns = self._turns
-        row = turns.row_of(first, len(ids), cache) if turns else None
-        if turns is not None and row is not None:
-            yield from self._turn(turns, ids, first, row, at_once)
+        suffixes = self._suffixes
+        row = suffixes.row_of(first, len(ids), cache) if suffixes else None
+        if suffixes is not None and row is not None:
+            yield from self._suffix(suffixes, ids, first, row, at_once)
             if streams is not None and self._head is not None:
                 streams.copy_(self._head.streams)
         elif size and first == 0:
@@ -228,15 +228,15 @@ class LibraryPrefill:
             yield from self._chunks(ids, first, cache, streams)
         self._ran = True
 
-    def _turn(
-        self, turns: Turns, ids: Tensor, first: int, row: int, at_once: bool
+    def _suffix(
+        self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool
     ) -> Iterator[Piece]:
-        wanted = Graphed(TURN, size_of(len(ids)))
+        wanted = Graphed(SUFFIX, size_of(len(ids)))
         if at_once and wanted in self._graphs:
-            turns.write(ids, first, row)
+            suffixes.write(ids, first, row)
             self._graphs.replay(wanted)
         else:
-            for work in turns.pieces(ids, first, row):
+            for work in suffixes.pieces(ids, first, row):
                 yield Piece(first, work)
 
     def _chunks(
@@ -263,8 +263,8 @@ class LibraryPrefill:
         if self._head is not None:
             held.append(self._head.streams)
         small += sum(t.nbytes for t in held)
-        if self._turns is not None:
-            small += self._turns.nbytes
+        if self._suffixes is not None:
+            small += self._suffixes.nbytes
         return small + self._graphs.nbytes + walk.matrices.nbytes
 
     # ---- buckets ----
@@ -292,8 +292,8 @@ class LibraryPrefill:
 
     def _empty(self) -> None:
         self._words.zero_()  # a longer prompt's last token would be none of a bucket's
-        if self._turns is not None:
-            self._turns.empty()
+        if self._suffixes is not None:
+            self._suffixes.empty()
 
     def _run(self, wanted: Graphed) -> None:
         """Queue what words tell."""
@@ -301,8 +301,8 @@ class LibraryPrefill:
         if kind == BUCKET:
             scratch = self._scratch[..., :size, :]
             self._pass.run(self._words[1 : 1 + size], 0, scratch, self._head)
-        elif self._turns is not None:
-            self._turns.run(size)
+        elif self._suffixes is not None:
+            self._suffixes.run(size)
         self._ran = True
 
     # ---- around a pass ----

@@ -1,4 +1,4 @@
-"""Turns behind a cached prefix: their place and slot are read from memory, and what they leave is the reference's.
+"""Suffixes behind a cached prefix: their place and slot are read from memory, and what they leave is the reference's.
 
 Triton's kernels run in its interpreter, and flash attention, a GPU's, has a stand-in that reads the same words.
 """
@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from kog_triton.backends.prefill import turns
+from kog_triton.backends.prefill import suffixes
 from kog_triton.backends.prefill.forward import band
 from kog_triton.backends.prefill.library import LibraryPrefill
 from tests.lib.prefill_cases import (
@@ -34,7 +34,7 @@ SLOTS, SIZES = 3, (8, 4)
 
 
 def attend_told(q, keys, values, queries, row, count, most_keys, window):
-    """What turns ask of flash attention, on a CPU."""
+    """What suffixes ask of flash attention, on a CPU."""
     (begin, end), seen = queries.tolist(), int(count)
     assert begin == 0 and seen <= most_keys
     out = torch.full_like(q, torch.nan)
@@ -55,10 +55,10 @@ def attend_told(q, keys, values, queries, row, count, most_keys, window):
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(turns, "aligns_ends", lambda *what: True)
-    monkeypatch.setattr(turns, "attend_told", attend_told)
-    monkeypatch.setattr(turns, "SIZES", SIZES)
-    monkeypatch.setattr(turns, "DEEPEST", 1000)
+    monkeypatch.setattr(suffixes, "aligns_ends", lambda *what: True)
+    monkeypatch.setattr(suffixes, "attend_told", attend_told)
+    monkeypatch.setattr(suffixes, "SIZES", SIZES)
+    monkeypatch.setattr(suffixes, "DEEPEST", 1000)
 
 
 def slots_of(name, dtype=F32):
@@ -80,11 +80,11 @@ def run(ours, name, first, end, cache, at_once=True):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", F32), ("qwen3", BF16), ("mistral", F32), ("biases", F32)]
 )
-def test_a_turn_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype, on_a_cpu):
+def test_a_suffix_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype, on_a_cpu):
     slots = slots_of(name, dtype)
     ours, took = library_with(slots, name, dtype), []
-    right = ours._turns.pieces
-    ours._turns.pieces = lambda ids, *where: took.append(len(ids)) or right(ids, *where)
+    right = ours._suffixes.pieces
+    ours._suffixes.pieces = lambda ids, *where: took.append(len(ids)) or right(ids, *where)
     for first, end in ((0, 3), (3, 6), (6, 14)):
         streams = run(ours, name, first, end, slots[1])
         assert_filled(slots[1], name, dtype, end)
@@ -97,19 +97,19 @@ def test_a_turn_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype, 
 @interpreted
 @pytest.mark.parametrize("change", ["row", "first", "count", "keys"])
 def test_a_wrong_word_is_seen(change, on_a_cpu, monkeypatch):
-    write = turns.TurnWords.write
+    write = suffixes.SuffixWords.write
 
     def wrong(self, ids, first, row):
         write(self, ids, first, row)
         at, by = {
-            "row": (turns.ROW, 64),
-            "first": (turns.FIRST, 1),
-            "count": (turns.COUNT, 1),
-            "keys": (turns.KEYS, -1),
+            "row": (suffixes.ROW, 64),
+            "first": (suffixes.FIRST, 1),
+            "count": (suffixes.COUNT, 1),
+            "keys": (suffixes.KEYS, -1),
         }[change]
         self.words[at] += by
 
-    monkeypatch.setattr(turns.TurnWords, "write", wrong)
+    monkeypatch.setattr(suffixes.SuffixWords, "write", wrong)
     slots = slots_of("llama")
     ours = library_with(slots, "llama")
     run(ours, "llama", 0, 3, slots[1])
@@ -126,20 +126,20 @@ class Graph:
 
 
 @interpreted
-def test_a_graph_serves_every_turn_of_its_size(on_a_cpu, monkeypatch):
+def test_a_graph_serves_every_suffix_of_its_size(on_a_cpu, monkeypatch):
     """And to capture it writes into no slot, whatever ran before."""
     from kog_triton.backends.prefill.graphs import Graphed
-    from kog_triton.backends.prefill.library import TURN
+    from kog_triton.backends.prefill.library import SUFFIX
 
     slots = slots_of("llama")
     ours, replayed = library_with(slots, "llama"), []
     run(ours, "llama", 0, 3, slots[0])
     run(ours, "llama", 3, 5, slots[0])
-    ours._turns.write(torch.tensor([1, 2]), 5, 0)  # of a turn that a graph ran
+    ours._suffixes.write(torch.tensor([1, 2]), 5, 0)  # of a suffix that a graph ran
     before = slots.clone()
     for size in SIZES:
         ours._empty()
-        ours._run(Graphed(TURN, size))
+        ours._run(Graphed(SUFFIX, size))
     assert torch.equal(slots.isnan(), before.isnan())
     assert torch.equal(slots.nan_to_num(), before.nan_to_num())
 
@@ -160,7 +160,7 @@ def test_a_graph_serves_every_turn_of_its_size(on_a_cpu, monkeypatch):
 
 
 @interpreted
-def test_beside_others_a_turn_runs_piece_by_piece_and_leaves_the_same(on_a_cpu):
+def test_beside_others_a_suffix_runs_piece_by_piece_and_leaves_the_same(on_a_cpu):
     slots = slots_of("llama")
     ours = library_with(slots, "llama")
     for slot in (0, 1):
@@ -176,17 +176,17 @@ def test_beside_others_a_turn_runs_piece_by_piece_and_leaves_the_same(on_a_cpu):
 
 
 @interpreted
-def test_what_no_turn_can_be_runs_in_chunks(on_a_cpu, monkeypatch):
+def test_what_no_suffix_can_be_runs_in_chunks(on_a_cpu, monkeypatch):
     """A cache that is no slot, a fresh prompt, more tokens than a size, and few ones behind many positions."""
     slots = slots_of("llama")
     ours, other = library_with(slots, "llama"), empty_cache("llama")
-    row_of = ours._turns.row_of
+    row_of = ours._suffixes.row_of
     assert row_of(3, 8, slots[2]) == 2 * slots[0].numel() // SPECS["llama"].head_dim
     assert row_of(3, 8, other) is None and row_of(3, 8, slots[2][..., :32, :].clone()) is None
     assert row_of(3, 8, slots[2][..., 1:, :]) is None and row_of(3, 8, slots[1:]) is None
     assert row_of(0, 8, slots[0]) is None and row_of(3, 9, slots[0]) is None
-    ours._turns._blocks = 132
-    monkeypatch.setattr(turns, "DEEPEST", 12)
+    ours._suffixes._blocks = 132
+    monkeypatch.setattr(suffixes, "DEEPEST", 12)
     heads = SPECS["llama"].num_heads
     deepest = int(12 / (1 - heads / 132))
     assert row_of(deepest - 4, 4, slots[0]) == 0 and row_of(deepest - 3, 4, slots[0]) is None
@@ -196,13 +196,13 @@ def test_what_no_turn_can_be_runs_in_chunks(on_a_cpu, monkeypatch):
 
 
 def test_lanes_and_rows_that_no_word_counts_have_none(monkeypatch):
-    monkeypatch.setattr(turns, "aligns_ends", lambda *what: True)
-    assert turns.reads_turns(torch.zeros(2, 3, 1, 2, 2, 8, 16))
-    assert not turns.reads_turns(torch.zeros(2, 3, 4, 2, 2, 8, 16))
+    monkeypatch.setattr(suffixes, "aligns_ends", lambda *what: True)
+    assert suffixes.reads_suffixes(torch.zeros(2, 3, 1, 2, 2, 8, 16))
+    assert not suffixes.reads_suffixes(torch.zeros(2, 3, 4, 2, 2, 8, 16))
     far = torch.empty(2, 1 << 20, 1, 8, 2, 64, 16, device="meta")
-    assert not turns.reads_turns(far) and turns.reads_turns(far[:1])
+    assert not suffixes.reads_suffixes(far) and suffixes.reads_suffixes(far[:1])
     odd = torch.zeros(300).as_strided((2, 1, 1, 1, 2, 4, 16), (133, 0, 0, 0, 64, 16, 1))
-    assert not turns.reads_turns(odd)
+    assert not suffixes.reads_suffixes(odd)
 
 
 # ---- on a GPU ----
@@ -210,7 +210,7 @@ def test_lanes_and_rows_that_no_word_counts_have_none(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "biases"])
-def test_a_gpu_takes_turns_in_graphs_and_leaves_the_same_bits_as_without(name):
+def test_a_gpu_takes_suffixes_in_graphs_and_leaves_the_same_bits_as_without(name):
     from tests.lib.prefill_cases import PlainMatrices, weights_of
 
     device, spec = torch.device("cuda"), SPECS[name]
@@ -220,7 +220,7 @@ def test_a_gpu_takes_turns_in_graphs_and_leaves_the_same_bits_as_without(name):
     kept.unpack = lambda layer, stage: matrices[layer, stage]
     slots = torch.stack([empty_cache(name, BF16)] * SLOTS).to(device)
     ours = prefill_of(name, BF16, device, matrices=kept, slots=slots, to_head=True)
-    assert ours._turns is not None
+    assert ours._suffixes is not None
     ends = (3, 8, 30, 31, 60)
     found = []
     for slot in (1, 2):
@@ -233,7 +233,7 @@ def test_a_gpu_takes_turns_in_graphs_and_leaves_the_same_bits_as_without(name):
             found.append(streams.cpu())
         while ours.make_ready():
             pass
-    assert len(ours._graphs._graphs) >= len(turns.SIZES)
+    assert len(ours._graphs._graphs) >= len(suffixes.SIZES)
     assert torch.equal(slots[1, ..., :60, :], slots[2, ..., :60, :])
     half = len(found) // 2
     assert all(torch.equal(a, b) for a, b in zip(found[:half], found[half:], strict=True))

@@ -1,7 +1,7 @@
 """Passes over few tokens behind a cached prefix, as an agent's next turn has them.
 
 How many tokens they are, at which position and in which slot is told by words of the device, so that one CUDA graph a
-size serves every turn: launched from the host one by one, such a pass takes it longer than the GPU
+size serves every suffix: launched from the host one by one, such a pass takes it longer than the GPU
 (benchmarks/cuda-log.md#agent-turns). A pass is padded at its end to the next size; what pads leaves no keys and values,
 and attention leaves it out. Before its graph is there, and beside others, it is launched piece by piece: the same
 kernels, the same bits.
@@ -16,17 +16,17 @@ from kog_triton.backends.prefill.upload import upload
 
 Tensor = torch.Tensor
 SIZES = (512, 384, 256, 128, 64, 32, 16)
-# Of a turn's words; the first three are the rotation's (fused.py). Those of flash attention are pairs of 32 bits: where
-# queries begin and end, where the slot's rows begin, how many keys there are. Zeros are a turn of no tokens.
+# Of a suffix's words; the first three are the rotation's (fused.py). Flash attention's are pairs of 32 bits: where
+# queries begin and end, where the slot's rows begin, how many keys there are. Zeros are a suffix of no tokens.
 COUNT, FIRST, ROW, QUERIES, KEYS, LAST, IDS = range(7)
 TILE = 128  # of queries: what a block of flash attention takes
-# Attention that reads its length from memory does not cut the keys, so that few tokens leave multiprocessors idle: a
-# turn may stand as deep as this over their part. There what they would save is what launches take (an estimate,
-# benchmarks/cuda-log.md#agent-turns).
-DEEPEST = 16384
+# Attention that reads its length from memory does not cut the keys, so that few tokens leave multiprocessors idle. A
+# suffix may stand as deep as this over their part: there what cut keys would save is what launches take the host
+# (benchmarks/cuda-log.md#agent-turns).
+DEEPEST = 8192
 
 
-def reads_turns(slots: Tensor) -> bool:
+def reads_suffixes(slots: Tensor) -> bool:
     """Whether attention can read where it stands in caches [slots, layers, S, K, 2, n, d]: of models without lanes, and
     of slots whose rows are counted in 31 bits."""
     rows, rest = divmod(slots.stride(0), slots.stride(5))
@@ -36,8 +36,8 @@ def reads_turns(slots: Tensor) -> bool:
     )
 
 
-class TurnWords:
-    """Where a turn of up to `size` tokens stands, and its tokens, as the device reads it (forward.Told).
+class SuffixWords:
+    """Where a suffix of up to `size` tokens stands, and its tokens, as the device reads it (forward.Told).
 
     words     int64 [IDS + size]
     most_keys of a slot
@@ -115,11 +115,11 @@ def attend_told(
     return out
 
 
-class Turns:
+class Suffixes:
     """Of one model on one device.
 
     slots  all caches of the caller, [slots, layers, 1, K, 2, n, d], of strides that are whole rows of d
-    head   gets the streams of a turn's last token; None: nobody reads them
+    head   gets the streams of a suffix's last token; None: nobody reads them
     """
 
     def __init__(self, walk: PrefillPass, slots: Tensor, streams: Tensor | None) -> None:
@@ -131,7 +131,7 @@ class Turns:
             self._blocks = torch.cuda.get_device_properties(slots.device).multi_processor_count
 
     def row_of(self, first: int, count: int, cache: Tensor) -> int | None:
-        """Of a turn's slot, the first row; None: the turn is none of these passes', or `cache` is no slot's."""
+        """Of a suffix's slot, the first row; None: the suffix is none of these passes', or `cache` is no slot's."""
         if not first or count > SIZES[0] or self._idle(count) * (first + count) > DEEPEST:
             return None
         slots = self._slots
@@ -146,11 +146,11 @@ class Turns:
         return max(0.0, 1 - -(-count // TILE) * self._heads / self._blocks)
 
     def pieces(self, ids: Tensor, first: int, row: int) -> Iterator[float]:
-        """Queue a turn product by product, as forward.PrefillPass.layers_of."""
+        """Queue a suffix product by product, as forward.PrefillPass.layers_of."""
         words = torch.empty(IDS + size_of(len(ids)), dtype=torch.int64, device=self._words.device)
-        turn = self._told(words)
-        turn.write(ids, first, row)
-        return self._layers(turn, first)
+        suffix = self._told(words)
+        suffix.write(ids, first, row)
+        return self._layers(suffix, first)
 
     def write(self, ids: Tensor, first: int, row: int) -> None:
         """For `run`, or a graph of it."""
@@ -169,12 +169,12 @@ class Turns:
     def nbytes(self) -> int:
         return self._words.nbytes
 
-    def _layers(self, turn: TurnWords, first: int) -> Iterator[float]:
-        head = None if self._streams is None else ToHead(self._streams, turn.last)
-        return self._pass.layers_of(turn.ids, first, self._slots[0], head, turn)
+    def _layers(self, suffix: SuffixWords, first: int) -> Iterator[float]:
+        head = None if self._streams is None else ToHead(self._streams, suffix.last)
+        return self._pass.layers_of(suffix.ids, first, self._slots[0], head, suffix)
 
-    def _told(self, words: Tensor) -> TurnWords:
-        return TurnWords(words, self._slots.shape[5])
+    def _told(self, words: Tensor) -> SuffixWords:
+        return SuffixWords(words, self._slots.shape[5])
 
 
 def size_of(count: int) -> int:
