@@ -308,6 +308,7 @@ class CudaBackend:
             one.matrices,
             buckets,
             to_head=True,
+            slots=self.memory.cache[..., : self.spec.head_dim],
         )
         if short:
             self.short = self._open_short(lowering, held, [library.layers])
