@@ -368,6 +368,8 @@ def _tiling(
     weights = stage_weights(schedule, stage, frag_k)
     if weights.why_not():
         return None
+    # Kernels of columns may read down_proj's operands unit by unit, each of whole ring slots (batches.read_steps).
+    most = UNROLLED // weights.pack if stage.source == "mlp" else UNROLLED
     for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
         if weights.format and rows != MMA_ROWS:
             continue
@@ -376,7 +378,7 @@ def _tiling(
             tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
             steps = tiling.padded_k(stage.cols) // warps_k // k
             period = unit_period(steps, fragments)
-            if period > 1 and period * steps * weights.pack > UNROLLED:
+            if period > 1 and period * steps > most:
                 continue
             if not _is_staged(schedule, stage, tiling, frag_k):
                 continue
