@@ -218,6 +218,11 @@ class Tiles:
         return any(stage.is_narrow for stage in self.stages)
 
     @property
+    def head_alike(self) -> bool:
+        """Whether the head's tiles are of the form of qkv_proj's."""
+        return self.stages[0].codes == self.stages[4].codes
+
+    @property
     def head_words(self) -> int:
         """Of lm_head; a concatenated head is one of these a lane."""
         return self.stages[4].words * self.num_blocks

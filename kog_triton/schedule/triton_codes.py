@@ -18,6 +18,8 @@ from kog_triton.schedule.schedule import Op, Schedule, Stage
 
 CODES = (Code.E4M3, Code.INT8, Code.UINT4)
 LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
+MANTISSA = 23  # bits of a float32
+SHIFTS = {4: 12, 8: 16}  # bits: what brings the last codes of a word to where the first ones are
 ALIGNED = 4  # words, at which every tile begins
 
 
@@ -33,6 +35,28 @@ class TileCodes:
     def pack(self) -> int:
         """Words of 16-bit weights in a stored one."""
         return 16 // self.code.bits
+
+    @property
+    def is_e4m3(self) -> bool:
+        return self.code is Code.E4M3
+
+    @property
+    def zero(self) -> float:
+        """What a stored whole number is less, beside its zero point."""
+        if self.code is Code.INT8:
+            return 128.0
+        return 0.0 if self.zero_points else 8.0
+
+    def place(self, number: int) -> tuple[int, int, int, float]:
+        """Of a whole number in its word, to be part of a float32's mantissa: by how many bits the word goes right, the
+        mask then, the bits of a power of two whose last places are where the number is, and that power."""
+        bits = self.code.bits
+        at = number * bits
+        fits = (MANTISSA - bits) // bits * bits  # the highest place
+        down = 0 if at <= fits else SHIFTS[bits]
+        power = MANTISSA - (at - down)
+        mask = ((1 << bits) - 1) << (at - down)
+        return down, mask, (127 + power) << MANTISSA, 2.0**power
 
     def groups(self, width: int) -> int:
         """Of one row of a tile of `width` words of 16-bit weights."""

@@ -9,9 +9,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
     )
 
-from kog_triton.backends import BackendOptions, why_not_narrow
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton import TritonBackend
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
 from tests.lib.lowering_cases import ArrayWeights

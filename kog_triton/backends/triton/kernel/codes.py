@@ -14,14 +14,16 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import pin
 from kog_triton.backends.triton.kernel.words import LINE, high, low
-from kog_triton.model.weight_format import Code
 
-MANTISSA = 23  # bits
+E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
+E4M3_BITS: tl.constexpr = tl.constexpr(
+    -0x78100000
+)  # sign, exponent and mantissa as a float32 has them: 0x87f00000
 
 
 @triton.constexpr_function
 def is_e4m3(T):
-    return T.codes.code is Code.E4M3
+    return T.codes.is_e4m3
 
 
 @triton.constexpr_function
@@ -42,42 +44,35 @@ def group_words(T, K):
 
 @triton.constexpr_function
 def zero(T):
-    """What a whole number is less where there are no zero points, and int8 with them."""
-    return 128.0 if T.codes.code is Code.INT8 else 0.0 if T.codes.zero_points else 8.0
-
-
-def _as_int32(bits: int) -> int:
-    return bits - (1 << 32) if bits >> 31 else bits
+    return T.codes.zero
 
 
 @triton.constexpr_function
 def place_of(T, number):
-    """Of a code in its word: by how many bits the word goes right, the mask then, the exponent's bits, what they
-    stand for."""
-    bits = T.codes.code.bits
-    at = number * bits
-    down = 0 if at + bits <= MANTISSA else (MANTISSA - 7) // bits * bits if bits == 4 else 16
-    if down > at:
-        down = at
-    power = MANTISSA - (at - down)
-    return down, _as_int32(((1 << bits) - 1) << (at - down)), (127 + power) << MANTISSA, 2.0**power
-
-
-E4M3_BITS: tl.constexpr = tl.constexpr(
-    _as_int32(0x87F00000)
-)  # sign, exponent and mantissa as a float32 has them
-E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
+    return T.codes.place(number)
 
 
 @triton.jit
-def value_of(w, less, NUMBER: tl.constexpr, T: tl.constexpr):
+def picked(w, MASK: tl.constexpr, BASE: tl.constexpr, S: tl.constexpr):
+    """w & MASK | BASE. Of two known numbers NVIDIA's compiler makes two instructions, unless told."""
+    if S.vendor == "nvidia":
+        mask, base = tl.full((1, 1, 1), MASK, tl.int32), tl.full((1, 1, 1), BASE, tl.int32)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [w, mask, base], tl.int32, True, 1
+        )
+    else:
+        return (w & MASK) | BASE
+
+
+@triton.jit
+def value_of(w, less, NUMBER: tl.constexpr, S: tl.constexpr, T: tl.constexpr):
     """Code NUMBER of each word, less `less`, float32."""
     if is_e4m3(T):
         up = w << (24 - 8 * NUMBER)
         return ((up >> 4) & E4M3_BITS).to(tl.float32, bitcast=True) * E4M3_UNIT
     else:
         PLACE: tl.constexpr = place_of(T, NUMBER)
-        v = ((w >> PLACE[0]) & PLACE[1]) | PLACE[2]
+        v = picked(w >> PLACE[0], PLACE[1], PLACE[2], S)
         return v.to(tl.float32, bitcast=True) - (less + PLACE[3])
 
 
@@ -137,6 +132,7 @@ def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
 def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr):
     """A tile times operands `parts_of`: of every four stored words of a row, times their scale."""
     w = tile[0]
+    PACK: tl.constexpr = T.pack
     SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
     less = zero(T)
     if has_zero_points(T):
@@ -144,9 +140,9 @@ def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr
         own = tile[2].to(tl.float32, bitcast=True)
         less = tl.reshape(tl.broadcast_to(tl.expand_dims(own, 3), FOURS), w.shape) + less
     total = tl.zeros((w.shape[0], w.shape[1], w.shape[2] // 4), tl.float32)
-    for i in tl.static_range(T.pack):
+    for i in tl.static_range(PACK):
         x = tl.expand_dims(xs[i], 1 - AXIS)
-        first = value_of(w, less, 2 * i, T) * low(x, S)
-        second = value_of(w, less, 2 * i + 1, T) * high(x, S)
+        first = value_of(w, less, 2 * i, S, T) * low(x, S)
+        second = value_of(w, less, 2 * i + 1, S, T) * high(x, S)
         total += tl.sum(tl.reshape(tl.join(first, second), SHAPE), axis=3)
     return total * tile[1].to(tl.float32, bitcast=True)

@@ -145,7 +145,7 @@ def first_tiles(base, block, S: tl.constexpr, STAGE: tl.constexpr):
 @triton.jit
 def head_tiles(fetched, head, block, S: tl.constexpr):
     """What is `fetched` where lm_head begins: what was asked for as if for qkv_proj, if its tiles are of that form."""
-    if S.stages[0].codes == S.stages[4].codes:
+    if S.head_alike:
         return fetched
     else:
         return first_tiles(head, block, S, 4)
