@@ -96,7 +96,7 @@ def test_a_token_reads_hardly_more_than_codes_and_a_float_a_group(name):
     read = 4 * tiles.layer_words
     beside = 32 * (2 if how.offset else 1) / (how.group_cols or 2048)
     stored = sum(t.rows * t.cols for t in tiles.stages[:4]) * (how.code.bits + beside) / 8
-    assert stored <= read <= 1.04 * stored  # qkv_proj's rows, 48 a block, may be read as 64
+    assert stored <= read <= 1.05 * stored  # qkv_proj's rows, 48 a block, may be read as 64
 
 
 def test_what_tiles_cannot_hold_is_refused_by_name():
