@@ -28,10 +28,10 @@ class Gpu:
     memory_bytes: int
     l2_bytes: int
     dies: int = 1  # parts with an L2 of their own (XCDs)
-    bases: int = 1  # parts that memory hangs on, each under as many of those (IODs)
     aliases: tuple[str, ...] = ()  # how drivers spell it
     proven: bool = False  # this project has run on it
     share: str = ""  # which part of it this process may use, in words; "" is all
+    bases: int = 1  # parts that memory hangs on, each under as many dies (IODs)
 
     @property
     def block_rate(self) -> float:
@@ -185,10 +185,10 @@ def describe(seen: Seen) -> Gpu:
         seen.memory_bytes,
         seen.l2_bytes or (row.l2_bytes if row else 0),
         row.dies if row and same else 1,
-        row.bases if row and same else 1,
         row.aliases if row else (),
         bool(row and same and row.proven),
         share,
+        row.bases if row and same else 1,
     )
 
 

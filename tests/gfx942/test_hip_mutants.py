@@ -15,12 +15,9 @@ KINDS = [
     ("of a narrower scope", "qkv_rows", "store_relaxed"),  # a word
     ("of a narrower scope", "join_attention_out", "poll_until"),  # its reader
     ("of a narrower scope", "find_place", "store_relaxed"),  # where a workgroup lies
-    ("no wait for vmcnt", "join_attention_out", "drain_stores"),  # ahead of a release
-    ("no buffer_inv", "run_layer", "fence_gpu"),
     ("no wait for vmcnt", "module_rows", "multiply"),  # weights
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
-    ("no barrier", "find_place", "sync_consumers"),
 ]  # fmt: skip
 # Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
 # be run (docs/HIP.md); others are rare branches of what the requests do run.

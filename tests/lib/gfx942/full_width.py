@@ -148,4 +148,6 @@ def use(name: str) -> Use:
         for stage in slots
     }
     object_hash = one.kernel.code_object.sha256
-    return Use(named_shape(name), lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"])
+    return Use(
+        named_shape(name), lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"]
+    )
