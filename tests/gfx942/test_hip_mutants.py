@@ -33,9 +33,9 @@ def of_kind(what: str, *functions: str):
     places = chains(walk("split").kernel.code_object, KERNEL)
     for mutant in tried("split"):
         names = [name.partition("<")[0] for name in places[mutant.index]]
-        if mutant.what.endswith(what) or mutant.what == what:
-            if all(function in names for function in functions) and not idle("split", mutant):
-                yield mutant
+        there = mutant.what.endswith(what) and all(function in names for function in functions)
+        if there and not idle("split", mutant):
+            yield mutant
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))
