@@ -73,7 +73,9 @@ def best_fit(rows: Sequence[Measured]) -> tuple[float, float]:
     def misses(blend: float, kept: float) -> float:
         return sum(np.log(row.predicted(blend, kept) / row.rate) ** 2 for row in rows)
 
-    return min(((float(b), float(k)) for b in BLENDS for k in KEPTS), key=lambda pair: misses(*pair))
+    return min(
+        ((float(b), float(k)) for b in BLENDS for k in KEPTS), key=lambda pair: misses(*pair)
+    )
 
 
 def table(rows: Sequence[Measured], blend: float, kept: float) -> str:

@@ -24,13 +24,16 @@ LOCAL = 0.7e-6  # seconds of an exchange among the blocks of a GPU
 BARRIER = 0.3e-6  # seconds of a block's barrier behind a matrix stage
 ATTENTION = 2.4e-6  # seconds of a layer at a short context: from queries to merged results
 HOP = 1.0e-6  # seconds that a block waits longer for a sum over GPUs, for each further one
-BLEND, KEPT = 5.5, 1.02  # fitted; KEPT: of the read bandwidth, for the L2 keeps some of a token's weights for the next
+BLEND, KEPT = (
+    5.5,
+    1.02,
+)  # fitted; KEPT: of the read bandwidth, for the L2 keeps some of a token's weights for the next
 FITTED = ("llama-3.2-1b", "qwen3-8b", "laneformer-2b")
 MEASURED_GPU, MOST_MEASURED, WORST_MISS = "h200", 2, 0.097
 
 
 class Row(NamedTuple):
-    """Tokens/s of a shape, prompt 32 + 256, and a GPU's read bandwidth of the same run, TB/s (on two GPUs the lower)."""
+    """Tokens/s of a shape, prompt 32 + 256, and a GPU's read bandwidth of the run, TB/s: on two the lower."""
 
     shape: str
     gpus: int

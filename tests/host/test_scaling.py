@@ -75,7 +75,7 @@ def test_shapes_that_were_not_fitted_are_within_a_tenth():
 def test_what_was_measured_is_what_was_printed():
     """Rates of one and two GPUs and a GPU's bandwidth of the run: the larger of two ways to read, of two GPUs the
     lower; 8B on two is the run with pauses, without a power cap."""
-    printed = gzip.open(RECORDS / "2026-11-24-two-gpus.txt.gz", "rt").read()
+    printed = gzip.decompress((RECORDS / "2026-11-24-two-gpus.txt.gz").read_bytes()).decode()
     for shape, gpus, found, bandwidth in scaling.MEASURED:
         if shape == "qwen3-14b":  # of a record, which the page's last table has
             continue
@@ -136,7 +136,9 @@ def test_plan_predicts_for_several_gpus_alone(capsys):
     out = capsys.readouterr().out
     says = float(re.search(r"Predicted: ([\d,]+) tokens/s", out)[1].replace(",", ""))
     assert says == pytest.approx(rate("laneformer-2b", 2), rel=0.01) and "beyond" not in out
-    found = re.search(r"Measured: 1,926 tokens/s where a GPU reads 4.37 TB/s; .* ([+-][\d.]+)%", out)
+    found = re.search(
+        r"Measured: 1,926 tokens/s where a GPU reads 4.37 TB/s; .* ([+-][\d.]+)%", out
+    )
     (row,) = (r for r in scaling.MEASURED if (r.shape, r.gpus) == ("laneformer-2b", 2))
     assert float(found[1]) == pytest.approx(100 * (said(row) / row.rate - 1), abs=0.5)
     for argv in (["--gpus", "1"], ["--gpus", "2", "--device", "mi300x"]):
