@@ -302,6 +302,7 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
 
 # ---- planted faults ----
 
+FIRST_WARP = ("exchange.h", "b.in_warp < kWarps ? scratch[kCount", "b.in_warp > 0 && b.in_warp < kWarps ? scratch[kCount")  # fmt: skip
 FAULTS = {
     "a cut one id late": ("cut.h", "target = by_count ? k :", "target = by_count ? k + 1 :",
                           "odd", SETTINGS["top_k"]),
@@ -327,6 +328,10 @@ FAULTS = {
                                      "odd", {"logprobs": 0}),
     "the rank of a tie": ("logprob.h", "rank_of(raw[id], id) > rank", "ordered(raw[id]) > rank >> 32", "ties",
                           {"logprobs": 0, "temperature": 500.0}),
+    "a block's weights without its first warp's": (*FIRST_WARP, "odd", {"top_p": 0.3, "temperature": 4.0}),
+    "a block's probabilities without its first warp's": (*FIRST_WARP, "odd", {"logprobs": 2}),
+    "candidates of half of the threads": ("threads.h", "mask = kThreads / 2", "mask = kThreads / 4", "odd",
+                                          {"temperature": 4.0}),
 }  # fmt: skip
 
 
