@@ -389,7 +389,11 @@ FAULTS = {
         "(kEndsLayer ? kReduceMlp : kReduceAttention)",
         "(kEndsLayer ? kReduceAttention : kReduceMlp)",
     ),
-    "candidates of half of the threads": ("threads.h", "mask = kThreads / 2", "mask = kThreads / 4"),
+    "candidates of half of the threads": (
+        "threads.h",
+        "mask = kThreads / 2",
+        "mask = kThreads / 4",
+    ),
 }
 SHOWN_BY = {  # where it is not the first shape
     "a mean that is not normed": "bf16, biases, gains of each lane, the mean",

@@ -302,7 +302,8 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
 
 # ---- planted faults ----
 
-FIRST_WARP = ("exchange.h", "b.in_warp < kWarps ? scratch[kCount", "b.in_warp > 0 && b.in_warp < kWarps ? scratch[kCount")  # fmt: skip
+WARPS = "b.in_warp < kWarps ? scratch[kCount"
+FIRST_WARP = ("exchange.h", WARPS, f"b.in_warp > 0 && {WARPS}")
 FAULTS = {
     "a cut one id late": ("cut.h", "target = by_count ? k :", "target = by_count ? k + 1 :",
                           "odd", SETTINGS["top_k"]),
