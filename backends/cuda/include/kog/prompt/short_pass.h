@@ -241,7 +241,7 @@ KOG_DEVICE void attend(const Attend& p) {
     if (last >= keys) last = keys - 1;  // of a row without a query
     for (int key = lane; key <= last; key += 32)
       if (key >= first) most = most > scores[i * kKeys + key] ? most : scores[i * kKeys + key];
-    most = largest_of_threads(most);
+    most = over_threads(most, [](float a, float b) { return a > b ? a : b; });
     for (int key = lane; key < (keys + 15) / 16 * 16; key += 32) {
       bool seen = key >= first && key <= last;
       float weight = seen ? exp2_fast((scores[i * kKeys + key] - most) * p.scale) : 0;
