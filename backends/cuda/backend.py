@@ -36,11 +36,13 @@ from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
+    Linked,
     PassKernels,
     Ready,
     ShortPass,
     can_pass,
     functions,
+    links_of,
     workspace_bytes,
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts
@@ -261,10 +263,14 @@ class CudaBackend:
             )
             for memory in self.ranks.each
         ]
+        short = self._passes_short(lowering)
         if self.num_devices > 1:
-            return RankPrefill(weights, lowering.schedule, self.max_context, held)
+            ranks = RankPrefill(weights, lowering.schedule, self.max_context, held)
+            if short:
+                self.short = self._open_short(lowering, held, ranks.layers)
+            return ranks
         (one,) = held
-        buckets, short = bucket_sizes(self.max_context), self._passes_short(lowering)
+        buckets = bucket_sizes(self.max_context)
         if short:
             buckets = [size for size in buckets if size > MOST_TOKENS]
         library = LibraryPrefill(
@@ -278,30 +284,38 @@ class CudaBackend:
             to_head=True,
         )
         if short:
-            self.short = self._open_short(lowering, self.memory, one, library.layers)
+            self.short = self._open_short(lowering, held, [library.layers])
         return library
 
     def _open_short(
         self,
         lowering: CudaLowering,
-        memory: Memory,
-        tensors: RankTensors,
-        layers: Sequence[LayerWeights],
+        held: Sequence[RankTensors],
+        layers: Sequence[Sequence[LayerWeights]],
     ) -> ShortPrompts:
-        device = memory.weights.device
-        passes = ShortPass(
-            lowering,
-            memory.weights,
-            self._groups_of(tensors.matrices),
-            tensors.embed,
-            tensors.rope,
-            layers,
-            memory.cache[..., : self.spec.head_dim],
-            memory.streams[..., : self.spec.hidden_size],
-            self._short_kernels(device),
-            self._most_blocks,
-        )
-        return ShortPrompts(passes, device, self.max_context, self.spec.vocab_size)
+        """`held` and `layers` by rank."""
+        hidden, several = self.spec.hidden_size, self.num_devices > 1
+        links = links_of(self.devices, hidden) if several else []
+        passes = []
+        for rank, memory in enumerate(self.ranks.each):
+            tensors, device = held[rank], memory.weights.device
+            own = slice(rank, rank + 1)  # of all shards' streams
+            passes.append(
+                ShortPass(
+                    lowering,
+                    memory.weights,
+                    self._groups_of(tensors.matrices),
+                    tensors.embed,
+                    tensors.rope,
+                    layers[rank],
+                    memory.cache[..., : self.spec.head_dim],
+                    memory.streams[:, own, :hidden],
+                    self._short_kernels(device),
+                    self._most_blocks,
+                    Linked(rank, links, self.wait_ns) if several else None,
+                )
+            )
+        return ShortPrompts(passes, self.max_context, self.spec.vocab_size)
 
     def _groups_of(self, matrices: Matrices) -> Callable[[str, int], int]:
         assert isinstance(matrices, ArenaProducts)
@@ -362,6 +376,7 @@ class CudaBackend:
             self._score,
             self._launch_slots,
             self._launch_heads,
+            self._gave_up,
             self._entry.aside,
             whole,
         )
@@ -374,11 +389,13 @@ class CudaBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
-        library, crossover = self.library, self.chunks.crossover
+        library, short = self.library, self.short
+        passes = short is not None and short.takes(request)
+        crossover = self.chunks.crossover_of_passes if passes else self.chunks.crossover
         if not library or not library_for(request, library, self.options.prefill, crossover):
             return None
-        if self.short is not None and self.short.takes(request):
-            return self.short.begin(request)
+        if short is not None and passes:
+            return short.begin(request)
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank
         caches = [memory.cache[slot][..., :d] for memory in self.ranks.each]
@@ -390,6 +407,9 @@ class CudaBackend:
         if isinstance(library, RankPrefill):
             return library.begin(tokens, first, caches, streams)
         return library.begin(tokens, first, caches[0], streams[0])
+
+    def _gave_up(self) -> str:
+        return "" if self.short is None else self.short.gave_up()
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

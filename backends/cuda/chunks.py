@@ -115,13 +115,25 @@ class Chunks:
         layout = self._layout
         if layout is None:
             return BY_TOKEN
-        schedule = layout.lowering.schedule
-        timed = CHUNKED_LANES if schedule.spec.num_lanes > 1 else CHUNKED
-        if schedule.spec.narrow:
-            timed = CHUNKED_NARROW
-        if schedule.num_ranks > 1:
-            timed = CHUNKED_RANKS
-        fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))
+        if layout.lowering.schedule.num_ranks > 1:
+            return self._crossover(CHUNKED_RANKS)
+        return self.crossover_of_passes
+
+    @property
+    def crossover_of_passes(self) -> Crossover:
+        """The same of prompts that may take a pass of short prompts, which on several GPUs is taken to be worth as many
+        chunks as on one: an estimate."""
+        layout = self._layout
+        if layout is None:
+            return BY_TOKEN
+        spec = layout.lowering.schedule.spec
+        if spec.narrow:
+            return self._crossover(CHUNKED_NARROW)
+        return self._crossover(CHUNKED_LANES if spec.num_lanes > 1 else CHUNKED)
+
+    def _crossover(self, timed: Crossover) -> Crossover:
+        columns = POSITIONS if self._layout is None else self._layout.columns
+        fresh, behind = (n * columns // POSITIONS for n in (timed.fresh, timed.behind))
         return Crossover(max(fresh, BY_TOKEN.fresh), max(behind, BY_TOKEN.behind))
 
     def memory_bytes(self) -> int:

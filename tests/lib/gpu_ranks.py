@@ -104,7 +104,10 @@ class GpuRankColumns(GpuRanks, RankColumnWalk):
 
 
 class SharedBackend(CudaBackend):
-    """The backend with all its ranks on one GPU, as many of its SMs each: what two GPUs run, where there is one."""
+    """The backend with all its ranks on one GPU, as many of its SMs each: what two GPUs run, where there is one. But for
+    passes of short prompts: on one stream the first rank's would wait for the second's behind it."""
+
+    short_passes = False
 
     def __init__(self, weights, options):
         blocks = gpu_of(torch.device("cuda")).num_blocks

@@ -24,7 +24,7 @@ from kog_triton.backends.prefill.library import (
     upload_chunks,
 )
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.prefill.weights import Matrices, load_layer
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices, load_layer
 from kog_triton.schedule.schedule import Schedule
 
 Tensor = torch.Tensor
@@ -178,6 +178,11 @@ class RankPrefill:
             if works[0] is None:
                 return
             yield works[0]
+
+    @property
+    def layers(self) -> list[Sequence[LayerWeights]]:
+        """By rank."""
+        return [walk.layers for walk in self._passes]
 
     def make_ready(self) -> bool:
         """No graphs are to be captured."""

@@ -121,6 +121,9 @@ class TritonLauncher:
         ended = [s for s in slots if self.outcomes[s] not in (0, Outcome.FAILED)]
         return Result(positions, ended, served, self._expired())
 
+    def void(self) -> str:
+        return ""
+
     def take_back(self, one: InSlot) -> None:
         # The block that waited told all of them to leave, in a pass of one slot's token.
         if self.outcomes[one.request.slot] == Outcome.FAILED:
