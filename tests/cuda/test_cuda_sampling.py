@@ -329,7 +329,7 @@ FAULTS = {
                                      "odd", {"logprobs": 0}),
     "the rank of a tie": ("logprob.h", "rank_of(raw[id], id) > rank", "ordered(raw[id]) > rank >> 32", "ties",
                           {"logprobs": 0, "temperature": 500.0}),
-    "a block's weights without its first warp's": (*FIRST_WARP, "odd", {"top_p": 0.3, "temperature": 4.0}),
+    "a block's counts without its first warp's": (*FIRST_WARP, "odd", {"top_k": 1, "temperature": 0.7}),
     "a block's probabilities without its first warp's": (*FIRST_WARP, "odd", {"logprobs": 2}),
     "candidates of half of the threads": ("threads.h", "mask = kThreads / 2", "mask = kThreads / 4", "odd",
                                           {"temperature": 4.0}),
