@@ -107,7 +107,10 @@ class ShortPrompts:
 
     def _capture(self, one: ShortPass, kernel: ProductKernel) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with on_device(one.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # torch captures on one stream of its own, which is of the first GPU that it captured on.
+        stream = torch.cuda.Stream(one.device) if self.others else None
+        capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        with on_device(one.device), capture:
             one.queue(kernel, self._stream(one))
         return graph
 

@@ -1,5 +1,8 @@
-"""Passes of short prompts on two ranks, the kernels' own C++ on a CPU: keys, values and answers are those of the kernel's
-own prompt but for rounding, a prompt's bits are the same whoever shares its pass, and a rank that does not come is named."""
+"""Passes of short prompts on two ranks, the kernels' own C++ on a CPU.
+
+Keys, values and answers are those of the kernel's own prompt but for rounding, a prompt's bits are the same whoever
+shares its pass, and a rank that does not come is named.
+"""
 
 import pytest
 import torch
@@ -37,7 +40,9 @@ def backend():
 
 @pytest.fixture(scope="module")
 def alone(backend):
-    found = {slot: (said(served(backend, asked(slot)), slot), left(backend, slot)) for slot in (1, 2)}
+    found = {
+        slot: (said(served(backend, asked(slot)), slot), left(backend, slot)) for slot in (1, 2)
+    }
     assert backend.passes == [[1], [2]]
     streams = [m.streams[1] for m in backend.ranks.each]
     assert torch.equal(streams[0][0], streams[1][1])  # each rank's own place, with equal bits
@@ -72,7 +77,9 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_request_runs(
 ):
     one = backend.short._passes[rank]
     with monkeypatch.context() as patched:
-        patched.setattr(one, "launches", lambda kernel: [lambda stream: None] * len(one._launches[kernel]))
+        patched.setattr(
+            one, "launches", lambda kernel: [lambda stream: None] * len(one._launches[kernel])
+        )
         (failure,) = served(backend, asked(1)).read(1, 0)
     assert isinstance(failure, Failure) and isinstance(failure.error, RunError)
     assert str(failure.error) == (

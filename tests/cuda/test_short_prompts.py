@@ -199,12 +199,12 @@ def test_its_workspace_is_in_the_plan_and_in_what_is_held(monkeypatch):
         backend.close()
 
 
-def test_narrow_weights_and_lanes_have_no_pass():
+def test_narrow_weights_lanes_and_small_fragments_have_no_pass():
     gpu, wide = find_gpu("h200"), named_shape("qwen3-8b")
     for spec, ranks, want in (
         (wide, 1, True),
         (wide, 2, True),
-        (wide, 4, True),
+        (wide, 4, False),  # a matrix in fragments of four rows
         (with_format(wide, FORMATS["fp8-block"]), 1, False),
         (named_shape("laneformer-2b"), 1, False),
         (named_shape("laneformer-2b"), 8, False),

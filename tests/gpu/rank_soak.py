@@ -1,9 +1,10 @@
 """Requests of every kind on several GPUs for a while: text, hangs and memory over the time.
 
 `python -m tests.gpu.rank_soak` takes five minutes on two GPUs and prints one line; --out keeps what it found. Eight
-slots get prompts of one token to hundreds (a token at a time, in chunks, in a pass of short ones, by the library), greedy, drawn and masked,
-that share steps as they come and go. Meanwhile, at random: cancels, yields with other work between, a rank's launches
-held up by up to MOST_DELAY_MS, the backend's thread held up, and copies that keep memory and NVLink busy.
+slots get prompts of one token to hundreds (a token at a time, in chunks, in a pass of short ones, by the library),
+greedy, drawn and masked, that share steps as they come and go. Meanwhile, at random: cancels, yields with other work
+between, a rank's launches held up by up to MOST_DELAY_MS, the backend's thread held up, and copies that keep memory and
+NVLink busy.
 
 What is asked: each answer is what its request says alone, or begins so if it was cancelled; nothing is silent for
 HANG_S; behind a warm-up, a fifth of the time, GPUs' memory does not grow, and the host's by MOST_MIB_A_MINUTE at most.
@@ -16,7 +17,6 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -177,7 +177,9 @@ class Soak:
         for slot, (which, tokens, cancel, heard) in list(self._running.items()):
             steps, now = self.mailbox.read(slot, 0), time.monotonic()
             if now - heard > HANG_S and not steps:
-                where = f"slot {slot}, prompt of {len(self.asked[which].prompt)}, {len(tokens)} tokens"
+                where = (
+                    f"slot {slot}, prompt of {len(self.asked[which].prompt)}, {len(tokens)} tokens"
+                )
                 self._fault("hangs", where)
             for step in steps:
                 if isinstance(step, Failure):
@@ -199,7 +201,9 @@ class Soak:
         self.found.tokens += len(tokens)
         self.found.cancelled += finish == "cancel"
         if tokens != (expected[: len(tokens)] if finish == "cancel" else expected):
-            at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), -1)
+            at = next(
+                (i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), -1
+            )
             length = len(self.asked[which].prompt)
             self._fault("differences", f"prompt of {length}, {len(expected)} tokens, at {at}")
 

@@ -3,8 +3,8 @@
 What a rank computes is torch_shards.py's. The processes wait for orders between requests; rank 0 answers with tokens
 and the times at which it had read them, on the clock that all processes of a machine share.
 
-A graph that holds NCCL's sums may fail as it is captured. Then all processes begin anew, the next of WAYS, and `version`
-says which one runs and why not the one before: a baseline that is slower than it could be is named so.
+A graph that holds NCCL's sums may fail as it is captured. Then all processes begin anew, the next of WAYS, and
+`version` says which one runs and why not the one before: a baseline that is slower than it could be is named so.
 """
 
 import logging

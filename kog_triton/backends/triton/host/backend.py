@@ -110,8 +110,9 @@ class TritonBackend:
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope
+            slots = self.memory.pointers.kv
             self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, rope, matrices
+                options, weights, self.spec, self.max_context, embed, rope, matrices, slots
             )
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
