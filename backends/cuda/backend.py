@@ -283,14 +283,14 @@ class CudaBackend:
         short = self._passes_short(lowering)
         if self.num_devices > 1:
             exchange = self._open_exchange(lowering)
-            buckets = () if exchange is None else RANK_BUCKETS
+            sizes = () if exchange is None else RANK_BUCKETS
             ranks = RankPrefill(
                 weights,
                 lowering.schedule,
                 self.max_context,
                 held,
                 exchange=exchange,
-                buckets=buckets,
+                buckets=sizes,
             )
             if short:
                 self.short = self._open_short(lowering, held, ranks.layers)
