@@ -87,4 +87,18 @@ FAULTS = (
         "cuda/test_short_pass.py",
         "a window of a pass has a position more",
     ),
+    Fault(
+        "backends/cuda/include/kog/prompt/short_pass.h",
+        "for (int i = 1; i < tile.y; i++) add(",
+        "for (int i = 2; i < tile.y; i++) add(",
+        "cuda/test_short_pass.py",
+        "a sum of a pass lacks a part of K",
+    ),
+    Fault(
+        "backends/cuda/include/kog/threads.h",
+        "mask = kThreads / 2",
+        "mask = kThreads / 4",
+        "cuda/test_short_pass.py",
+        "a pass adds up half of the threads",
+    ),
 )
