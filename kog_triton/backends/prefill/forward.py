@@ -94,9 +94,9 @@ class PrefillPass:
 
     def layers_of(
         self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None
-    ) -> Iterator[float]:
+    ) -> Iterator["Work"]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
-        attention after the other: gives first how long the next one will take, as a shard's multiply-adds.
+        attention after the other: gives first what the next one is.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         Of the last layer's outputs nobody reads but the `head`, and that one token's.
@@ -109,7 +109,7 @@ class PrefillPass:
         o = x  # until a module has put something out
         (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            yield tokens * qkv
+            yield Work("qkv_proj", tokens * qkv)
             if index == 0:
                 y = self._norm(x, w.attention_norm)
             else:
@@ -123,7 +123,8 @@ class PrefillPass:
             parts = []
             for rows in rows_at_once(first, end):
                 seen = first + rows.stop - start
-                yield (rows.stop - rows.start) * seen * self._seen
+                count = rows.stop - rows.start
+                yield Work("attention", count * (seen - count / 2) * self._seen)
                 kv = cache[index, :, :, :, start : start + seen]
                 parts.append(attend(q[:, :, rows], kv, None if mask is None else mask[rows, :seen]))
             a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -133,17 +134,17 @@ class PrefillPass:
                     module: [(head.of(own), head.of(every)) for own, every in late]
                     for module, late in delayed.items()
                 }
-            yield tokens * outputs
+            yield Work("o_proj", tokens * outputs)
             o = self._outputs.send(self.matrices.product(index, "o_proj", a, w.o_bias))
-            yield tokens * 2 * mlp
+            yield Work("gate_up_proj", tokens * 2 * mlp)
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
-            yield tokens * mlp
+            yield Work("down_proj", tokens * mlp)
             h = self._gated(h)
             o = self._outputs.send(self.matrices.product(index, "down_proj", h, w.down_bias))
         if head is not None:
-            yield 1.0  # as good as nothing
+            yield Work("head", 1.0)  # as good as nothing
             self._join(x, o, spec.reduce_mlp[-1], delayed["mlp"])
             head.streams.copy_(x[:, 0])
 
@@ -221,6 +222,13 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+class Work(NamedTuple):
+    """A product or an attention, with what is queued around it: its kind, and a shard's multiply-adds."""
+
+    kind: str
+    amount: float
 
 
 class ToHead(NamedTuple):

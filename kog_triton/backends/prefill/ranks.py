@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead
+from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.library import (
     CHUNK,
     check_cache,
@@ -162,12 +162,12 @@ class RankPrefill:
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
             try:
-                yield from (Piece(at, work) for work in self._together(runs))
+                yield from (Piece(at, work.amount, work.kind) for work in self._together(runs))
             finally:  # called off, too
                 self._exchange.clear()
         self._ran = True
 
-    def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+    def _together(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
         """A piece of each rank, then what all put out to all, then the next piece."""
         while True:
             works = []
