@@ -28,6 +28,7 @@ from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
+from kog_triton.backends.cuda.placing import STAGED_BYTES, Placing
 from kog_triton.backends.cuda.products import ArenaProducts, product_texts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
@@ -43,7 +44,7 @@ from kog_triton.backends.cuda.short_pass import (
     functions,
     workspace_bytes,
 )
-from kog_triton.backends.cuda.short_prompts import ShortPrompts
+from kog_triton.backends.cuda.short_prompts import ShortPrompts, stream_of
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
 from kog_triton.backends.cuda.unpacking import Unpacking
@@ -149,6 +150,7 @@ class CudaBackend:
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._clocks: RankKernel | None = None  # likewise
         self.short: ShortPrompts | None = None  # beside the library
+        self.placing: Placing | None = None  # likewise
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
@@ -185,8 +187,20 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
+            # First tokens together: of the widest kernel alone, whose step costs two requests hardly more than theirs.
+            shared = self.columns.counts[-1:] if wants_library(options, self.device) else ()
+            self.first_tokens = Columns(
+                lowering,
+                self.max_context,
+                shared if lowering.schedule.num_shards == 1 else (),
+                options.num_slots,
+                partial(self._compile_ahead, "head_step.cu"),
+                partial(self._open_kernel, "head_step.cu", "kog_head_step"),
+                "first tokens",
+            )
             if self.columns_ahead:
                 self.columns.begin()
+                self.first_tokens.begin()
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 self.library = self._open_library(weights, lowering)
@@ -220,6 +234,7 @@ class CudaBackend:
             beside = unpacked_bytes(lowering)
             if self._passes_short(lowering):
                 beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
+                beside += STAGED_BYTES
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
             plan = replace(plan, weights=plan.weights + beside)
@@ -278,7 +293,9 @@ class CudaBackend:
             to_head=True,
         )
         if short:
-            self.short = self._open_short(lowering, self.memory, one, library.layers)
+            kernels = self._short_kernels(self.device)
+            self.short = self._open_short(lowering, self.memory, one, library.layers, kernels)
+            self.placing = Placing(self.memory, kernels)
         return library
 
     def _open_short(
@@ -287,6 +304,7 @@ class CudaBackend:
         memory: Memory,
         tensors: RankTensors,
         layers: Sequence[LayerWeights],
+        kernels: Ready,
     ) -> ShortPrompts:
         device = memory.weights.device
         passes = ShortPass(
@@ -298,7 +316,7 @@ class CudaBackend:
             layers,
             memory.cache[..., : self.spec.head_dim],
             memory.streams[..., : self.spec.hidden_size],
-            self._short_kernels(device),
+            kernels,
             self._most_blocks,
         )
         return ShortPrompts(passes, device, self.max_context, self.spec.vocab_size)
@@ -356,6 +374,7 @@ class CudaBackend:
             self.spec,
             self.ranks,
             self.columns,
+            self.first_tokens,
             self.chunks,
             self._prompt,
             self._admit,
@@ -370,7 +389,8 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self.ranks.write_request(request.slot, words, request.prompt, position)
+        lay = self.ranks.write_request if self.placing is None else self.placing.add
+        lay(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
@@ -503,6 +523,7 @@ class CudaBackend:
 
     def settle(self) -> None:
         self.columns.settle()
+        self.first_tokens.settle()
         self.chunks.settle(self.devices)
         while self.make_ready():
             pass
@@ -522,11 +543,12 @@ class CudaBackend:
         cache = sum(m.cache.nbytes for m in each)
         other = sum(getattr(m, name).nbytes for m in each for name in TENSORS) - weights - cache
         other += sum(blank.nbytes for blank in self._blank.values())
-        other += self.columns.memory_bytes() + self.chunks.memory_bytes()
+        other += self.columns.memory_bytes() + self.first_tokens.memory_bytes()
+        other += self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
-        if self.short is not None:
-            other += self.short.memory_bytes()
+        if self.short is not None and self.placing is not None:
+            other += self.short.memory_bytes() + self.placing.nbytes
         return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:
@@ -534,11 +556,12 @@ class CudaBackend:
 
     def _free(self) -> None:
         self.columns.close()
+        self.first_tokens.close()
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
         self.chunks.close()
-        self.library, self.short, self._blank = None, None, {}
+        self.library, self.short, self.placing, self._blank = None, None, None, {}
         del self.ranks
 
     # ---- a launch ----
@@ -565,8 +588,12 @@ class CudaBackend:
         finished.synchronize()
         check_launch(ranks, self.layout, finished)
 
-    def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
-        """Start the kernel of heads on slots whose `streams` are there, a step of each."""
+    def _launch_heads(
+        self, slots: Sequence[int], step: ColumnKernel | None = None
+    ) -> tuple[Layout, Finished]:
+        """Start the kernel of heads on slots whose `streams` are there: a step of each, or one of all together."""
+        if step is not None:
+            return self._launch_slots(slots, 1, step)
         return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
 
     def _launch(
@@ -578,6 +605,8 @@ class CudaBackend:
         **others: torch.Tensor,
     ) -> Finished:
         """Start the kernel on slots of all ranks' memory; what comes back says when it has ended on all."""
+        if self.placing is not None:
+            self.placing.place(stream_of(self.device))
         for rank, memory in enumerate(ranks.each):
             self._clear(rank, memory)
         arguments = ranks.arguments(slots, self.wait_ns, most_steps, **others)

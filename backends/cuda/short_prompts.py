@@ -59,7 +59,7 @@ class ShortPrompts:
 
     def begin(self, request: Request) -> ShortRun:
         """RequestError if its tokens do not fit the slot or are none of the model's."""
-        check_prompt(torch.tensor(request.prompt), 0, self._room, self._vocab)
+        check_prompt(request.prompt, 0, self._room, self._vocab)
         return ShortRun(self, ShortPrompt(request.prompt, request.slot))
 
     def queue(self, prompts: Sequence[ShortPrompt]) -> None:
@@ -68,7 +68,7 @@ class ShortPrompts:
         if kernel in self._graphs:
             self._graphs[kernel].replay()
         else:
-            self._pass.queue(kernel, self._stream())
+            self._pass.queue(kernel, stream_of(self.device))
 
     def make_ready(self) -> bool:
         """Capture one more pass's graph, which takes the host less than its launches; whether there are others."""
@@ -79,14 +79,13 @@ class ShortPrompts:
             on_device(self.device),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
-            self._pass.queue(kernel, self._stream())
+            self._pass.queue(kernel, stream_of(self.device))
         self._graphs[kernel] = graph
         return bool(self._to_capture)
 
     def memory_bytes(self) -> int:
         return self._pass.nbytes
 
-    def _stream(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return torch.cuda.current_stream(self.device).cuda_stream
+def stream_of(device: torch.device) -> int:
+    """The address of the current one; of a CPU 0."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -79,7 +79,23 @@ class GateCall(ctypes.Structure):
     )
 
 
-CALLS = {"Join": JoinCall, "Heads": HeadsCall, "Attend": AttendCall, "Gate": GateCall}
+class PlaceCall(ctypes.Structure):
+    """`words`: PLACE_HEAD words of which the first is the number of pieces, the pieces, and what they bring."""
+
+    _fields_ = (("words", P),)
+
+
+PLACE_BLOCKS, PLACE_THREADS, PLACE_HEAD = 24, 128, 4
+# `count` words from word `from` of the call's on, to an address.
+piece_type = np.dtype([("to", "<u8"), ("from", "<i4"), ("count", "<i4")])
+
+CALLS = {
+    "Join": JoinCall,
+    "Heads": HeadsCall,
+    "Attend": AttendCall,
+    "Gate": GateCall,
+    "Place": PlaceCall,
+}
 
 # Of a pass of so many tokens at most: tiles of 128 rows, K in stages of 64.
 SHORT_KERNELS = (

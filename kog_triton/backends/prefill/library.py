@@ -358,11 +358,12 @@ def check_cache(cache: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None
         )
 
 
-def check_prompt(ids: Tensor, first: int, room: int, vocab: int) -> None:
+def check_prompt(ids: Tensor | Sequence[int], first: int, room: int, vocab: int) -> None:
     """RequestError for tokens that do not fit positions [first, room), or are none of the model's."""
     end = first + len(ids)
     if first < 0 or end > room:
         raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
-    for token in (int(ids.min()), int(ids.max())):
+    least, most = (ids.min(), ids.max()) if isinstance(ids, Tensor) else (min(ids), max(ids))
+    for token in (int(least), int(most)):
         if not 0 <= token < vocab:
             raise RequestError(f"token id {token} is outside the vocabulary of {vocab}")
