@@ -547,8 +547,10 @@ class CudaBackend:
         other += self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
-        if self.short is not None and self.placing is not None:
-            other += self.short.memory_bytes() + self.placing.nbytes
+        if self.short is not None:
+            other += self.short.memory_bytes()
+        if self.placing is not None:
+            other += self.placing.nbytes
         return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:

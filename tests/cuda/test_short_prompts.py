@@ -8,8 +8,10 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import backend as cuda_backend
+from kog_triton.backends.cuda import placing
 from kog_triton.backends.cuda.short_pass import MOST_TOKENS, can_pass, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.backends.prefill.upload import upload
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType
@@ -84,6 +86,20 @@ def test_prompts_that_wait_share_a_pass_and_keep_their_bits(alone):
     for slot, (tokens, cache) in alone.items():
         assert said(mailbox, slot) == tokens and torch.equal(left(backend, slot), cache)
     backend.close()
+
+
+def test_requests_that_were_admitted_together_lie_in_their_slots_by_one_upload(alone, monkeypatch):
+    """Or, where that has no room for them, by an upload a part."""
+    for room, uploads in ((placing.STAGED, 1), (64, 9)):
+        told = []
+        monkeypatch.setattr(placing, "upload", lambda values, to: (told.append(1), upload(values, to)))
+        monkeypatch.setattr(placing, "STAGED", room)
+        backend = opened()
+        mailbox = served(backend, *(asked(slot) for slot in (2, 0, 1)))
+        assert len(told) == uploads
+        assert [said(mailbox, slot) for slot in (0, 1, 2)] == [alone[slot][0] for slot in (0, 1, 2)]
+        backend.close()
+        monkeypatch.undo()
 
 
 def test_those_that_come_beside_a_stream_share_one_between_its_tokens(alone):
