@@ -30,7 +30,11 @@ class Placing:
         self._memory = memory
         self._staged = torch.zeros(STAGED, dtype=torch.int32, device=memory.request.device)
         self._queue = ready(
-            SHORT_KERNELS[0], "kog_place", PLACE_BLOCKS, PLACE_THREADS, PlaceCall(self._staged.data_ptr())
+            SHORT_KERNELS[0],
+            "kog_place",
+            PLACE_BLOCKS,
+            PLACE_THREADS,
+            PlaceCall(self._staged.data_ptr()),
         )
         self._waiting: dict[int, list[tuple[torch.Tensor, np.ndarray]]] = {}  # by slot
 

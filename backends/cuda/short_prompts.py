@@ -86,6 +86,7 @@ class ShortPrompts:
     def memory_bytes(self) -> int:
         return self._pass.nbytes
 
+
 def stream_of(device: torch.device) -> int:
     """The address of the current one; of a CPU 0."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

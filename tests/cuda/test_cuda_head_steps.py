@@ -158,10 +158,14 @@ def test_first_tokens_of_one_step_are_those_of_steps_of_their_own(name):
     """Chosen in every way."""
     spec = MODELS[name]
     asked = [
-        request(n, prompt_of(4 + n, n), 2, params, mask=(lambda _: ALLOWED) if how == "masked" else None)
+        request(
+            n, prompt_of(4 + n, n), 2, params, mask=(lambda _: ALLOWED) if how == "masked" else None
+        )
         for n, (how, params) in enumerate(MIXED.items())
     ]
-    apart, together = (opened(spec, len(asked), kind, seed=4) for kind in (FiberBackend, ColumnBackend))
+    apart, together = (
+        opened(spec, len(asked), kind, seed=4) for kind in (FiberBackend, ColumnBackend)
+    )
     want, got = run(apart, *asked), run(together, *asked)
     for n in range(len(asked)):
         assert [said_of(s) for s in got[n]] == [said_of(s) for s in want[n]]
@@ -219,8 +223,12 @@ def test_a_mask_that_is_late_behind_the_head_is_waited_for(alone, monkeypatch):
 
 STEPS, STEP = FiberBackend, ColumnBackend
 FAULTS = {
-    "weights of the layers": (STEPS, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)"),
-    "a launch that ends with the first of several": (STEPS, "head_steps.h", "< b.p.num_requests) return", "< 1) return"),
+    "weights of the layers": (
+        STEPS, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)",
+    ),
+    "a launch that ends with the first of several": (
+        STEPS, "head_steps.h", "< b.p.num_requests) return", "< 1) return",
+    ),
     "the streams of slot 0": (
         STEPS, "head_steps.h", "static_cast<u64>(slot) * kLanes", "static_cast<u64>(slot) * 0",
     ),
@@ -228,9 +236,15 @@ FAULTS = {
     "a request's words of another": (
         STEPS, "head_steps.h", "select_request(b, cursor", "select_request(b, b.small->cursors[0]",
     ),
-    "one step: weights of the layers": (STEP, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)"),
-    "one step: the streams of one request": (STEP, "columns/stream.h", "cursors[column].slot) * kLanes", "cursors[0].slot) * kLanes"),
-    "one step: streams of the layers": (STEP, "columns/head_step.h", "run_head<FromSlots>", "run_head<FromLayers>"),
+    "one step, weights of the layers": (
+        STEP, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)",
+    ),
+    "one step, the streams of one request": (
+        STEP, "columns/stream.h", "cursors[column].slot) * kLanes", "cursors[0].slot) * kLanes",
+    ),
+    "one step, streams of the layers": (
+        STEP, "columns/head_step.h", "run_head<FromSlots>", "run_head<FromLayers>",
+    ),
 }  # fmt: skip
 
 

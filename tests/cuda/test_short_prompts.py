@@ -88,18 +88,19 @@ def test_prompts_that_wait_share_a_pass_and_keep_their_bits(alone):
     backend.close()
 
 
-def test_requests_that_were_admitted_together_lie_in_their_slots_by_one_upload(alone, monkeypatch):
+@pytest.mark.parametrize(("room", "uploads"), [(placing.STAGED, 1), (64, 9)])
+def test_requests_that_were_admitted_together_lie_in_their_slots_by_one_upload(
+    alone, monkeypatch, room, uploads
+):
     """Or, where that has no room for them, by an upload a part."""
-    for room, uploads in ((placing.STAGED, 1), (64, 9)):
-        told = []
-        monkeypatch.setattr(placing, "upload", lambda values, to: (told.append(1), upload(values, to)))
-        monkeypatch.setattr(placing, "STAGED", room)
-        backend = opened()
-        mailbox = served(backend, *(asked(slot) for slot in (2, 0, 1)))
-        assert len(told) == uploads
-        assert [said(mailbox, slot) for slot in (0, 1, 2)] == [alone[slot][0] for slot in (0, 1, 2)]
-        backend.close()
-        monkeypatch.undo()
+    told = []
+    monkeypatch.setattr(placing, "upload", lambda values, to: (told.append(1), upload(values, to)))
+    monkeypatch.setattr(placing, "STAGED", room)
+    backend = opened()
+    mailbox = served(backend, *(asked(slot) for slot in (2, 0, 1)))
+    assert len(told) == uploads
+    assert [said(mailbox, slot) for slot in (0, 1, 2)] == [alone[slot][0] for slot in (0, 1, 2)]
+    backend.close()
 
 
 def test_those_that_come_beside_a_stream_share_one_between_its_tokens(alone):
