@@ -28,7 +28,7 @@ from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
-from kog_triton.backends.cuda.placing import STAGED_BYTES, Placing
+from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.products import ArenaProducts, product_texts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
@@ -234,7 +234,6 @@ class CudaBackend:
             beside = unpacked_bytes(lowering)
             if self._passes_short(lowering):
                 beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
-                beside += STAGED_BYTES
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
             plan = replace(plan, weights=plan.weights + beside)
@@ -549,8 +548,6 @@ class CudaBackend:
             other += self.library.memory_bytes()
         if self.short is not None:
             other += self.short.memory_bytes()
-        if self.placing is not None:
-            other += self.placing.nbytes
         return {"weights": weights, "kv_cache": cache, "other": other}
 
     def close(self) -> None:
@@ -622,4 +619,4 @@ class CudaBackend:
             blank = self._blank[rank] = torch.zeros_like(memory.words)
         for tensor in (memory.words, memory.error):
             tensor.copy_(blank[: len(tensor)])
-        memory.mailbox.zero_()
+        memory.mailbox.numpy()[:] = 0

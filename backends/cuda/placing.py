@@ -1,6 +1,6 @@
-"""Requests on their way into their slots: all that were admitted since the last launch go by one upload and a launch
-(kog_place in short_pass.cu). Three uploads each took the host longer than the GPU a pass of eight prompts
-(benchmarks/cuda-log.md#short-prompts)."""
+"""Requests on their way into their slots: all that were admitted since the last launch are laid there by a launch of
+their own, which reads them in the host's memory (kog_place in short_pass.cu). Three uploads each took the host longer
+than the GPU a pass of eight prompts (benchmarks/cuda-log.md#short-prompts)."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,6 @@ from kog_triton.backends.cuda.short_pass import Ready
 from kog_triton.backends.prefill.upload import upload
 
 STAGED = 1 << 15  # words: eight requests of 256 tokens have 4,000; what is longer goes by itself
-STAGED_BYTES = 4 * STAGED
 
 
 class Placing:
@@ -28,7 +27,11 @@ class Placing:
 
     def __init__(self, memory: Memory, ready: Ready) -> None:
         self._memory = memory
-        self._staged = torch.zeros(STAGED, dtype=torch.int32, device=memory.request.device)
+        pinned = memory.request.device.type == "cuda"
+        self._staged = torch.zeros(
+            STAGED, dtype=torch.int32, pin_memory=pinned
+        )  # the GPU reads it there
+        self._words = self._staged.numpy()
         self._queue = ready(
             SHORT_KERNELS[0],
             "kog_place",
@@ -41,29 +44,25 @@ class Placing:
     def add(self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int) -> None:
         """As `Memory.write_request`, by the next `place`. What the host shares with the kernel is there at once."""
         self._memory.clear_told(slot, words)
-        self._waiting[slot] = self._memory.pieces_of(slot, words, prompt, start)
+        self._waiting[slot] = self._memory.pieces_of(words, prompt, start)
 
     def place(self, stream: int) -> None:
-        """All that were added, in the order of a stream, the current one."""
-        pieces = [piece for each in self._waiting.values() for piece in each]
+        """All that were added, in the order of a stream, the current one. Not again before the launch behind it has
+        ended, which has then read all of it."""
+        pieces = [(slot, *piece) for slot, each in self._waiting.items() for piece in each]
         self._waiting.clear()
         if not pieces:
             return
-        counts = np.array([values.size for _, values in pieces])
-        ends = PLACE_HEAD + len(pieces) * piece_type.itemsize // 4 + counts.cumsum()
+        counts = np.array([values.size for *_, values in pieces])
+        first = PLACE_HEAD + len(pieces) * piece_type.itemsize // 4
+        ends = first + counts.cumsum()
         if ends[-1] > STAGED:
-            for to, values in pieces:
-                upload(torch.from_numpy(values), to)
+            for slot, rows, values in pieces:
+                upload(torch.from_numpy(values), rows[slot, : values.size])
             return
-        table = np.zeros(len(pieces), piece_type)
-        table["to"] = [to.data_ptr() for to, _ in pieces]
+        table = self._words[PLACE_HEAD:first].view(piece_type)
+        table["to"] = [rows.data_ptr() + 4 * slot * rows.stride(0) for slot, rows, _ in pieces]
         table["from"], table["count"] = ends - counts, counts
-        head = np.zeros(PLACE_HEAD, np.int32)
-        head[0] = len(pieces)
-        words = np.concatenate([head, table.view(np.int32), *(values for _, values in pieces)])
-        upload(torch.from_numpy(words), self._staged[: len(words)])
+        self._words[0] = len(pieces)
+        np.concatenate([values for *_, values in pieces], out=self._words[first : ends[-1]])
         self._queue(stream)
-
-    @property
-    def nbytes(self) -> int:
-        return self._staged.nbytes

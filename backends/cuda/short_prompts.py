@@ -20,6 +20,8 @@ from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 class ShortRun(PromptRun):
     """A prompt's part of a pass."""
 
+    is_timed = False  # never cut
+
     def __init__(self, owner: "ShortPrompts", prompt: ShortPrompt) -> None:
         end = len(prompt.tokens)
         super().__init__(0, end, self._queue, nullcontext, owner.device, Rate(), short=True)

@@ -107,9 +107,10 @@ class PrefillPass:
         bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}
         o = x  # until a module has put something out
-        (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
+        (qkv, outputs, mlp), rows = self._multiply_adds, len(ids)
+        tokens = rows + PASS_TOKENS
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            yield Work("qkv_proj", tokens * qkv)
+            yield Work("qkv_proj", tokens * qkv, rows)
             if index == 0:
                 y = self._norm(x, w.attention_norm)
             else:
@@ -121,30 +122,31 @@ class PrefillPass:
                 break
             start, mask = bounds[window]
             parts = []
-            for rows in rows_at_once(first, end):
-                seen = first + rows.stop - start
-                count = rows.stop - rows.start
-                yield Work("attention", count * (seen - count / 2) * self._seen)
+            for part in rows_at_once(first, end):
+                seen = first + part.stop - start
+                count = part.stop - part.start
+                yield Work("attention", count * (seen - count / 2) * self._seen, count)
                 kv = cache[index, :, :, :, start : start + seen]
-                parts.append(attend(q[:, :, rows], kv, None if mask is None else mask[rows, :seen]))
+                parts.append(attend(q[:, :, part], kv, None if mask is None else mask[part, :seen]))
             a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             if last and head is not None:
-                tokens, x, a = 1 + PASS_TOKENS, head.of(x), head.of(a)
+                rows, x, a = 1, head.of(x), head.of(a)
+                tokens = rows + PASS_TOKENS
                 delayed = {
                     module: [(head.of(own), head.of(every)) for own, every in late]
                     for module, late in delayed.items()
                 }
-            yield Work("o_proj", tokens * outputs)
+            yield Work("o_proj", tokens * outputs, rows)
             o = self._outputs.send(self.matrices.product(index, "o_proj", a, w.o_bias))
-            yield Work("gate_up_proj", tokens * 2 * mlp)
+            yield Work("gate_up_proj", tokens * 2 * mlp, rows)
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
-            yield Work("down_proj", tokens * mlp)
+            yield Work("down_proj", tokens * mlp, rows)
             h = self._gated(h)
             o = self._outputs.send(self.matrices.product(index, "down_proj", h, w.down_bias))
         if head is not None:
-            yield Work("head", 1.0)  # as good as nothing
+            yield Work("head", 1.0, 1)  # as good as nothing
             self._join(x, o, spec.reduce_mlp[-1], delayed["mlp"])
             head.streams.copy_(x[:, 0])
 
@@ -225,10 +227,11 @@ class PrefillPass:
 
 
 class Work(NamedTuple):
-    """A product or an attention, with what is queued around it: its kind, and a shard's multiply-adds."""
+    """A product or an attention, with what is queued around it: its kind, a shard's multiply-adds, and its tokens."""
 
     kind: str
     amount: float
+    rows: int
 
 
 class ToHead(NamedTuple):

@@ -221,7 +221,7 @@ class LibraryPrefill:
             head = ToHead(streams, last) if ends and streams is not None else None
             at = first + part.start
             for work in self._pass.layers_of(there[part], at, cache, head):
-                yield Piece(at, work.amount, work.kind)
+                yield Piece(at, work.amount, work.kind, work.rows)
 
     @property
     def layers(self) -> Sequence[LayerWeights]:
@@ -251,7 +251,7 @@ class LibraryPrefill:
             scratch = self._scratch[..., :size, :]
             ids = self._words[1 : 1 + size]
             for work in self._pass.layers_of(ids, 0, scratch, self._head):
-                yield Piece(0, work.amount, work.kind)
+                yield Piece(0, work.amount, work.kind, work.rows)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
     def _pad(self, size: int) -> None:

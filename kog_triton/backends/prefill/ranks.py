@@ -162,7 +162,9 @@ class RankPrefill:
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
             try:
-                yield from (Piece(at, work.amount, work.kind) for work in self._together(runs))
+                yield from (
+                    Piece(at, work.amount, work.kind, work.rows) for work in self._together(runs)
+                )
             finally:  # called off, too
                 self._exchange.clear()
         self._ran = True

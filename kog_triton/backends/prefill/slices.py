@@ -9,7 +9,7 @@ ended.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -28,49 +28,59 @@ class Piece(NamedTuple):
     filled  positions whose keys and values are there for what is queued behind all pieces before
     work    of the device, in a unit of which pieces of a kind take the same time, and others about that
     kind    by which pieces are alike
+    rows    how many tokens it has: pieces of a kind that have as many are more alike than others
     """
 
     filled: int
     work: float
     kind: str = ""
+    rows: int = 0
 
 
 class Rate:
-    """Seconds of a unit of work on one device: `seconds` of any, 0 until a slice was timed, and those of a kind."""
+    """Seconds of a unit of work on one device, as slices took it: of pieces of a kind and number of rows, of a kind, and
+    of any, 0 until a slice was timed."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._of_kind: dict[str, float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
 
-    def told(self, took: Mapping[str | None, tuple[float, float]]) -> None:
-        """Seconds and work of a slice's pieces by kind; None: of several kinds that were not timed apart."""
-        work = sum(work for _, work in took.values())
-        if work:  # a graph has none
-            self.seconds = _nearer(self.seconds, sum(s for s, _ in took.values()) / work)
-        for kind, (seconds, work) in took.items():
-            if kind is not None and work:
-                self._of_kind[kind] = _nearer(self._of_kind.get(kind, 0.0), seconds / work)
+    @property
+    def seconds(self) -> float:
+        return self._known.get((), 0.0)
+
+    def told(self, pieces: Iterable[tuple[Piece | None, float, float]]) -> None:
+        """Pieces of a slice, their work and seconds; None: several that were not timed apart."""
+        sums: dict[tuple[object, ...], tuple[float, float]] = {}
+        for piece, work, seconds in pieces:
+            for like in [()] if piece is None else [(), (piece.kind,), (piece.kind, piece.rows)]:
+                before, done = sums.get(like, (0.0, 0.0))
+                sums[like] = before + seconds, done + work
+        for like, (seconds, work) in sums.items():
+            if work:  # a graph has none
+                now = seconds / work
+                # Halfway: a slice that something else held up does not count for all.
+                self._known[like] = (self._known.get(like, now) + now) / 2
 
     def of(self, piece: Piece) -> float:
-        """Seconds that it will take; of a kind that was not timed yet as long as the others for their work."""
-        return piece.work * self._of_kind.get(piece.kind, self.seconds)
-
-
-def _nearer(known: float, now: float) -> float:
-    """Halfway: a slice that something else held up does not count for all."""
-    return (known + now) / 2 if known else now
+        """Seconds that it will take, by those that were most alike."""
+        known = self._known
+        like = (piece.kind, piece.rows)
+        return piece.work * (known.get(like) or known.get((piece.kind,)) or self.seconds)
 
 
 class Span(NamedTuple):
-    """Some of a slice, to a mark of its stream: a piece, or several of kind None."""
+    """Some of a slice, to a mark of its stream: a piece, or None: several."""
 
-    kind: str | None
+    piece: Piece | None
     work: float
     ended: Any
 
 
 class Timed(NamedTuple):
-    """A slice on its way, from a mark of its stream on; `others` are those of its ends on other GPUs."""
+    """A slice on its way, between marks of its stream; `others` are those of its ends on other GPUs.
+
+    begun  None: nobody asks how long it takes
+    """
 
     begun: Any
     spans: Sequence[Span]
@@ -92,6 +102,8 @@ class PromptRun:
     short       `at_once` it is one piece, and a short one: none begins before another has ended
     others      GPUs that run it beside `device`, by which it is timed
     """
+
+    is_timed = True  # by class: how long its slices take is of use
 
     def __init__(
         self,
@@ -125,7 +137,8 @@ class PromptRun:
         if self._before is not None and self._reached(self._before.ended):
             self.wait()
         with self._settings():
-            begun, spans, work, told = self._mark(), [], 0.0, 0.0
+            begun = self._mark() if self.is_timed else None
+            spans, work, told = [], 0.0, 0.0
             if self._pieces is None:
                 self._pieces = self._begin(at_once)
                 self._next = next(self._pieces, None)
@@ -133,7 +146,7 @@ class PromptRun:
                 work, told = work + piece.work, told + self._rate.of(piece)
                 self._next = next(self._pieces, None)
                 if not at_once:
-                    spans.append(Span(piece.kind, piece.work, self._mark()))
+                    spans.append(Span(piece, piece.work, self._mark()))
             if not spans:
                 spans.append(Span(None, work, self._mark()))
             self.filled = self.end if self._next is None else self._next.filled
@@ -150,13 +163,12 @@ class PromptRun:
             wait_for(lambda: self._reached(timed.ended), SLICE, self._device)
             for device, end in zip(self._others, timed.others, strict=True):
                 wait_for(end.query, SLICE, device)
-            took: dict[str | None, tuple[float, float]] = {}
-            begun = timed.begun
-            for kind, work, ended in timed.spans:
-                before, done = took.get(kind, (0.0, 0.0))
-                took[kind] = before + self._seconds(begun, ended), done + work
-                begun = ended
-            self._rate.told(took)
+            begins = [timed.begun, *(span.ended for span in timed.spans)]
+            if self.is_timed:
+                self._rate.told(
+                    (span.piece, span.work, self._seconds(begun, span.ended))
+                    for begun, span in zip(begins, timed.spans, strict=False)
+                )
 
     def _fits(self, work: float, told: float, piece: Piece, seconds: float) -> bool:
         """One more, of a slice whose pieces have so much work and will take `told` seconds. While nothing was timed a
