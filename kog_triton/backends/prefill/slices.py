@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Rate:
-    """Seconds of a unit of work on one device, as slices took it: of pieces of a kind and number of rows, of a kind, and
+    """Seconds of a unit of work on one device, as slices took it: of pieces of a kind with so many rows, of a kind, and
     of any, 0 until a slice was timed."""
 
     def __init__(self) -> None:
