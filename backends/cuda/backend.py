@@ -26,6 +26,7 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.layout.short_pass import Ready
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.placing import Placing
@@ -38,7 +39,6 @@ from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
     PassKernels,
-    Ready,
     ShortPass,
     can_pass,
     functions,

@@ -4,7 +4,7 @@ A pass is never cut. Which prompts take one is a function of their own lengths, 
 shares it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -15,12 +15,19 @@ from kog_triton.backends.cuda.short_pass import MOST_TOKENS, ShortPass, ShortPro
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.library import check_prompt, on_device
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
+from kog_triton.backends.watchdog import reached
 
 
 class ShortRun(PromptRun):
     """A prompt's part of a pass."""
 
     is_timed = False  # never cut
+
+    def _mark(self) -> Callable[[], bool]:
+        return self._owner.last_ended
+
+    def _reached(self, mark: Callable[[], bool]) -> bool:
+        return mark()
 
     def __init__(self, owner: "ShortPrompts", prompt: ShortPrompt) -> None:
         end = len(prompt.tokens)
@@ -53,6 +60,7 @@ class ShortPrompts:
     def __init__(self, passes: ShortPass, device: torch.device, room: int, vocab: int) -> None:
         self.device, self.fits = device, passes.fits
         self._pass, self._room, self._vocab = passes, room, vocab
+        self.last_ended: Callable[[], bool] = lambda: True  # of the pass that was queued last
         self._graphs: dict[ProductKernel, torch.cuda.CUDAGraph] = {}
         self._to_capture = list(SHORT_KERNELS) if device.type == "cuda" else []
 
@@ -66,11 +74,13 @@ class ShortPrompts:
 
     def queue(self, prompts: Sequence[ShortPrompt]) -> None:
         """On the current stream."""
-        kernel = self._pass.write(prompts)
+        stream = stream_of(self.device)
+        kernel = self._pass.write(prompts, stream if self.last_ended() else None)
         if kernel in self._graphs:
             self._graphs[kernel].replay()
         else:
-            self._pass.queue(kernel, stream_of(self.device))
+            self._pass.queue(kernel, stream)
+        self.last_ended = reached(self.device)
 
     def make_ready(self) -> bool:
         """Capture one more pass's graph, which takes the host less than its launches; whether there are others."""

@@ -2,6 +2,7 @@
 products they stand between, and how their K is cut."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,10 @@ JOIN_THREADS, MOST_HIDDEN = 256, 8192
 HEAD_THREADS, MOST_HEAD_DIM = 128, 256
 ATTEND_THREADS, QUERIES = 128, 16
 GATE_THREADS = 256
+
+Queue = Callable[[int], None]  # puts a launch on a stream
+# Makes a launch ready: of a pass of so many tokens a function by name, with blocks, threads, shared bytes and argument.
+Ready = Callable[[ProductKernel, str, int, int, ctypes.Structure], Queue]
 
 P, I64, INT, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
