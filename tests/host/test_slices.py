@@ -256,6 +256,16 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
     assert share.slice_s(9.0) == pytest.approx(beside)
 
 
+def test_a_launch_that_something_held_up_makes_no_slice_longer():
+    share = Share()
+    for seconds in (0.0052, 0.0051, 0.0053):
+        share.told(seconds, 1)
+    right = share.slice_s(0.0)
+    share.alone()
+    share.told(0.0067, 1)
+    assert share.slice_s(1.0) == pytest.approx(right, rel=0.03)
+
+
 def test_a_slice_that_was_too_long_shortens_those_behind_it_and_is_forgotten():
     """Each slice is queued while the slice before it runs: what is known is two slices old."""
     share, step, now, queued = Share(), 0.003, 0.0, []

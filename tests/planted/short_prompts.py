@@ -75,7 +75,7 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/slices.py",
-        "self._of_kind.get(piece.kind, self.seconds)",
+        "known.get(like) or known.get((piece.kind,)) or self.seconds",
         "self.seconds",
         "host/test_slices.py",
         "a piece of a prompt is taken to be as long as those of other kinds",
@@ -86,6 +86,20 @@ FAULTS = (
         "if True:",
         "host/test_slices.py",
         "pieces that run at once are timed apart, with a mark between their launches",
+    ),
+    Fault(
+        "backends/serving.py",
+        "self._step = median(self._steps)",
+        "self._step = self._steps[-1]",
+        "host/test_slices.py",
+        "one long step makes the slices beside it longer",
+    ),
+    Fault(
+        "backends/serving.py",
+        "return max(len(one.output) - count",
+        "return sum(len(one.output) - count",
+        "host/test_launch_serving.py",
+        "the tokens of requests that share steps are taken for as many steps",
     ),
     Fault(
         "backends/cuda/placing.py",
