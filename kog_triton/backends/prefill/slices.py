@@ -52,7 +52,10 @@ class Rate:
         """Pieces of a slice, their work and seconds; None: several that were not timed apart."""
         sums: dict[tuple[object, ...], tuple[float, float]] = {}
         for piece, work, seconds in pieces:
-            for like in [()] if piece is None else [(), (piece.kind,), (piece.kind, piece.rows)]:
+            alike: list[tuple[object, ...]] = [()]
+            if piece is not None:
+                alike += [(piece.kind,), (piece.kind, piece.rows)]
+            for like in alike:
                 before, done = sums.get(like, (0.0, 0.0))
                 sums[like] = before + seconds, done + work
         for like, (seconds, work) in sums.items():
