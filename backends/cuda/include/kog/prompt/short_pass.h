@@ -400,4 +400,22 @@ KOG_DEVICE void gate(const Gate& p) {
   store_x(p.out, p.order, token, k, round_pair<kF16>(gated(v.x, v.y), gated(v.z, v.w)));
 }
 
+// ---- requests into their slots: a block a piece ----
+
+struct Piece {
+  u32* to;
+  int from, count;
+};
+struct Place {
+  const u32* words;  // [0]: how many pieces; they begin at [4], and behind them lies what they bring
+};
+constexpr int kPlaceThreads = 128, kPlaceBlocks = 24;
+
+KOG_DEVICE void place(const Place& p) {
+  const Piece* pieces = reinterpret_cast<const Piece*>(p.words + 4);
+  for (u32 i = static_cast<u32>(block_index()); i < p.words[0]; i += kPlaceBlocks)
+    for (int n = thread_index(); n < pieces[i].count; n += kPlaceThreads)
+      pieces[i].to[n] = p.words[pieces[i].from + n];
+}
+
 }  // namespace kog
