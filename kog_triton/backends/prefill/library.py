@@ -178,7 +178,8 @@ class LibraryPrefill:
         sizes = {BUCKET: self._sizes[::-1], SUFFIX: SIZES if self._suffixes else ()}
         passes = [Graphed(kind, size) for kind in sizes for size in sizes[kind]]
         self._graphs = PassGraphs(device, passes)
-        self._ran = False  # a pass was queued to its end: no kernel is compiled or loaded any more
+        # Of which kinds a pass was queued to its end: no kernel of theirs is compiled or loaded any more.
+        self._ran: set[str] = set()
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
         """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
@@ -201,23 +202,29 @@ class LibraryPrefill:
         assert streams is None or self._head is not None
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
-        pieces = partial(self._pieces, ids, first, cache, streams)
+        row = self._suffixes.row_of(first, len(ids), cache) if self._suffixes else None
+        settings = partial(self._settings, BUCKET if row is None else SUFFIX)
+        pieces = partial(self._pieces, ids, first, cache, streams, row)
         end, short = first + len(ids), first == 0 and self._size_for(len(ids)) > 0
-        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, short)
+        return PromptRun(first, end, pieces, settings, self.device, self._rate, short)
 
     def _size_for(self, count: int) -> int:
         """The bucket of so many tokens; 0: none."""
         return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(
-        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None, at_once: bool
+        self,
+        ids: Tensor,
+        first: int,
+        cache: Tensor,
+        streams: Tensor | None,
+        row: int | None,
+        at_once: bool,
     ) -> Iterator[Piece]:
-        """A product or an attention after the other, or a graph of all."""
+        """A product or an attention after the other, or a graph of all. row: a suffix's slot (suffixes.py)."""
         size = self._size_for(len(ids))
-        suffixes = self._suffixes
-        row = suffixes.row_of(first, len(ids), cache) if suffixes else None
-        if suffixes is not None and row is not None:
-            yield from self._suffix(suffixes, ids, first, row, at_once)
+        if self._suffixes is not None and row is not None:
+            yield from self._suffix(self._suffixes, ids, first, row, at_once)
             if streams is not None and self._head is not None:
                 streams.copy_(self._head.streams)
         elif size and first == 0:
@@ -226,7 +233,7 @@ class LibraryPrefill:
                 streams.copy_(self._head.streams)
         else:
             yield from self._chunks(ids, first, cache, streams)
-        self._ran = True
+        self._ran.add(BUCKET if row is None else SUFFIX)
 
     def _suffix(
         self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool
@@ -303,12 +310,13 @@ class LibraryPrefill:
             self._pass.run(self._words[1 : 1 + size], 0, scratch, self._head)
         elif self._suffixes is not None:
             self._suffixes.run(size)
-        self._ran = True
+        self._ran.add(kind)
 
     # ---- around a pass ----
 
-    def _settings(self) -> AbstractContextManager[None]:
-        return pass_settings(self.device, self._ran)
+    def _settings(self, kind: str) -> AbstractContextManager[None]:
+        """Of passes of a kind; chunks' kernels are those of buckets."""
+        return pass_settings(self.device, kind in self._ran)
 
     def _check(self, ids: Tensor, first: int, cache: Tensor) -> None:
         shape = (*self._scratch.shape[:4], self.spec.head_dim)
