@@ -217,7 +217,7 @@ def tile_bytes(schedule: Schedule, tiles: Tiles) -> list[tuple[int, int, int]]:
 def bytes_on_their_way(t: StageTiles) -> int:
     """Of a block as the stage begins."""
     places = (t.place(tile)[1] for tile in range(t.asked_before(0)))
-    return 4 * t.tile_rows * sum(t.widths[k] for k in places)
+    return 4 * sum(t.tile_words(k) for k in places)
 
 
 def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:
