@@ -65,6 +65,34 @@ def meet(S: tl.constexpr):
 
 
 @triton.jit
+def any_set(xs, S: tl.constexpr):
+    """1 if in a tuple of int32 tensors any element of any of the block's threads is not zero, else 0; a barrier.
+
+    On NVIDIA by the barrier that votes: a maximum over a block takes three of them, and two ways to shared memory.
+    The three pieces of assembly share a scope of registers, with no branch between them.
+    """
+    COUNT: tl.constexpr = len(xs)
+    if S.vendor == "nvidia":
+        tl.inline_asm_elementwise(
+            "{\n.reg .b32 any;\n.reg .pred here, found;\nmov.b32 any, 0;\nmov.b32 $0, 0;",
+            "=r", [], tl.int32, False, 1,
+        )  # fmt: skip
+        for i in tl.static_range(COUNT):
+            tl.inline_asm_elementwise(
+                "or.b32 any, any, $1;\nmov.b32 $0, 0;", "=r,r", [xs[i]], tl.int32, False, 1
+            )
+        return tl.inline_asm_elementwise(
+            "setp.ne.s32 here, any, 0;\nbar.red.or.pred found, 0, here;\nselp.b32 $0, 1, 0, found;\n}",
+            "=r", [], tl.int32, False, 1,
+        )  # fmt: skip
+    else:
+        found = tl.max(xs[0])
+        for i in tl.static_range(1, COUNT):
+            found = tl.maximum(found, tl.max(xs[i]))
+        return found
+
+
+@triton.jit
 def pin(x, S: tl.constexpr):
     """int32 x, computed once and in the layout it has: what follows may convert it, not compute it again in another."""
     if S.vendor == "nvidia":

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
+    any_set,
     expired,
     load_shared,
     load_uncached,
@@ -260,15 +261,25 @@ def missing(ws, wanted):
 
 
 @triton.jit
-def poll_state(lacking, late):
+def poll_state(lacking, since, tries, limit, S: tl.constexpr):
     """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
 
-    Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
+    Threads may differ in whether they have, so the block agrees on it too.
     """
     COUNT: tl.constexpr = len(lacking)
-    state = tl.max(lacking[0] * (1 + late))
-    for i in tl.static_range(1, COUNT):
-        state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
+    if S.vendor == "nvidia":
+        state = any_set(lacking, S)
+        if state != 0:
+            late = expired(since, tries, limit, S)
+            overdue = ()
+            for i in tl.static_range(COUNT):
+                overdue = overdue + (lacking[i] * late,)
+            state += any_set(overdue, S)
+    else:  # in one maximum
+        late = expired(since, tries, limit, S)
+        state = tl.max(lacking[0] * (1 + late))
+        for i in tl.static_range(1, COUNT):
+            state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
     return state
 
 
@@ -298,8 +309,7 @@ def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
         for i in tl.static_range(COUNT):
             ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
         tries += 1
-        late = expired(since, tries, p.limit * alive, S)
-        state = poll_state(missing(ws, wanted), late)
+        state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
     return ws, state
 
 
@@ -307,12 +317,11 @@ def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = uniform(poll_state(missing((w,), wanted), 1 - alive), S)
+    state = uniform(poll_state(missing((w,), wanted), since, tries, p.limit * alive, S), S)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
-        late = expired(since, tries, p.limit, S)
-        state = poll_state(missing((w,), wanted), late)
+        state = poll_state(missing((w,), wanted), since, tries, p.limit, S)
     return w, state
 
 
