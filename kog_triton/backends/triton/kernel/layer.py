@@ -25,7 +25,7 @@ from kog_triton.backends.triton.kernel.residual import (
     silu,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
-from kog_triton.backends.triton.kernel.words import publish_pairs, wait_pairs
+from kog_triton.backends.triton.kernel.words import in_columns, publish_pairs, wait_pairs
 
 POINTS = (
     "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
@@ -37,27 +37,32 @@ POINTS = (
 
 
 @triton.jit
-def store_qkv(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
+def store_qkv(
+    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
+):
     ROWS: tl.constexpr = T.tile_rows
     bias, first, phase = out
     row = first + unit * ROWS
     if S.qkv_bias:
-        r = row + tl.arange(0, ROWS)
+        r = row + in_columns(ROWS, COLUMNS)[0]
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    publish_pairs(to, row, y, T.rows, phase, S, ROWS)
+    publish_pairs(to, row, y, T.rows, phase, S, ROWS, COLUMNS, STRIDE)
 
 
 @triton.jit
-def silu_mul(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
+def silu_mul(
+    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
+):
     ROWS: tl.constexpr = T.tile_rows
     PAIRS: tl.constexpr = T.tile_rows // 2
     bias, first, phase = out
     row = first + unit * ROWS
     if S.mlp_bias:
-        r = row + tl.arange(0, ROWS)
+        r = row + in_columns(ROWS, COLUMNS)[0]
         y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
-    publish_pairs(to, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
+    gate, up = tl.split(tl.reshape(y, (COLUMNS * PAIRS, 2)))
+    value = silu(gate) * up
+    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, PAIRS, COLUMNS, STRIDE)
 
 
 # ---- stages ----

@@ -12,6 +12,7 @@ from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
     half_bits,
     high,
+    in_columns,
     load_polled,
     low,
     num_plane_runs,
@@ -270,6 +271,28 @@ def add_delayed(y, words, layer, it, coords, alive, p, S: tl.constexpr, STAGE: t
 
 
 @triton.jit
+def publish_rows(
+    ys, layer, coords, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Send every column's rows where there are no other lanes: ys [COLUMNS * tile_rows], one a unit.
+
+    One store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56).
+    """
+    _, lane, group_index = coords
+    T: tl.constexpr = S.stages[STAGE]
+    HALF: tl.constexpr = S.hidden_size // 2
+    UNITS: tl.constexpr = T.units
+    ROWS: tl.constexpr = T.tile_rows
+    i, column = in_columns(ROWS, COLUMNS)
+    to = p.words + S.region(module_output(STAGE)) + column * S.total_words
+    for u in tl.static_range(UNITS):
+        row = group_index * T.block_rows + u * ROWS + i
+        y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
+        at = (row & 1) * HALF + (row >> 1)
+        store_shared(to + at, pack_f32(y, phase), row < T.rows)
+
+
+@triton.jit
 def publish_module(
     ys, delayed, how, layer, it, coords, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
@@ -289,16 +312,8 @@ def publish_module(
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
             sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
             store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
-    else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
-        T: tl.constexpr = S.stages[STAGE]
-        HALF: tl.constexpr = S.hidden_size // 2
-        UNITS: tl.constexpr = T.units
-        ROWS: tl.constexpr = T.tile_rows
-        for u in tl.static_range(UNITS):
-            row = group_index * T.block_rows + u * ROWS + tl.arange(0, ROWS)
-            y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
-            at = (row & 1) * HALF + (row >> 1)
-            store_shared(to + at, pack_f32(y, phase), row < T.rows)
+    else:
+        publish_rows(ys, layer, coords, phase, p, S, STAGE, 1)
     return alive
 
 

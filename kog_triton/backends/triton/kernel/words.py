@@ -451,8 +451,29 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 
 @triton.jit
-def publish_pairs(base, row, value, rows, phase, S: tl.constexpr, N: tl.constexpr):
-    """N values of rows row .. row + N - 1 (row even) as pair words."""
-    first, second = tl.split(tl.reshape(value, (N // 2, 2)))
-    j = row // 2 + tl.arange(0, N // 2)
-    store_shared(base + j, pack_pair(first, second, phase, S), 2 * j < rows)
+def publish_pairs(
+    base,
+    row,
+    value,
+    rows,
+    phase,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr = tl.constexpr(1),
+    STRIDE: tl.constexpr = tl.constexpr(0),
+):
+    """N values of rows row .. row + N - 1 (row even) as pair words, of every column, whose words are STRIDE apart."""
+    first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
+    i, column = in_columns(N // 2, COLUMNS)
+    j = row // 2 + i
+    store_shared(base + column * STRIDE + j, pack_pair(first, second, phase, S), 2 * j < rows)
+
+
+@triton.jit
+def in_columns(N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of COLUMNS * N values, one column's after the other's: the place in a column, and the column."""
+    i = tl.arange(0, COLUMNS * N)
+    if COLUMNS == 1:
+        return i, 0
+    else:
+        return i % N, i // N
