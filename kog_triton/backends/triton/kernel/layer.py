@@ -37,6 +37,13 @@ POINTS = (
 
 
 @triton.jit
+def row_biases(bias, row, T: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a row tile that begins at `row`, the same in every column."""
+    r = row + in_columns(T.tile_rows, COLUMNS)[0]
+    return tl.load(bias + r, mask=r < T.rows, other=0.0)
+
+
+@triton.jit
 def store_qkv(
     y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
 ):
@@ -44,8 +51,10 @@ def store_qkv(
     bias, first, phase = out
     row = first + unit * ROWS
     if S.qkv_bias:
-        r = row + in_columns(ROWS, COLUMNS)[0]
-        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
+        if T.units == 1:
+            y += bias
+        else:
+            y += row_biases(bias, row, T, COLUMNS)
     publish_pairs(to, row, y, T.rows, phase, S, ROWS, COLUMNS, STRIDE)
 
 
@@ -58,8 +67,7 @@ def silu_mul(
     bias, first, phase = out
     row = first + unit * ROWS
     if S.mlp_bias:
-        r = row + in_columns(ROWS, COLUMNS)[0]
-        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
+        y += row_biases(bias, row, T, COLUMNS)
     gate, up = tl.split(tl.reshape(y, (COLUMNS * PAIRS, 2)))
     value = silu(gate) * up
     publish_pairs(to, row // 2, value, T.rows // 2, phase, S, PAIRS, COLUMNS, STRIDE)
@@ -75,7 +83,10 @@ def qkv_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.c
     T: tl.constexpr = S.stages[0]
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (bias, group_index * T.block_rows, phase)
+    first = group_index * T.block_rows
+    if S.qkv_bias and T.units == 1:  # asked for ahead of the only tile's products
+        bias = row_biases(bias, first, T, COLUMNS)
+    out = (bias, first, phase)
     return rowwise(stream, xs, words, out, S, 0, store_qkv, COLUMNS, S.total_words)
 
 

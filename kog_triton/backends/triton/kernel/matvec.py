@@ -319,8 +319,7 @@ def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
     UNITS: tl.constexpr = S.stages[STAGE].units
     ys = ()
     for u in tl.static_range(UNITS):
-        FIRST: tl.constexpr = u * COLUMNS
-        y = whole_columns(sums[FIRST:], rests[FIRST:], S, STAGE, COLUMNS)
+        y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
     return ys
 

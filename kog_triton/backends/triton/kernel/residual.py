@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
+    POLLED,
     half_bits,
     high,
     in_columns,
@@ -63,23 +64,48 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(x, S: tl.constexpr, RUN: tl.constexpr):
-    """Over the planes' tensors of one shape."""
+def squares(x, S: tl.constexpr, RUN: tl.constexpr):
+    """Squares of the planes' tensors of one shape, added up in that shape."""
     FIRST: tl.constexpr = plane_run(S, RUN)[0]
     COUNT: tl.constexpr = plane_run(S, RUN)[1]
     square = x[2 * FIRST] * 0.0
     for c in tl.static_range(FIRST, FIRST + COUNT):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
-    return tl.sum(square)
+    return square
+
+
+@triton.jit
+def folded(square):
+    """[POLLED] sums of elements that a thread has alone, in any order; of fewer elements all of them, as they are."""
+    EACH: tl.constexpr = square.numel // POLLED
+    if EACH > 1:
+        return tl.sum(tl.reshape(square, (EACH, POLLED), can_reorder=True), axis=0)
+    else:
+        return tl.reshape(square, (square.numel,), can_reorder=True)
+
+
+@triton.jit
+def sum_of_squares(x, S: tl.constexpr):
+    """Over the planes; tensors of as many elements as threads and more share one sum over the block."""
+    total = squares(x, S, 0)
+    if num_plane_runs(S) == 1:
+        return tl.sum(total)
+    else:
+        total = folded(total)
+        rest = 0.0
+        for run in tl.static_range(1, num_plane_runs(S)):
+            more = folded(squares(x, S, run))
+            if more.numel == total.numel:
+                total += more
+            else:
+                rest += tl.sum(more)
+        return tl.sum(total) + rest
 
 
 @triton.jit
 def rms_norm(x, gains, S: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
-    total = sum_of_squares(x, S, 0)
-    for run in tl.static_range(1, num_plane_runs(S)):
-        total += sum_of_squares(x, S, run)
-    scale = tl.rsqrt(total / S.hidden_size + S.norm_eps)
+    scale = tl.rsqrt(sum_of_squares(x, S) / S.hidden_size + S.norm_eps)
     out = ()
     for i in tl.static_range(2 * plane_tiles(S)):
         out = out + (x[i] * scale * gains[i],)
