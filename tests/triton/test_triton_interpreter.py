@@ -241,10 +241,10 @@ FAULTS = {
         "matvec", "        y += rest\n", "        y += rest * 0.0\n", "a width below a line",
     ),
     "the norm sums the widest tiles alone": Fault(
-        "residual", "total += sum_of_squares(x, S, run)", "total += 0.0", "widths",
+        "residual", "rest += tl.sum(more)", "rest += 0.0", "widths",
     ),
     "a wait tests its widest words alone": Fault(
-        "words", "state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))", "state = state", "widths",
+        "sync", "found = tl.maximum(found, tl.max(xs[i]))", "found = found", "widths",
     ),
     "rows of units are interleaved": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",

@@ -31,8 +31,6 @@ from kog_triton.schedule import wire
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
-NAP: tl.constexpr = tl.constexpr(0)
-CHECK: tl.constexpr = tl.constexpr(1)
 RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
 # Of pairs in bf16 (schedule/wire.py)
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
@@ -269,22 +267,19 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
     Threads may differ in whether they have, so the block agrees on it too.
     """
     COUNT: tl.constexpr = len(lacking)
-    if S.vendor == "nvidia":
-        state = any_set(lacking, S)
-        if state != 0:
-            if NAP > 0:
-                tl.inline_asm_elementwise("nanosleep.u32 $1;\nmov.b32 $0, 0;", "=r,r", [limit * 0 + NAP], tl.int32, False, 1)
-            if (limit == 0) | (tries % CHECK == 0):
-                late = expired(since, tries, limit, S)
-                overdue = ()
-                for i in tl.static_range(COUNT):
-                    overdue = overdue + (lacking[i] * late,)
-                state += any_set(overdue, S)
-    else:  # in one maximum
+    if S.vendor == "amd":  # which has no barrier that votes: in one maximum
         late = expired(since, tries, limit, S)
         state = tl.max(lacking[0] * (1 + late))
         for i in tl.static_range(1, COUNT):
             state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
+    else:
+        state = any_set(lacking, S)
+        if state != 0:
+            late = expired(since, tries, limit, S)
+            overdue = ()
+            for i in tl.static_range(COUNT):
+                overdue = overdue + (lacking[i] * late,)
+            state += any_set(overdue, S)
     return state
 
 
