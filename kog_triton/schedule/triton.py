@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import exchanges as ex
-from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
 
@@ -404,9 +404,10 @@ def lower_tiles(
     lanes = schedule.shards_per_rank
     delayed = Reduce.DELAYED in spec.reduce_attention + spec.reduce_mlp
     sizes = SIZES[vendor]
-    if not tile_bytes:
-        tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
-    group, stages = _tile_stages(schedule, num_blocks // lanes, tile_bytes)
+    each = num_blocks // lanes
+    largest = (tile_bytes,) if tile_bytes else _largest_tiles(schedule, num_blocks, sizes)
+    tilings = [_tile_stages(schedule, each, size) for size in largest]
+    group, stages = min(tilings, key=lambda t: _words_read(t, spec.num_layers))
     tiles = Tiles(
         vendor=vendor,
         sizes=sizes,
@@ -441,6 +442,26 @@ def lower_tiles(
     except ModelError as error:
         raise ModelError(f"the triton backend cannot reduce lanes so: {error}") from None
     return tiles
+
+
+def _largest_tiles(schedule: Schedule, num_blocks: int, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of the largest tile, the better first if both read as much.
+
+    Half as much is better where that is less than a block reads of a matrix, and a tile of the best size is more: what
+    is on its way beyond that only holds up polls (benchmarks/triton-log.md#small-layers).
+    """
+    if schedule.spec.hidden_size >= WIDE:
+        return (sizes.wide_tile_bytes,)
+    layer = sum(stage.rows * stage.cols for stage in layer_matrices(schedule))
+    mean = 2 * layer * schedule.shards_per_rank // (4 * num_blocks)
+    small = sizes.small_tile_bytes <= mean < sizes.tile_bytes
+    return (sizes.small_tile_bytes, sizes.tile_bytes) if small else (sizes.tile_bytes,)
+
+
+def _words_read(tiling: tuple[int, tuple[StageTiles, ...]], layers: int) -> int:
+    """By all blocks of a lane, for a token."""
+    group, stages = tiling
+    return group * sum(s.words * (1 if s.name == "lm_head" else layers) for s in stages)
 
 
 Option = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
