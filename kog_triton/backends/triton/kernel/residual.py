@@ -22,10 +22,13 @@ from kog_triton.backends.triton.kernel.words import (
     plane_run,
     plane_tiles,
     poll_on,
+    publish_pairs,
     record_more,
     record_timeout,
     settle,
     unpack_f32,
+    unpack_pair,
+    wait_pair_words,
     wait_planes,
 )
 from kog_triton.model.spec import Reduce
@@ -130,6 +133,23 @@ def add_planes(x, w, S: tl.constexpr):
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
         out = out + (even, odd)
     return out
+
+
+@triton.jit
+def add_pairs(x, ws, phase, S: tl.constexpr):
+    """The planes with words of pairs."""
+    out = ()
+    for c in tl.static_range(plane_tiles(S)):
+        valid = plane_index(c, S) < S.hidden_size // 2
+        even, odd = unpack_pair(ws[c], phase, S)
+        out = out + (x[2 * c] + tl.where(valid, even, 0.0), x[2 * c + 1] + tl.where(valid, odd, 0.0))
+    return out
+
+
+@triton.constexpr_function
+def in_pairs(S):
+    """Whether a module's outputs leave in 16 bits each."""
+    return S.lanes == 1 and not S.f16
 
 
 # ---- biases ----
@@ -310,12 +330,16 @@ def publish_rows(
     UNITS: tl.constexpr = T.units
     ROWS: tl.constexpr = T.tile_rows
     i, column = in_columns(ROWS, COLUMNS)
-    to = p.words + S.region(module_output(STAGE)) + column * S.total_words
+    to = p.words + S.region(module_output(STAGE))
     for u in tl.static_range(UNITS):
-        row = group_index * T.block_rows + u * ROWS + i
+        first = group_index * T.block_rows + u * ROWS
+        row = first + i
         y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
-        at = (row & 1) * HALF + (row >> 1)
-        store_shared(to + at, pack_f32(y, phase), row < T.rows)
+        if in_pairs(S):
+            publish_pairs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
+        else:
+            at = column * S.total_words + (row & 1) * HALF + (row >> 1)
+            store_shared(to + at, pack_f32(y, phase), row < T.rows)
 
 
 @triton.jit
@@ -359,6 +383,11 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
         for j in range(first, last):
             w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
             x = add_planes(x, w, S)
+    elif in_pairs(S):
+        T: tl.constexpr = S.stages[0]
+        COUNT: tl.constexpr = S.hidden_size // 2
+        ws, alive = wait_pair_words(base, COUNT, phase, alive, REASON, layer, p, S, T)
+        x = add_pairs(x, ws, phase, S)
     else:
         w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
         x = add_planes(x, w, S)

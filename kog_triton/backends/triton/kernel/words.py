@@ -373,19 +373,32 @@ def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.conste
 
 
 @triton.jit
-def wait_pairs(
+def wait_pair_words(
     base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
 ):
-    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
+    """`count` words once all carry `phase`, as stage T's tiles meet them; more are anything."""
     K_TILES: tl.constexpr = T.k_tiles
     ptrs, masks = (), ()
     for c in tl.static_range(K_TILES):
         j = index_of(T, c)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
     ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
+    out = ()
+    for c in tl.static_range(K_TILES):
+        out = out + (settle(ws[c]),)
+    return out, alive
+
+
+@triton.jit
+def wait_pairs(
+    base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
+):
+    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
+    ws, alive = wait_pair_words(base, count, phase, alive, reason, layer, p, S, T)
+    K_TILES: tl.constexpr = T.k_tiles
     xs = ()
     for c in tl.static_range(K_TILES):
-        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), phase, S), 0),)
+        xs = xs + (tl.where(index_of(T, c) < count, operand_of(ws[c], phase, S), 0),)
     return xs, alive
 
 
