@@ -142,14 +142,11 @@ def add_pairs(x, ws, phase, S: tl.constexpr):
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
         even, odd = unpack_pair(ws[c], phase, S)
-        out = out + (x[2 * c] + tl.where(valid, even, 0.0), x[2 * c + 1] + tl.where(valid, odd, 0.0))
+        out = out + (
+            x[2 * c] + tl.where(valid, even, 0.0),
+            x[2 * c + 1] + tl.where(valid, odd, 0.0),
+        )
     return out
-
-
-@triton.constexpr_function
-def in_pairs(S):
-    """Whether a module's outputs leave in 16 bits each."""
-    return S.lanes == 1 and not S.f16
 
 
 # ---- biases ----
@@ -335,7 +332,7 @@ def publish_rows(
         first = group_index * T.block_rows + u * ROWS
         row = first + i
         y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
-        if in_pairs(S):
+        if S.outputs_in_pairs:
             publish_pairs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
         else:
             at = column * S.total_words + (row & 1) * HALF + (row >> 1)
@@ -383,7 +380,7 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
         for j in range(first, last):
             w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
             x = add_planes(x, w, S)
-    elif in_pairs(S):
+    elif S.outputs_in_pairs:
         T: tl.constexpr = S.stages[0]
         COUNT: tl.constexpr = S.hidden_size // 2
         ws, alive = wait_pair_words(base, COUNT, phase, alive, REASON, layer, p, S, T)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
-ONE_FENCE: tl.constexpr = tl.constexpr(0)
-
 
 @triton.constexpr_function
 def is_rdna():
@@ -165,20 +163,9 @@ def order(word, S: tl.constexpr):
     """As `fence`, without a way to memory and back where a vendor has an instruction for it."""
     if S.vendor == "nvidia":
         meet(S)
-        if ONE_FENCE:
-            tl.inline_asm_elementwise(
-                "{\n.reg .pred first;\n.reg .b32 thread;\nmov.u32 thread, %tid.x;\n"
-                "setp.eq.u32 first, thread, 0;\n@first fence.acq_rel.gpu;\nmov.b32 $0, 0;\n}",
-                "=r",
-                [],
-                tl.int32,
-                False,
-                1,
-            )
-        else:
-            tl.inline_asm_elementwise(
-                "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
-            )
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
+        )
         tl.debug_barrier()
     else:
         fence(word, S)

@@ -31,6 +31,8 @@ from kog_triton.schedule import wire
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
+# Turns of a wait, of which one reads the clock (benchmarks/triton-log.md#votes).
+CLOCK_EVERY: tl.constexpr = tl.constexpr(16)
 RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
 # Of pairs in bf16 (schedule/wire.py)
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
@@ -274,7 +276,7 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
             state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
     else:
         state = any_set(lacking, S)
-        if state != 0:
+        if (state != 0) & ((tries % CLOCK_EVERY == 0) | (limit == 0)):
             late = expired(since, tries, limit, S)
             overdue = ()
             for i in tl.static_range(COUNT):
