@@ -31,7 +31,7 @@ from kog_triton.schedule import wire
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
-# Turns of a wait, of which one reads the clock (benchmarks/triton-log.md#votes).
+# Tries of a wait, of which one reads the clock (benchmarks/triton-log.md#reducing-barrier).
 CLOCK_EVERY: tl.constexpr = tl.constexpr(16)
 RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
 # Of pairs in bf16 (schedule/wire.py)
@@ -269,7 +269,7 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
     Threads may differ in whether they have, so the block agrees on it too.
     """
     COUNT: tl.constexpr = len(lacking)
-    if S.vendor == "amd":  # which has no barrier that votes: in one maximum
+    if S.vendor == "amd":  # which has no such barrier: in one maximum
         late = expired(since, tries, limit, S)
         state = tl.max(lacking[0] * (1 + late))
         for i in tl.static_range(1, COUNT):
@@ -474,8 +474,8 @@ def publish_pairs(
     phase,
     S: tl.constexpr,
     N: tl.constexpr,
-    COLUMNS: tl.constexpr = tl.constexpr(1),
-    STRIDE: tl.constexpr = tl.constexpr(0),
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
     """N values of rows row .. row + N - 1 (row even) as pair words, of every column, whose words are STRIDE apart."""
     first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
