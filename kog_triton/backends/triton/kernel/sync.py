@@ -83,8 +83,8 @@ def any_set(xs, S: tl.constexpr):
     """1 if in a tuple of int32 tensors any element of any of the block's threads is not zero, else 0; a barrier.
 
     On NVIDIA the barrier itself reduces, where a maximum takes three and two ways through shared memory
-    (benchmarks/triton-log.md#reducing-barrier). The pieces of assembly share a scope of registers: between them no branch
-    is taken.
+    (benchmarks/triton-log.md#reducing-barrier). The pieces of assembly share a scope of registers, so that no branch
+    may come between them.
     """
     COUNT: tl.constexpr = len(xs)
     if S.vendor == "nvidia":
