@@ -22,10 +22,11 @@ from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
-from kog_triton.model.spec import DTYPES
+from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import VENDORS
 from kog_triton.schedule.triton import lower_tiles
+from kog_triton.schedule.triton_codes import unreadable_codes
 
 OLDEST = 80  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 # AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
@@ -47,6 +48,10 @@ class TritonBackend:
     rank = 2
     plans_memory = True
     num_devices = 1
+
+    @classmethod
+    def why_not_narrow(cls, spec: ModelSpec) -> str:
+        return unreadable_codes(build(spec))
 
     @classmethod
     def availability(cls) -> Availability:
@@ -110,9 +115,12 @@ class TritonBackend:
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope
-            self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, rope, matrices
-            )
+            slots = self.memory.pointers.kv
+            self.library = None
+            if not self.tiles.is_narrow:  # whose matrices it does not unpack
+                self.library = open_library(
+                    options, weights, self.spec, self.max_context, embed, rope, matrices, slots
+                )
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {

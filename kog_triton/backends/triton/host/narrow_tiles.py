@@ -1,0 +1,89 @@
+"""Narrow weights of a checkpoint as the Triton kernel's tiles."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.errors import ModelError
+from kog_triton.schedule.lowering import row_order
+from kog_triton.schedule.narrow_packing import scales_by_row
+from kog_triton.schedule.schedule import Epilogue, Stage
+from kog_triton.schedule.triton import StageTiles
+from kog_triton.schedule.triton_codes import pack_codes
+from kog_triton.schedule.triton_packing import tiles_of
+
+Tensor = torch.Tensor
+LoadNarrow = Callable[[str], NarrowTensor]  # a narrow weight by its canonical name, on the device
+
+
+def load_narrow(
+    weights: WeightSource, bring: Callable[[Tensor], Tensor], name: str
+) -> NarrowTensor:
+    """ModelError if the source has values of its weights, but no codes."""
+    load = getattr(weights, "narrow", None)
+    if load is None:
+        raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
+    tensor: NarrowTensor = load(name)
+    return tensor.moved(bring)
+
+
+def pack_narrow_tiles(
+    stage: Stage, t: StageTiles, group: int, parts: Sequence[NarrowTensor]
+) -> Tensor:
+    """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
+    assert t.codes
+    codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
+    beside = [[part.scale_values() for part in parts]]
+    if t.codes.zero_points:
+        beside.append([part.offsets.float() for part in parts if part.offsets is not None])
+    by_row = [
+        torch.cat([_matrix(_by_row(part, v)) for part, v in zip(parts, values, strict=True)])
+        for values in beside
+    ]
+    if stage.epilogue is Epilogue.SILU_MUL:
+        order = torch.tensor(row_order(stage, stage.rows).tolist(), device=codes.device)
+        codes, by_row = codes[order], [values[order] for values in by_row]
+    shape = (group, t.units, t.tile_rows)
+    rows = codes.new_zeros(group * t.block_rows, 2 * t.row_words)
+    rows[: t.rows, : t.cols] = codes
+    given = rows.view(*shape, -1)
+    packed = codes.new_zeros(group * t.words, 4)
+    for k, tiles in tiles_of(t, group, packed):
+        first, width = t.first_word(k), t.widths[k]
+        values = [
+            given[..., 2 * first : 2 * (first + width)],
+            *(_of_tile(t, k, v, shape) for v in by_row),
+        ]
+        ordered = [v.transpose(0, 1).flatten(0, 1) for v in values]  # units, then blocks
+        stored = pack_codes(t.codes, ordered, t.tile_rows, width, partial(torch.cat, dim=1))
+        tiles.copy_(stored.view(tiles.shape))
+    return packed.reshape(-1).view(torch.int32)
+
+
+def _matrix(values: Tensor) -> Tensor:
+    """Of the one lane."""
+    return values.reshape(values.shape[-2:])
+
+
+def _by_row(part: NarrowTensor, values: Tensor) -> Tensor:
+    """What a scale group has, a row: [rows, groups along K]."""
+    by_row: Tensor = scales_by_row(part.format.group_rows, values, part.codes.shape[-2])
+    return by_row
+
+
+def _of_tile(t: StageTiles, k: int, by_row: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """What a tile's groups have, as bytes [blocks, units, rows, groups * 4]; zeros beyond the matrix."""
+    assert t.codes
+    count, size = t.codes.groups(t.widths[k]), t.codes.group
+    at = torch.arange(count, device=by_row.device) * (2 * t.widths[k] // count) + 2 * t.first_word(
+        k
+    )
+    which = at // size if size else torch.zeros_like(at)
+    inside = (at < t.cols) & (which < by_row.shape[1])
+    padded = by_row.new_zeros(shape[0] * t.block_rows, count)
+    columns = by_row[:, which.clamp(max=by_row.shape[1] - 1)]
+    padded[: t.rows] = torch.where(inside, columns, torch.zeros_like(columns))
+    return padded.contiguous().view(torch.uint8).view(*shape, -1)
