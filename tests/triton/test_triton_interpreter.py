@@ -203,7 +203,7 @@ FAULTS = {
         "attention", "a * cos - b * sin", "a * cos + b * sin", "llama",
     ),
     "gate and up are swapped": Fault(
-        "layer", "row // 2, silu(gate) * up", "row // 2, silu(up) * gate",
+        "layer", "value = silu(gate) * up", "value = silu(up) * gate",
         "qwen3",
     ),
     "the window is one position short": Fault(
