@@ -70,7 +70,9 @@ class StageTiles:
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
     flight: int = 0  # bytes that may be on their way; one tile is, whatever its size
     most_first: int = MOST_AHEAD  # tiles that the stage before asks for
-    codes: TileCodes | None = None  # None: 16 bits a weight; `widths` are words of those in any case
+    codes: TileCodes | None = (
+        None  # None: 16 bits a weight; `widths` are words of those in any case
+    )
 
     @property
     def is_narrow(self) -> bool:
