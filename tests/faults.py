@@ -102,7 +102,10 @@ def green(tests: Sequence[str], tree: Path, collected: bool = True) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    if collected and done.returncode not in (0, 1):  # no fault is planted, and it is not even collected
+    if collected and done.returncode not in (
+        0,
+        1,
+    ):  # no fault is planted, and it is not even collected
         raise SystemExit(f"pytest ended with {done.returncode}: {done.stdout.decode()[-2000:]}")
     return done.returncode == 0
 
@@ -181,7 +184,9 @@ def described(one: Drawn) -> str:
     return f"{one.path}:{one.line}  {before}  ->  {after}"
 
 
-Case = tuple[str, Sequence[str], Callable[[Path], bool]]  # its sentence, its tests, how it is tried in a tree
+Case = tuple[
+    str, Sequence[str], Callable[[Path], bool]
+]  # its sentence, its tests, how it is tried in a tree
 
 
 def tried(cases: Sequence[Case], workers: int) -> int:

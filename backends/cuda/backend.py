@@ -18,6 +18,7 @@ from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.early import OneToken, tokens_only
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
@@ -64,7 +65,7 @@ from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.backends.recording import RankRecording, Recording
-from kog_triton.backends.request_words import encode, encode_logits
+from kog_triton.backends.request_words import OFFSETS, WANTS_MORE, encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
 from kog_triton.backends.unseen_gpu import unseen_gpu
@@ -87,6 +88,7 @@ class CudaBackend:
     plans_memory = True
     column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
+    early_kernels = True  # a first start has kernels that make tokens alone (early.py)
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
     short_passes = (
         True  # whether short prompts have a pass of their own, where its kernels read the model
@@ -161,12 +163,14 @@ class CudaBackend:
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
-        beside = Background(most=4)
+        beside = Background(most=8)
+        self._heads: OneToken | None = None
+        self._wants_more: dict[int, bool] = {}  # by slot: than a token
         try:
-            compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
+            self._decode = self._one_token("decode.cu", "kog_decode", beside)
             if wants_library(options, self.device):
                 self._products_compiled = beside.submit(self._compile_products)
-                head_compiled = beside.submit(self._compile_ahead, "head_steps.cu", self.layout)
+                self._heads = self._one_token("head_steps.cu", "kog_head_steps", beside)
                 if fuses(self.device):
                     beside.submit(import_fused)
             self.chunks = Chunks(
@@ -190,16 +194,23 @@ class CudaBackend:
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 self.library = self._open_library(weights, lowering)
-            compiled.result()
-            if self.library is not None:
-                head_compiled.result()
+            first = self._heads or self._decode  # a first token waits for that one alone
+            first.take(more=not first.early)
+            if not self._decode.early:
+                self._decode.take()
         except BaseException:
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
-        self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
-        self.head_kernel: RankKernel | None = None
-        if self.library is not None:
-            self.head_kernel = self._open_kernel("head_steps.cu", "kog_head_steps", self.layout)
+
+    @property
+    def kernel(self) -> RankKernel:
+        """That of one token, whatever a request wants."""
+        return self._decode.take()
+
+    def _one_token(self, source: str, entry: str, beside: Background) -> OneToken:
+        early = tokens_only(source, self.layout) if self.early_kernels else None
+        load = partial(self._open_kernel, source, entry)
+        return OneToken(source, self.layout, early, self._compile_ahead, load, beside)
 
     @property
     def memory(self) -> Memory:
@@ -370,7 +381,11 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
+        self._wants_more[request.slot] = bool(words[OFFSETS["flags"]] & WANTS_MORE)
         self.ranks.write_request(request.slot, words, request.prompt, position)
+
+    def _want_more(self, slots: Sequence[int]) -> bool:
+        return any(self._wants_more[slot] for slot in slots)
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
@@ -502,6 +517,8 @@ class CudaBackend:
         return self.kernel.resources()
 
     def settle(self) -> None:
+        for one in filter(None, (self._decode, self._heads)):
+            one.settle()
         self.columns.settle()
         self.chunks.settle(self.devices)
         while self.make_ready():
@@ -548,7 +565,8 @@ class CudaBackend:
     ) -> tuple[Layout, Finished]:
         """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
-            return self.layout, self._launch(self.ranks, slots, most_steps)
+            kernel = self._decode.take(self._want_more(slots))
+            return self.layout, self._launch(self.ranks, slots, most_steps, kernel)
         ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
         return step.layout, self._launch(ranks, cursors, most_steps, step.kernel)
@@ -567,7 +585,9 @@ class CudaBackend:
 
     def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
         """Start the kernel of heads on slots whose `streams` are there, a step of each."""
-        return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
+        assert self._heads is not None
+        kernel = self._heads.take(self._want_more(slots))
+        return self.layout, self._launch(self.ranks, slots, len(slots), kernel)
 
     def _launch(
         self,

@@ -3,6 +3,7 @@
 import os
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.early import tokens_only
 from kog_triton.backends.cuda.jit import begin_cubin
 from kog_triton.backends.cuda.layout.columns import (
     COUNTS,
@@ -38,12 +39,15 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
-    """Sources with their layouts, of what the opening waits for first."""
+    """Sources with their layouts, of what a first token waits for first."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
-    kernels = [("decode.cu", layout)]
+    sources = ["decode.cu"]
     if options.prefill in ("auto", "library"):
-        kernels.append(("head_steps.cu", layout))
+        sources.append("head_steps.cu")
+    early = [(source, tokens_only(source, layout)) for source in sources]
+    kernels = [(source, one) for source, one in early if one is not None]
+    kernels += [(source, layout) for source in sources]
     if options.prefill in ("auto", "kernel"):
         chunks = layout_of_chunks(lowering, max_context, POSITIONS)
         kernels += [("columns.cu", chunks)] if chunks else []

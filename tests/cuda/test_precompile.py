@@ -13,6 +13,7 @@ import torch
 
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import early
 from kog_triton.backends.cuda import precompile as cuda
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
@@ -31,8 +32,9 @@ from tests.lib.gpus import H200_SEEN
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What the CUDA backend began, on a machine with an H200 and cores enough: texts and sources."""
+    """What the CUDA backend began, on a machine with an H200 and cores enough, nothing kept: texts and sources."""
     done: list[tuple[str, str]] = []
+    monkeypatch.setattr(early, "is_kept", lambda *_: False)
     monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(
@@ -45,6 +47,7 @@ class Asking(FiberBackend):
     """Notes the texts that it asks its compiler for, of all its kernels."""
 
     column_counts, columns_ahead, chunk_positions = COUNTS, True, POSITIONS
+    early_kernels = True
 
     def __init__(self, *arguments, **options):
         self.asked = set()
@@ -87,15 +90,17 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
         both |= backend.asked
         begun.clear()
     precompile.precompile(name, **asked)
-    assert [source for _, source in begun[:2]] == ["decode.cu", "head_steps.cu"]
+    assert [source for _, source in begun[:4]] == ["decode.cu", "head_steps.cu"] * 2
+    assert ["kTokensOnly = true" in text for text, _ in begun[:4]] == [True, True, False, False]
     assert set(begun) == both
 
 
-@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (6, 5), (7, 6), (99, 6)])
+@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6), (99, 8)])
 def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, kernels):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
-    sources = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
+    ways = 2 if cores >= early.LEAST_CORES else 1  # early and whole
+    sources = ["decode.cu", "head_steps.cu"] * ways + ["columns.cu"] * 4
     assert [source for _, source in begun] == sources[:kernels]
 
 
@@ -103,7 +108,9 @@ def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=64)
     spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
     lowering = cuda.lower(cuda.build(spec), find_gpu("h200"))
-    assert begun[0] == (render(cuda.lay_out(lowering, 64)), "decode.cu")
+    layout = cuda.lay_out(lowering, 64)
+    assert begun[0] == (render(replace(layout, tokens_only=True)), "decode.cu")
+    assert begun[2] == (render(layout), "decode.cu")
 
 
 @pytest.mark.parametrize(
