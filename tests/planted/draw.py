@@ -127,36 +127,34 @@ def files(package: Path) -> dict[str, tuple[str, ...]]:
 def draw(package: Path, seed: int, count: int) -> list[Drawn]:
     """`count` places, without two of one line, in the order in which they were drawn."""
     pool = [
-        Drawn(name, line, before, after, tests)
+        (name, tests, change)
         for name, tests in files(package).items()
-        for line, before, after in changes((package / name).read_text())
+        for change in changes((package / name).read_text())
     ]
     random.Random(seed).shuffle(pool)
     kept: dict[tuple[str, int], Drawn] = {}
-    for one in pool:
+    for name, tests, (line, begin, end, now) in pool:
         if len(kept) == count:
             break
-        kept.setdefault((one.path, one.line), one)
+        raw = (package / name).read_bytes()
+        changed = (raw[:begin] + now.encode() + raw[end:]).decode()
+        try:
+            ast.parse(changed)
+        except SyntaxError:  # a line that ended inside what was taken out
+            continue
+        before = raw[begin:end].decode()
+        kept.setdefault((name, line), Drawn(name, line, before, changed, tests))
     return list(kept.values())
 
 
-def changes(text: str) -> Iterator[tuple[int, str, str]]:
-    """Of one file: the line of a change, and the whole text with it, as (line, old segment, new text)."""
-    tree = ast.parse(text)
-    starts = [0]
-    for one in text.encode().splitlines(keepends=True):
+def changes(text: str) -> Iterator[tuple[int, int, int, str]]:
+    """Of one file: a change's line, where its bytes begin and end, and what stands there then."""
+    raw, starts = text.encode(), [0]
+    for one in raw.splitlines(keepends=True):
         starts.append(starts[-1] + len(one))
-    raw = text.encode()
-    for node in _live(tree):
-        for there, replacement in _slips(node, lambda n: _source(raw, starts, n)):
-            first, last = there
-            begin, end = starts[first[0] - 1] + first[1], starts[last[0] - 1] + last[1]
-            changed = (raw[:begin] + replacement.encode() + raw[end:]).decode()
-            try:
-                ast.parse(changed)
-            except SyntaxError:
-                continue
-            yield first[0], raw[begin:end].decode(), changed
+    for node in _live(ast.parse(text)):
+        for (first, last), now in _slips(node, lambda n: _source(raw, starts, n)):
+            yield first[0], starts[first[0] - 1] + first[1], starts[last[0] - 1] + last[1], now
 
 
 Place = tuple[tuple[int, int], tuple[int, int]]
@@ -192,7 +190,7 @@ def _slips(node: ast.AST, source) -> Iterator[tuple[Place, str]]:  # type: ignor
     match node:
         case ast.Compare(ops=[op]) if type(op) in EDGES:
             right = node.comparators[0]
-            yield _place(node), f"{source(node.left)} {EDGES[type(op)]} {source(right)}"
+            yield _place(node), f"(({source(node.left)}) {EDGES[type(op)]} ({source(right)}))"
         case ast.BoolOp():
             word = " or " if isinstance(node.op, ast.And) else " and "
             yield _place(node), "(" + word.join(f"({source(v)})" for v in node.values) + ")"
