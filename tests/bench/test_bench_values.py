@@ -107,7 +107,9 @@ def test_where_a_record_is_kept(tmp_path):
     assert record.kept_file(one, "a.b", tmp_path) == tmp_path / "h200" / "2026-02-03-a.b.json"
     amd = one | {"machine": {"gpu": "AMD Instinct MI300X (x)"}}
     assert record.kept_file(amd, "a", tmp_path).parent == tmp_path / "instinct-mi300x-x"
-    assert record.kept_file(one | {"machine": {"gpu": None}}, "a", tmp_path).parent == tmp_path / "cpu"
+    assert (
+        record.kept_file(one | {"machine": {"gpu": None}}, "a", tmp_path).parent == tmp_path / "cpu"
+    )
     for name in ("", "-a", "A", "a/b", "a b"):
         with pytest.raises(record.RequestError, match="a name of a-z"):
             record.kept_file(one, name, tmp_path)
@@ -124,7 +126,12 @@ def test_what_a_row_says_of_an_error():
     assert record.note_of(ValueError("x")) == "ValueError: x"
     assert len(record.note_of(ValueError("x" * 400))) == record.MOST_NOTE == 300
     empty = record.make_row("a", "peer", "absent", "why")
-    assert (empty["name"], empty["kind"], empty["status"], empty["note"]) == ("a", "peer", "absent", "why")
+    assert (empty["name"], empty["kind"], empty["status"], empty["note"]) == (
+        "a",
+        "peer",
+        "absent",
+        "why",
+    )
     assert all(empty[name] is None for name in record.MEASURED)
 
 
@@ -136,7 +143,9 @@ def test_figures_of_two_requests_by_hand():
     assert found["itl_us"] == [[10.0, 20.0], [20.0, 20.0], [10.0, 10.0], [10.0, 10.0]]
     assert (found["itl_p50_us"], found["itl_max_us"], found["p99_over_p50"]) == (10.0, 20.0, None)
     assert timing.figures([[[1.0]]]) is None
-    assert timing.figures([[[1.0, 1.0]]])["tokens_per_s"] == 1e9  # no gap is shorter than a nanosecond
+    assert (
+        timing.figures([[[1.0, 1.0]]])["tokens_per_s"] == 1e9
+    )  # no gap is shorter than a nanosecond
 
 
 @pytest.mark.parametrize(("count", "there"), [(99, False), (100, True)])
@@ -157,9 +166,19 @@ def test_bandwidth_s_own_time():
 
 def test_the_numbers_that_judge():
     """Each is a promise of benchmarks/README.md or of an issue: none moves by itself."""
-    assert (check.CHECK_POSITIONS, check.CHECK_DEPTH, check.CHECK_TOKENS, check.PASS) == (128, 32768, 32, 256)
+    assert (check.CHECK_POSITIONS, check.CHECK_DEPTH, check.CHECK_TOKENS, check.PASS) == (
+        128,
+        32768,
+        32,
+        256,
+    )
     assert check.MAX_GAP == 0.5
-    assert (kl_limit.FACTOR, kl_limit.LEAST, kl_limit.LANES, kl_limit.PEER) == (1.5, 0.02, 0.005, 0.25)
+    assert (kl_limit.FACTOR, kl_limit.LEAST, kl_limit.LANES, kl_limit.PEER) == (
+        1.5,
+        0.02,
+        0.005,
+        0.25,
+    )
     assert (kl_limit.UNPACKED, kl_limit.LARGE, kl_limit.MOST_OF_LARGE) == (1.1, 7e9, 1e-3)
     assert (timing.WINDOW, timing.LEAST, record.LONG) == (64, 100, 8192)
 
@@ -168,6 +187,8 @@ def test_logits_of_another_number_of_positions_are_an_error():
     two = np.eye(2, 3)
     same, kl = check.compare(two, two)
     assert same.tolist() == [True, True] and kl.tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="longer|shorter"):
+    with pytest.raises(ValueError, match=r"longer|shorter"):
         check.compare(two, two[:1])
-    assert check.token_gaps(np.array([[0.0, 1.0, 2.0]]), [0]).tolist() == [2 / np.std([0.0, 1.0, 2.0])]
+    assert check.token_gaps(np.array([[0.0, 1.0, 2.0]]), [0]).tolist() == [
+        2 / np.std([0.0, 1.0, 2.0])
+    ]

@@ -1,4 +1,4 @@
-"""What the command lines of `kog generate` and `kog serve` give, value by value: with nothing said, and at their edges."""
+"""What the command lines of `kog generate` and `kog serve` give, value by value: where nothing is said, and at edges."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_what_generate_refuses(words, said, capsys):
 def test_a_bias_is_an_id_and_a_finite_number():
     assert bias("15=-2.5") == (15, -2.5) and bias("0=0") == (0, 0.0)
     for wrong in ("15", "=1", "1=", "1=inf", "1=nan", "a=1", "1.5=1"):
-        with pytest.raises(Exception, match="is not ID=BIAS, as in 15=-2.5"):
+        with pytest.raises(Exception, match=r"is not ID=BIAS, as in 15=-2\.5"):
             bias(wrong)
 
 

@@ -47,9 +47,7 @@ def test_what_each_backend_would_do_with_a_model(monkeypatch):
     assert rows["cuda"] == (80_000_000_000, "would take 80.0 GB of 80.0 GB")
     assert rows["reference"][1].startswith("would run out of memory: 159.9 GB of 10.0 GB: see")
     rows = fits(monkeypatch, parameters=39_950_000_001)
-    assert (
-        rows["cuda"][1] == "would run out of memory: 80.0 GB of 80.0 GB: see --max-model-len"
-    )
+    assert rows["cuda"][1] == "would run out of memory: 80.0 GB of 80.0 GB: see --max-model-len"
     nothing_known = FOUND | {"gpus": [], "memory": {"total_bytes": None, "available_bytes": None}}
     assert fits(monkeypatch, nothing_known)["cuda"][1] == "would take 2.1 GB"
     assert fits(monkeypatch, nothing_known)["reference"][1] == "would take 4.1 GB"
@@ -189,4 +187,6 @@ def test_what_a_backend_needs_is_told_of_those_that_say_so(monkeypatch):
     classes = {name: SimpleNamespace(findings=say) for name, say in said.items()}
     monkeypatch.setattr(doctor, "find_backend", lambda name: classes.get(name, object))
     assert doctor.findings() == {"a": {"x": "1"}}
-    assert doctor.installed_version("pytest") and doctor.installed_version("no-such-package") is None
+    assert (
+        doctor.installed_version("pytest") and doctor.installed_version("no-such-package") is None
+    )

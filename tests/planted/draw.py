@@ -15,30 +15,65 @@ from pathlib import Path
 
 from tests.planted.fault import Drawn
 
-FORMATS = ("host/test_formats.py", "host/test_formats_refused.py", "host/test_formats_packages.py")
-COMMANDS = ("host/test_cli.py", "host/test_cli_requests.py", "host/test_arguments.py")
+FORMATS = (
+    "host/test_format_fields.py",
+    "host/test_formats.py",
+    "host/test_formats_refused.py",
+    "host/test_formats_packages.py",
+)
+COMMANDS = (
+    "host/test_command_lines.py",
+    "host/test_cli.py",
+    "host/test_cli_requests.py",
+    "host/test_arguments.py",
+)
 REQUESTS = ("host/test_engine.py", "host/test_streaming.py", "host/test_queue.py")
 BENCH = (
+    "bench/test_bench_values.py",
     "bench/test_bench_tables.py",
     "bench/test_bench_parts.py",
     "bench/test_bench_results.py",
     "bench/test_bench_flags.py",
     "bench/test_bench.py",
 )
-TEXT = ("host/test_text_tokenizer.py", "host/test_text_chat.py", "host/test_text_detokenize.py")
+TEXT = (
+    "host/test_text_tokens.py",
+    "host/test_text_tokenizer.py",
+    "host/test_text_chat.py",
+    "host/test_text_detokenize.py",
+)
 # Of the package, what a random draw is from, and which tests judge it: the first pattern that fits a file.
 AREAS: dict[str, tuple[str, ...]] = {
-    "plan.py": ("host/test_plan.py", "host/test_scaling.py", "host/test_cli.py"),
-    "doctor.py": ("host/test_doctor.py", "host/test_choose.py", "host/test_cache.py"),
+    "plan.py": (
+        "host/test_plan_text.py",
+        "host/test_plan.py",
+        "host/test_scaling.py",
+        "host/test_cli.py",
+    ),
+    "doctor.py": (
+        "host/test_doctor_values.py",
+        "host/test_doctor.py",
+        "host/test_choose.py",
+        "host/test_cache.py",
+    ),
     "cache.py": ("host/test_cache.py",),
     "quantize.py": ("host/test_quantize.py",),
     "generate.py": ("host/test_cli_requests.py", "host/test_cli_talk.py", *COMMANDS),
     "__main__.py": ("host/test_cli_process.py", *COMMANDS),
-    "serve.py": ("host/test_arguments.py", "server/test_limits.py", "server/test_by_value.py"),
+    "serve.py": (
+        "host/test_command_lines.py",
+        "host/test_arguments.py",
+        "server/test_limits.py",
+        "server/test_by_value.py",
+    ),
     "server/limits.py": ("server/test_limits.py", "server/test_by_value.py"),
     "vllm_names.py": ("host/test_vllm_names.py", "host/test_llm_arguments.py"),
     "llm_arguments.py": ("host/test_llm_arguments.py", "host/test_vllm_names.py"),
-    "prompts.py": ("host/test_vllm_names.py", "host/test_vllm_chat.py", "host/test_prompt_logprobs.py"),
+    "prompts.py": (
+        "host/test_vllm_names.py",
+        "host/test_vllm_chat.py",
+        "host/test_prompt_logprobs.py",
+    ),
     "llm.py": (
         "host/test_engine.py",
         "host/test_vllm_names.py",
@@ -49,7 +84,12 @@ AREAS: dict[str, tuple[str, ...]] = {
         "host/test_conversations.py",
         "host/test_text_stop.py",
     ),
-    "engine.py": (*REQUESTS, "host/test_kv_reuse.py", "host/test_quiet.py", "host/test_conversations.py"),
+    "engine.py": (
+        *REQUESTS,
+        "host/test_kv_reuse.py",
+        "host/test_quiet.py",
+        "host/test_conversations.py",
+    ),
     "generation.py": (*REQUESTS, "host/test_text_stop.py", "host/test_prompt_logprobs.py"),
     "request_queue.py": ("host/test_queue.py", "host/test_engine.py"),
     "outputs.py": ("host/test_engine.py", "host/test_vllm_names.py", "server/test_by_value.py"),
@@ -57,6 +97,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cli/history.py": ("host/test_cli_talk.py",),
     "cli/caches.py": ("host/test_cache.py", *COMMANDS),
     "cli/panics.py": ("host/test_cli_process.py", *COMMANDS),
+    "cli/activity.py": ("host/test_cli_requests.py", *COMMANDS),
     "cli/*.py": (*COMMANDS, "host/test_cli_talk.py", "host/test_cli_process.py"),
     "checkpoint/formats/*.py": (*FORMATS, "host/test_quantize.py"),
     "checkpoint/gguf/*.py": ("host/test_gguf.py", "host/test_gguf_tokenizer.py"),
@@ -77,16 +118,36 @@ AREAS: dict[str, tuple[str, ...]] = {
     "text/grammar.py": ("host/test_grammar.py", "host/test_cli_requests.py"),
     "text/check_grammar.py": ("host/test_grammar.py", "server/test_tool_grammar.py"),
     "text/sandbox.py": ("host/test_text_sandbox.py", "host/test_text_chat.py"),
-    "text/*process.py": ("host/test_text_sandbox.py", "host/test_grammar.py", "host/test_text_chat.py"),
-    "text/render_template.py": ("host/test_text_sandbox.py", "host/test_text_chat.py"),
+    "text/*process.py": (
+        "host/test_text_sandbox.py",
+        "host/test_grammar.py",
+        "host/test_text_chat.py",
+    ),
+    "text/render_template.py": (
+        "host/test_text_tokens.py",
+        "host/test_text_sandbox.py",
+        "host/test_text_chat.py",
+    ),
     "text/reasoning.py": ("host/test_answer_parsers.py", "host/test_tool_calls.py"),
     "text/answer.py": ("host/test_answer_parsers.py", "host/test_tool_calls.py"),
     "text/tool_calls.py": ("host/test_tool_calls.py", "host/test_answer_parsers.py"),
-    "text/qwen3_coder.py": ("host/test_tool_calls.py", "server/test_tool_grammar.py", "host/test_answer_parsers.py"),
+    "text/qwen3_coder.py": (
+        "host/test_tool_calls.py",
+        "server/test_tool_grammar.py",
+        "host/test_answer_parsers.py",
+    ),
     "text/injection.py": (*TEXT, "host/test_text_sandbox.py"),
     "text/*.py": (*TEXT, "host/test_tokenizer_growth.py", "host/test_conversations.py"),
-    "sampling/params.py": ("host/test_sampling_params.py", "host/test_vllm_names.py", "host/test_cli.py"),
-    "sampling/structured.py": ("host/test_grammar.py", "host/test_sampling_params.py", "host/test_cli_requests.py"),
+    "sampling/params.py": (
+        "host/test_sampling_params.py",
+        "host/test_vllm_names.py",
+        "host/test_cli.py",
+    ),
+    "sampling/structured.py": (
+        "host/test_grammar.py",
+        "host/test_sampling_params.py",
+        "host/test_cli_requests.py",
+    ),
     "sampling/*.py": (
         "host/test_sampling_definition.py",
         "host/test_sampling_fixed.py",
@@ -96,10 +157,25 @@ AREAS: dict[str, tuple[str, ...]] = {
     "bench/table.py": BENCH,
     "bench/record.py": BENCH,
     "bench/show.py": (*BENCH, "bench/test_bench_stages.py", "bench/test_bench_concurrency.py"),
-    "bench/check.py": ("bench/test_bench_parts.py", "bench/test_narrow_weights.py", "bench/test_bench.py"),
-    "bench/timing.py": ("bench/test_bench_parts.py", "bench/test_bench_concurrency.py", "bench/test_bench_peers.py"),
-    "bench/kl_limit.py": ("bench/test_bench_parts.py", "bench/test_bench_peers.py", "bench/test_narrow_weights.py"),
-}  # fmt: skip
+    "bench/check.py": (
+        "bench/test_bench_values.py",
+        "bench/test_bench_parts.py",
+        "bench/test_narrow_weights.py",
+        "bench/test_bench.py",
+    ),
+    "bench/timing.py": (
+        "bench/test_bench_values.py",
+        "bench/test_bench_parts.py",
+        "bench/test_bench_concurrency.py",
+        "bench/test_bench_peers.py",
+    ),
+    "bench/kl_limit.py": (
+        "bench/test_bench_values.py",
+        "bench/test_bench_parts.py",
+        "bench/test_bench_peers.py",
+        "bench/test_narrow_weights.py",
+    ),
+}
 
 EDGES: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
