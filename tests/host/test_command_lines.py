@@ -1,4 +1,4 @@
-"""What the command lines of `kog generate` and `kog serve` give, value by value: where nothing is said, and at edges."""
+"""What the command lines of `kog generate` and `kog serve` give, value by value, and at their edges."""
 
 from pathlib import Path
 

@@ -169,7 +169,7 @@ class PanicException(BaseException):
 
 def test_whatever_the_library_raises_is_one_line():
     for error in (ValueError("a\nb"), PanicException("a\nb")):
-        with pytest.raises(ModelError, match="^it cannot: a$"), library_errors("it cannot"):
+        with pytest.raises(ModelError, match=r"^it cannot: a$"), library_errors("it cannot"):
             raise error
     for error in (KeyboardInterrupt(), RequestError("ours")):
         with pytest.raises(type(error)), library_errors("it cannot"):
@@ -198,7 +198,7 @@ def test_what_templates_of_transformers_have():
     # blocks leave no line and no space of theirs behind
     assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
     assert len(rendered("{{ strftime_now('%Y') }}")) == 4
-    with pytest.raises(render_template.jinja2.TemplateError, match="^no$"):
+    with pytest.raises(render_template.jinja2.TemplateError, match=r"^no$"):
         rendered("{{ raise_exception('no') }}")
     with pytest.raises(render_template.jinja2.exceptions.SecurityError):
         rendered("{{ a.append(1) }}", a=[])
