@@ -95,7 +95,9 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
     assert set(begun) == both
 
 
-@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6), (99, 8)])
+@pytest.mark.parametrize(
+    ("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6), (99, 8)]
+)
 def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, kernels):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
