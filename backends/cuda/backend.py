@@ -29,8 +29,9 @@ from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
-from kog_triton.backends.cuda.products import ArenaProducts, product_texts
+from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
+from kog_triton.backends.cuda.prompt_texts import can_pass, product_texts, prompt_texts
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
@@ -40,8 +41,6 @@ from kog_triton.backends.cuda.short_pass import (
     PassKernels,
     Ready,
     ShortPass,
-    can_pass,
-    functions,
     workspace_bytes,
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts
@@ -251,9 +250,8 @@ class CudaBackend:
         return kernel
 
     def _compile_products(self) -> None:
-        texts = [*product_texts(self.layout.lowering).values()]
-        if self._passes_short(self.layout.lowering):
-            texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
+        lowering = self.layout.lowering
+        texts = prompt_texts(lowering, self._passes_short(lowering))
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
         for text in texts:
@@ -517,12 +515,12 @@ class CudaBackend:
         return self.kernel.resources()
 
     def settle(self) -> None:
+        while self.make_ready():  # which compiles, too
+            pass
         for one in filter(None, (self._decode, self._heads)):
             one.settle()
         self.columns.settle()
         self.chunks.settle(self.devices)
-        while self.make_ready():
-            pass
 
     def make_ready(self) -> bool:
         if self.library is None:

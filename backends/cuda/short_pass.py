@@ -14,16 +14,12 @@ from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.prompt import (
     ProductCall,
     ProductKernel,
-    render_product,
-    takes,
 )
 from kog_triton.backends.cuda.layout.short_pass import (
     ATTEND_THREADS,
     GATE_THREADS,
     HEAD_THREADS,
     JOIN_THREADS,
-    MOST_HEAD_DIM,
-    MOST_HIDDEN,
     QUERIES,
     ROWS,
     SHORT_KERNELS,
@@ -34,10 +30,9 @@ from kog_triton.backends.cuda.layout.short_pass import (
     JoinCall,
     Order,
     Parts,
-    attend_bytes,
     cut_of,
-    render_short_pass,
 )
+from kog_triton.backends.cuda.prompt_texts import functions
 from kog_triton.backends.prefill.library import on_device
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights
@@ -47,7 +42,6 @@ from kog_triton.schedule.lowering import layer_matrices
 
 Tensor = torch.Tensor
 MOST_TOKENS = SHORT_KERNELS[-1].tokens
-SUMS_BYTES = 256  # shared memory of a kernel between products but attention: its warps' sums
 LOG2_E = 1.0 / math.log(2.0)
 
 Queue = Callable[[int], None]  # puts a launch on a stream
@@ -55,44 +49,11 @@ Queue = Callable[[int], None]  # puts a launch on a stream
 Ready = Callable[[ProductKernel, str, int, int, Structure], Queue]
 
 
-class Function(NamedTuple):
-    """One function of a pass: its header and source, its dynamic shared memory."""
-
-    header: str
-    source: str
-    shared: int
-
-
 class ShortPrompt(NamedTuple):
     """A fresh prompt's tokens, and the slot that takes its keys, values and last streams."""
 
     tokens: Sequence[int]
     slot: int
-
-
-def can_pass(lowering: CudaLowering) -> bool:
-    """Whether these kernels read the model: one lane, 16-bit matrices that prompt.cu reads, heads and streams that
-    fit."""
-    spec = lowering.schedule.spread
-    matrices = layer_matrices(lowering.schedule)
-    if lowering.schedule.spec.narrow:
-        return False
-    sizes = spec.head_dim % QUERIES == 0 and spec.head_dim <= MOST_HEAD_DIM
-    sizes = sizes and spec.hidden_size % 4 == 0 and spec.hidden_size <= MOST_HIDDEN
-    return lowering.schedule.num_shards == 1 and sizes and all(takes(lowering, s) for s in matrices)
-
-
-def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
-    """All that passes launch, by kernel and name."""
-    out = {}
-    for kernel in SHORT_KERNELS:
-        product = render_product(kernel, dtype, parts=True)
-        out[kernel, "kog_product"] = Function(product, "prompt.cu", kernel.shared_bytes)
-        between = render_short_pass(kernel.tokens, dtype)
-        for name in ("kog_join", "kog_heads", "kog_attend", "kog_gate"):
-            shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
-            out[kernel, name] = Function(between, "short_pass.cu", shared)
-    return out
 
 
 class PassKernels:

@@ -8,7 +8,8 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import backend as cuda_backend
-from kog_triton.backends.cuda.short_pass import MOST_TOKENS, can_pass, workspace_bytes
+from kog_triton.backends.cuda.prompt_texts import can_pass
+from kog_triton.backends.cuda.short_pass import MOST_TOKENS, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape, with_format
