@@ -17,6 +17,7 @@ from kog_triton.backends.cuda import early
 from kog_triton.backends.cuda import precompile as cuda
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.prompt_texts import can_pass, prompt_texts
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
@@ -57,6 +58,10 @@ class Asking(FiberBackend):
     def _compile(self, source, layout):
         self.asked.add((render(layout), source))
 
+    def _compile_products(self):
+        lowering = self.layout.lowering
+        self.asked |= {*prompt_texts(lowering, can_pass(lowering))}
+
     def _load(self, source, entry, layout):
         return None
 
@@ -95,15 +100,30 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
     assert set(begun) == both
 
 
-@pytest.mark.parametrize(
-    ("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6), (99, 8)]
-)
+ASKED = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
+PROMPTS = ("prompt.cu", "short_pass.cu")
+
+
+@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, kernels):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
-    ways = 2 if cores >= early.LEAST_CORES else 1  # early and whole
-    sources = ["decode.cu", "head_steps.cu"] * ways + ["columns.cu"] * 4
-    assert [source for _, source in begun] == sources[:kernels]
+    assert [source for _, source in begun] == ASKED[:kernels]
+
+
+@pytest.mark.parametrize(
+    ("cores", "longest_first"), [(6, False), (12, False), (13, True), (99, True)]
+)
+def test_with_cores_enough_what_takes_longest_begins_beside_what_is_waited_for(
+    begun, monkeypatch, cores, longest_first
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    precompile.precompile("cuda", num_slots=8)
+    sources = [source for _, source in begun]
+    assert sources[:2] == ["decode.cu", "head_steps.cu"]  # the early ones
+    prompts = [source for source in sources if source in PROMPTS]
+    assert {*prompts} == {*PROMPTS}
+    assert sources[2:] == (ASKED + prompts if longest_first else prompts + ASKED)
 
 
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
