@@ -71,7 +71,10 @@ def test_a_name_excludes_what_begins_with_it_up_to_a_dot_and_what_ends_with_it()
     assert {n for n in found | others if n in without} == found
 
 
-@pytest.mark.parametrize(("said", "group"), [({}, 128), ({"group_size": -1}, 0), ({"group_size": 1}, 1), ({"group_size": 65536}, 65536)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "group"),
+    [({}, 128), ({"group_size": -1}, 0), ({"group_size": 1}, 1), ({"group_size": 65536}, 65536)],
+)
 def test_columns_of_a_group(said, group):
     config = Config(said | {"modules_to_not_convert": ["x"]})
     found, without = group_and_excluded(config)
