@@ -18,7 +18,7 @@ from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.early import OneToken, tokens_only
+from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
@@ -64,7 +64,7 @@ from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.backends.recording import RankRecording, Recording
-from kog_triton.backends.request_words import OFFSETS, WANTS_MORE, encode, encode_logits
+from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
 from kog_triton.backends.serving import MASK_S, LaunchServing
 from kog_triton.backends.unseen_gpu import unseen_gpu
@@ -163,13 +163,12 @@ class CudaBackend:
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
         beside = Background(most=8)
-        self._heads: OneToken | None = None
-        self._wants_more: dict[int, bool] = {}  # by slot: than a token
+        heads = wants_library(options, self.device)
         try:
-            self._decode = self._one_token("decode.cu", "kog_decode", beside)
-            if wants_library(options, self.device):
+            compile, load = self._compile_ahead, self._open_kernel
+            self.first = FirstKernels(self.layout, heads, self.early_kernels, compile, load, beside)
+            if heads:
                 self._products_compiled = beside.submit(self._compile_products)
-                self._heads = self._one_token("head_steps.cu", "kog_head_steps", beside)
                 if fuses(self.device):
                     beside.submit(import_fused)
             self.chunks = Chunks(
@@ -193,10 +192,7 @@ class CudaBackend:
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 self.library = self._open_library(weights, lowering)
-            first = self._heads or self._decode  # a first token waits for that one alone
-            first.take(more=not first.early)
-            if not self._decode.early:
-                self._decode.take()
+            self.first.wait()
         except BaseException:
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
@@ -204,12 +200,7 @@ class CudaBackend:
     @property
     def kernel(self) -> RankKernel:
         """That of one token, whatever a request wants."""
-        return self._decode.take()
-
-    def _one_token(self, source: str, entry: str, beside: Background) -> OneToken:
-        early = tokens_only(source, self.layout) if self.early_kernels else None
-        load = partial(self._open_kernel, source, entry)
-        return OneToken(source, self.layout, early, self._compile_ahead, load, beside)
+        return self.first.decode.take()
 
     @property
     def memory(self) -> Memory:
@@ -379,11 +370,8 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self._wants_more[request.slot] = bool(words[OFFSETS["flags"]] & WANTS_MORE)
+        self.first.note(request.slot, words)
         self.ranks.write_request(request.slot, words, request.prompt, position)
-
-    def _want_more(self, slots: Sequence[int]) -> bool:
-        return any(self._wants_more[slot] for slot in slots)
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
@@ -517,8 +505,7 @@ class CudaBackend:
     def settle(self) -> None:
         while self.make_ready():  # which compiles, too
             pass
-        for one in filter(None, (self._decode, self._heads)):
-            one.settle()
+        self.first.settle()
         self.columns.settle()
         self.chunks.settle(self.devices)
 
@@ -563,7 +550,7 @@ class CudaBackend:
     ) -> tuple[Layout, Finished]:
         """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
-            kernel = self._decode.take(self._want_more(slots))
+            kernel = self.first.of_steps(slots)
             return self.layout, self._launch(self.ranks, slots, most_steps, kernel)
         ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
@@ -583,9 +570,7 @@ class CudaBackend:
 
     def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
         """Start the kernel of heads on slots whose `streams` are there, a step of each."""
-        assert self._heads is not None
-        kernel = self._heads.take(self._want_more(slots))
-        return self.layout, self._launch(self.ranks, slots, len(slots), kernel)
+        return self.layout, self._launch(self.ranks, slots, len(slots), self.first.of_heads(slots))
 
     def _launch(
         self,

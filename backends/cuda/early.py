@@ -7,17 +7,21 @@ soon as it is there, and is the only one where it was kept or where cores are fe
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_triton.backends.compile_log import waited_for
 from kog_triton.backends.cuda.jit import is_kept
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.request_words import OFFSETS, WANTS_MORE
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kog_triton.backends.cuda.compilers import Background
     from kog_triton.backends.cuda.rank_kernel import RankKernel
 
@@ -88,3 +92,58 @@ class OneToken:
             assert layout is not None
             self._loaded[whole] = self._load(layout)
         return self._loaded[whole]
+
+
+class FirstKernels:
+    """The kernels that serve requests one by one: of steps, and where a library runs prompts of first tokens.
+
+    early    whether others may be there sooner
+    compile  as for OneToken
+    open     makes a kernel ready to run, of a source, its entry point and a layout
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        heads: bool,
+        early: bool,
+        compile: Callable[[str, Layout], object],
+        open: Callable[[str, str, Layout], "RankKernel"],
+        beside: "Background",
+    ) -> None:
+        def one(source: str, entry: str) -> OneToken:
+            soon = tokens_only(source, layout) if early else None
+            return OneToken(source, layout, soon, compile, partial(open, source, entry), beside)
+
+        self.decode = one("decode.cu", "kog_decode")
+        self.heads = one("head_steps.cu", "kog_head_steps") if heads else None
+        self._more: dict[int, bool] = {}  # by slot
+
+    def wait(self) -> None:
+        """Until a first token can be made; for all where nothing comes sooner."""
+        first = self.heads or self.decode
+        first.take(more=not first.early)
+        if not self.decode.early:
+            self.decode.take()
+
+    def note(self, slot: int, words: "np.ndarray") -> None:
+        """What the request of a slot wants, by its words."""
+        self._more[slot] = bool(words[OFFSETS["flags"]] & WANTS_MORE)
+
+    def want_more(self, slots: Sequence[int]) -> bool:
+        """Whether the request of one of the slots wants more than tokens."""
+        return any(self._more[slot] for slot in slots)
+
+    def of_steps(self, slots: Sequence[int]) -> "RankKernel":
+        """For the requests of slots."""
+        return self.decode.take(self.want_more(slots))
+
+    def of_heads(self, slots: Sequence[int]) -> "RankKernel":
+        """As `of_steps`, of first tokens."""
+        assert self.heads is not None, "no library has run a prompt"
+        return self.heads.take(self.want_more(slots))
+
+    def settle(self) -> None:
+        """Wait for all that compiles."""
+        for one in filter(None, (self.decode, self.heads)):
+            one.settle()

@@ -64,14 +64,14 @@ def test_who_wants_tokens_alone_is_served_before_the_whole_kernel_is_there(prefi
     expected = [timeless(run(opened(prefill, FiberBackend), one)[0]) for one in asked]
     backend = opened(prefill)
     assert [timeless(run(backend, one)[0]) for one in asked] == expected
-    assert launches(backend._decode) == [2, 0]
-    assert backend._heads is None or launches(backend._heads) == [2, 0]
+    assert launches(backend.first.decode) == [2, 0]
+    assert backend.first.heads is None or launches(backend.first.heads) == [2, 0]
     backend.go_on.set()
     backend.settle()
     assert [timeless(run(backend, one)[0]) for one in asked] == expected
-    assert launches(backend._decode) == [2, 2]
-    assert backend._heads is None or launches(backend._heads) == [2, 2]
-    assert backend.kernel is backend._decode._loaded[True]
+    assert launches(backend.first.decode) == [2, 2]
+    assert backend.first.heads is None or launches(backend.first.heads) == [2, 2]
+    assert backend.kernel is backend.first.decode._loaded[True]
 
 
 @pytest.mark.parametrize("params", MORE.values(), ids=MORE)
@@ -83,10 +83,10 @@ def test_who_wants_more_waits_for_the_whole_kernel(prefill, params):
     server = Server(backend, asked)
     server.thread.join(0.3)
     assert server.thread.is_alive()
-    assert launches(backend._heads or backend._decode) == [0, 0]
+    assert launches(backend.first.heads or backend.first.decode) == [0, 0]
     backend.go_on.set()
     assert timeless(server.finish()[0]) == expected
-    early_one, whole = launches(backend._decode)
+    early_one, whole = launches(backend.first.decode)
     assert early_one == 0 < whole
 
 
@@ -94,7 +94,7 @@ def test_both_of_a_step_wait_for_what_one_of_them_wants():
     backend = opened()
     backend._admit(request(0, PROMPTS[0]), 0)
     backend._admit(request(1, PROMPTS[1], params=MORE["told"]), 0)
-    assert [backend._want_more(slots) for slots in ([0], [1], [0, 1])] == [False, True, True]
+    assert [backend.first.want_more(slots) for slots in ([0], [1], [0, 1])] == [False, True, True]
 
 
 def test_the_early_kernels_are_asked_for_first():
