@@ -104,7 +104,11 @@ AREAS: dict[str, tuple[str, ...]] = {
         "host/test_checkpoint_values.py",
         "host/test_quantize.py",
     ),
-    "checkpoint/gguf/*.py": ("host/test_gguf.py", "host/test_gguf_tokenizer.py"),
+    "checkpoint/gguf/*.py": (
+        "host/test_gguf_values.py",
+        "host/test_gguf.py",
+        "host/test_gguf_tokenizer.py",
+    ),
     "checkpoint/hub.py": ("host/test_checkpoint.py", "host/test_damaged_checkpoint.py"),
     "checkpoint/quantizing.py": (
         "host/test_checkpoint_values.py",
