@@ -20,10 +20,10 @@ from kog_triton.bench.record import read
 from kog_triton.bench.timing import decode_bytes
 from kog_triton.errors import KogError, RequestError
 from kog_triton.model.shapes import named_shape
-from kog_triton.schedule.scaling import BLEND, HOP, SHARE, predict
+from kog_triton.schedule.scaling import BLEND, KEPT, SHARE, predict
 from kog_triton.schedule.schedule import build
 
-BLENDS, HOPS = np.arange(1.0, 6.01, 0.1), np.arange(0, 4.01e-6, 1e-7)  # that are tried
+BLENDS, KEPTS = np.arange(1.0, 8.01, 0.1), np.arange(0.9, 1.101, 0.01)  # that are tried
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Measured:
     bandwidth: float
     rate: float
 
-    def predicted(self, blend: float = BLEND, hop: float = HOP) -> float:
+    def predicted(self, blend: float = BLEND, kept: float = KEPT) -> float:
         """Tokens/s by the formula, which takes SHARE of a datasheet's bandwidth."""
         spec = named_shape(self.shape)
         per_gpu = decode_bytes(spec, self.depth, self.tokens) / self.gpus
         schedule = build(spec, self.gpus)
-        return 1 / predict(schedule, per_gpu, self.bandwidth / SHARE, blend, hop)
+        return 1 / predict(schedule, per_gpu, self.bandwidth / SHARE, blend, kept)
 
 
 def rows_of(file: Path) -> list[Measured]:
@@ -68,21 +68,23 @@ def rows_of(file: Path) -> list[Measured]:
 
 
 def best_fit(rows: Sequence[Measured]) -> tuple[float, float]:
-    """BLEND and HOP with the least sum of squares of log(predicted / measured)."""
+    """BLEND and KEPT with the least sum of squares of log(predicted / measured)."""
 
-    def misses(blend: float, hop: float) -> float:
-        return sum(np.log(row.predicted(blend, hop) / row.rate) ** 2 for row in rows)
+    def misses(blend: float, kept: float) -> float:
+        return sum(np.log(row.predicted(blend, kept) / row.rate) ** 2 for row in rows)
 
-    return min(((float(b), float(h)) for b in BLENDS for h in HOPS), key=lambda pair: misses(*pair))
+    return min(
+        ((float(b), float(k)) for b in BLENDS for k in KEPTS), key=lambda pair: misses(*pair)
+    )
 
 
-def table(rows: Sequence[Measured], blend: float, hop: float) -> str:
+def table(rows: Sequence[Measured], blend: float, kept: float) -> str:
     lines = [
         "| shape | GPUs | measured, tokens/s | formula | off by |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in sorted(rows, key=lambda r: (r.shape, r.gpus)):
-        said = row.predicted(blend, hop)
+        said = row.predicted(blend, kept)
         lines.append(
             f"| {row.shape} | {row.gpus} | {row.rate:,.0f} | {said:,.0f} | {100 * (said / row.rate - 1):+.1f}% |"
         )
@@ -103,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RequestError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"BLEND {BLEND:g}, HOP {HOP * 1e6:g} us, as they are:\n\n{table(rows, BLEND, HOP)}")
+    print(f"BLEND {BLEND:g}, KEPT {KEPT:g}, as they are:\n\n{table(rows, BLEND, KEPT)}")
     if args.fit:
-        blend, hop = best_fit([row for row in rows if row.shape in args.fit])
-        print(f"\nBLEND {blend:.1f}, HOP {hop * 1e6:.1f} us, fitted to {', '.join(args.fit)}:\n")
-        print(table(rows, blend, hop))
+        blend, kept = best_fit([row for row in rows if row.shape in args.fit])
+        print(f"\nBLEND {blend:.1f}, KEPT {kept:.2f}, fitted to {', '.join(args.fit)}:\n")
+        print(table(rows, blend, kept))
     return 0
 
 

@@ -23,7 +23,14 @@ from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.cuda_weights import unreadable
 from kog_triton.schedule.hip import HipLowering, lower_hip
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
-from kog_triton.schedule.scaling import MOST_FITTED, PROTOTYPE_GPU, WORST_MISS, predict
+from kog_triton.schedule.scaling import (
+    MEASURED_GPU,
+    MOST_MEASURED,
+    WORST_MISS,
+    measured_like,
+    predict,
+    predicted_rate,
+)
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.shards import canonical
 from kog_triton.schedule.topology import GPUS, Gpu, find_gpu
@@ -148,16 +155,27 @@ def summary(partition: Partition, gpu: Gpu) -> str:
 
 
 def expectation(partition: Partition, gpu: Gpu) -> str:
-    """What several GPUs should do, where there is a lowering and prototypes have run; else nothing."""
+    """What several GPUs should do, where there is a lowering and the kernel was measured, and how far from it the
+    formula is where this very shape was; else nothing."""
     s = partition.schedule
-    if s.num_ranks == 1 or not isinstance(partition, CudaLowering) or gpu.name != PROTOTYPE_GPU:
+    if s.num_ranks == 1 or not isinstance(partition, CudaLowering) or gpu.name != MEASURED_GPU:
         return ""
     per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
     rate = 1 / predict(s, per_gpu, gpu.bandwidth)
-    beyond = f"; {s.num_ranks} GPUs are beyond them" if s.num_ranks > MOST_FITTED else ""
-    return (
-        f"\nPredicted: {rate:,.0f} tokens/s, by a fit to prototypes on up to {MOST_FITTED} GPUs that misses them by "
-        f"{WORST_MISS:.0%} at most{beyond} (docs/SCALING.md)."
+    beyond = ""
+    if s.num_ranks > MOST_MEASURED:
+        beyond = f"; {s.num_ranks} GPUs are beyond what was measured"
+    out = (
+        f"\nPredicted: {rate:,.0f} tokens/s, by a formula that misses what was measured on up to {MOST_MEASURED} GPUs "
+        f"by {WORST_MISS:.0%} at most{beyond} (docs/SCALING.md)."
+    )
+    row = measured_like(s.spec, s.num_ranks)
+    if row is None:
+        return out
+    said = predicted_rate(row, s, per_gpu * s.num_ranks)
+    return out + (
+        f"\nMeasured: {row.rate:,.0f} tokens/s where a GPU reads {row.bandwidth:.2f} TB/s; the formula says "
+        f"{said:,.0f} of it, {said / row.rate - 1:+.1%}."
     )
 
 
@@ -199,7 +217,7 @@ def tile_bytes(schedule: Schedule, tiles: Tiles) -> list[tuple[int, int, int]]:
 def bytes_on_their_way(t: StageTiles) -> int:
     """Of a block as the stage begins."""
     places = (t.place(tile)[1] for tile in range(t.asked_before(0)))
-    return 4 * t.tile_rows * sum(t.widths[k] for k in places)
+    return 4 * sum(t.tile_words(k) for k in places)
 
 
 def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:

@@ -3,7 +3,8 @@
     kog profile --shape llama-3.2-1b                       the table of spans
     kog profile --model DIR --out trace.json               also for https://ui.perfetto.dev: a track a block
     kog profile --model DIR --picture token.png            also one token, block by block
-    kog profile --shape qwen3-8b --gpus 2                  of both GPUs, and what they wait for each other
+    kog profile --shape qwen3-8b --gpus 2                  of both GPUs, and what they wait for each other; its trace
+                                                           has a track a GPU and arrows for exchanges
 
 A second kernel is compiled that takes the stamps; the one that serves has none.
 """

@@ -5,6 +5,7 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
+from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.products import ArenaProducts
@@ -35,12 +37,16 @@ from kog_triton.backends.cuda.prompt_texts import can_pass, product_texts, promp
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
+from kog_triton.backends.cuda.rank_outputs import PushedExchange, Queue, outputs_bytes
+from kog_triton.backends.cuda.rank_outputs import takes as moves_outputs
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
+    Linked,
     PassKernels,
     Ready,
     ShortPass,
+    links_of,
     workspace_bytes,
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts
@@ -60,7 +66,13 @@ from kog_triton.backends.prefill.library import (
     on_device,
     wants_library,
 )
-from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
+from kog_triton.backends.prefill.ranks import (
+    RANK_BUCKETS,
+    RankExchange,
+    RankPrefill,
+    RankTensors,
+    bucket_bytes,
+)
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.backends.recording import RankRecording, Recording
@@ -92,6 +104,8 @@ class CudaBackend:
     short_passes = (
         True  # whether short prompts have a pass of their own, where its kernels read the model
     )
+
+    rank_outputs = True  # whether kernels bring module outputs of a library's prompt to all GPUs
 
     @classmethod
     def availability(cls) -> Availability:
@@ -221,6 +235,9 @@ class CudaBackend:
             beside = unpacked_bytes(lowering)
             if self._passes_short(lowering):
                 beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
+            if self._moves_outputs(lowering):
+                beside += outputs_bytes(lowering.schedule)
+                beside += bucket_bytes(lowering.schedule, self.max_context)
         for rank, device in enumerate(self.devices):
             plan = plan_of(self.layout, self.options.num_slots, rank)
             plan = replace(plan, weights=plan.weights + beside)
@@ -243,6 +260,8 @@ class CudaBackend:
     def _compile_products(self) -> None:
         lowering = self.layout.lowering
         texts = prompt_texts(lowering, self._passes_short(lowering))
+        if self._moves_outputs(lowering):
+            texts.append(self._outputs_text())
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
         for text in texts:
@@ -261,10 +280,23 @@ class CudaBackend:
             )
             for memory in self.ranks.each
         ]
+        short = self._passes_short(lowering)
         if self.num_devices > 1:
-            return RankPrefill(weights, lowering.schedule, self.max_context, held)
+            exchange = self._open_exchange(lowering)
+            sizes = () if exchange is None else RANK_BUCKETS
+            ranks = RankPrefill(
+                weights,
+                lowering.schedule,
+                self.max_context,
+                held,
+                exchange=exchange,
+                buckets=sizes,
+            )
+            if short:
+                self.short = self._open_short(lowering, held, ranks.layers)
+            return ranks
         (one,) = held
-        buckets, short = bucket_sizes(self.max_context), self._passes_short(lowering)
+        buckets = bucket_sizes(self.max_context)
         if short:
             buckets = [size for size in buckets if size > MOST_TOKENS]
         library = LibraryPrefill(
@@ -276,32 +308,64 @@ class CudaBackend:
             one.matrices,
             buckets,
             to_head=True,
+            slots=self.memory.cache[..., : self.spec.head_dim],
         )
         if short:
-            self.short = self._open_short(lowering, self.memory, one, library.layers)
+            self.short = self._open_short(lowering, held, [library.layers])
         return library
+
+    def _moves_outputs(self, lowering: CudaLowering) -> bool:
+        return self.num_devices > 1 and self.rank_outputs and moves_outputs(lowering.schedule)
+
+    def _open_exchange(self, lowering: CudaLowering) -> RankExchange | None:
+        """Of prompts that the library runs on several GPUs; None: torch's copies."""
+        if not self._moves_outputs(lowering):
+            return None
+        cubin = compile_cubin(*self._outputs_text(), self.gpu.arch)
+        opened: dict[tuple[int, str], Kernel] = {}
+
+        def ready(rank: int, name: str, blocks: int, threads: int, call: Structure) -> Queue:
+            device = self.devices[rank]
+            if (rank, name) not in opened:
+                with on_device(device):  # whose context takes modules
+                    opened[rank, name] = Kernel(cubin, name, 256, device)
+                self._kernels.append(opened[rank, name])
+            return opened[rank, name].queued(blocks, threads, call)
+
+        return PushedExchange(lowering.schedule, self.devices, ready, self.wait_ns)
+
+    def _outputs_text(self) -> tuple[str, str]:
+        return render_rank_outputs(), "rank_outputs.cu"
 
     def _open_short(
         self,
         lowering: CudaLowering,
-        memory: Memory,
-        tensors: RankTensors,
-        layers: Sequence[LayerWeights],
+        held: Sequence[RankTensors],
+        layers: Sequence[Sequence[LayerWeights]],
     ) -> ShortPrompts:
-        device = memory.weights.device
-        passes = ShortPass(
-            lowering,
-            memory.weights,
-            self._groups_of(tensors.matrices),
-            tensors.embed,
-            tensors.rope,
-            layers,
-            memory.cache[..., : self.spec.head_dim],
-            memory.streams[..., : self.spec.hidden_size],
-            self._short_kernels(device),
-            self._most_blocks,
-        )
-        return ShortPrompts(passes, device, self.max_context, self.spec.vocab_size)
+        """`held` and `layers` by rank."""
+        hidden, several = self.spec.hidden_size, self.num_devices > 1
+        links = links_of(self.devices, hidden) if several else []
+        passes = []
+        for rank, memory in enumerate(self.ranks.each):
+            tensors, device = held[rank], memory.weights.device
+            own = slice(rank, rank + 1)  # of all shards' streams
+            passes.append(
+                ShortPass(
+                    lowering,
+                    memory.weights,
+                    self._groups_of(tensors.matrices),
+                    tensors.embed,
+                    tensors.rope,
+                    layers[rank],
+                    memory.cache[..., : self.spec.head_dim],
+                    memory.streams[:, own, :hidden],
+                    self._short_kernels(device),
+                    self._most_blocks,
+                    Linked(rank, links, self.wait_ns) if several else None,
+                )
+            )
+        return ShortPrompts(passes, self.max_context, self.spec.vocab_size)
 
     def _groups_of(self, matrices: Matrices) -> Callable[[str, int], int]:
         assert isinstance(matrices, ArenaProducts)
@@ -362,6 +426,7 @@ class CudaBackend:
             self._score,
             self._launch_slots,
             self._launch_heads,
+            self._gave_up,
             self._entry.aside,
             whole,
         )
@@ -375,11 +440,13 @@ class CudaBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
-        library, crossover = self.library, self.chunks.crossover
+        library, short = self.library, self.short
+        passes = short is not None and short.takes(request)
+        crossover = self.chunks.crossover_of_passes if passes else self.chunks.crossover
         if not library or not library_for(request, library, self.options.prefill, crossover):
             return None
-        if self.short is not None and self.short.takes(request):
-            return self.short.begin(request)
+        if short is not None and passes:
+            return short.begin(request)
         slot, d, hidden = request.slot, self.spec.head_dim, self.spec.hidden_size
         each = self.layout.lowering.schedule.shards_per_rank
         caches = [memory.cache[slot][..., :d] for memory in self.ranks.each]
@@ -391,6 +458,13 @@ class CudaBackend:
         if isinstance(library, RankPrefill):
             return library.begin(tokens, first, caches, streams)
         return library.begin(tokens, first, caches[0], streams[0])
+
+    def _gave_up(self) -> str:
+        """On several GPUs: of the last pass of short prompts, or else of the library's."""
+        said = "" if self.short is None else self.short.gave_up()
+        if not said and isinstance(self.library, RankPrefill):
+            said = self.library.gave_up()
+        return said
 
     def _score(self, request: Request, first: int, last: int) -> np.ndarray:
         """Run positions [first, last) of a prompt in its slot: their logits, float32 [last - first, vocab]."""

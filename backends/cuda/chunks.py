@@ -17,9 +17,11 @@ from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
 from kog_triton.backends.cuda.layout.columns import POSITIONS, layout_of_chunks
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
+from kog_triton.backends.cuda.rank_outputs import takes as moves_outputs
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.scaling import SHARE
 
 log = logging.getLogger(__name__)
 # Tokens of a prompt that pay for a launch of their own. Fewer take the kernel of one token, so that the whole
@@ -35,15 +37,30 @@ CHUNKED = Crossover(8, 48)
 # 9 tokens 3.64 for 3.05; behind 200 cached ones, 16 tokens 4.4 for 11.1, 32 tokens 8.2 for 6.8, behind 800 ones 4.7 and
 # 9.2 for 6.9.
 CHUNKED_LANES = Crossover(8, 24)
-# On several GPUs, where every pass of the library is eager and queued for each of them: an estimate for two, not
-# measured (benchmarks/cuda-log.md#rank-prompts).
-CHUNKED_RANKS = Crossover(192, 192)
+# On several GPUs, seconds of a layer: of a pass behind a cached prefix, which is eager and queued for each GPU in turn,
+# for two; of a fresh prompt's graph of 128 tokens, an estimate; and of a chunk, beside its bytes. Measured on two H200s
+# (benchmarks/cuda-log.md#rank-prompts): 18 to 20 ms of Llama-3.2-1B alone and 38 to 40 of Qwen3-8B by the host; chunks
+# 0.52 and 2.4 ms, of Laneformer-2B 0.84.
+RANKS_LAYER_S, GRAPH_LAYER_S, CHUNK_LAYER_S = 1.15e-3, 0.25e-3, 16e-6
 # Of narrow weights, which are unpacked for every pass of the library: an estimate, not a measurement. Qwen3-8B int4, a
 # chunk 2.2 ms, all layers unpacked 5 and 16-bit products of few tokens 6 (benchmarks/cuda-log.md#narrow).
 CHUNKED_NARROW = Crossover(40, 64)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
 MOST_CHUNKS = 32
+
+
+def crossover_of_ranks(lowering: CudaLowering) -> Crossover:
+    """Tokens whose chunks of POSITIONS take as long as a pass of the library: a graph's, or behind a cached prefix what
+    the host takes to queue it on two GPUs, and on more as many times longer as they are more."""
+    schedule = lowering.schedule
+    layers, ranks = schedule.spec.num_layers, schedule.num_ranks
+    read = max(lowering.stream_bytes(rank) for rank in range(ranks))
+    chunk_s = read / (SHARE * lowering.gpu.bandwidth) + layers * CHUNK_LAYER_S
+    queued = layers * RANKS_LAYER_S * ranks / 2
+    fresh = layers * GRAPH_LAYER_S if moves_outputs(schedule) else queued
+    tokens = (int(POSITIONS * seconds / chunk_s) for seconds in (fresh, queued))
+    return Crossover(*tokens)
 
 
 class Submits(Protocol):
@@ -115,13 +132,25 @@ class Chunks:
         layout = self._layout
         if layout is None:
             return BY_TOKEN
-        schedule = layout.lowering.schedule
-        timed = CHUNKED_LANES if schedule.spec.num_lanes > 1 else CHUNKED
-        if schedule.spec.narrow:
-            timed = CHUNKED_NARROW
-        if schedule.num_ranks > 1:
-            timed = CHUNKED_RANKS
-        fresh, behind = (n * layout.columns // POSITIONS for n in (timed.fresh, timed.behind))
+        if layout.lowering.schedule.num_ranks > 1:
+            return self._crossover(crossover_of_ranks(layout.lowering))
+        return self.crossover_of_passes
+
+    @property
+    def crossover_of_passes(self) -> Crossover:
+        """The same of prompts that may take a pass of short prompts, which on several GPUs is taken to be worth as many
+        chunks as on one: an estimate."""
+        layout = self._layout
+        if layout is None:
+            return BY_TOKEN
+        spec = layout.lowering.schedule.spec
+        if spec.narrow:
+            return self._crossover(CHUNKED_NARROW)
+        return self._crossover(CHUNKED_LANES if spec.num_lanes > 1 else CHUNKED)
+
+    def _crossover(self, timed: Crossover) -> Crossover:
+        columns = POSITIONS if self._layout is None else self._layout.columns
+        fresh, behind = (n * columns // POSITIONS for n in (timed.fresh, timed.behind))
         return Crossover(max(fresh, BY_TOKEN.fresh), max(behind, BY_TOKEN.behind))
 
     def memory_bytes(self) -> int:

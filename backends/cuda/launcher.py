@@ -43,6 +43,7 @@ class CudaLauncher:
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
     heads   starts the kernel of first tokens on slots
+    gave_up what the last pass of short prompts has waited for in vain, or ""
     aside   inside, what is read waits for nothing that others have queued
     whole   a request alone is one launch: no cancel is heard before its first token
     """
@@ -56,6 +57,7 @@ class CudaLauncher:
     score: Callable[[Request, int, int], np.ndarray]
     run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
     heads: Callable[[Sequence[int]], tuple[Layout, Finished]]
+    gave_up: Callable[[], str]
     aside: Callable[[], AbstractContextManager[object]]
     whole: bool = False
     stamps = True
@@ -120,6 +122,10 @@ class CudaLauncher:
         ended = () if outcome is Outcome.YIELD else (last,)
         round_robin = layout.columns == 1
         return Result(positions, ended, slots[: slots.index(last) + 1] if round_robin else slots)
+
+    def void(self) -> str:
+        with self.aside():
+            return self.gave_up()
 
     def take_back(self, one: InSlot) -> None:
         self.ranks.take_back(one.request.slot, one.request.prompt, one.output)

@@ -9,6 +9,7 @@ from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, rende
 from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
     MOST_HIDDEN,
+    MOST_RANKS,
     QUERIES,
     SHORT_KERNELS,
     attend_bytes,
@@ -49,13 +50,18 @@ def product_texts(
 def can_pass(lowering: CudaLowering) -> bool:
     """Whether these kernels read the model: one lane, 16-bit matrices that prompt.cu reads, heads and streams that
     fit."""
-    spec = lowering.schedule.spread
+    spec, schedule = lowering.schedule.spread, lowering.schedule
     matrices = layer_matrices(lowering.schedule)
     if lowering.schedule.spec.narrow:
         return False
     sizes = spec.head_dim % QUERIES == 0 and spec.head_dim <= MOST_HEAD_DIM
     sizes = sizes and spec.hidden_size % 4 == 0 and spec.hidden_size <= MOST_HIDDEN
-    return lowering.schedule.num_shards == 1 and sizes and all(takes(lowering, s) for s in matrices)
+    alone = spec.num_lanes == 1 and schedule.shards_per_rank == 1
+    alone = alone and schedule.num_ranks <= MOST_RANKS
+    return alone and sizes and all(takes(lowering, s) for s in matrices)
+
+
+BETWEEN = ("kog_join", "kog_send", "kog_meet", "kog_heads", "kog_attend", "kog_gate")
 
 
 def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
@@ -65,7 +71,7 @@ def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
         product = render_product(kernel, dtype, parts=True)
         out[kernel, "kog_product"] = Function(product, "prompt.cu", kernel.shared_bytes)
         between = render_short_pass(kernel.tokens, dtype)
-        for name in ("kog_join", "kog_heads", "kog_attend", "kog_gate"):
+        for name in BETWEEN:
             shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
             out[kernel, name] = Function(between, "short_pass.cu", shared)
     return out

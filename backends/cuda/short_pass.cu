@@ -5,6 +5,7 @@
 
 namespace kog {
 static_assert(sizeof(Join) == kJoinBytes && sizeof(Heads) == kHeadsBytes);
+static_assert(sizeof(Send) == kSendBytes && sizeof(Meet) == kMeetBytes);
 static_assert(sizeof(Attend) == kAttendBytes && sizeof(Gate) == kGateBytes);
 
 }  // namespace kog
@@ -16,6 +17,8 @@ static_assert(sizeof(Attend) == kAttendBytes && sizeof(Gate) == kGateBytes);
     kog::run(p);                                                                                   \
   }
 KOG_BETWEEN(kog_join, Join, join, kog::kJoinThreads)
+KOG_BETWEEN(kog_send, Send, send, kog::kJoinThreads)
+KOG_BETWEEN(kog_meet, Meet, meet, kog::kJoinThreads)
 KOG_BETWEEN(kog_heads, Heads, heads, kog::kHeadThreads)
 KOG_BETWEEN(kog_attend, Attend, attend, kog::kAttendThreads)
 KOG_BETWEEN(kog_gate, Gate, gate, kog::kGateThreads)

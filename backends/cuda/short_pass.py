@@ -1,5 +1,6 @@
 """A pass of short prompts, several at once, from the weight arena to the streams of their last tokens (prompt.cu,
-short_pass.cu): nine launches a layer, nothing between them on the host."""
+short_pass.cu): nine launches a layer, nothing between them on the host. On several GPUs each runs a pass of its own
+shards, eleven launches a layer: what crosses GPUs is stored and waited for by the kernels themselves."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,14 @@ from kog_triton.backends.cuda.layout.short_pass import (
     SHORT_KERNELS,
     AttendCall,
     Cache,
+    Exchange,
     GateCall,
     HeadsCall,
     JoinCall,
+    MeetCall,
     Order,
     Parts,
+    SendCall,
     cut_of,
 )
 from kog_triton.backends.cuda.prompt_texts import functions
@@ -54,6 +58,45 @@ class ShortPrompt(NamedTuple):
 
     tokens: Sequence[int]
     slot: int
+
+
+class Link(NamedTuple):
+    """One rank's memory that all ranks write into (`send` in short_pass.h).
+
+    sums     float32 [2, ranks, MOST_TOKENS, hidden]
+    arrived  int64 [ranks, MOST_TOKENS]: the number of the last exchange whose sums are there
+    gave_up  int64 [2]: see Meet in short_pass.h
+    """
+
+    sums: Tensor
+    arrived: Tensor
+    gave_up: Tensor
+
+
+def link_shapes(ranks: int, hidden: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((2, ranks, MOST_TOKENS, hidden), torch.float32),
+        ((ranks, MOST_TOKENS), torch.int64),
+        ((2,), torch.int64),
+    ]
+    return shapes
+
+
+def links_of(devices: Sequence[torch.device], hidden: int) -> list[Link]:
+    """A rank's on each device."""
+    shapes = link_shapes(len(devices), hidden)
+    return [
+        Link(*(torch.zeros(shape, dtype=dtype, device=d) for shape, dtype in shapes))
+        for d in devices
+    ]
+
+
+class Linked(NamedTuple):
+    """Whose pass it is: which rank's, all ranks' memory, nanoseconds of a wait."""
+
+    rank: int
+    links: Sequence[Link]
+    limit_ns: int
 
 
 class PassKernels:
@@ -82,15 +125,15 @@ def workspace(
     lowering: CudaLowering, slots: int, most: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and types of what a pass holds beside the model; `in_...` is a stage's x. Arguments: see ShortPass."""
-    spec = lowering.schedule.spread
+    schedule, spec = lowering.schedule, lowering.schedule.spread
     half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[lowering.schedule.spec.dtype]
     stages = layer_matrices(lowering.schedule)
     cuts = [cut_of(s.rows, lowering.padded_k(s), most) for s in stages]
     tiles = MOST_TOKENS // QUERIES + most_prompts(slots)
     return {
-        "words": ((MOST_TOKENS + tiles, 4), torch.int32),
+        "words": ((MOST_TOKENS + tiles + 1, 4), torch.int32),  # the last: the pass's number
         "x": ((MOST_TOKENS, spec.hidden_size), torch.float32),
-        "q": ((MOST_TOKENS, spec.num_heads * spec.head_dim), half),
+        "q": ((MOST_TOKENS, schedule.shard_heads * spec.head_dim), half),
         # Zeros where K is padded: nobody writes there.
         **{f"in_{s.name}": ((MOST_TOKENS * lowering.padded_k(s),), half) for s in stages},
         "parts": ((max(cut.parts for cut in cuts) * MOST_TOKENS * ROWS,), torch.float32),
@@ -98,7 +141,10 @@ def workspace(
 
 
 def workspace_bytes(lowering: CudaLowering, slots: int, most: int) -> int:
-    shapes = workspace(lowering, slots, most).values()
+    """Of one GPU."""
+    shapes, ranks = [*workspace(lowering, slots, most).values()], lowering.schedule.num_ranks
+    if ranks > 1:
+        shapes += link_shapes(ranks, lowering.schedule.spec.hidden_size)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
@@ -108,13 +154,14 @@ def most_prompts(slots: int) -> int:
 
 
 class ShortPass:
-    """Passes of one model on one GPU.
+    """Passes of one model on one GPU, or of a rank's shards on its own.
 
     groups  the address of a stage's groups in a layer (products.group_tables)
     cache   [slots, layers, 1, K, 2, positions, d]
     streams float32 [slots, 1, hidden]: get those of each prompt's last token behind all layers
     ready   makes a launch ready
     most    multiprocessors
+    linked  on several GPUs
     """
 
     def __init__(
@@ -129,8 +176,11 @@ class ShortPass:
         streams: Tensor,
         ready: Ready,
         most: int,
+        linked: Linked | None = None,
     ) -> None:
         self._lowering, self._spec, self._arena = lowering, lowering.schedule.spread, arena
+        self._heads_here = lowering.schedule.shard_heads, lowering.schedule.shard_kv_heads
+        self.device, self.linked = arena.device, linked
         self._groups, self._embed, self._rope, self._layers = groups, embed, rope, layers
         self._cache, self._streams, self._make_ready = cache, streams, ready
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule)}
@@ -159,8 +209,11 @@ class ShortPass:
         total = sum(len(p.tokens) for p in prompts)
         return total <= MOST_TOKENS and len(prompts) <= self._most_prompts
 
-    def write(self, prompts: Sequence[ShortPrompt]) -> ProductKernel:
-        """Lay prompts out for a pass, in the order of the current stream; the pass that is to run them."""
+    def write(self, prompts: Sequence[ShortPrompt], number: int = 0) -> ProductKernel:
+        """Lay prompts out for a pass, in the order of the current stream; the pass that is to run them.
+
+        number  of the pass, on several GPUs: above 0, larger than that of the pass before, the same on all
+        """
         kernel = self.kernel_for(sum(len(p.tokens) for p in prompts))
         assert kernel is not None and self.fits(prompts)
         words = np.zeros((len(self._words), 4), np.int32)
@@ -174,6 +227,7 @@ class ShortPass:
                 words[tile] = at + first, min(QUERIES, len(tokens) - first), first, slot
                 tile += 1
             at = end
+        words[-1, 0] = number
         upload(torch.from_numpy(words), self._words)
         return kernel
 
@@ -181,6 +235,25 @@ class ShortPass:
         """Put all launches of a pass on a stream."""
         for launch in self._launches[kernel]:
             launch(stream)
+
+    def launches(self, kernel: ProductKernel) -> Sequence[Queue]:
+        """Of a pass, in order: what puts each on a stream."""
+        return self._launches[kernel]
+
+    def gave_up(self, number: int) -> str:
+        """What a pass of that number has waited for in vain on this GPU; waits for the GPU. "" if all came."""
+        if self.linked is None:
+            return ""
+        rank, links, _ = self.linked
+        last, where = links[rank].gave_up.tolist()
+        index = last - number * self._exchanges - 1
+        if index not in range(self._exchanges):
+            return ""
+        stage = ("attention_out", "mlp_out")[index % 2]
+        return (
+            f"a wait of a prompt's pass expired: rank {rank}, layer {index // 2}, {stage}, token {where >> 8}: "
+            f"nothing from rank {where & 0xFF}"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +265,8 @@ class ShortPass:
             *self._in.values(),
             *self._tables.values(),
         )
-        return sum(t.nbytes for t in held)
+        own = () if self.linked is None else self.linked.links[self.linked.rank]
+        return sum(t.nbytes for t in (*held, *own))
 
     # ---- launches ----
 
@@ -206,13 +280,51 @@ class ShortPass:
                 self._heads(kernel, index),
                 self._attend(kernel, index),
                 self._product(kernel, index, "o_proj"),
-                self._join(kernel, index, "o_proj", layer.mlp_norm, "gate_up_proj"),
+                *self._joins(kernel, index, "o_proj", layer.mlp_norm, "gate_up_proj"),
                 self._product(kernel, index, "gate_up_proj"),
                 self._gate(kernel, index),
                 self._product(kernel, index, "down_proj"),
-                self._join(kernel, index, "down_proj", after, "qkv_proj"),
+                *self._joins(kernel, index, "down_proj", after, "qkv_proj"),
             ]
         return out
+
+    @property
+    def _exchanges(self) -> int:
+        """Of a pass."""
+        return 2 * len(self._layers)
+
+    def _joins(
+        self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str
+    ) -> list[Queue]:
+        """Behind a module: its sums to x, those of all ranks where there are several."""
+        if self.linked is None:
+            return [self._join(kernel, layer, name, gain, to)]
+        rank, links, limit = self.linked
+        index = 2 * layer + (name == "down_proj")
+        place, own = index % 2, links[rank]
+        number = Exchange(self._words[-1].data_ptr(), index, self._exchanges, len(links))
+        send = SendCall(
+            tokens=self._words.data_ptr(),
+            parts=self._parts_of(name),
+            bias=self._bias_of(layer, name),
+            exchange=number,
+            hidden=self._spec.hidden_size,
+        )
+        for other, link in enumerate(links):
+            send.sums[other] = link.sums[place, rank].data_ptr()
+            send.arrived[other] = link.arrived[rank].data_ptr()
+        meet = MeetCall(
+            self._join_call(layer, name, gain, to),
+            own.sums[place].data_ptr(),
+            own.arrived.data_ptr(),
+            own.gave_up.data_ptr(),
+            limit,
+            number,
+        )
+        return [
+            self._make_ready(kernel, "kog_send", kernel.tokens, JOIN_THREADS, send),
+            self._make_ready(kernel, "kog_meet", kernel.tokens, JOIN_THREADS, meet),
+        ]
 
     def _product(self, kernel: ProductKernel, layer: int, name: str) -> Queue:
         lo, stage, cut = self._lowering, self._stages[name], self._cuts[name]
@@ -240,11 +352,17 @@ class ShortPass:
         self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str
     ) -> Queue:
         """Behind a product, or without a name at the first layer: residual and norm, or the last token's streams."""
+        call = self._join_call(layer, name, gain, to)
+        return self._make_ready(kernel, "kog_join", kernel.tokens, JOIN_THREADS, call)
+
+    def _bias_of(self, layer: int, name: str) -> int | None:
+        own = self._layers[layer]
+        return address(own.o_bias if name == "o_proj" else own.down_bias)
+
+    def _join_call(self, layer: int, name: str, gain: Tensor | None, to: str) -> JoinCall:
         call = JoinCall(tokens=self._words.data_ptr(), x=self._x.data_ptr())
         if name:
-            own = self._layers[layer]
-            call.parts = self._parts_of(name)
-            call.bias = address(own.o_bias if name == "o_proj" else own.down_bias)
+            call.parts, call.bias = self._parts_of(name), self._bias_of(layer, name)
         else:
             call.embed, call.embed_step = self._embed.data_ptr(), self._embed.stride(0)
         call.gain, call.streams, call.streams_step = (
@@ -254,10 +372,11 @@ class ShortPass:
         )
         call.out, call.order = self._in[to].data_ptr(), self._order(to)
         call.hidden, call.eps = self._spec.hidden_size, self._spec.norm_eps
-        return self._make_ready(kernel, "kog_join", kernel.tokens, JOIN_THREADS, call)
+        return call
 
     def _heads(self, kernel: ProductKernel, layer: int) -> Queue:
         spec, own = self._spec, self._layers[layer]
+        heads, kv_heads = self._heads_here
         call = HeadsCall(
             self._words.data_ptr(),
             self._parts_of("qkv_proj"),
@@ -266,16 +385,17 @@ class ShortPass:
             self._rope.data_ptr(),
             self._q.data_ptr(),
             self._cache_of(layer),
-            spec.num_heads,
-            spec.num_kv_heads,
+            heads,
+            kv_heads,
             spec.head_dim // 2,
             spec.norm_eps,
         )
-        per = -(-(spec.num_heads + 2 * spec.num_kv_heads) // (HEAD_THREADS // 32))
+        per = -(-(heads + 2 * kv_heads) // (HEAD_THREADS // 32))
         return self._make_ready(kernel, "kog_heads", kernel.tokens * per, HEAD_THREADS, call)
 
     def _attend(self, kernel: ProductKernel, layer: int) -> Queue:
         spec = self._spec
+        heads, kv_heads = self._heads_here
         tiles = kernel.tokens // QUERIES + self._most_prompts
         call = AttendCall(
             self._words[MOST_TOKENS:].data_ptr(),
@@ -283,13 +403,13 @@ class ShortPass:
             self._cache_of(layer),
             self._in["o_proj"].data_ptr(),
             self._order("o_proj"),
-            spec.num_heads,
-            spec.num_kv_heads,
+            heads,
+            kv_heads,
             spec.head_dim,
             spec.windows[layer],
             LOG2_E / math.sqrt(spec.head_dim),
         )
-        return self._make_ready(kernel, "kog_attend", spec.num_heads * tiles, ATTEND_THREADS, call)
+        return self._make_ready(kernel, "kog_attend", heads * tiles, ATTEND_THREADS, call)
 
     def _gate(self, kernel: ProductKernel, layer: int) -> Queue:
         width = self._stages["down_proj"].cols

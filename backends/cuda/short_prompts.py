@@ -1,11 +1,16 @@
 """Fresh prompts of up to 256 tokens (short_pass.py): those that wait when one begins share its pass.
 
+On several GPUs each runs a pass of its own, which wait for each other: they are queued together, a launch of each in
+turn, and no other engine's work is to come between them (PromptRun.meets).
+
 A pass is never cut. Which prompts take one is a function of their own lengths, and a prompt's bits do not depend on who
 shares it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -16,13 +21,18 @@ from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.library import check_prompt, on_device
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 
+T = TypeVar("T")
+
 
 class ShortRun(PromptRun):
     """A prompt's part of a pass."""
 
     def __init__(self, owner: "ShortPrompts", prompt: ShortPrompt) -> None:
         end = len(prompt.tokens)
-        super().__init__(0, end, self._queue, nullcontext, owner.device, Rate(), short=True)
+        super().__init__(
+            0, end, self._queue, nullcontext, owner.device, Rate(), short=True, others=owner.others
+        )
+        self.meets = bool(owner.others)
         self.prompt, self._owner = prompt, owner
         self._along: list[ShortRun] = []
 
@@ -46,13 +56,15 @@ class ShortRun(PromptRun):
 
 
 class ShortPrompts:
-    """Of one model on one GPU; `room`, positions of a slot."""
+    """Of one model on one GPU or several, a pass a rank; `room`, positions of a slot."""
 
-    def __init__(self, passes: ShortPass, device: torch.device, room: int, vocab: int) -> None:
-        self.device, self.fits = device, passes.fits
-        self._pass, self._room, self._vocab = passes, room, vocab
-        self._graphs: dict[ProductKernel, torch.cuda.CUDAGraph] = {}
-        self._to_capture = list(SHORT_KERNELS) if device.type == "cuda" else []
+    def __init__(self, passes: Sequence[ShortPass], room: int, vocab: int) -> None:
+        self._passes, self._room, self._vocab = passes, room, vocab
+        self.fits = passes[0].fits
+        self.device, *self.others = (one.device for one in passes)
+        self._graphs: dict[ProductKernel, list[torch.cuda.CUDAGraph]] = {}
+        self._to_capture = list(SHORT_KERNELS) if self.device.type == "cuda" else []
+        self._number = 0  # of the last pass
 
     def takes(self, request: Request) -> bool:
         return not request.cached and len(request.prompt) <= MOST_TOKENS
@@ -63,30 +75,52 @@ class ShortPrompts:
         return ShortRun(self, ShortPrompt(request.prompt, request.slot))
 
     def queue(self, prompts: Sequence[ShortPrompt]) -> None:
-        """On the current stream."""
-        kernel = self._pass.write(prompts)
+        """On the current stream of each GPU."""
+        self._number += 1
+        kernel = SHORT_KERNELS[-1]
+        for one in self._passes:  # all of them first: nothing that may wait stands between launches
+            kernel = self._on(one, partial(one.write, prompts, self._number))
         if kernel in self._graphs:
-            self._graphs[kernel].replay()
+            for one, graph in zip(self._passes, self._graphs[kernel], strict=True):
+                self._on(one, graph.replay)
         else:
-            self._pass.queue(kernel, self._stream())
+            streams = [self._stream(one) for one in self._passes]
+            # In turn: what one GPU waits for is never behind more launches than a queue of a driver holds.
+            for together in zip(*(one.launches(kernel) for one in self._passes), strict=True):
+                for one, launch, stream in zip(self._passes, together, streams, strict=True):
+                    self._on(one, partial(launch, stream))
+
+    def gave_up(self) -> str:
+        """What the last pass has waited for in vain; waits for GPUs. "" if all came."""
+        return next((said for one in self._passes if (said := one.gave_up(self._number))), "")
 
     def make_ready(self) -> bool:
-        """Capture one more pass's graph, which takes the host less than its launches; whether there are others."""
+        """Capture one more pass's graphs, which take the host less than its launches; whether there are others."""
         if not self._to_capture:
             return False
-        kernel, graph = self._to_capture.pop(0), torch.cuda.CUDAGraph()
-        with (
-            on_device(self.device),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        ):
-            self._pass.queue(kernel, self._stream())
-        self._graphs[kernel] = graph
+        kernel = self._to_capture.pop(0)
+        self._graphs[kernel] = [self._capture(one, kernel) for one in self._passes]
         return bool(self._to_capture)
 
     def memory_bytes(self) -> int:
-        return self._pass.nbytes
+        return sum(one.nbytes for one in self._passes)
 
-    def _stream(self) -> int:
-        if self.device.type != "cuda":
+    def _capture(self, one: ShortPass, kernel: ProductKernel) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # torch captures on one stream of its own, which is of the first GPU that it captured on.
+        stream = torch.cuda.Stream(one.device) if self.others else None
+        capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        with on_device(one.device), capture:
+            one.queue(kernel, self._stream(one))
+        return graph
+
+    def _on(self, one: ShortPass, act: Callable[[], T]) -> T:
+        if not self.others:
+            return act()
+        with on_device(one.device):
+            return act()
+
+    def _stream(self, one: ShortPass) -> int:
+        if one.device.type != "cuda":
             return 0
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return torch.cuda.current_stream(one.device).cuda_stream

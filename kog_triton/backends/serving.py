@@ -241,6 +241,9 @@ class Launcher(Protocol):
     def steps(self) -> int:
         """The heartbeat of the launch: another number after every step."""
 
+    def void(self) -> str:
+        """What GPUs have waited for in vain in a prompt's pass, if that is why its logits are no numbers; else ""."""
+
     def take_back(self, one: InSlot) -> None:
         """Undo what a step that waited for a mask in vain has done to its request."""
 
@@ -329,6 +332,8 @@ class LaunchServing(Serving[InSlot]):
                     return self.attempt(slot, partial(self._score_piece, one))
             if self._run_prompts():
                 self._launch()
+            elif self._last is not None and self._last.meets:
+                self._last.wait()
 
     def _run_prompts(self) -> bool:
         """A slice of a prompt that a library runs, short ones first; while nobody has a token yet all short ones, and
@@ -436,7 +441,8 @@ class LaunchServing(Serving[InSlot]):
         """Queue the next slice behind the launch; one that is to end for the host's sake has none. Comes back when the
         slice before the launch has ended."""
         self._hear()
-        if not self._leaving:
+        meets = any(one.prompt.meets for one in self.running.values() if one.prompt is not None)
+        if not self._leaving and not meets:
             self._run_prompts()
             self._is_ahead = True
 
@@ -540,6 +546,8 @@ class LaunchServing(Serving[InSlot]):
     def _no_token(self, outcome: Outcome, position: int) -> KogError:
         if outcome is Outcome.NOTHING_ALLOWED:
             return nothing_allowed(position)
+        if reason := self._launcher.void():
+            return RunError(reason)
         half = self._launcher.spec.dtype is DType.F16
         advice = "; float16 holds up to 65504: try --dtype bf16" if half else ""
         return RunError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.backends.recording import RankRecording
+from kog_triton.backends.recording import HEAD, RankRecording
 from kog_triton.profiling.analysis import Timeline, timeline
 from kog_triton.profiling.clocks import Alignment, align
 from kog_triton.profiling.trace import block_events, clock_facts
@@ -72,17 +72,25 @@ def exposed(lines: RankTimeline) -> list[Exposed]:
     return out
 
 
+GPUS = 0  # the process of a trace with a track a GPU; that of GPU g's blocks is 1 + g
+
+
 def rank_trace(
     recording: RankRecording, lines: RankTimeline, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """The document: a process a GPU, a track a block; an arrow from the block of each GPU that sent last to the block
-    of each other GPU that waited longest for it. `about` is kept in its metadata."""
-    events: list[dict[str, Any]] = []
-    for gpu, (one, line) in enumerate(zip(recording.each, lines.each, strict=True)):
-        name = {"name": f"GPU {gpu}"}
-        events.append({"ph": "M", "name": "process_name", "pid": gpu, "args": name})
-        events += block_events(one, line, gpu)
+    """The document: a track a GPU, side by side, with arrows for exchanges; below them, a process a GPU, its blocks.
+
+    A GPU's slice of a span ends when its last block's does. An arrow goes from the work behind which a GPU sent to the
+    span in which another one waited for it. `about` is kept in its metadata.
+    """
+    events: list[dict[str, Any]] = [_name("process_name", GPUS, 0, "GPUs")]
+    for gpu, line in enumerate(lines.each):
+        events.append(_name("thread_name", GPUS, gpu, f"GPU {gpu}"))
+        events += _gpu_events(line, gpu)
     events += _arrows(lines)
+    for gpu, (one, line) in enumerate(zip(recording.each, lines.each, strict=True)):
+        events.append(_name("process_name", GPUS + 1 + gpu, 0, f"blocks of GPU {gpu}"))
+        events += block_events(one, line, GPUS + 1 + gpu)
     clocks = [
         {
             "gpu": gpu,
@@ -101,35 +109,70 @@ def rank_trace(
     }
 
 
-def _arrows(lines: RankTimeline) -> list[dict[str, Any]]:
-    """Of every span in which a block waited for another GPU: the sender's end is the end of the work before it."""
+def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _last_ends(line: Timeline) -> np.ndarray:
+    """float64 [tokens, spans], ns: when the last block that took a span had ended it, or all before; NaN where nobody
+    took it or saw it begin."""
+    ends = np.where(line.seen, line.ends, -np.inf).max(1)
+    reached = np.maximum.accumulate(ends.reshape(-1)).reshape(ends.shape)
+    return np.where(np.isfinite(ends), reached, np.nan)
+
+
+def _gpu_events(line: Timeline, gpu: int) -> list[dict[str, Any]]:
+    """Slices of one GPU's track, end to end from its first block's first start on."""
     events: list[dict[str, Any]] = []
-    spans = lines.each[0].spans
-    for token in range(len(lines.each[0].ends)):
-        for i in range(1, len(spans)):
-            for to, reader in enumerate(lines.each):
-                waits = np.where(reader.seen[token, :, i], reader.peers[token, :, i], 0.0)
-                block = int(waits.argmax())
-                if waits[block] == 0:
-                    continue
-                for of, sender in enumerate(lines.each):
-                    if of == to:
-                        continue
-                    sent = np.where(
-                        sender.seen[token, :, i - 1], sender.ends[token, :, i - 1], -np.inf
-                    )
-                    last = int(sent.argmax())
-                    if sent[last] == -np.inf:
-                        continue
-                    arrow = {"name": spans[i].name, "cat": "exchange", "id": len(events)}
-                    begun = sender.starts[token, last, i - 1], sent[last]
-                    events.append(arrow | {"ph": "s"} | _inside(of, last, *begun))
-                    ended = reader.starts[token, block, i], reader.ends[token, block, i]
-                    events.append(arrow | {"ph": "f", "bp": "e"} | _inside(to, block, *ended))
+    begun = float(np.nanmin(line.starts)) if line.seen.any() else 0.0
+    for token, ends in enumerate(_last_ends(line)):
+        for i in np.flatnonzero(np.isfinite(ends)):
+            span, end = line.spans[i], float(ends[i])
+            waits = np.where(line.seen[token, :, i], line.peers[token, :, i], 0.0)
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": "wait" if span.waits else "work",
+                    "pid": GPUS,
+                    "tid": gpu,
+                    "ts": round(begun / 1e3, 3),
+                    "dur": round((end - begun) / 1e3, 3),
+                    "args": {
+                        "token": token,
+                        "layer": "head" if span.layer == HEAD else span.layer,
+                        "blocks": int(line.seen[token, :, i].sum()),
+                        "peer_wait_us": round(float(waits.mean()) / 1e3, 3),
+                        "longest_peer_wait_us": round(float(waits.max()) / 1e3, 3),
+                    },
+                }
+            )
+            begun = end
     return events
 
 
-def _inside(gpu: int, block: int, start: float, end: float) -> dict[str, Any]:
+def _arrows(lines: RankTimeline) -> list[dict[str, Any]]:
+    """Of every span in which a block waited for another GPU: each other one's end of the work before it, to its end."""
+    events: list[dict[str, Any]] = []
+    spans, ends = lines.each[0].spans, [_last_ends(line) for line in lines.each]
+    for token in range(len(ends[0])):
+        for i in range(1, len(spans)):
+            for to, reader in enumerate(lines.each):
+                waited = np.where(reader.seen[token, :, i], reader.peers[token, :, i], 0.0).any()
+                if not waited:
+                    continue
+                for of, sent in enumerate(ends):
+                    if of == to or not np.isfinite(sent[token, i - 1]):
+                        continue
+                    arrow = {"name": spans[i].name, "cat": "exchange", "id": len(events)}
+                    events.append(arrow | {"ph": "s"} | _inside(of, sent, token, i - 1))
+                    events.append(arrow | {"ph": "f", "bp": "e"} | _inside(to, ends[to], token, i))
+    return events
+
+
+def _inside(gpu: int, ends: np.ndarray, token: int, i: int) -> dict[str, Any]:
     """Where an arrow's end binds to a slice: a viewer takes the one around its time, so just before the slice's end."""
-    at = max((start + end) / 2, end - 1)
-    return {"pid": gpu, "tid": block, "ts": round(at / 1e3, 6)}
+    before = ends.reshape(-1)[: token * ends.shape[1] + i]
+    known, end = before[np.isfinite(before)], float(ends[token, i])
+    start = float(known[-1]) if len(known) else end
+    return {"pid": GPUS, "tid": gpu, "ts": round(max((start + end) / 2, end - 1) / 1e3, 6)}

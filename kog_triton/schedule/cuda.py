@@ -42,7 +42,8 @@ FRAGMENT_ROWS = (MMA_ROWS, 4)
 SLOT_ALIGNMENT = 128  # of a ring slot, in memory and on chip
 # (frag_k, fragments a warp and ring slot): slots of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
 # ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
-# they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24).
+# they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24). Narrow ones
+# take the first that they can be cut for: of Qwen3-14B int4 24 KB took 1.57 times as long (#narrow-cuts there).
 CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
 # In flight a block: more makes polls queue behind weights (H200: benchmarks/cuda-log.md#window). Then the same while
 # the block has ring slots to go on with, both where the stream sets the pace (benchmarks/cuda-log.md#stream-window).
@@ -260,8 +261,10 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     group = (num_blocks or gpu.num_blocks) // schedule.shards_per_rank
     group = max(1, min(group, -(-schedule.spec.hidden_size // MMA_ROWS)))
     blocks = group * schedule.shards_per_rank
-    candidates = []
+    candidates: list[CudaLowering] = []
     for frag_k, fragments in CHUNKS:
+        if schedule.spec.narrow and candidates:
+            break
         tilings = cut_stages(schedule, frag_k, fragments, blocks)
         if tilings is not None:
             candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
@@ -368,6 +371,8 @@ def _tiling(
     weights = stage_weights(schedule, stage, frag_k)
     if weights.why_not():
         return None
+    # Kernels of columns may read down_proj's operands unit by unit, each of whole ring slots (batches.read_steps).
+    most = UNROLLED // weights.pack if stage.source == "mlp" else UNROLLED
     for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
         if weights.format and rows != MMA_ROWS:
             continue
@@ -376,7 +381,7 @@ def _tiling(
             tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
             steps = tiling.padded_k(stage.cols) // warps_k // k
             period = unit_period(steps, fragments)
-            if period > 1 and period * steps * weights.pack > UNROLLED:
+            if period > 1 and period * steps > most:
                 continue
             if not _is_staged(schedule, stage, tiling, frag_k):
                 continue

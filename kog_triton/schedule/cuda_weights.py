@@ -138,7 +138,7 @@ def stage_format(schedule: Schedule, stage: Stage) -> WeightFormat | None:
     for name in names:
         if (other := known.get(name)) != first:
             raise ModelError(
-                f"{names[0]} is {_called(first)} and {name} is {_called(other)}: the cuda backend takes one"
+                f"{names[0]} is {_called(first)} and {name} is {_called(other)}: a kernel takes one"
                 f" format in all of {stage.name}"
             )
     return first

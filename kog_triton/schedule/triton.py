@@ -19,6 +19,7 @@ from kog_triton.schedule import exchanges as ex
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
+from kog_triton.schedule.triton_codes import TileCodes, tile_codes, unreadable_codes
 
 # From this width on the words of x take registers that a large tile wants (topology.SIZES has the measurement).
 WIDE = 4096
@@ -66,6 +67,28 @@ class StageTiles:
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
     flight: int = 0  # bytes that may be on their way; one tile is, whatever its size
     most_first: int = MOST_AHEAD  # tiles that the stage before asks for
+    codes: TileCodes | None = (
+        None  # None: 16 bits a weight; `widths` are words of those in any case
+    )
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.codes is not None
+
+    @property
+    def pack(self) -> int:
+        """Words of 16-bit weights in one of the tile."""
+        return self.codes.pack if self.codes else 1
+
+    def stored_width(self, k: int) -> int:
+        """Words of a row of tile `k`."""
+        return self.widths[k] // self.pack
+
+    def tile_words(self, k: int) -> int:
+        """Of one tile `k`, with its scales."""
+        if self.codes:
+            return self.codes.words(self.tile_rows, self.widths[k])
+        return self.tile_rows * self.widths[k]
 
     @property
     def k_tiles(self) -> int:
@@ -93,7 +116,11 @@ class StageTiles:
     @property
     def words(self) -> int:
         """Of one block."""
-        return self.block_rows * self.row_words
+        return self.units * self.unit_words(self.k_tiles)
+
+    def unit_words(self, tiles: int) -> int:
+        """Of a unit's first tiles along K."""
+        return sum(self.tile_words(k) for k in range(tiles))
 
     def place(self, tile: int) -> tuple[int, int]:
         """The unit of a tile, and which of its tiles along K it is."""
@@ -108,8 +135,8 @@ class StageTiles:
     def begins(self, k: int) -> tuple[int, int]:
         """Words of one block before the first unit's tile `k`, and from there to the next unit's."""
         if self.wired:
-            return self.block_rows * self.first_word(k), self.tile_rows * self.widths[k]
-        return self.tile_rows * self.first_word(k), self.tile_rows * self.row_words
+            return self.units * self.unit_words(k), self.tile_words(k)
+        return self.unit_words(k), self.unit_words(self.k_tiles)
 
     @property
     def ahead(self) -> int:
@@ -118,9 +145,9 @@ class StageTiles:
 
     def asked_before(self, tile: int, endless: bool = False) -> int:
         """Tiles of the stage that have been asked for before `tile` is multiplied; of one with units without end."""
-        end, left = tile + 1, self.flight - 4 * self.tile_rows * self.widths[self.place(tile)[1]]
+        end, left = tile + 1, self.flight - 4 * self.tile_words(self.place(tile)[1])
         while (endless or end < self.tiles) and end - tile < MOST_AHEAD:
-            left -= 4 * self.tile_rows * self.widths[self.place(end)[1]]
+            left -= 4 * self.tile_words(self.place(end)[1])
             if left < 0:
                 break
             end += 1
@@ -187,6 +214,15 @@ class Tiles:
         count = self.stages[following].ahead
         first, end = (count * (n - last) // (own.tiles - last) for n in (tile, tile + 1))
         return following, first, end - first, following == 0
+
+    @property
+    def is_narrow(self) -> bool:
+        return any(stage.is_narrow for stage in self.stages)
+
+    @property
+    def head_alike(self) -> bool:
+        """Whether the head's tiles are of the form of qkv_proj's."""
+        return self.stages[0].codes == self.stages[4].codes
 
     @property
     def head_words(self) -> int:
@@ -396,6 +432,8 @@ def lower_tiles(
         raise ModelError("the triton backend runs on one GPU: choose --gpus 1")
     if spec.dtype is DType.F32:
         raise ModelError("the triton backend reads 16-bit weights: choose --dtype bf16 or fp16")
+    if reason := unreadable_codes(schedule):
+        raise ModelError(f"the triton backend: {reason}")
     for name in ("hidden_size", "lane_intermediate_size", "head_dim"):
         if getattr(spec, name) % 4:
             raise ModelError(
@@ -495,10 +533,13 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
             cuts = [widths] if shared else _cuts(stage.cols)
             size = blocks if stage.scope is Scope.ALL else group
+            codes = tile_codes(schedule, stage)
             tilings = [
-                t for cut in cuts for t in _stage_tilings(stage, index, size, cut, tile_bytes)
+                t
+                for cut in cuts
+                for t in _stage_tilings(stage, index, size, cut, tile_bytes, codes)
             ]
-            if name == "lm_head":  # see below
+            if name == "lm_head" and codes == stages[0].codes:  # see below
                 tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
             tiling = min(tilings, key=_cost, default=None)
             if tiling is None:
@@ -531,7 +572,7 @@ def _cuts(cols: int) -> list[tuple[int, ...]]:
 
 def _flight(s: StageTiles, tile_bytes: int) -> int:
     """Bytes of tiles that may be on their way: where tiles are small or mixed more than one of them."""
-    sizes = {4 * s.tile_rows * width for width in s.widths}
+    sizes = {4 * s.tile_words(k) for k in range(s.k_tiles)}
     if s.loop_units or (len(sizes) == 1 and max(sizes) * SMALL_TILES > tile_bytes):
         return 0
     return tile_bytes if len(sizes) == 1 else int(MIXED * tile_bytes)
@@ -539,7 +580,7 @@ def _flight(s: StageTiles, tile_bytes: int) -> int:
 
 def _cost(s: StageTiles) -> float:
     """Bytes that a block reads, and what else a stage costs, as bytes."""
-    narrow = sum(width < THREADS for width in s.widths)
+    narrow = sum(width < THREADS for width in s.widths)  # tensors of x are as wide as their tiles
     starved = max(1.0, FLIGHT / max(s.flight, 4 * s.words / s.tiles))
     streamed = 4 * s.words * starved + s.tiles * TILE_COST
     return (streamed + narrow * NARROW_COST) * (LOOPED if s.loop_units else 1.0)
@@ -563,7 +604,12 @@ def _warps_in_one_run(tile_rows: int, words: int) -> bool:
 
 
 def _stage_tilings(
-    stage: Stage, index: int, size: int, widths: tuple[int, ...], tile_bytes: int
+    stage: Stage,
+    index: int,
+    size: int,
+    widths: tuple[int, ...],
+    tile_bytes: int,
+    codes: TileCodes | None = None,
 ) -> list[StageTiles]:
     """Cuts of a stage with tiles of these widths over `size` blocks."""
     out = []
@@ -573,11 +619,14 @@ def _stage_tilings(
     share = -(-rows // size)
     share = -(-share // step) * step
     wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
+    pack = codes.pack if codes else 1
+    if widths[-1] < WIDTHS[-1] * pack:
+        return []
     tile_rows = step
     while tile_rows <= 128:
         units = -(-share // tile_rows)
-        fits = 4 * tile_rows * widths[0] <= tile_bytes and all(
-            _warps_in_one_run(tile_rows, words) for words in widths
+        fits = 4 * tile_rows * widths[0] // pack <= tile_bytes and all(
+            _warps_in_one_run(tile_rows, words // pack) for words in widths
         )
         loop_units = _loop_units(units, len(widths)) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
@@ -587,7 +636,7 @@ def _stage_tilings(
             )
         if fits and loop_units is not None:
             shape = (rows, stage.cols, tile_rows, widths, units, wired)
-            tiling = StageTiles(stage.name, index, *shape, loop_units=loop_units)
+            tiling = StageTiles(stage.name, index, *shape, loop_units=loop_units, codes=codes)
             out.append(replace(tiling, flight=_flight(tiling, tile_bytes)))
         tile_rows *= 2
     return out

@@ -22,7 +22,7 @@ def pack_tiles(stage: Stage, t: StageTiles, group: int, shards: Any) -> Any:
     padded[:, :rows, :cols] = shards
     given = padded.reshape(shards_on, group, t.units, t.tile_rows, t.row_words, 2)
     packed = _zeros(shards, (shards_on * group * t.words, 2))
-    for k, tiles in _tiles_of(t, shards_on * group, packed):
+    for k, tiles in tiles_of(t, shards_on * group, packed):
         part = given[..., t.first_word(k) : t.first_word(k) + t.widths[k], :]
         tiles[...] = _permute(part, (2, 0, 1, 3, 4, 5)).reshape(tiles.shape)
     return packed
@@ -32,7 +32,7 @@ def unpack_tiles(stage: Stage, t: StageTiles, group: int, packed: Any) -> Any:
     """What `pack_tiles` was given, [S, rows, cols], but rows as they are dealt out (`row_order`)."""
     shards_on = len(packed) // (group * t.words)
     padded = _zeros(packed, (shards_on, group, t.units, t.tile_rows, t.row_words, 2))
-    for k, tiles in _tiles_of(t, shards_on * group, packed):
+    for k, tiles in tiles_of(t, shards_on * group, packed):
         part = tiles.reshape(t.units, shards_on, group, t.tile_rows, t.widths[k], 2)
         padded[..., t.first_word(k) : t.first_word(k) + t.widths[k], :] = _permute(
             part, (1, 2, 0, 3, 4, 5)
@@ -41,15 +41,17 @@ def unpack_tiles(stage: Stage, t: StageTiles, group: int, packed: Any) -> Any:
     return padded.reshape(shape)[:, : stage.rows, : stage.cols]
 
 
-def _tiles_of(t: StageTiles, blocks: int, packed: Any) -> Iterator[tuple[int, Any]]:
-    """Each tile along K, and where those of all units stand: a view [units, words, 2]."""
-    for k, width in enumerate(t.widths):
+def tiles_of(t: StageTiles, blocks: int, packed: Any) -> Iterator[tuple[int, Any]]:
+    """Each tile along K, and where those of all units stand: a view [units, words, values of a word]."""
+    for k in range(t.k_tiles):
         first, step = t.begins(k)
         whole = t.units * step if t.wired else t.words  # in which they lie `step` words apart
         begin = blocks * (first if t.wired else 0)
         inside = 0 if t.wired else blocks * first
-        run = packed[begin : begin + blocks * whole].reshape(t.units, blocks * step, 2)
-        yield k, run[:, inside : inside + blocks * t.tile_rows * width]
+        run = packed[begin : begin + blocks * whole].reshape(
+            t.units, blocks * step, packed.shape[-1]
+        )
+        yield k, run[:, inside : inside + blocks * t.tile_words(k)]
 
 
 def _permute(array: Any, axes: Sequence[int]) -> Any:

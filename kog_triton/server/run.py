@@ -122,13 +122,15 @@ async def serve(settings: Settings) -> int:
     server = Server(config)
     ending = Ending(server, service, settings.drain_s)
     ending.listen()
+    where = where_of(listener)
+    log.info("loading %s: until then %s answers 503", names_of(settings)[0], where)
     opening = asyncio.create_task(_open(supervisor, service, settings))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.wait({opening, serving}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             await opening
-            _say_where(listener)
+            log.info("serving %s (pid %d)", where, os.getpid())
         await serving
     finally:
         opening.cancel()
@@ -153,7 +155,7 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
     tokenizer = await asyncio.to_thread(_tokenizer_of, opened.folder)
     if settings.chat_template is not None:
         tokenizer.chat_templates = {"default": settings.chat_template}
-    names = settings.names or (str(settings.llm["model"] or "demo"),)
+    names = names_of(settings)
     service.opened = ServedModel(
         opened,
         tokenizer,
@@ -172,10 +174,14 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
     )
 
 
-def _say_where(listener: socket.socket) -> None:
+def names_of(settings: Settings) -> tuple[str, ...]:
+    """What clients may call the model; the first is told."""
+    return settings.names or (str(settings.llm.get("model") or "demo"),)
+
+
+def where_of(listener: socket.socket) -> str:
     name = listener.getsockname()
-    where = name if isinstance(name, str) else f"http://{name[0]}:{name[1]}"
-    log.info("serving %s (pid %d)", where, os.getpid())
+    return name if isinstance(name, str) else f"http://{name[0]}:{name[1]}"
 
 
 class Ending:

@@ -84,6 +84,24 @@ def test_a_process_that_was_killed_is_told(monkeypatch):
         engine.close()
 
 
+def test_a_way_that_fails_is_told_and_the_next_one_runs(monkeypatch, caplog):
+    """Symmetric memory is a GPU's: on a CPU it fails as a capture might on GPUs."""
+    weights = RandomWeights(read_spec(EVEN | MODELS["qwen2"]))
+    monkeypatch.setattr(torch_ranks, "WAYS", torch_ranks.WAYS[1:])
+    engine = opened(weights)
+    try:
+        alone = find_peer("torch-graph")(Setting(weights, CPU, len(PROMPT) + 16))
+        assert engine.generate(PROMPT, 8).tokens == alone.generate(PROMPT, 8).tokens
+        says = "no CUDA graph, sums by NCCL; not with CUDA graph a GPU, sums by symmetric memory in one shot: rank "
+        assert says in engine.version
+        assert "torch-ranks: not with CUDA graph a GPU, sums by symmetric" in caplog.text
+    finally:
+        engine.close()
+    monkeypatch.setattr(torch_ranks, "WAYS", torch_ranks.WAYS[:1])
+    with pytest.raises(RunError, match="rank"):
+        opened(weights)
+
+
 def test_a_checkpoint_is_opened_again_by_each_process():
     checkpoint = Checkpoint.open(checkpoint_path())
     make, arguments = checkpoint.__reduce__()

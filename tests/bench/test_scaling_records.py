@@ -27,20 +27,20 @@ def keep(folder, shape, gpus, rate, **changes):
     return file
 
 
-def made_by(blend, hop, shape, gpus):
-    return Measured(shape, gpus, 32, 256, 4.58e12, 1.0).predicted(blend, hop)
+def made_by(blend, kept, shape, gpus):
+    return Measured(shape, gpus, 32, 256, 4.58e12, 1.0).predicted(blend, kept)
 
 
 def test_a_fit_finds_the_constants_that_made_the_rates(tmp_path, capsys):
     shapes = (*FITTED, "qwen3-14b")
     files = [
-        keep(tmp_path, shape, gpus, made_by(3.1, 0.6e-6, shape, gpus) * (1.05 if shape == "qwen3-14b" else 1))
+        keep(tmp_path, shape, gpus, made_by(3.1, 0.97, shape, gpus) * (1.05 if shape == "qwen3-14b" else 1))
         for shape in shapes
         for gpus in (1, 2)
     ]  # fmt: skip
     assert main([*map(str, files), "--fit", *FITTED]) == 0
     out = capsys.readouterr().out
-    before, after = out.split("BLEND 3.1, HOP 0.6 us, fitted to")
+    before, after = out.split("BLEND 3.1, KEPT 0.97, fitted to")
     rows = [line for line in after.splitlines() if line.startswith("| ") and "%" in line]
     assert len(rows) == 8
     for row in rows:

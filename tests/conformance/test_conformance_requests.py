@@ -17,7 +17,7 @@ from kog_triton.backends import pace, serving
 from kog_triton.backends.cuda import launcher as cuda_launcher
 from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.errors import RequestError, RunError
-from tests.lib.conformance_backends import BACKENDS
+from tests.lib.conformance_backends import BACKENDS, TWO_GPUS
 from tests.lib.conformance_requests import (
     GREEDY,
     LANES,
@@ -43,7 +43,7 @@ from tests.lib.conformance_requests import (
     sizes_of,
 )
 
-NAMES = [*BACKENDS, TOGETHER, RANKS]
+NAMES = [*BACKENDS, TOGETHER, RANKS, TWO_GPUS]
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 
 # ---- several requests ----

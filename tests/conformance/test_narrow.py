@@ -28,13 +28,32 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_gpu_backend_refuses_before_it_looks_for_a_gpu(folder):
+@pytest.fixture(scope="module")
+def unread(tmp_path_factory):
+    """A checkpoint of a format that the Triton backend does not read."""
+    folder = tmp_path_factory.mktemp("unread")
+    sizes = narrow_cases.SIZES | {"vocab_size": 300}
+    narrow_cases.checkpoint("mxfp4", folder, sizes=sizes)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_gpu_backend_refuses_before_it_looks_for_a_gpu(unread):
     with pytest.raises(DeviceError) as error:
-        find_backend("triton")(Checkpoint.open(folder), BackendOptions())
+        find_backend("triton")(Checkpoint.open(unread), BackendOptions())
     assert str(error.value) == (
-        "backend triton cannot run this checkpoint: it does not read fp8 128x128 weights yet;"
+        "backend triton cannot run this checkpoint: it does not read mxfp4 weights yet;"
         " choose --backend reference"
     )
+
+
+def test_what_the_triton_backend_does_not_read_it_refuses_by_name(folder):
+    spec = Checkpoint.open(folder).spec
+    triton = find_backend("triton")
+    assert why_not_narrow(triton, spec) == ""
+    assert "is 16 bits wide" in why_not_narrow(triton, spec.replace(narrow=spec.narrow[1:]))
+    head = spec.replace(narrow=(*spec.narrow, ("lm_head", spec.narrow[0][1])))
+    assert why_not_narrow(triton, head) == "it does not read a head of fp8 128x128 weights yet"
 
 
 def test_what_the_cuda_backend_does_not_read_it_refuses_by_name(folder):
@@ -55,11 +74,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(choose, "look_at", look_at)
 
 
-def test_auto_takes_the_reference_and_says_why(folder, gpu):
-    spec = Checkpoint.open(folder).spec
+def test_auto_takes_the_reference_and_says_why(unread, gpu):
+    spec = Checkpoint.open(unread).spec
     choice = choose.choose("auto", "", spec)
     assert choice.name == "reference"
-    assert "triton: it does not read fp8 128x128 weights yet" in choice.reason
+    assert "triton: it does not read mxfp4 weights yet" in choice.reason
     assert choose.choose("auto", "", spec.replace(narrow=())).name == "triton"
 
 
@@ -68,19 +87,19 @@ def test_auto_takes_the_cuda_backend_for_weights_that_it_reads(folder, monkeypat
     assert choose.choose("auto", "", Checkpoint.open(folder).spec).name == "cuda"
 
 
-def test_the_llm_says_that_it_takes_another_backend_than_it_would(folder, gpu, caplog):
-    with caplog.at_level(logging.WARNING), LLM(folder) as llm:
+def test_the_llm_says_that_it_takes_another_backend_than_it_would(unread, gpu, caplog):
+    with caplog.at_level(logging.WARNING), LLM(unread) as llm:
         assert llm.choice.name == "reference"
     said = [r.getMessage() for r in caplog.records if "activations" not in r.getMessage()]
     assert said == [
-        "backend reference: cuda: no Hopper GPU; triton: it does not read fp8 128x128 weights yet"
+        "backend reference: cuda: no Hopper GPU; triton: it does not read mxfp4 weights yet"
     ]
 
 
-def test_a_named_backend_is_refused(folder, gpu):
-    spec = Checkpoint.open(folder).spec
+def test_a_named_backend_is_refused(unread, gpu):
+    spec = Checkpoint.open(unread).spec
     with pytest.raises(
-        DeviceError, match="backend triton cannot run this checkpoint: it does not read fp8"
+        DeviceError, match="backend triton cannot run this checkpoint: it does not read mxfp4"
     ):
         choose.choose("triton", "", spec)
     assert choose.choose("reference", "", spec).name == "reference"

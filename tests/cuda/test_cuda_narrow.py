@@ -65,6 +65,39 @@ def test_a_stage_computes_what_the_unpacked_values_say(case, stage):
     assert_stage_agrees(*opened(case), stage)
 
 
+FIVE = LARGE | {"hidden_size": 1280, "intermediate_size": 256, "head_dim": 16, "num_layers": 1}
+
+
+def five_fragments(how):
+    """Weights whose units of gate_up_proj are five fragments: two of them end with a ring slot, one does not."""
+    spec = narrow_spec(FORMATS[how], **FIVE)
+    for blocks in (3, SHARING):
+        lowering = lower(build(spec), GPUS["h200"], blocks)
+        stage = lowering.schedule.stage("gate_up_proj")
+        assert (lowering.unit_fragments(stage), lowering.fragments) == (5, 2)
+    return NarrowWeights(spec, ArrayWeights(spec))
+
+
+@pytest.mark.parametrize("how", ["fp8-block", "int4-g128"])
+def test_units_that_end_within_a_ring_slot(how):
+    weights = five_fragments(how)
+    ours = FiberBackend(weights, BackendOptions(), 3)
+    for stage in ("qkv_proj", "gate_up_proj"):
+        assert_stage_agrees(ours, ReferenceBackend(weights, BackendOptions()), stage)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"), [("int4-g128", 2), pytest.param("fp8-block", 8, marks=pytest.mark.slow)]
+)
+def test_such_units_of_requests_among_others(how, count):
+    weights = five_fragments(how)
+    backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
+    served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
+    one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
+    for slot, steps in served.items():
+        assert steps == run(one, request(0, PROMPTS[slot], COUNT))[0]
+
+
 class FarthestWeights(NarrowWeights):
     """Every code as low as there is, and every zero point as high."""
 

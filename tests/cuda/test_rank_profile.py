@@ -228,27 +228,34 @@ def test_late_sums_are_waited_for_in_the_rows_that_add_them():
 # ---- the trace and the command ----
 
 
-def test_the_trace_has_a_process_a_gpu_and_arrows_between(walk):
+def test_the_trace_has_a_track_a_gpu_with_arrows_between_and_their_blocks_below(walk):
     recording = walk.record()
     lines = rank_timeline(recording)
     document = json.loads(json.dumps(rank_trace(recording, lines, {"model": "m"})))
     gpus, events = len(recording.each), document["traceEvents"]
     names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
-    assert names == [(gpu, f"GPU {gpu}") for gpu in range(gpus)]
+    assert names == [(0, "GPUs"), *((1 + gpu, f"blocks of GPU {gpu}") for gpu in range(gpus))]
+    tracks = [e for e in events if e["name"] == "thread_name" and e["pid"] == 0]
+    assert [(e["tid"], e["args"]["name"]) for e in tracks] == [(g, f"GPU {g}") for g in range(gpus)]
     slices = {}
     for e in events:
         if e["ph"] == "X":
             slices.setdefault((e["pid"], e["tid"]), []).append(e)
-    assert len(slices) == gpus * 2
+    assert len(slices) == gpus + gpus * 2
     for track in slices.values():
         for before, after in pairwise(track):
             assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=2e-3)
+    for gpu, line in enumerate(lines.each):
+        own = slices[0, gpu]
+        ends = sorted(line.ends.max(1).reshape(-1)[1:] / 1e3)
+        assert own[-1]["ts"] + own[-1]["dur"] == pytest.approx(ends[-1], abs=2e-3)
+        assert all(s["dur"] >= 0 for s in own) and {s["name"] for s in own} >= {"attention_out"}
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     assert starts and starts.keys() == ends.keys()
     for number, start in starts.items():
         end = ends[number]
-        assert start["pid"] != end["pid"] and end["bp"] == "e"
+        assert start["pid"] == end["pid"] == 0 and start["tid"] != end["tid"] and end["bp"] == "e"
         for arrow in (start, end):
             around = [
                 s
@@ -282,7 +289,7 @@ def test_the_command_tells_of_both_gpus(command, tmp_path):
         assert any(row.split()[:2] == [str(gpu), "all"] for row in out.splitlines())
     assert "GPU 1's clock is +0 ns beside GPU 0's and drifts by +0.00e+00" in text
     document = json.loads((tmp_path / "trace.json").read_text())
-    assert {e["pid"] for e in document["traceEvents"]} == {0, 1}
+    assert {e["pid"] for e in document["traceEvents"]} == {0, 1, 2}
 
 
 def test_what_several_gpus_have_not_is_refused(command, tmp_path):

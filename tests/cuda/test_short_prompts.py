@@ -189,7 +189,7 @@ def test_its_workspace_is_in_the_plan_and_in_what_is_held(monkeypatch):
     with_pass, without = opened(), opened(FiberBackend)
     lowering = with_pass.layout.lowering
     planned = workspace_bytes(lowering, 4, with_pass._most_blocks)
-    tables = sum(t.nbytes for t in with_pass.short._pass._tables.values())
+    tables = sum(t.nbytes for t in with_pass.short._passes[0]._tables.values())
     assert with_pass.short.memory_bytes() == planned + tables
     assert plans[0].weights - plans[1].weights == planned
     own = with_pass.memory_bytes()["other"] - with_pass.library.memory_bytes()
@@ -200,12 +200,14 @@ def test_its_workspace_is_in_the_plan_and_in_what_is_held(monkeypatch):
         backend.close()
 
 
-def test_narrow_weights_shards_and_lanes_have_no_pass():
+def test_narrow_weights_lanes_and_small_fragments_have_no_pass():
     gpu, wide = find_gpu("h200"), named_shape("qwen3-8b")
     for spec, ranks, want in (
         (wide, 1, True),
-        (wide, 2, False),
+        (wide, 2, True),
+        (wide, 4, False),  # a matrix in fragments of four rows
         (with_format(wide, FORMATS["fp8-block"]), 1, False),
         (named_shape("laneformer-2b"), 1, False),
+        (named_shape("laneformer-2b"), 8, False),
     ):
         assert can_pass(lower(build(spec, ranks), gpu)) is want

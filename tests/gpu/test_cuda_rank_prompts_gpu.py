@@ -17,7 +17,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Mailbox
-from kog_triton.backends.prefill.ranks import RankPrefill
+from kog_triton.backends.prefill.ranks import RANK_BUCKETS, RankPrefill
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
@@ -88,7 +88,19 @@ def assert_same(left, expected):
 def small(kind):
     made = opened(kind, SMALL, num_slots=3)
     assert isinstance(made.library, RankPrefill)
-    made.library.chunk = CHUNK
+    made.library.chunk, made.library._sizes = CHUNK, []  # in chunks, not padded
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def padded(kind):
+    """With graphs of padded passes."""
+    if kind is SharedBackend:
+        pytest.skip("ranks that wait for each other need a GPU each")
+    made = opened(kind, SMALL, num_slots=3)
+    made.settle()
+    assert made.library._graphs.keys() == set(RANK_BUCKETS)
     yield made
     made.close()
 
@@ -195,6 +207,51 @@ def test_gpus_held_up_at_random_change_nothing(small, long, monkeypatch):
         monkeypatch.setattr(walk.matrices, "product", slowed(walk.matrices.product))
     for _ in range(20):
         assert_same(left_by(small, asked), expected)
+
+
+def test_graphs_leave_what_launches_leave_however_late_a_gpu_is(padded, monkeypatch):
+    library, draws = padded.library, random.Random(0)
+    asked = [request(1, prompt_of(SMALL, n), COUNT, TOLD) for n in (300, 700, 1100)]
+    expected = [left_by(padded, one) for one in asked]
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "_graphs", {})
+        for one, want in zip(asked, expected, strict=True):
+            assert_same(left_by(padded, one), want)
+    begin = library._exchange.begin
+
+    def late():
+        begin()
+        with torch.cuda.device(draws.randrange(2)):
+            torch.cuda._sleep(draws.randrange(4_000_000))
+
+    monkeypatch.setattr(library._exchange, "begin", late)
+    for _ in range(60):
+        i = draws.randrange(3)
+        assert_same(left_by(padded, asked[i]), expected[i])
+
+
+def test_a_padded_prompt_beside_another_request_changes_nothing(padded):
+    asked = request(1, prompt_of(SMALL, 700), COUNT, TOLD)
+    expected = left_by(padded, asked)
+    beside = request(0, prompt_of(SMALL, 9), 200)
+    alone = run(padded, beside)[0]
+    for _ in range(10):
+        steps = run(padded, beside, asked)
+        assert steps[0] == alone
+        assert_same((steps[1], held(padded, 1, len(asked.prompt) + COUNT - 1)), expected)
+
+
+def test_a_gpu_that_does_not_come_is_named_and_the_next_prompt_runs(padded, monkeypatch):
+    asked = request(1, prompt_of(SMALL, 300), COUNT, TOLD)
+    expected, end = left_by(padded, asked), padded.library._exchange.ends[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(padded.library, "_graphs", {})
+        patched.setattr(end, "_pushes", lambda stream: None)
+        error = error_of(serve(padded, asked)[1])
+    assert "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1" in str(
+        error
+    )
+    assert_same(left_by(padded, asked), expected)
 
 
 def test_prompts_again_and_again_say_the_same(small, long):

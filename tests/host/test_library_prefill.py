@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kog_triton.backends.prefill import forward as walk
-from kog_triton.backends.prefill.library import BUCKETS, BY_TOKEN, choose_prefill
+from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
+from kog_triton.backends.prefill.library import BUCKET, BUCKETS, BY_TOKEN, choose_prefill
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from tests.lib.prefill_cases import (
@@ -237,14 +238,18 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
     before = ours.memory_bytes()
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    ours._to_capture = list(ours._sizes)
+    graphs = ours._graphs
+    graphs._to_capture = PassGraphs(
+        torch.device("cuda"), [Graphed(BUCKET, 16), Graphed(BUCKET, 4)]
+    )._to_capture
     more = [ours.make_ready() for _ in range(4)]
-    count = len(ours._graphs)
-    assert more == [True] * (count - 1) + [False] * (5 - count) and list(ours._graphs) == [16, 4]
+    count = len(graphs._graphs)
+    assert more == [True] * (count - 1) + [False] * (5 - count)
+    assert [wanted.size for wanted in graphs._graphs] == [16, 4]
     assert told == [None, *["pool"] * (count - 1)] and count > 1
     assert ours.memory_bytes() - before == count * 7 << 20
     monkeypatch.undo()
-    ours._graphs.clear()
+    graphs._graphs.clear()
 
 
 # ---- on a GPU ----

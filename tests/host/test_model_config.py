@@ -97,6 +97,18 @@ def test_family_refuses_by_name(family, change, word):
         read_spec(config)
 
 
+@pytest.mark.parametrize("family", ["llama", "laneformer"])
+@pytest.mark.parametrize("end", ["\x1b[2J", "\ud800", "x" * 5000, "\n"])
+def test_a_name_that_a_file_made_up_is_one_short_line(family, end):
+    """Found by 100,000 cases of the fuzzer."""
+    config = tiny.laneformer_config() if family == "laneformer" else tiny.LLAMA
+    name = ("lane_" if family == "laneformer" else "moe_") + end
+    with pytest.raises(ModelError) as caught:
+        read_spec(config | {name: True}, "config.json")
+    message = str(caught.value)
+    assert name[:4] in message and message.isprintable() and len(message) < 300
+
+
 def test_family_by_architecture_alone():
     config = {k: v for k, v in tiny.LLAMA.items() if k != "model_type"}
     assert find_family(config).name == "llama"

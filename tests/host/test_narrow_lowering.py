@@ -145,7 +145,7 @@ def test_what_the_stream_cannot_hold_is_refused():
     mixed = spec.replace(narrow=spec.narrow[1:])
     with pytest.raises(
         ModelError,
-        match=r"q_proj is 16 bits wide and .* is fp8 128x128: the cuda backend takes one",
+        match=r"q_proj is 16 bits wide and .* is fp8 128x128: a kernel takes one",
     ):
         lower(build(mixed), H200)
     short = WeightFormat(Code.UINT4, 1, 16, Scale.BF16)

@@ -266,8 +266,8 @@ def test_kilobytes_on_their_way_are_of_1024_bytes(plan):
     assert rows["qkv_proj"]["KB on its way"] == "32"
 
 
-def test_triton_has_no_tiles_for_several_gpus_or_narrow_weights(plan):
+def test_triton_has_no_tiles_for_several_gpus_or_formats_that_it_does_not_read(plan):
     code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--gpus", "2")
     assert code == 3 and "one GPU" in err
-    code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--format", "int4-g128")
+    code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--format", "mxfp4")
     assert code == 4 and "backend triton cannot run this checkpoint" in err

@@ -14,7 +14,7 @@ from kog_triton.schedule.exchanges import Exchange, Kernel, Of, Reader, check_ke
 from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.protocol_model import Machine, Op, programs_of
-from tests.lib.rank_programs import all_reduces
+from tests.lib.rank_programs import all_reduces, pass_exchanges
 
 OWN, DELAYED = Reduce.OWN, Reduce.DELAYED
 HANGS = "all wait for ever"
@@ -276,6 +276,17 @@ def test_ranks_of_two_blocks_are_never_overtaken(policy):
 )
 def test_mutants_between_ranks_are_caught(policy, fault, says):
     assert says in Machine(all_reduces(POLICIES[policy], **fault)).explore()
+
+
+@pytest.mark.parametrize(("ranks", "uses"), [(2, 5), (3, 2)])
+def test_sums_of_a_pass_are_never_overtaken(ranks, uses):
+    machine = Machine(pass_exchanges(ranks, uses))
+    assert machine.explore() == "" and machine.states > 50
+
+
+@pytest.mark.parametrize("fault", [{"buffers": 1}, {"release": False}, {"acquire": False}], ids=str)
+def test_mutants_of_a_pass_between_ranks_are_caught(fault):
+    assert "taken for" in Machine(pass_exchanges(**fault)).explore()
 
 
 @pytest.mark.parametrize("delay", [0, 2, 3])

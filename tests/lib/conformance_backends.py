@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # else Triton compiles for the GP
     from tests.lib.triton_cases import InterpretedBackend
 
     BACKENDS["triton on a CPU"] = InterpretedBackend
-ON_GPU = {"cuda", "triton"}
+TWO_GPUS = "cuda, two GPUs"  # of the suite's requests alone
+ON_GPU = {"cuda", "triton", TWO_GPUS}
 SLOW = {"triton on a CPU"}  # a step takes seconds: test_triton_interpreter.py has smaller ones
 # Root mean square of the error over that of what is expected. Measured: 5.4e-4 and 2.0e-3, what words
 # of 16 bits cost; in attention, where Triton rounds queries and weights as well, 1.3e-3 and 6.0e-3.

@@ -15,12 +15,23 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions, BackgroundCompiler, serving
+from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import SamplingParams
-from tests.lib.conformance_backends import BACKENDS, DELAYED, NOW, ON_GPU, OWN, SLOW
+from tests.lib.conformance_backends import (
+    BACKENDS,
+    DELAYED,
+    NOW,
+    ON_GPU,
+    OWN,
+    SLOW,
+    TWO_GPUS,
+)
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend, compile_walk
 from tests.lib.lowering_cases import mixed_lanes
@@ -93,7 +104,8 @@ class TogetherBackend(ColumnBackend):
 
 TOGETHER = "cuda on a CPU, together"
 RANKS = "cuda on a CPU, two ranks"
-KINDS = BACKENDS | {TOGETHER: TogetherBackend, RANKS: FiberBackend}
+KINDS = BACKENDS | {TOGETHER: TogetherBackend, RANKS: FiberBackend, TWO_GPUS: CudaBackend}
+ON_RANKS = (RANKS, TWO_GPUS)
 
 
 @dataclass(frozen=True)
@@ -119,11 +131,16 @@ def sizes_of(name):
 def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
-    if name == RANKS and spec.vocab_size % 2:
+    if name == TWO_GPUS:
+        try:
+            check_peers(2)
+        except DeviceError as error:
+            pytest.skip(str(error))
+    if name in ON_RANKS and spec.vocab_size % 2:
         spec = spec.replace(vocab_size=spec.vocab_size - 1)  # an id that no test asks for
     context = sizes_of(name).context
     # A library rounds otherwise, so that its keys and values would not give the logits compared with.
-    options = BackendOptions(3, context, 2 if name == RANKS else 1, device, prefill="kernel")
+    options = BackendOptions(3, context, 2 if name in ON_RANKS else 1, device, prefill="kernel")
     backend = KINDS[name](weights(spec), options)
     if isinstance(backend, BackgroundCompiler):
         backend.settle()  # so that it is always the same kernel that is judged

@@ -104,7 +104,12 @@ class GpuRankColumns(GpuRanks, RankColumnWalk):
 
 
 class SharedBackend(CudaBackend):
-    """The backend with all its ranks on one GPU, as many of its SMs each: what two GPUs run, where there is one."""
+    """The backend with all its ranks on one GPU, as many of its SMs each: what two GPUs run, where there is one.
+
+    But for passes whose ranks wait for each other: on one stream the first one's would wait for the second's behind it.
+    """
+
+    short_passes = rank_outputs = False
 
     def __init__(self, weights, options):
         blocks = gpu_of(torch.device("cuda")).num_blocks

@@ -2,6 +2,7 @@
 
     store    waits on its way: a thread's stores land in any order, those to one word in theirs
     wait     until the word has the phase of a use, or its number; it must be that use
+    reach    until the word has the number of a use or a later one
     load     takes what is there, or was at some time since the thread's last fence; it must be that use
     fence    until the thread's own stores have landed and, on NVIDIA, those that a barrier has shown it of its block
     drain    until the thread's own stores have landed (AMD: s_waitcnt)
@@ -111,6 +112,9 @@ class Machine:
         if op.kind == "store":
             flying = (*thread.flying, Flying(op.word, op.value, thread.place))
             after = Thread(thread.place + 1, flying, thread.ahead)
+        elif op.kind == "reach":
+            if memory[self.index[op.word]][0] < op.value[0]:
+                return
         elif op.kind in ("wait", "load"):
             value = self.seen(thread, op.word, memory)
             if op.kind == "load":

@@ -63,3 +63,24 @@ def all_reduces(
                 fetch(use, program)
         programs.append(program)
     return programs
+
+
+def pass_exchanges(
+    ranks: int = 2, uses: int = 5, buffers: int = 2, release: bool = True, acquire: bool = True
+) -> list[list[Op]]:
+    """The exchanges of a pass of short prompts (include/kog/prompt/short_pass.h), a token's: a program a rank, which
+    stores its sums into every rank's memory, behind a fence their number, and reads all sums behind all numbers."""
+    programs = []
+    for rank in range(ranks):
+        program: list[Op] = []
+        others = [to for to in range(ranks) if to != rank]
+        for use in range(uses):
+            sums = use % buffers
+            program += [Op("store", (f"sums of {to}", sums, rank), (use, 0)) for to in others]
+            program += [Op("fence")] if release else []
+            program += [Op("store", (f"arrived at {to}", 0, rank), (use, 0)) for to in others]
+            program += [Op("reach", (f"arrived at {rank}", 0, of), (use, 0)) for of in others]
+            program += [Op("fence")] if acquire else []
+            program += [Op("load", (f"sums of {rank}", sums, of), (use, 0)) for of in others]
+        programs.append(program)
+    return programs

@@ -16,11 +16,14 @@ from tests.lib.cuda_walk import HERE, INCLUDE, ROOT, FiberBackend
 
 BETWEEN = {  # entry: the call's name in C++, threads, shared bytes of so many tokens
     "kog_join": ("Join", lay.JOIN_THREADS, lambda tokens: 256),
+    "kog_send": ("Send", lay.JOIN_THREADS, lambda tokens: 256),
+    "kog_meet": ("Meet", lay.JOIN_THREADS, lambda tokens: 256),
     "kog_heads": ("Heads", lay.HEAD_THREADS, lambda tokens: 256),
     "kog_attend": ("Attend", lay.ATTEND_THREADS, lay.attend_bytes),
     "kog_gate": ("Gate", lay.GATE_THREADS, lambda tokens: 256),
 }
 MOST = 1_000_000
+PASS_ROUNDS = 3000  # that a pass waits for another rank
 
 
 def _compiled(source, header, call, entry, threads, shared):
@@ -105,10 +108,11 @@ class PassBackend(FiberBackend):
     _most_blocks = 7
 
     def __init__(self, weights, options, **others):
-        self.passes = []
+        self.passes, self.kept = [], []
         super().__init__(weights, options, **others)
 
     def _open_short(self, *given):
+        self.wait_ns = PASS_ROUNDS
         short = super()._open_short(*given)
         right = short.queue
 
@@ -122,8 +126,9 @@ class PassBackend(FiberBackend):
     def _groups_of(self, matrices):
         lowering = self.layout.lowering
         table, at = group_tables(lowering, {s.name: s for s in layer_matrices(lowering.schedule)})
-        self.kept = torch.from_numpy(table)
-        return lambda stage, layer: self.kept[at[stage, layer][0]].data_ptr()
+        kept = torch.from_numpy(table)
+        self.kept.append(kept)
+        return lambda stage, layer: kept[at[stage, layer][0]].data_ptr()
 
     def _short_kernels(self, device):
         return ready_of(self.spec.dtype)

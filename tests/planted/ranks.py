@@ -4,6 +4,41 @@ from tests.planted.fault import Fault
 
 FAULTS = (
     Fault(
+        "backends/cuda/include/kog/prompt/short_pass.h",
+        "  if (thread < p.exchange.ranks) store_release_system(p.arrived[thread] + token, p.exchange.number());",
+        "  if (thread == 0) store_release_system(p.arrived[0] + token, p.exchange.number());",
+        "cuda/test_rank_short_prompts.py",
+        "a rank tells the first one alone that its sums are there",
+    ),
+    Fault(
+        "backends/cuda/short_pass.py",
+        "send.sums[other] = link.sums[place, rank].data_ptr()",
+        "send.sums[other] = link.sums[place, other].data_ptr()",
+        "cuda/test_rank_short_prompts.py",
+        "a rank stores its sums in another's place",
+    ),
+    Fault(
+        "backends/cuda/short_pass.py",
+        "            bias=self._bias_of(layer, name),\n",
+        "",
+        "cuda/test_rank_short_prompts.py",
+        "a module's bias is lost between GPUs",
+    ),
+    Fault(
+        "backends/cuda/short_prompts.py",
+        "self._number += 1",
+        "self._number = 1",
+        "cuda/test_rank_short_prompts.py",
+        "a pass takes the sums of the one before for its own",
+    ),
+    Fault(
+        "backends/cuda/rank_outputs.cu",
+        "if (load_volatile(lost) == 0) return;",
+        "return;",
+        "cuda/test_rank_outputs.py",
+        "what no rank has sent is taken for numbers",
+    ),
+    Fault(
         "backends/cuda/rank_kernel.py",
         "        meet([",
         "        ([",
@@ -96,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/ranks.py",
-        "RankOutputs(self._exchange, rank)",
-        "RankOutputs(self._exchange, 0)",
+        "RankOutputs(self, rank)",
+        "RankOutputs(self, 0)",
         "host/test_rank_prefill.py",
         "ranks send their outputs to one place",
     ),

@@ -2,6 +2,7 @@
 judge of an agent's answers, which a wrong token must not pass.
 """
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,9 @@ def test_the_whole_command_but_for_a_gpu(figure):
         one = found[f"{count} clients"]
         assert one["through_the_socket"] > 0 and min(one["engine_tokens_per_s"]) > 0
         figure("through the socket", f"{count} clients, reference on a CPU: {one['share']:.1%}")
+    schema = found["schema"]
+    figure("A22", f"held by a schema, reference on a CPU: {json.dumps(schema)}")
+    assert schema["first_token_later_ms"]["new"] < 1000 and schema["share"] > 0.3
     agent = found["agent"]
     assert agent["percent_cached"]["held"]
     assert agent["answers"]["held"] and agent["answers"]["questions_that_differ"] == []

@@ -2,6 +2,8 @@
 
     rates  tokens/s of one client and of eight beside the engine's own, greedy: engine, server, engine again, each in
            a process of its own; medians
+    schema one client whose answer a JSON schema holds beside one whose answer is free: tokens/s, and the time to the
+           first token, of a schema that was used before and of a new one
     agent  ten questions with results of tools (ten_questions.py): prompt tokens cached, time to compute a prompt warm
            and cold, and of both answers' tokens how far each lies below the fp32 reference's choice
 
@@ -55,6 +57,9 @@ STARTED = time.perf_counter()
 RECORD = Path(__file__).with_name("gpu_record.json")
 PROMPT, CONTEXT, WARM_UPS, REPEATS, CLIENTS = 32, 16384, 2, 5, 8
 ASKED = 0.97  # of the engine's tokens/s
+# Of an answer that a schema holds: of a free one's tokens/s, and ms that its first token may come later, by a schema
+# that was used before and by a new one.
+ASKED_HELD, LATER_MS, LATER_NEW_MS = 0.95, 10, 50
 NEEDED = ("httpx2", "llguidance", "kog_triton.server.run")  # and what they import
 SMALL = {
     "model_type": "llama",
@@ -138,7 +143,13 @@ def ended_after(seconds: int) -> Iterator[None]:
 def make_checkpoint(folder: Path, config: Mapping[str, Any], device: str) -> None:
     """A Llama of random weights with a vocabulary of its size: a token is a byte, or the text "w" and its number."""
     folder.mkdir(parents=True)
-    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", **config}
+    # byte 0 ends an answer, where it is let: a grammar needs a token that does
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        **config,
+    }
     assert config["model_type"] == "llama", "Llama's family alone is written here"
     (folder / "config.json").write_text(json.dumps(config))
     weights = RandomWeights(read_spec(config), device=device)
@@ -193,18 +204,32 @@ def engine_process(model: Path, backend: str, tokens: int) -> dict[int, list[flo
     return {int(count): rates for count, rates in found.items()}
 
 
-def one_client(server: "Served", prompt: list[int], tokens: int) -> float:
-    """tokens/s by this client's clock, from the first token's event to the last one's."""
+def stream(
+    server: "Served", prompt: list[int], tokens: int, **fields: Any
+) -> tuple[int, list[tuple[int, int]]]:
+    """When it was sent, and of each event its arrival and the tokens until then; in ns of this client's clock."""
     from tests.lib.raw_stream import raw_stream
 
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    _, events = raw_stream(server, body, "/v1/completions")
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **fields}
+    sent, events = raw_stream(server, body, "/v1/completions")
     told = [
         (at, event["progress"]["completion_tokens"]) for at, event in events if event["choices"]
     ]
+    assert told[-1][1] == tokens
+    return sent, told
+
+
+def one_client(server: "Served", prompt: list[int], tokens: int, **fields: Any) -> float:
+    """tokens/s from the first token's event to the last one's."""
+    _, told = stream(server, prompt, tokens, **fields)
     (begun, first), (ended, last) = told[0], told[-1]
-    assert last == tokens
     return (last - first) / ((ended - begun) / 1e9)
+
+
+def first_ms(server: "Served", prompt: list[int], **fields: Any) -> float:
+    """From the request to the first token's event, with text of its own or not."""
+    sent, told = stream(server, prompt, 2, stream_interval=1, **fields)
+    return (told[0][0] - sent) / 1e6
 
 
 def clients(server: "Served", count: int, tokens: int) -> list[float]:
@@ -212,9 +237,46 @@ def clients(server: "Served", count: int, tokens: int) -> list[float]:
     rates = []
     with ThreadPoolExecutor(count) as pool:
         for _ in range(WARM_UPS + REPEATS):
-            each = pool.map(lambda ids: one_client(server, ids, tokens), prompts(count))
+            each = pool.map(
+                lambda ids: one_client(server, ids, tokens, ignore_eos=True), prompts(count)
+            )
             rates.append(sum(each))
     return rates[-REPEATS:]
+
+
+def integers(least: int, tokens: int) -> dict[str, Any]:
+    """A schema that holds an answer for so many tokens: integers from `least` on."""
+    number = {"type": "integer", "minimum": least, "maximum": least + 99}
+    return {"structured_outputs": {"json": {"type": "array", "items": number, "minItems": tokens}}}
+
+
+def held_by_a_schema(server: "Served", tokens: int) -> dict[str, Any]:
+    """Free answers and held ones in turns, medians; first tokens by requests of their own, whose events tell each
+    token: a free answer may begin with a part of a character, which has no text yet."""
+    prompt = prompts(1)[0]
+    rates: dict[str, list[float]] = {"free": [], "held": []}
+    firsts: dict[str, list[float]] = {"free": [], "new": [], "held": []}
+    for i in range(WARM_UPS + REPEATS):
+        ways = {"free": {"ignore_eos": True}, "held": integers(100 * i, tokens)}
+        for name, fields in (("free", ways["free"]), ("new", ways["held"]), ("held", ways["held"])):
+            firsts[name].append(first_ms(server, prompt, **fields))
+        for name, fields in ways.items():
+            rates[name].append(one_client(server, prompt, tokens, **fields))
+    rate = {name: statistics.median(each[-REPEATS:]) for name, each in rates.items()}
+    first = {name: statistics.median(each[-REPEATS:]) for name, each in firsts.items()}
+    later, later_new = (first[name] - first["free"] for name in ("held", "new"))
+    return {
+        "tokens_per_s": {"free": round(rate["free"], 1), "held": round(rate["held"], 1)},
+        "share": round(rate["held"] / rate["free"], 4),
+        "asked": ASKED_HELD,
+        "held": rate["held"] >= ASKED_HELD * rate["free"],
+        "first_token_later_ms": {
+            "used_before": round(later, 2),
+            "new": round(later_new, 2),
+            "asked": [LATER_MS, LATER_NEW_MS],
+            "held": later <= LATER_MS and later_new <= LATER_NEW_MS,
+        },
+    }
 
 
 def share(before: list[float], through: list[float], after: list[float]) -> dict[str, Any]:
@@ -255,12 +317,15 @@ def measure(task: Task) -> Iterator[tuple[str, Any]]:
             for count in (1, CLIENTS):
                 say(f"{count} clients")
                 through[count] = clients(server, count, task.tokens)
+            say("an answer that a schema holds")
+            schema = held_by_a_schema(server, task.tokens)
             say("an agent's ten questions")
             questions = converse(server, task.system, task.result)
         say("the engine alone again")
         after = engine_process(model, task.backend, task.tokens)
         for count in (1, CLIENTS):
             yield f"{count} clients", share(before[count], through[count], after[count])
+        yield "schema", schema
         say("the reference judges the agent's answers")
         yield "agent", judge(model, questions, task.device, CONTEXT)
 

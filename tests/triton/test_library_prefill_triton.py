@@ -70,7 +70,7 @@ def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
     right = getattr(kernels, kernel)
     wrong = {
         "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
-        "rotated": lambda qkv, norms, rope, spec, first, cache: right(
+        "rotated": lambda qkv, norms, rope, spec, first, cache, words: right(
             qkv, None, rope, spec, first, cache
         ),
         "gated": lambda h: right(h.flip(-1)),

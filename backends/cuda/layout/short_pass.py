@@ -15,6 +15,7 @@ JOIN_THREADS, MOST_HIDDEN = 256, 8192
 HEAD_THREADS, MOST_HEAD_DIM = 128, 256
 ATTEND_THREADS, QUERIES = 128, 16
 GATE_THREADS = 256
+MOST_RANKS = 8
 
 P, I64, INT, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
@@ -44,6 +45,30 @@ class JoinCall(ctypes.Structure):
         ("order", Order),
         ("hidden", INT),
         ("eps", FLOAT),
+    )
+
+
+class Exchange(ctypes.Structure):
+    _fields_ = (("pass_number", P), *((n, INT) for n in ("index", "count", "ranks")))
+
+
+class SendCall(ctypes.Structure):
+    _fields_ = (
+        ("tokens", P),
+        ("parts", Parts),
+        ("bias", P),
+        *((n, P * MOST_RANKS) for n in ("sums", "arrived")),
+        ("exchange", Exchange),
+        ("hidden", INT),
+    )
+
+
+class MeetCall(ctypes.Structure):
+    _fields_ = (
+        ("join", JoinCall),
+        *((n, P) for n in ("sums", "arrived", "gave_up")),
+        ("limit", I64),
+        ("exchange", Exchange),
     )
 
 
@@ -79,7 +104,14 @@ class GateCall(ctypes.Structure):
     )
 
 
-CALLS = {"Join": JoinCall, "Heads": HeadsCall, "Attend": AttendCall, "Gate": GateCall}
+CALLS = {
+    "Join": JoinCall,
+    "Send": SendCall,
+    "Meet": MeetCall,
+    "Heads": HeadsCall,
+    "Attend": AttendCall,
+    "Gate": GateCall,
+}
 
 # Of a pass of so many tokens at most: tiles of 128 rows, K in stages of 64.
 SHORT_KERNELS = (
@@ -129,7 +161,8 @@ def attend_bytes(tokens: int) -> int:
 def render_short_pass(tokens: int, dtype: DType) -> str:
     """The header of short_pass.cu."""
     sizes = {f"k{name}Bytes": ctypes.sizeof(call) for name, call in CALLS.items()}
-    numbers = {"kTokens": tokens, "kTileRows": ROWS, **sizes}
+    most = SHORT_KERNELS[-1].tokens
+    numbers = {"kTokens": tokens, "kMostTokens": most, "kTileRows": ROWS, **sizes}
     return "\n".join(
         [
             f"namespace kog {{ constexpr int kConsumers = {THREADS}; }}",

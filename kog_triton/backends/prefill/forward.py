@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -93,18 +93,24 @@ class PrefillPass:
             pass
 
     def layers_of(
-        self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None
+        self,
+        ids: Tensor,
+        first: int,
+        cache: Tensor,
+        head: "ToHead | None" = None,
+        told: "Told | None" = None,
     ) -> Iterator[float]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
         attention after the other: gives first how long the next one will take, as a shard's multiply-adds.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
+        told   says to the device where the tokens stand; `first` says it to the host alone
         Of the last layer's outputs nobody reads but the `head`, and that one token's.
         """
         spec = self.spec
         x = self.embed[ids].float().expand(self._lanes, -1, -1).contiguous()
         end = first + len(ids)
-        bounds = {w: self._bounds(first, end, w) for w in set(spec.windows)}
+        bounds = {} if told else {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}
         o = x  # until a module has put something out
         (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
@@ -115,18 +121,23 @@ class PrefillPass:
             else:
                 how = spec.reduce_mlp[index - 1]
                 y = self._joined(x, o, how, delayed["mlp"], w.attention_norm)
-            q = self._queries(index, w, y, first, cache[index])
+            q = self._queries(index, w, y, first, cache[index], told)
             last = index == spec.num_layers - 1
             if last and head is None:
                 break
-            start, mask = bounds[window]
-            parts = []
-            for rows in rows_at_once(first, end):
-                seen = first + rows.stop - start
-                yield (rows.stop - rows.start) * seen * self._seen
-                kv = cache[index, :, :, :, start : start + seen]
-                parts.append(attend(q[:, :, rows], kv, None if mask is None else mask[rows, :seen]))
-            a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            if told is not None:
+                yield len(ids) * end * self._seen
+                a = told.attend(q, cache[index], window)
+            else:
+                start, mask = bounds[window]
+                parts = []
+                for rows in rows_at_once(first, end):
+                    seen = first + rows.stop - start
+                    yield (rows.stop - rows.start) * seen * self._seen
+                    kv = cache[index, :, :, :, start : start + seen]
+                    masked = None if mask is None else mask[rows, :seen]
+                    parts.append(attend(q[:, :, rows], kv, masked))
+                a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             if last and head is not None:
                 tokens, x, a = 1 + PASS_TOKENS, head.of(x), head.of(a)
                 delayed = {
@@ -176,12 +187,22 @@ class PrefillPass:
         gate, up = h.unflatten(-1, (-1, 2)).unbind(-1)
         return silu(gate).mul_(up)
 
-    def _queries(self, layer: int, w: LayerWeights, y: Tensor, first: int, cache: Tensor) -> Tensor:
+    def _queries(
+        self,
+        layer: int,
+        w: LayerWeights,
+        y: Tensor,
+        first: int,
+        cache: Tensor,
+        told: "Told | None",
+    ) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, end = self.spec, first + y.shape[1]
         qkv = self.matrices.product(layer, "qkv_proj", y, w.qkv_bias)
         if self._fused is not None:
-            return self._fused.rotated(qkv, w.qk_norm, self.rope, spec.norm_eps, first, cache)
+            words = None if told is None else told.words
+            eps = spec.norm_eps
+            return self._fused.rotated(qkv, w.qk_norm, self.rope, eps, first, cache, words)
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))
         rotating = qkv.shape[2] - cache.shape[1]
         heads = rotating - cache.shape[1]
@@ -221,6 +242,16 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+class Told(Protocol):
+    """Where a pass's tokens stand, by words of the device (suffixes.py)."""
+
+    words: Tensor
+
+    def attend(self, q: Tensor, cache: Tensor, window: int) -> Tensor:
+        """Queries [1, H, T, d] to [1, T, H d], in a layer's cache [1, K, 2, n, d] of the first slot."""
+        ...
 
 
 class ToHead(NamedTuple):

@@ -1,7 +1,8 @@
 """What lies between the matrix products of a prefill pass, in one Triton kernel each.
 
     normed   x += o, then x / rms(x) * gain in the products' type     one program a token and lane
-    rotated  q | k | v: norms of heads, RoPE, keys and values to the cache          likewise
+    rotated  q | k | v: norms of heads, RoPE, keys and values to the cache          likewise; where, the host
+             says, or words of the device (suffixes.py)
     gated    silu(gate) * up                                              a token's part each
 
 torch's own operations (forward.py) make the same numbers in two to six kernels each, of
@@ -51,19 +52,25 @@ def gate_kernel(gate_up, h, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "tokens"])
 def rotate_kernel(
-    qkv, norms, rope, q, cache, first, tokens, eps,
+    qkv, norms, rope, q, cache, words, first, tokens, eps,
     lane_step, head_step, kind_step, position_step,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    TOLD: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """A head's halves a and b rotate to a cos - b sin and a sin + b cos."""
+    """A head's halves a and b rotate to a cos - b sin and a sin + b cos. TOLD: `words` tell how many tokens are no
+    padding, the first one's position, and the slot's first row among those of `cache`."""
     row = tl.program_id(0).to(tl.int64)
+    real = True
+    if TOLD:
+        real = row < tl.load(words)
+        first = tl.load(words + 1)
+        cache += tl.load(words + 2) * position_step
     position = first + row % tokens
     own = qkv + row * (HEADS + 2 * KV_HEADS) * 2 * HALF
     home = cache + row // tokens * lane_step + position * position_step
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     j = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (head < HEADS + KV_HEADS) & (j < HALF)
+    inside = (head < HEADS + KV_HEADS) & (j < HALF) & real
     at = head * 2 * HALF + j
     a = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(own + at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -72,8 +79,8 @@ def rotate_kernel(
         a *= scale * tl.load(norms + at, mask=inside, other=0.0)
         b *= scale * tl.load(norms + at + HALF, mask=inside, other=0.0)
     angles = rope + position * 2 * HALF + j
-    cos = tl.load(angles, mask=j < HALF, other=0.0)
-    sin = tl.load(angles + HALF, mask=j < HALF, other=0.0)
+    cos = tl.load(angles, mask=(j < HALF) & real, other=0.0)
+    sin = tl.load(angles + HALF, mask=(j < HALF) & real, other=0.0)
     low, high = a * cos - b * sin, a * sin + b * cos
     asked = inside & (head < HEADS)
     to = q + row * HEADS * 2 * HALF + at
@@ -85,7 +92,7 @@ def rotate_kernel(
     tl.store(to + HALF, high.to(cache.dtype.element_ty), mask=key)
     head = tl.arange(0, BLOCK_KV)[:, None]
     j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    inside = (head < KV_HEADS) & (j < 2 * HALF)
+    inside = (head < KV_HEADS) & (j < 2 * HALF) & real
     value = tl.load(own + (HEADS + KV_HEADS + head) * 2 * HALF + j, mask=inside, other=0.0)
     tl.store(home + head * head_step + kind_step + j, value, mask=inside)
 
@@ -112,19 +119,29 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def rotated(
-    qkv: Tensor, norms: Tensor | None, rope: Tensor, eps: float, first: int, cache: Tensor
+    qkv: Tensor,
+    norms: Tensor | None,
+    rope: Tensor,
+    eps: float,
+    first: int,
+    cache: Tensor,
+    words: Tensor | None = None,
 ) -> Tensor:
-    """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d]."""
+    """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d].
+
+    words  of a suffix, one lane: say where instead of `first`; `cache` is the first slot's; padding gets no queries
+    """
     lanes, tokens, width = qkv.shape
     kv, d = cache.shape[1], cache.shape[-1]
     heads = width // d - 2 * kv
     q = qkv.new_empty(lanes, tokens, heads, d)
     lane_step, head_step, kind_step, position_step, _ = cache.stride()
     rotate_kernel[(lanes * tokens,)](
-        qkv, qkv if norms is None else norms, rope, q, cache, first, tokens,
+        qkv, qkv if norms is None else norms, rope, q, cache,
+        qkv if words is None else words, first, tokens,
         eps, lane_step, head_step, kind_step, position_step,
         HEADS=heads, KV_HEADS=kv, HALF=d // 2, NORMED=norms is not None,
-        BLOCK_HEADS=triton.next_power_of_2(heads + kv), BLOCK_KV=triton.next_power_of_2(kv),
+        TOLD=words is not None, BLOCK_HEADS=triton.next_power_of_2(heads + kv), BLOCK_KV=triton.next_power_of_2(kv),
         BLOCK_HALF=triton.next_power_of_2(d // 2),
     )  # fmt: skip
     return q.transpose(1, 2)

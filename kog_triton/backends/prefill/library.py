@@ -1,11 +1,12 @@
 """Library prefill: torch's matrix products run a prompt into the cache that a kernel then reads.
 
-Two ways, one pass of the layers (forward.py):
+Three ways, one pass of the layers (forward.py):
 
     bucket   a fresh prompt of up to 512 tokens, padded at its end to the next size; on a GPU the
              pass is captured in a CUDA graph once nobody waits (`make_ready`). It fills a cache of
              its own, whose unpadded positions are copied out: padding never reaches the caller's.
-    chunks   longer prompts and those behind a cached prefix, eagerly, up to the next multiple of `chunk` positions
+    suffix   up to 512 tokens behind a cached prefix, on a GPU: likewise (suffixes.py)
+    chunks   all others, eagerly, up to the next multiple of `chunk` positions
 
 The matrices are the backend's own, taken out of its kernel's order one at a time (weights.py). Nothing
 waits for the device: what is launched next on the same stream finds the cache filled. One thread at a
@@ -28,16 +29,19 @@ from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass, ToHead
+from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
+from kog_triton.backends.prefill.suffixes import SIZES, Suffixes, reads_suffixes, size_of
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices, load_layer
-from kog_triton.errors import ModelError, RequestError, first_line
+from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.schedule import build
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 L = TypeVar("L")
+BUCKET, SUFFIX = "bucket", "suffix"
 BUCKETS = (16, 32, 64, 128, 256, 512)
 # Tokens of one eager pass: enough to keep matrix products busy, and a bound on what a pass holds,
 # whose widest tensors are chunk x 2 F a lane.
@@ -92,16 +96,18 @@ def open_library(
     embed: Tensor,
     rope: Tensor,
     matrices: Callable[[], Matrices],
+    slots: Tensor | None = None,
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
     embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
     rope      the backend's table, float32 [`rope_positions` or more, 2, d / 2]
     matrices  makes the backend's own ready; norms and biases are read again, from `weights`
+    slots     as LibraryPrefill's
     """
     if not wants_library(options, embed.device):
         return None
-    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices())
+    return LibraryPrefill(weights, spec, max_context, embed, rope, matrices(), slots=slots)
 
 
 def library_for(
@@ -130,6 +136,7 @@ class LibraryPrefill:
     buckets   their sizes; none: fresh prompts are run as those behind a cached prefix
     to_head   passes go on to a prompt's last streams, which a head reads
     fused     Triton's kernels between the matrix products; None: on a GPU, where Triton is installed
+    slots     the caches of all its requests, [slots, *those of a `cache`]: suffixes in them have graphs
     """
 
     def __init__(
@@ -144,6 +151,7 @@ class LibraryPrefill:
         chunk: int = CHUNK,
         fused: bool | None = None,
         to_head: bool = False,
+        slots: Tensor | None = None,
     ) -> None:
         device, dtype = embed.device, embed.dtype
         self.spec, self.max_context, self.device, self.chunk = spec, max_context, device, chunk
@@ -164,9 +172,12 @@ class LibraryPrefill:
             self._head = ToHead(streams, self._words[:1])
         shape = (spec.num_layers, spec.num_lanes, spec.lane_kv_heads, 2)
         self._scratch = torch.zeros((*shape, longest, spec.head_dim), dtype=dtype, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._captured_bytes = 0  # of what graphs run in, cuBLAS's workspaces among it
-        self._to_capture = list(self._sizes) if device.type == "cuda" else []
+        self._suffixes: Suffixes | None = None
+        if slots is not None and fused and reads_suffixes(slots):
+            self._suffixes = Suffixes(self._pass, slots, self._head and self._head.streams)
+        sizes = {BUCKET: self._sizes[::-1], SUFFIX: SIZES if self._suffixes else ()}
+        passes = [Graphed(kind, size) for kind in sizes for size in sizes[kind]]
+        self._graphs = PassGraphs(device, passes)
         self._ran = False  # a pass was queued to its end: no kernel is compiled or loaded any more
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
@@ -203,13 +214,30 @@ class LibraryPrefill:
     ) -> Iterator[Piece]:
         """A product or an attention after the other, or a graph of all."""
         size = self._size_for(len(ids))
-        if size and first == 0:
+        suffixes = self._suffixes
+        row = suffixes.row_of(first, len(ids), cache) if suffixes else None
+        if suffixes is not None and row is not None:
+            yield from self._suffix(suffixes, ids, first, row, at_once)
+            if streams is not None and self._head is not None:
+                streams.copy_(self._head.streams)
+        elif size and first == 0:
             yield from self._bucket(ids, size, cache, at_once)
             if streams is not None and self._head is not None:
                 streams.copy_(self._head.streams)
         else:
             yield from self._chunks(ids, first, cache, streams)
         self._ran = True
+
+    def _suffix(
+        self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool
+    ) -> Iterator[Piece]:
+        wanted = Graphed(SUFFIX, size_of(len(ids)))
+        if at_once and wanted in self._graphs:
+            suffixes.write(ids, first, row)
+            self._graphs.replay(wanted)
+        else:
+            for work in suffixes.pieces(ids, first, row):
+                yield Piece(first, work)
 
     def _chunks(
         self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
@@ -235,7 +263,9 @@ class LibraryPrefill:
         if self._head is not None:
             held.append(self._head.streams)
         small += sum(t.nbytes for t in held)
-        return small + self._captured_bytes + walk.matrices.nbytes
+        if self._suffixes is not None:
+            small += self._suffixes.nbytes
+        return small + self._graphs.nbytes + walk.matrices.nbytes
 
     # ---- buckets ----
 
@@ -245,8 +275,8 @@ class LibraryPrefill:
         # does not undo.
         padded = torch.cat([torch.tensor([count - 1]), ids, ids[-1:].expand(size - count)])
         upload(padded, self._words[: 1 + size])
-        if at_once and size in self._graphs:
-            self._graphs[size].replay()
+        if at_once and Graphed(BUCKET, size) in self._graphs:
+            self._graphs.replay(Graphed(BUCKET, size))
         else:
             scratch = self._scratch[..., :size, :]
             ids = self._words[1 : 1 + size]
@@ -254,39 +284,26 @@ class LibraryPrefill:
                 yield Piece(0, work)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
-    def _pad(self, size: int) -> None:
-        self._pass.run(self._words[1 : 1 + size], 0, self._scratch[..., :size, :], self._head)
-        self._ran = True
+    # ---- graphs ----
 
     def make_ready(self) -> bool:
-        """Capture the graph of one more bucket; whether there may be others. Until then its prompts run eagerly, which
-        takes a short one longer (benchmarks/cuda-log.md#library-prefill): so they do where memory is short."""
-        if not self._to_capture:
-            return False
-        size = self._to_capture.pop()  # the largest first: the others fit its memory
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
-        try:
-            with self._settings():
-                self._capture(size)
-        except torch.OutOfMemoryError as error:
-            self._to_capture.clear()
-            log.warning("no graphs of prompts of up to %d tokens: %s", size, first_line(error))
-        torch.cuda.empty_cache()
-        self._captured_bytes += max(torch.cuda.memory_reserved(self.device) - before, 0)
-        return bool(self._to_capture)
+        """Capture the graph of one more pass; whether there may be others."""
+        return self._graphs.make_ready(self._empty, self._run, self._settings)
 
-    def _capture(self, size: int) -> None:
-        self._words.zero_()  # a longer prompt's last token would be none of this bucket's
-        # Makes what libraries make at their first call, which no graph can hold. On no other stream: cuBLAS keeps a
-        # workspace a stream, of 32 MiB on an H100.
-        self._pad(size)
-        graph = torch.cuda.CUDAGraph()
-        # Graphs run one after another and nothing in their memory outlives a replay: they share it.
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._pad(size)
-        self._graphs[size] = graph
+    def _empty(self) -> None:
+        self._words.zero_()  # a longer prompt's last token would be none of a bucket's
+        if self._suffixes is not None:
+            self._suffixes.empty()
+
+    def _run(self, wanted: Graphed) -> None:
+        """Queue what words tell."""
+        kind, size = wanted
+        if kind == BUCKET:
+            scratch = self._scratch[..., :size, :]
+            self._pass.run(self._words[1 : 1 + size], 0, scratch, self._head)
+        elif self._suffixes is not None:
+            self._suffixes.run(size)
+        self._ran = True
 
     # ---- around a pass ----
 

@@ -1,13 +1,18 @@
 """Library prefill on several GPUs: each runs its own shards of every pass, and module outputs go to all (forward.py).
 
-One thread queues a piece on each GPU in turn. Prompts run in eager chunks, whatever their length: a graph of two GPUs
-would keep their work apart from what else their streams do, and nothing here is as short as what graphs are for.
+Module outputs go by torch's copies (`Exchange`), or as a backend brings them (`RankExchange`). By copies a pass is
+queued a piece on each GPU in turn, eagerly, which takes the host longer than most prompts take the GPUs. A backend that
+brings outputs without the host lets each GPU's pass be a CUDA graph of its own: so fresh prompts are padded to the size
+of a bucket, like LibraryPrefill's, and run by graphs where nobody waits beside them. What is longer than all buckets,
+and what stands behind a cached prefix, runs in eager chunks.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -24,10 +29,47 @@ from kog_triton.backends.prefill.library import (
     upload_chunks,
 )
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.prefill.weights import Matrices, load_layer
+from kog_triton.backends.prefill.upload import upload
+from kog_triton.backends.prefill.weights import LayerWeights, Matrices, load_layer
+from kog_triton.errors import first_line
 from kog_triton.schedule.schedule import Schedule
 
+log = logging.getLogger(__name__)
 Tensor = torch.Tensor
+# Of padded passes; a prompt of more than 256 tokens is padded by half of its length at most.
+SHORT = 512  # tokens: as one piece it goes ahead of others
+UNCUT = 256  # tokens whose graph runs at once beside others, too
+RANK_BUCKETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+class RankExchange(Protocol):
+    """How module outputs get from each rank's pass to all.
+
+    meets  GPUs wait for each other while they run it
+    """
+
+    @property
+    def meets(self) -> bool: ...
+
+    def outputs(self, rank: int) -> Outputs: ...
+
+    def begin(self) -> None:
+        """Of a pass, on all ranks."""
+
+    def deliver(self) -> None:
+        """Behind a piece of all ranks."""
+
+    def end(self) -> None:
+        """Of a pass, on all ranks."""
+
+    def clear(self) -> None:
+        """Behind a pass that has ended or was called off."""
+
+    def gave_up(self) -> str:
+        """What the last pass has waited for in vain, or ""."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Exchange:
@@ -37,9 +79,23 @@ class Exchange:
     every  by rank, all ranks' [all S, T, hidden], on its GPU: equal bits on each
     """
 
+    meets, nbytes = False, 0
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         self.clear()
+
+    def outputs(self, rank: int) -> Outputs:
+        return RankOutputs(self, rank)
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def gave_up(self) -> str:
+        return ""
 
     def clear(self) -> None:
         self.sent: list[Tensor | None] = [None] * len(self._devices)
@@ -85,6 +141,52 @@ class RankTensors:
     matrices: Matrices
 
 
+class Bucketed:
+    """What a rank's padded passes run in: tokens, keys and values of their own, and a prompt's last streams.
+
+    words  int64: the number of the last token that is no padding, then tokens
+    """
+
+    def __init__(
+        self, walk: PrefillPass, shape: Sequence[int], schedule: Schedule, longest: int
+    ) -> None:
+        device, (layers, shards, heads, kinds, width) = walk.device, shape
+        self.walk = walk
+        self.words = torch.zeros(1 + longest, dtype=torch.int64, device=device)
+        self._cache = torch.zeros(
+            layers, shards, heads, kinds, longest, width, dtype=walk.dtype, device=device
+        )
+        streams = torch.zeros(shards, schedule.spec.hidden_size, device=device)
+        self._head = ToHead(streams, self.words[:1])
+
+    def write(self, ids: Tensor, size: int) -> None:
+        """Padded with a token of its own: another request's might hold NaN, which a weight of zero does not undo."""
+        count = len(ids)
+        padded = torch.cat([torch.tensor([count - 1]), ids, ids[-1:].expand(size - count)])
+        upload(padded, self.words[: 1 + size])
+
+    def layers_of(self, size: int) -> Iterator[float]:
+        cache = self._cache[..., :size, :]
+        return self.walk.layers_of(self.words[1 : 1 + size], 0, cache, self._head)
+
+    def read(self, count: int, cache: Tensor, streams: Tensor | None) -> None:
+        """What no padding left, to its home."""
+        cache[..., :count, :].copy_(self._cache[..., :count, :])
+        if streams is not None:
+            streams.copy_(self._head.streams)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.words, self._cache, self._head.streams))
+
+
+def bucket_bytes(schedule: Schedule, max_context: int, itemsize: int = 2) -> int:
+    """Of one GPU: keys and values of a pass of the longest bucket."""
+    longest = max((size for size in RANK_BUCKETS if size <= max_context), default=0)
+    heads = schedule.spec.num_layers * schedule.shards_per_rank * schedule.shard_kv_heads
+    return 2 * heads * longest * schedule.spec.head_dim * itemsize
+
+
 class RankPrefill:
     """LibraryPrefill's part on the GPUs of all ranks. Caches are of each rank's shards, streams likewise."""
 
@@ -96,7 +198,10 @@ class RankPrefill:
         ranks: Sequence[RankTensors],
         chunk: int = CHUNK,
         fused: bool | None = None,
+        exchange: RankExchange | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
+        """`exchange`: None for torch's copies. `buckets`: sizes of padded passes; none with torch's copies."""
         self.spec, self.max_context, self.chunk = schedule.spec, max_context, chunk
         self.device = ranks[0].embed.device
         self._shape = (
@@ -106,7 +211,8 @@ class RankPrefill:
             2,
             self.spec.head_dim,
         )
-        self._exchange = Exchange([held.embed.device for held in ranks])
+        devices = [held.embed.device for held in ranks]
+        self._exchange: RankExchange = exchange or Exchange(devices)
         layers = range(self.spec.num_layers)
         self._passes = []
         for rank, held in enumerate(ranks):
@@ -122,10 +228,19 @@ class RankPrefill:
                     held.matrices,
                     held.rope,
                     fuse,
-                    RankOutputs(self._exchange, rank),
+                    self._exchange.outputs(rank),
                 )
             )
         self._rate, self._ran = Rate(), False
+        self._sizes = [size for size in buckets if size <= min(max_context, CHUNK)]
+        self._buckets = [
+            Bucketed(walk, self._shape, schedule, max(self._sizes))
+            for walk in self._passes
+            if self._sizes
+        ]
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._to_capture = list(self._sizes) if self.device.type == "cuda" else []
+        self._captured_bytes = 0
 
     def begin(
         self,
@@ -141,8 +256,16 @@ class RankPrefill:
             check_prompt(ids, first, min(self.max_context, cache.shape[4]), self.spec.vocab_size)
         pieces = partial(self._pieces, ids, first, caches, streams)
         others = [walk.device for walk in self._passes[1:]]
-        end = first + len(ids)
-        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, others=others)
+        end, short = first + len(ids), first == 0 and 0 < self._size_for(len(ids)) <= SHORT
+        run = PromptRun(
+            first, end, pieces, self._settings, self.device, self._rate, short, others=others
+        )
+        run.meets = self._exchange.meets
+        return run
+
+    def _size_for(self, count: int) -> int:
+        """The bucket of so many tokens; 0: none."""
+        return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(
         self,
@@ -152,6 +275,10 @@ class RankPrefill:
         streams: Sequence[Tensor] | None,
         at_once: bool,
     ) -> Iterator[Piece]:
+        size = self._size_for(len(ids))
+        if size and first == 0:
+            yield from self._bucket(ids, size, caches, streams, at_once)
+            return
         parts = chunks_of(first, len(ids), self.chunk)
         there = [upload_chunks(ids, parts, walk.device) for walk in self._passes]
         for part in parts:
@@ -161,11 +288,71 @@ class RankPrefill:
                 ends = part is parts[-1] and streams is not None
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
-            try:
-                yield from (Piece(at, work) for work in self._together(runs))
-            finally:  # called off, too
-                self._exchange.clear()
+            yield from (Piece(at, work) for work in self._whole(runs))
         self._ran = True
+
+    # ---- buckets ----
+
+    def _bucket(
+        self,
+        ids: Tensor,
+        size: int,
+        caches: Sequence[Tensor],
+        streams: Sequence[Tensor] | None,
+        at_once: bool,
+    ) -> Iterator[Piece]:
+        for held in self._buckets:
+            held.write(ids, size)
+        if size in self._graphs and (at_once or size <= UNCUT):
+            self._exchange.begin()
+            for walk, graph in zip(self._passes, self._graphs[size], strict=True):
+                with on_device(walk.device):
+                    graph.replay()
+            self._exchange.end()
+        else:
+            runs = [held.layers_of(size) for held in self._buckets]
+            yield from (Piece(0, work) for work in self._whole(runs))
+        for rank, held in enumerate(self._buckets):
+            with on_device(held.walk.device):
+                held.read(len(ids), caches[rank], None if streams is None else streams[rank])
+        self._ran = True
+
+    def _pad(self, size: int) -> None:
+        """A pass of whatever tokens there are, to its end."""
+        for _ in self._whole([held.layers_of(size) for held in self._buckets]):
+            pass
+        self._ran = True
+
+    def _capture(self, size: int) -> None:
+        for held in self._buckets:
+            held.words.zero_()
+        self._pad(size)  # makes what libraries make at their first call, which no graph can hold
+        before = self._graphs.get(next(iter(self._graphs), 0))
+        graphs = []
+        self._exchange.begin()  # what a graph holds begins there, too
+        for rank, held in enumerate(self._buckets):
+            graph = torch.cuda.CUDAGraph()
+            pool = before[rank].pool() if before else None  # none runs beside another of its GPU
+            # torch captures on one stream of its own, which is of the first GPU that it captured on.
+            stream = torch.cuda.Stream(held.walk.device)
+            capture = torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            )
+            with on_device(held.walk.device), capture:
+                for _ in held.layers_of(size):
+                    pass
+            graphs.append(graph)
+        self._exchange.end()
+        self._graphs[size] = graphs
+
+    def _whole(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+        """A pass of all ranks with what goes between them, from the first exchange to the last."""
+        try:
+            self._exchange.begin()
+            yield from self._together(runs)
+            self._exchange.end()
+        finally:  # called off, too
+            self._exchange.clear()
 
     def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
         """A piece of each rank, then what all put out to all, then the next piece."""
@@ -179,14 +366,45 @@ class RankPrefill:
                 return
             yield works[0]
 
+    @property
+    def layers(self) -> list[Sequence[LayerWeights]]:
+        """By rank."""
+        return [walk.layers for walk in self._passes]
+
     def make_ready(self) -> bool:
-        """No graphs are to be captured."""
-        return False
+        """Capture the graphs of one more bucket; whether there may be others. Where memory is short its prompts run
+        eagerly."""
+        if not self._to_capture:
+            return False
+        size = self._to_capture.pop()  # the largest first: the others fit its memory
+        before = self._reserved()
+        try:
+            with self._settings():
+                self._capture(size)
+        except torch.OutOfMemoryError as error:
+            self._to_capture.clear()
+            log.warning(
+                "no graphs of prompts of up to %d tokens on several GPUs: %s",
+                size,
+                first_line(error),
+            )
+        self._captured_bytes += max(self._reserved() - before, 0)
+        return bool(self._to_capture)
+
+    def _reserved(self) -> int:
+        """Of all GPUs, behind what nobody needs."""
+        torch.cuda.empty_cache()
+        devices = {walk.device for walk in self._passes}
+        return sum(torch.cuda.memory_reserved(device) for device in devices)
+
+    def gave_up(self) -> str:
+        return self._exchange.gave_up()
 
     def memory_bytes(self) -> int:
         """Of all GPUs: norms and biases, and what matrices keep beside the weights."""
         small = sum(t.nbytes for walk in self._passes for w in walk.layers for t in w.tensors())
-        return small + sum(walk.matrices.nbytes for walk in self._passes)
+        small += sum(held.nbytes for held in self._buckets) + self._exchange.nbytes
+        return small + self._captured_bytes + sum(walk.matrices.nbytes for walk in self._passes)
 
     def _settings(self) -> AbstractContextManager[None]:
         return pass_settings(self.device, self._ran)

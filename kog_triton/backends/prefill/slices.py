@@ -63,7 +63,10 @@ class PromptRun:
     rate        of the device, over all its prompts
     short       `at_once` it is one piece, and a short one: none begins before another has ended
     others      GPUs that run it beside `device`, by which it is timed
+    meets       they wait for each other meanwhile: nothing of another engine is to come between
     """
+
+    meets = False
 
     def __init__(
         self,

@@ -183,7 +183,7 @@ class TorchGraph:
         self._token.copy_(logits.argmax(-1))
         self._position.add_(1)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

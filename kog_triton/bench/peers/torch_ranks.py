@@ -2,8 +2,12 @@
 
 What a rank computes is torch_shards.py's. The processes wait for orders between requests; rank 0 answers with tokens
 and the times at which it had read them, on the clock that all processes of a machine share.
+
+A graph that holds NCCL's sums may fail as it is captured. Then all processes begin anew, the next of WAYS, and
+`version` says which one runs and why not the one before: a baseline that is slower than it could be is named so.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +15,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +25,26 @@ from kog_triton.backends import WeightSource
 from kog_triton.bench.engines import Run
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.torch_graph import TorchGraph
-from kog_triton.bench.peers.torch_shards import RankDecoder, why_not
+from kog_triton.bench.peers.torch_shards import LibrarySums, RankDecoder, SymmetricSums, why_not
 from kog_triton.errors import RunError
 from kog_triton.model.spec import ModelSpec
 
+log = logging.getLogger(__name__)
+
+
+class Way(NamedTuple):
+    """How a step runs on every GPU."""
+
+    sums: str  # library: the process group's; symmetric: torch's symmetric memory
+    captured: bool
+    says: str
+
+
+WAYS = (
+    Way("library", True, "CUDA graph a GPU, sums by NCCL"),
+    Way("symmetric", True, "CUDA graph a GPU, sums by symmetric memory in one shot"),
+    Way("library", False, "no CUDA graph, sums by NCCL"),
+)
 # Seconds that an answer may take, the first when all ranks have loaded and captured, and that a process may take to
 # end.
 PATIENCE_S, CLOSE_S = 300, 10
@@ -33,9 +53,18 @@ PATIENCE_S, CLOSE_S = 300, 10
 class RankGraph(TorchGraph):
     """One rank, in its process."""
 
+    def __init__(self, setting: Setting, way: Way) -> None:
+        self._way = way
+        super().__init__(setting)
+
     def open(self, setting: Setting) -> tuple[ModelSpec, RankDecoder]:
-        self._ranked = RankDecoder(setting.weights, setting.device, setting.max_context)
+        device = setting.device
+        sums = SymmetricSums(device) if self._way.sums == "symmetric" else LibrarySums()
+        self._ranked = RankDecoder(setting.weights, device, setting.max_context, sums)
         return setting.wide_spec, self._ranked
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        return super()._capture() if self._way.captured else None
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -63,6 +92,7 @@ def serve(
     weights: WeightSource,
     kind: str,
     context: int,
+    way: Way,
     orders: Connection,
 ) -> None:
     """A process's life: open, then an answer an order, (value, error)."""
@@ -77,7 +107,7 @@ def serve(
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks
         )
-        engine = RankGraph(Setting(weights, device, context))
+        engine = RankGraph(Setting(weights, device, context), way)
         orders.send((engine.memory_bytes(), ""))
         while True:
             name, *arguments = orders.recv()
@@ -111,26 +141,38 @@ class TorchRanks:
         return why_not(setting.weights.spec, setting.num_gpus)
 
     def __init__(self, setting: Setting) -> None:
-        self.version = f"torch {torch.__version__}, CUDA graph a GPU, sums by NCCL"
         self.spec = setting.wide_spec
+        self._ranks: list[tuple[Any, Connection]] = []
+        refused = ""
+        for way in WAYS:
+            self.version = f"torch {torch.__version__}, {way.says}{refused}"
+            try:
+                opened = self._begin(setting, way)
+                break
+            except RunError as error:
+                self.close()
+                if way is WAYS[-1]:
+                    raise
+                log.warning("%s: not with %s: %s", self.name, way.says, error)
+                refused += f"; not with {way.says}: {error}"
+            except BaseException:
+                self.close()
+                raise
+        self._bytes = {name: sum(one[name] for one in opened) for name in opened[0]}
+
+    def _begin(self, setting: Setting, way: Way) -> list[Any]:
+        """Start all processes; what each answers once it has loaded and captured."""
         self._folder = TemporaryDirectory()
         address = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        spawn, ranks = get_context("spawn"), setting.num_gpus
-        self._ranks: list[tuple[Any, Connection]] = []
+        spawn, ranks, kind = get_context("spawn"), setting.num_gpus, setting.device.type
         for rank in range(ranks):
             ours, theirs = spawn.Pipe()
-            kind = setting.device.type
-            arguments = (rank, ranks, address, setting.weights, kind, setting.max_context, theirs)
-            process = spawn.Process(target=serve, args=arguments, daemon=True)
+            arguments = (rank, ranks, address, setting.weights, kind, setting.max_context, way)
+            process = spawn.Process(target=serve, args=(*arguments, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        try:
-            opened = self._answers()
-        except BaseException:
-            self.close()
-            raise
-        self._bytes = {name: sum(one[name] for one in opened) for name in opened[0]}
+        return self._answers()
 
     def _ask(self, *order: Any) -> Any:
         for _, orders in self._ranks:

@@ -5,6 +5,7 @@ behind o and down: an all-reduce; behind lm_head: each rank's best, of which all
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,35 +69,100 @@ class RankWeights:
         return whole
 
 
+class Sums(Protocol):
+    """How ranks add what each has; all call it in the same order."""
+
+    def add(self, y: Tensor) -> Tensor:
+        """The sum of all ranks' y; may be y itself."""
+        ...
+
+    def each(self, mine: Tensor) -> Tensor:
+        """[ranks, n] of every rank's [1, n]."""
+        ...
+
+
+class LibrarySums:
+    """By the process group: NCCL's, or gloo's on a CPU."""
+
+    def add(self, y: Tensor) -> Tensor:
+        dist.all_reduce(y)
+        return y
+
+    def each(self, mine: Tensor) -> Tensor:
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return torch.cat(found)
+
+
+class SymmetricSums(LibrarySums):
+    """By torch's symmetric memory, in one shot, what a step of one token adds; all else as LibrarySums.
+
+    Every size has memory of its own, made when it is first asked for: all ranks must be there, outside a capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        group = dist.group.WORLD
+        assert group is not None
+        self._symmetric: Any = symmetric
+        self._group, self._device = group, device
+        self._held: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+        self._shared(torch.Size((1, 1)), torch.float32)  # where there is none it fails now
+
+    def add(self, y: Tensor) -> Tensor:
+        if len(y) > 1:
+            return super().add(y)
+        shared = self._shared(y.shape, y.dtype)
+        shared.copy_(y)
+        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._group.group_name)
+        return out
+
+    def each(self, mine: Tensor) -> Tensor:
+        rows = torch.zeros(dist.get_world_size(), mine.shape[1], device=self._device)
+        rows[dist.get_rank()] = mine[0]  # ids are below 2^24, and what is added to them is 0
+        return self.add(rows.view(1, -1)).view(rows.shape)
+
+    def _shared(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        key = tuple(shape), dtype
+        if key not in self._held:
+            made = self._symmetric.empty(*shape, dtype=dtype, device=self._device)
+            self._symmetric.rendezvous(made, self._group)
+            self._held[key] = made
+        return self._held[key]
+
+
 class SummedLinear(WideLinear):
     """The sum of all ranks' products."""
 
+    sums: Sums
+
     def __call__(self, x: Tensor) -> Tensor:
-        y = super().__call__(x)
-        dist.all_reduce(y)
-        return y
+        return self.sums.add(super().__call__(x))
 
 
 class RankDecoder(PlainDecoder):
     """A rank's part: `forward` gives the logits of its own ids, [T, vocab / ranks]."""
 
-    def __init__(self, weights: WeightSource, device: torch.device, context: int) -> None:
+    def __init__(
+        self, weights: WeightSource, device: torch.device, context: int, sums: Sums | None = None
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.sums: Sums = sums or LibrarySums()
         own = RankWeights(weights, self.rank, self.ranks)
         super().__init__(own, device, context)
         for layer in self.layers:
             for name in ("o", "down"):
                 layer[name].__class__ = SummedLinear
+                layer[name].sums = self.sums
         if self.spec.tied_embeddings:
             self.head = self.embed.chunk(self.ranks)[self.rank]
 
     def best(self, logits: Tensor) -> Tensor:
         """int64 [1]: the id of the largest of all ranks' logits [1, vocab / ranks]."""
         value, at = logits.max(-1)
-        mine = torch.stack([value.double(), (at + self.rank * logits.shape[1]).double()], 1)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(found, mine)
-        each = torch.cat(found)
+        mine = torch.stack([value.float(), (at + self.rank * logits.shape[1]).float()], 1)
+        each = self.sums.each(mine)  # an id below 2^24 is a float32
         return each[each[:, 0].argmax(), 1].long().view(1)
 
     def whole(self, logits: Sequence[Tensor]) -> Tensor:

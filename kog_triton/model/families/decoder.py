@@ -58,7 +58,8 @@ def refuse_unsupported(config: Config) -> None:
         config.only(name, *allowed)
     for name, value in config.values.items():
         if name.startswith("moe_") and value is not None:
-            raise ModelError(f"{name} is {shown(value)}: mixtures of experts are not supported")
+            label = config.label(name)
+            raise ModelError(f"{label} is {shown(value)}: mixtures of experts are not supported")
 
 
 def head_width(config: Config, hidden_size: int, num_heads: int, default: int = 0) -> int:

@@ -42,7 +42,8 @@ def _spec(config: Config) -> ModelSpec:
     for name, value in config.values.items():
         about_lanes = any(word in name for word in ("comm", "lane", "delay", "reduce"))
         if about_lanes and name not in _LANE_FIELDS and value is not None:
-            raise ModelError(f"{name} is {shown(value)}: this field of a Laneformer is not known")
+            label = config.label(name)
+            raise ModelError(f"{label} is {shown(value)}: this field of a Laneformer is not known")
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS, default=32)
     hidden = config.integer("hidden_size", high=MAX_WIDTH, default=4096)
     heads = config.integer("num_attention_heads", high=MAX_HEADS, default=32)

@@ -22,10 +22,11 @@ from kog_triton.backends.serving import LaunchServing
 from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, RequestError, RunError
-from kog_triton.model.spec import DTYPES
+from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import VENDORS
 from kog_triton.schedule.triton import lower_tiles
+from kog_triton.schedule.triton_codes import unreadable_codes
 
 OLDEST = 80  # capability of NVIDIA GPUs with bfloat16 and asynchronous copies
 # AMD GPUs whose machine code is checked (tests/triton/test_triton_compile.py); others have other warps and memory.
@@ -38,6 +39,10 @@ ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
+# Of narrow weights, whose prompts the kernel runs a token at a time: an estimate by bytes, of 8B 2 ms a token, and
+# 40 ms for torch to make values of all codes.
+BY_TOKEN_OR_UNPACKED = Crossover(fresh=24, behind=24)
+
 
 class TritonBackend:
     """The device modules are imported by what runs them: Triton is not needed to ask whether there is a GPU."""
@@ -47,6 +52,10 @@ class TritonBackend:
     rank = 2
     plans_memory = True
     num_devices = 1
+
+    @classmethod
+    def why_not_narrow(cls, spec: ModelSpec) -> str:
+        return unreadable_codes(build(spec))
 
     @classmethod
     def availability(cls) -> Availability:
@@ -110,8 +119,9 @@ class TritonBackend:
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope
+            slots = self.memory.pointers.kv
             self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, rope, matrices
+                options, weights, self.spec, self.max_context, embed, rope, matrices, slots
             )
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
@@ -239,7 +249,8 @@ class TritonBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All but its last token."""
-        library = library_for(request, self.library, self.options.prefill, IN_CHUNKS)
+        crossover = BY_TOKEN_OR_UNPACKED if self.tiles.is_narrow else IN_CHUNKS
+        library = library_for(request, self.library, self.options.prefill, crossover)
         if library is None:
             return None
         cache = self.memory.pointers.kv[request.slot]

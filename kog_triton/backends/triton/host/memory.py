@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -9,6 +10,7 @@ from kog_triton.backends import WeightSource
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.request_words import capacity
+from kog_triton.backends.triton.host.narrow_tiles import LoadNarrow, load_narrow, pack_narrow_tiles
 from kog_triton.backends.triton.kernel.partition import scratch_sizes
 from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
@@ -64,7 +66,8 @@ def allocate(
             return bring(weights.load(name))
 
         embed = get("embed").to(dtype).contiguous()
-        arena = _pack(schedule, tiles, get, embed, dtype, device)
+        narrow = partial(load_narrow, weights, bring)
+        arena = _pack(schedule, tiles, get, narrow, embed, dtype, device)
         gains = [
             _planes(get(f"layers.{i}.{name}"))
             for i in range(spec.num_layers)
@@ -134,6 +137,7 @@ def _pack(
     schedule: Schedule,
     tiles: Tiles,
     get: Get,
+    narrow: LoadNarrow,
     embed: Tensor,
     dtype: torch.dtype,
     device: torch.device,
@@ -144,6 +148,12 @@ def _pack(
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
         for tiling, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
+            if tiling.codes is not None:
+                one = [narrow(canonical(stage, w, layer)) for w in stage.weights]
+                _place(
+                    arena, base + tiling.offset, pack_narrow_tiles(stage, tiling, tiles.group, one)
+                )
+                continue
             parts = [
                 shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
                 for w in stage.weights

@@ -22,7 +22,7 @@ from kog_triton.backends.triton.kernel.all_reduce import (
 )
 from kog_triton.backends.triton.kernel.edits import edited, remember
 from kog_triton.backends.triton.kernel.logprobs import deliver, deliver_own
-from kog_triton.backends.triton.kernel.matvec import rowwise
+from kog_triton.backends.triton.kernel.matvec import head_tiles, rowwise
 from kog_triton.backends.triton.kernel.residual import add_planes, rms_norm, rounded
 from kog_triton.backends.triton.kernel.sample import best_of, is_void, keys_of
 from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
@@ -149,6 +149,8 @@ def score(x, gains, row, epoch, coords, stream, alive, p, S: tl.constexpr):
         send_part(x, gains, coords, phase, p, S)
         stream, alive = score_lanes(x, logits, first, stream, phase, alive, p, S)
     else:
+        head, behind, block, fetched = stream
+        stream = (head, behind, block, head_tiles(fetched, head, block, S))
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
             y, alive = mix_lanes(x, gains, coords, phase, alive, p, S)
         else:

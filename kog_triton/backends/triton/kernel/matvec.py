@@ -16,6 +16,7 @@ their way while the block publishes, waits and gathers. A tile is known by its r
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.kernel.codes import parts_of, sums_of_codes, with_scales
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
 from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, unscaled
 
@@ -64,13 +65,13 @@ def split_lines(S, stage, k):
     """Parts of tile k's lines that have warps of their own, where a tile has fewer rows than there are warps. A warp
     has the same part of every tile: parts are added once a unit, not tile by tile through shared memory."""
     T = S.stages[stage]
-    return max(1, min(S.sizes.warps // T.tile_rows, T.widths[k] // LINE.value))
+    return max(1, min(S.sizes.warps // T.tile_rows, T.stored_width(k) // LINE.value))
 
 
 @triton.constexpr_function
 def sums_width(S, stage, k=0):
     """Sums of a row that threads keep: those of tile k."""
-    return split_lines(S, stage, k) * min(S.stages[stage].widths[k], LINE.value) // 4
+    return split_lines(S, stage, k) * min(S.stages[stage].stored_width(k), LINE.value) // 4
 
 
 @triton.constexpr_function
@@ -90,11 +91,12 @@ def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.con
     """Words of one tile, of which lines [width / LINE] are LINES_AXIS and rows the other axis before [LINE].
 
     A warp has rows of its own: a row's sum needs few shuffles and no shared memory. `base` is the layer's
-    (or the head's) first word.
+    (or the head's) first word. Of narrow weights a tuple (codes.py).
     """
     T: tl.constexpr = S.stages[STAGE]
     ROWS: tl.constexpr = T.tile_rows
-    WORDS: tl.constexpr = T.widths[K]
+    WORDS: tl.constexpr = T.stored_width(K)
+    SIZE: tl.constexpr = T.tile_words(K)
     WIDE: tl.constexpr = min(WORDS, LINE)
     BEGINS: tl.constexpr = begins(S, STAGE, K)
     r, k, c = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, WORDS // WIDE)
@@ -102,9 +104,12 @@ def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.con
         offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
-    at = BEGINS[0] + unit * BEGINS[1] + block * (ROWS * WORDS)
+    at = BEGINS[0] + unit * BEGINS[1] + block * SIZE
     ptr = pin_address(base + at, S)
-    return load_once(ptr + offset, S)
+    if T.is_narrow:
+        return with_scales(load_once(ptr + offset, S), ptr, S, T, K, LINES_AXIS)
+    else:
+        return load_once(ptr + offset, S)
 
 
 @triton.jit
@@ -135,6 +140,15 @@ def load_tiles(
 def first_tiles(base, block, S: tl.constexpr, STAGE: tl.constexpr):
     """What is `fetched` where a stage begins."""
     return load_tiles(base, 0, block, S, STAGE, 0, S.stages[STAGE].ahead)
+
+
+@triton.jit
+def head_tiles(fetched, head, block, S: tl.constexpr):
+    """What is `fetched` where lm_head begins: what was asked for as if for qkv_proj, if its tiles are of that form."""
+    if S.head_alike:
+        return fetched
+    else:
+        return first_tiles(head, block, S, 4)
 
 
 @triton.jit
@@ -202,17 +216,21 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     Of a tile that is `narrow`, [tile_rows].
     """
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
-    # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
-    SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-    sums = tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3)
+    T: tl.constexpr = S.stages[STAGE]
+    if T.is_narrow:
+        sums = sums_of_codes(w, x, S, T, LINES_AXIS)
+    else:
+        # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
+        SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
+        sums = tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3)
     if PARTS == 1:
         sums = tl.sum(sums, axis=LINES_AXIS)
     elif LINES_AXIS == 1:
-        SPLIT: tl.constexpr = (w.shape[0], w.shape[1] // PARTS, PARTS, sums.shape[2])
+        SPLIT: tl.constexpr = (sums.shape[0], sums.shape[1] // PARTS, PARTS, sums.shape[2])
         sums = tl.sum(tl.reshape(sums, SPLIT), axis=1)
         sums = tl.reshape(sums, (SPLIT[0], PARTS * SPLIT[3]))
     else:
-        SPLIT: tl.constexpr = (w.shape[0] // PARTS, PARTS, w.shape[1], sums.shape[2])
+        SPLIT: tl.constexpr = (sums.shape[0] // PARTS, PARTS, sums.shape[1], sums.shape[2])
         sums = tl.trans(tl.sum(tl.reshape(sums, SPLIT), axis=0), (1, 0, 2))
         sums = tl.reshape(sums, (SPLIT[2], PARTS * SPLIT[3]))
     if narrow(S, STAGE, K):
@@ -253,13 +271,23 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
 
 
 @triton.jit
+def kept(x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Words x that meet tile K, in the layout that they keep; of narrow weights a tuple (codes.py)."""
+    T: tl.constexpr = S.stages[STAGE]  # a value of Triton's own: 3.6 takes no other as an argument
+    if T.is_narrow:
+        return parts_of(x, S, T, K)
+    else:
+        return pin(x, S)
+
+
+@triton.jit
 def operands(xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
     """One column's operands that meet tile K, in the layout that they keep; of more, which lie in memory, xs."""
     T: tl.constexpr = S.stages[STAGE]
     if COLUMNS > 1:
         return xs
     elif T.wired or T.row_words > HELD_WORDS:
-        return pin(xs[K], S)
+        return kept(xs[K], S, STAGE, K)
     else:
         return xs[K]
 
@@ -377,7 +405,7 @@ def rowwise(
     if COLUMNS == 1 and T.row_words <= HELD_WORDS:
         held = ()
         for k in tl.static_range(K_TILES):
-            held = held + (pin(xs[k], S),)
+            held = held + (kept(xs[k], S, STAGE, k),)
         xs = held
     LOOPED: tl.constexpr = T.looped
     # more row tiles an iteration lose (benchmarks/triton-log.md#tiles-a-turn)

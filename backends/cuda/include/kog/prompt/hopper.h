@@ -41,6 +41,19 @@ KOG_DEVICE void sync_threads(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// ---- words of other GPUs ----
+
+// Of a thread behind a barrier of its block: what the block has stored before is there for whoever reads `v`.
+KOG_DEVICE void store_release_system(u64* p, u64 v) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+KOG_DEVICE u64 load_acquire_system(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
 // ---- products of a warpgroup ----
 
 KOG_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,9 +1,11 @@
 // What lies between the products of a pass of short prompts (short_pass.cu): sums of parts, residual and norm, heads'
-// norms and RoPE, attention, the gate. Tokens of several prompts stand one behind the other.
+// norms and RoPE, attention, the gate. Tokens of several prompts stand one behind the other. Of several GPUs each has its
+// heads and its part of the FFN; what they add to the residual goes to all of them (`send`, `meet`).
 //
 // A product leaves the float32 sums of each part of a tile of kTileRows rows, K cut in an order that its matrix alone sets;
 // whoever needs them adds them in that order. So a token's bits do not depend on who shares its pass.
 #pragma once
+#include <kog/prompt/hopper.h>
 #include <kog/ptx.h>
 
 namespace kog {
@@ -106,10 +108,10 @@ struct Join {
 };
 constexpr int kJoinThreads = 256, kJoined = 8;  // times 4 values of a thread: up to 8,192
 
-KOG_DEVICE void join(const Join& p) {
+// `add_to` adds to x what stands behind the product: four values of a token from `k` on.
+template <class AddTo>
+KOG_DEVICE void join_token(const Join& p, Token own, AddTo add_to) {
   int token = block_index(), thread = thread_index();
-  Token own = p.tokens[token];
-  if (own.id < 0) return;
   float4 held[kJoined];
   float squares = 0;
 #pragma unroll
@@ -121,9 +123,7 @@ KOG_DEVICE void join(const Join& p) {
     if (p.embed != nullptr) {
       v = widen4(p.embed + own.id * p.embed_step + k);
     } else {
-      v = sum_of(p.parts, k, token);
-      if (p.bias != nullptr) add(v, widen4(p.bias + k));
-      add(v, *x);
+      v = add_to(*x, k);
     }
     *x = held[i] = v;
     squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -153,6 +153,102 @@ KOG_DEVICE void join(const Join& p) {
     store_x(p.out, p.order, token, k, round_pair<kF16>(v.x * scale * gain.x, v.y * scale * gain.y));
     store_x(p.out, p.order, token, k + 2, round_pair<kF16>(v.z * scale * gain.z, v.w * scale * gain.w));
   }
+}
+
+KOG_DEVICE float4 sum_and_bias(const Parts& parts, const u16* bias, int k, int token) {
+  float4 v = sum_of(parts, k, token);
+  if (bias != nullptr) add(v, widen4(bias + k));
+  return v;
+}
+KOG_DEVICE void join(const Join& p) {
+  int token = block_index();
+  Token own = p.tokens[token];
+  if (own.id < 0) return;
+  join_token(p, own, [&](float4 x, int k) {
+    float4 v = sum_and_bias(p.parts, p.bias, k, token);
+    add(v, x);
+    return v;
+  });
+}
+
+// ---- of several GPUs: a product's sums to all of them, and those of all to the residual; a block a token ----
+//
+// A rank writes a token's sums into a place of its own in every rank's memory, and behind them a word of the token: the
+// number of the exchange, which grows from one to the next and from pass to pass. Places are two: a rank that writes into
+// one again has read, in the exchange between, what all others wrote behind their reading of it.
+
+constexpr int kMostRanks = 8;
+struct Exchange {
+  const u32* pass;  // its number
+  int index, count;  // of the exchange; exchanges of a pass
+  int ranks;
+  KOG_DEVICE u64 number() const { return static_cast<u64>(*pass) * static_cast<u64>(count) + static_cast<u64>(index) + 1; }
+};
+
+struct Send {
+  const Token* tokens;
+  Parts parts;
+  const u16* bias;
+  float* sums[kMostRanks];   // this rank's place in the memory of each: [tokens, hidden]
+  u64* arrived[kMostRanks];  // likewise its words: [tokens]
+  Exchange exchange;
+  int hidden;
+};
+KOG_DEVICE void send(const Send& p) {
+  int token = block_index(), thread = thread_index();
+  if (p.tokens[token].id < 0) return;
+  for (int k = thread * 4; k < p.hidden; k += kJoinThreads * 4) {
+    float4 v = sum_and_bias(p.parts, p.bias, k, token);
+    for (int rank = 0; rank < p.exchange.ranks; rank++)
+      *reinterpret_cast<float4*>(p.sums[rank] + static_cast<i64>(token) * p.hidden + k) = v;
+  }
+  sync_block();
+  if (thread < p.exchange.ranks) store_release_system(p.arrived[thread] + token, p.exchange.number());
+}
+
+struct Meet {
+  Join join;
+  const float* sums;   // of all ranks, [ranks, kMostTokens, hidden]
+  const u64* arrived;  // [ranks, kMostTokens]
+  u64* gave_up;        // number of the last exchange that a wait was given up in; its token and the rank it was for
+  i64 limit;           // nanoseconds of a wait
+  Exchange exchange;
+};
+// Whether a rank's sums of a token are there. Once a wait of a pass was in vain no other one of that pass is begun: what
+// it leaves is void, and no number.
+KOG_DEVICE bool arrived(const Meet& p, int token, int rank) {
+  u64 number = p.exchange.number(), first = number - static_cast<u64>(p.exchange.index);
+  i64 since = 0;
+  while (load_acquire_system(p.arrived + rank * kMostTokens + token) < number) {
+    i64 now = static_cast<i64>(nanoseconds());
+    if (since == 0) since = now;
+    if (load_acquire_system(p.gave_up) >= first) return false;
+    if (now - since <= p.limit) continue;
+    store_release_system(p.gave_up + 1, static_cast<u64>(token) << 8 | static_cast<u64>(rank));
+    store_release_system(p.gave_up, number);
+    return false;
+  }
+  return true;
+}
+KOG_DEVICE void meet(const Meet& p) {
+  int token = block_index(), thread = thread_index();
+  Token own = p.join.tokens[token];
+  if (own.id < 0) return;
+  u32* all = reinterpret_cast<u32*>(shared_memory()) + kJoinThreads / 32;  // behind the warps' sums
+  if (thread == 0) *all = 1;
+  sync_block();
+  if (thread < p.exchange.ranks && !arrived(p, token, thread)) *all = 0;
+  sync_block();
+  float void_or_zero = load_volatile(all) != 0 ? 0.0f : float_of(0x7fc00000);
+  join_token(p.join, own, [&](float4 x, int k) {
+    const float* from = p.sums + static_cast<i64>(token) * p.join.hidden + k;
+    float4 v = *reinterpret_cast<const float4*>(from);
+    for (int rank = 1; rank < p.exchange.ranks; rank++)
+      add(v, *reinterpret_cast<const float4*>(from + static_cast<i64>(rank) * kMostTokens * p.join.hidden));
+    v.x += void_or_zero;
+    add(v, x);
+    return v;
+  });
 }
 
 // ---- queries, keys and values: a warp a token's head ----

@@ -1,0 +1,119 @@
+"""Narrow weights of a checkpoint as the Triton kernel's tiles, and back as values."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from kog_triton.backends import WeightSource
+from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.errors import ModelError
+from kog_triton.schedule.lowering import row_order
+from kog_triton.schedule.narrow_packing import scales_by_row
+from kog_triton.schedule.schedule import Epilogue, Stage
+from kog_triton.schedule.triton import StageTiles
+from kog_triton.schedule.triton_codes import TileCodes, pack_codes
+from kog_triton.schedule.triton_packing import tiles_of
+
+Tensor = torch.Tensor
+LoadNarrow = Callable[[str], NarrowTensor]  # a narrow weight by its canonical name, on the device
+
+
+def load_narrow(
+    weights: WeightSource, bring: Callable[[Tensor], Tensor], name: str
+) -> NarrowTensor:
+    """ModelError if the source has values of its weights, but no codes."""
+    load = getattr(weights, "narrow", None)
+    if load is None:
+        raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
+    tensor: NarrowTensor = load(name)
+    return tensor.moved(bring)
+
+
+def pack_narrow_tiles(
+    stage: Stage, t: StageTiles, group: int, parts: Sequence[NarrowTensor]
+) -> Tensor:
+    """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
+    assert t.codes
+    codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
+    beside = [[part.scale_values() for part in parts]]
+    if t.codes.zero_points:
+        beside.append([part.offsets.float() for part in parts if part.offsets is not None])
+    by_row = [
+        torch.cat([_matrix(_by_row(part, v)) for part, v in zip(parts, values, strict=True)])
+        for values in beside
+    ]
+    if stage.epilogue is Epilogue.SILU_MUL:
+        order = torch.tensor(row_order(stage, stage.rows).tolist(), device=codes.device)
+        codes, by_row = codes[order], [values[order] for values in by_row]
+    shape = (group, t.units, t.tile_rows)
+    rows = codes.new_zeros(group * t.block_rows, 2 * t.row_words)
+    rows[: t.rows, : t.cols] = codes
+    given = rows.view(*shape, -1)
+    packed = codes.new_zeros(group * t.words, 4)
+    for k, tiles in tiles_of(t, group, packed):
+        first, width = t.first_word(k), t.widths[k]
+        values = [
+            given[..., 2 * first : 2 * (first + width)],
+            *(_of_tile(t, k, v, shape) for v in by_row),
+        ]
+        ordered = [v.transpose(0, 1).flatten(0, 1) for v in values]  # units, then blocks
+        stored = pack_codes(t.codes, ordered, t.tile_rows, width, partial(torch.cat, dim=1))
+        tiles.copy_(stored.view(tiles.shape))
+    return packed.reshape(-1).view(torch.int32)
+
+
+def unpack_narrow_tiles(t: StageTiles, group: int, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `pack_narrow_tiles`' words stand for, [1, rows, cols], rounded once; rows as they are dealt out."""
+    assert t.codes
+    padded = packed.new_empty(group, t.units, t.tile_rows, 2 * t.row_words, dtype=dtype)
+    for k, tiles in tiles_of(t, group, packed[:, None]):
+        words = tiles.view(t.units, group, t.tile_words(k))
+        size, count = t.tile_rows * t.stored_width(k), t.codes.groups(t.widths[k])
+        shape = (t.units, group, t.tile_rows, count, -1)
+        stored = words[..., :size].contiguous()
+        values = code_values(t.codes, stored).view(shape)
+        beside = words[..., size:].view(torch.float32)[..., : 2 * t.tile_rows * count]
+        scales = beside[..., : t.tile_rows * count].reshape(*shape[:-1], 1)
+        if t.codes.zero_points:
+            values -= beside[..., t.tile_rows * count :].reshape(*shape[:-1], 1)
+        values *= scales
+        begin = 2 * t.first_word(k)
+        padded[..., begin : begin + 2 * t.widths[k]] = values.flatten(3).transpose(0, 1)
+    return padded.view(1, group * t.block_rows, -1)[:, : t.rows, : t.cols]
+
+
+def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
+    """Of words [..., n], float32 [..., codes of them], but for zero points."""
+    if codes.is_e4m3:
+        return stored.view(torch.float8_e4m3fn).float()
+    bytes_ = stored.view(torch.uint8)
+    if codes.pack == 4:
+        bytes_ = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+    return bytes_.float() - codes.zero
+
+
+def _matrix(values: Tensor) -> Tensor:
+    """Of the one lane."""
+    return values.reshape(values.shape[-2:])
+
+
+def _by_row(part: NarrowTensor, values: Tensor) -> Tensor:
+    """What a scale group has, a row: [rows, groups along K]."""
+    by_row: Tensor = scales_by_row(part.format.group_rows, values, part.codes.shape[-2])
+    return by_row
+
+
+def _of_tile(t: StageTiles, k: int, by_row: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """What a tile's groups have, as bytes [blocks, units, rows, groups * 4]; zeros beyond the matrix."""
+    assert t.codes
+    count, size = t.codes.groups(t.widths[k]), t.codes.group
+    at = torch.arange(count, device=by_row.device) * (2 * t.widths[k] // count) + 2 * t.first_word(
+        k
+    )
+    which = at // size if size else torch.zeros_like(at)
+    inside = (at < t.cols) & (which < by_row.shape[1])
+    padded = by_row.new_zeros(shape[0] * t.block_rows, count)
+    columns = by_row[:, which.clamp(max=by_row.shape[1] - 1)]
+    padded[: t.rows] = torch.where(inside, columns, torch.zeros_like(columns))
+    return padded.contiguous().view(torch.uint8).view(*shape, -1)

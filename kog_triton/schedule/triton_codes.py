@@ -1,0 +1,115 @@
+"""Narrow weights in the Triton lowering: how the codes of one tile lie, and its scales behind them.
+
+    tile   [tile_rows, stored words] of codes | [tile_rows, groups] scales | likewise zero points
+
+A stored word is `pack` words of 16-bit weights: the codes of as many neighbors along K, the first in the lowest bits.
+Whole numbers are stored from 0 on (int8 plus 128). A group is what shares a scale within one row of a tile; scales and
+zero points are float32, whatever the checkpoint stores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kog_triton.errors import ModelError
+from kog_triton.model.weight_format import Code, Offset
+from kog_triton.schedule.cuda_weights import stage_format
+from kog_triton.schedule.schedule import Op, Schedule, Stage
+
+CODES = (Code.E4M3, Code.INT8, Code.UINT4)
+LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
+MANTISSA = 23  # bits of a float32
+SHIFTS = {4: 12, 8: 16}  # bits: what brings the last codes of a word to where the first ones are
+ALIGNED = 4  # words, at which every tile begins
+
+
+@dataclass(frozen=True)
+class TileCodes:
+    """Of one stage. `group`: values of K that share a scale, a power of two; 0 where a row has one."""
+
+    code: Code
+    group: int
+    zero_points: bool
+
+    @property
+    def pack(self) -> int:
+        """Words of 16-bit weights in a stored one."""
+        return 16 // self.code.bits
+
+    @property
+    def is_e4m3(self) -> bool:
+        return self.code is Code.E4M3
+
+    @property
+    def zero(self) -> float:
+        """What a stored whole number is less, beside its zero point."""
+        if self.code is Code.INT8:
+            return 128.0
+        return 0.0 if self.zero_points else 8.0
+
+    def place(self, number: int) -> tuple[int, int, int, float]:
+        """Of a whole number in its word, to be part of a float32's mantissa: by how many bits the word goes right, the
+        mask then, the bits of a power of two whose last places are where the number is, and that power."""
+        bits = self.code.bits
+        at = number * bits
+        fits = (MANTISSA - bits) // bits * bits  # the highest place
+        down = 0 if at <= fits else SHIFTS[bits]
+        power = MANTISSA - (at - down)
+        mask = ((1 << bits) - 1) << (at - down)
+        return down, mask, (127 + power) << MANTISSA, 2.0**power
+
+    def groups(self, width: int) -> int:
+        """Of one row of a tile of `width` words of 16-bit weights."""
+        return max(1, 2 * width // self.group) if self.group else 1
+
+    def words(self, rows: int, width: int) -> int:
+        """Stored words of such a tile, scales and all."""
+        beside = self.groups(width) * (2 if self.zero_points else 1)
+        return -(-rows * (width // self.pack + beside) // ALIGNED) * ALIGNED
+
+
+def tile_codes(schedule: Schedule, stage: Stage) -> TileCodes | None:
+    """None for 16 bits; ModelError where a stage's weights are not all of one format."""
+    how = stage_format(schedule, stage)
+    if how is None:
+        return None
+    return TileCodes(how.code, how.group_cols, how.offset is Offset.ZERO_POINT)
+
+
+def unreadable_codes(schedule: Schedule) -> str:
+    """Why the Triton kernel does not read a model's narrow weights, "" if it does."""
+    spec = schedule.spec
+    if spec.narrow and spec.num_lanes > 1:
+        return "it reads narrow weights of plain models alone"
+    for name, how in spec.narrow:
+        whole = how.group_cols & (how.group_cols - 1) == 0 and how.group_cols >= LEAST_GROUP
+        if how.code not in CODES or how.offset is Offset.MINIMUM or (how.group_cols and not whole):
+            return f"it does not read {how.name} weights yet"
+        if name in ("embed", "lm_head"):
+            return f"it does not read a head of {how.name} weights yet"
+    try:
+        for _, stage in schedule.walk():
+            if stage.op is Op.MATVEC:
+                stage_format(schedule, stage)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def pack_codes(
+    codes: TileCodes, values: Any, rows: int, width: int, join: Callable[[list[Any]], Any]
+) -> Any:
+    """A tile's bytes [n, words of it * 4], uint8, of `values`: codes, scales and zero points of n tiles.
+
+    codes   [n, rows, 2 * width] uint8     scales, zero points   [n, rows, groups * 4], float32 as bytes
+    """
+    stored, *beside = values
+    count = stored.shape[0]
+    if codes.code is Code.INT8:
+        stored = stored ^ 0x80
+    if codes.pack == 4:
+        stored = stored[..., 0::2] | stored[..., 1::2] << 4
+    parts = [stored.reshape(count, -1), *(part.reshape(count, -1) for part in beside)]
+    size = sum(part.shape[1] for part in parts)
+    rest = 4 * codes.words(rows, width) - size
+    return join([*parts, parts[0][:, :1].repeat(1, rest)] if rest else parts)

@@ -1,0 +1,126 @@
+"""Module outputs of a prompt's pass by kernels instead of copies, the kernels' own C++ on a CPU: the same bits, padded
+or in chunks, behind a pass that was called off, and a rank that does not come is named."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from kog_triton.backends.cuda.layout.rank_outputs import CALLS, THREADS, render_rank_outputs
+from kog_triton.backends.cuda.rank_outputs import LAST, PushedExchange, outputs_bytes
+from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors, bucket_bytes
+from kog_triton.schedule.rope import rope_table
+from kog_triton.schedule.schedule import build
+from tests.host.test_rank_prefill import SPECS, ShardMatrices, empty_caches
+from tests.lib.cuda_walk import ROOT
+from tests.lib.machine_code import instructions, is_local, sass_of_text
+from tests.lib.prefill_cases import BF16, tokens_of, weights_of
+from tests.lib.short_pass import _compiled, run
+
+CPU, ROUNDS = torch.device("cpu"), 2000
+CASES = [("biases", 2), ("lanes of all kinds", 2)]
+
+
+def ready(rank, name, blocks, threads, call):
+    assert threads == THREADS and isinstance(call, CALLS[name])
+    kind = name.removeprefix("kog_").capitalize()
+    library = _compiled("rank_outputs.cu", render_rank_outputs(), kind, name, THREADS, 256)
+    return lambda stream: run(library, call, blocks)
+
+
+def exchange_of(name, ranks):
+    return PushedExchange(build(SPECS[name], ranks), [CPU] * ranks, ready, ROUNDS)
+
+
+def opened(name, ranks, exchange=None, buckets=(), chunk=7):
+    spec, weights = SPECS[name], weights_of(name, BF16)
+    schedule = build(spec, ranks)
+    rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, 64))
+    embed = weights.load("embed").to(BF16)
+    tensors = [
+        RankTensors(embed.clone(), rope, ShardMatrices(weights, schedule, r, BF16))
+        for r in range(ranks)
+    ]
+    return RankPrefill(weights, schedule, 64, tensors, chunk, exchange=exchange, buckets=buckets)
+
+
+def left(made, name, ranks, ids, first=0, caches=None):
+    each = build(SPECS[name], ranks).shards_per_rank
+    caches = empty_caches(name, ranks, BF16) if caches is None else caches
+    streams = [torch.full((each, SPECS[name].hidden_size), torch.nan) for _ in range(ranks)]
+    made.begin(ids, first, caches, streams).advance(math.inf)
+    return caches, streams
+
+
+def equal(ones, others):
+    return all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for one, other in zip(ones, others, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_outputs_by_kernels_leave_what_copies_leave(name, ranks):
+    own, ours = opened(name, ranks), opened(name, ranks, exchange_of(name, ranks))
+    want, got = (left(made, name, ranks, tokens_of(9)) for made in (own, ours))
+    assert equal(got, want)
+    run_of = ours.begin(tokens_of(20), 0, empty_caches(name, ranks, BF16))
+    run_of.advance(0.0), run_of.advance(0.0)
+    assert run_of.meets and not own.begin(tokens_of(2), 0, want[0]).meets
+    del run_of  # called off between pieces
+    assert equal(left(ours, name, ranks, tokens_of(9)), want)
+    assert ours.gave_up() == ""
+
+
+def test_a_padded_pass_leaves_its_tokens_alone():
+    name, ranks = CASES[0]
+    own, ours = (
+        opened(name, ranks, chunk=64),
+        opened(name, ranks, exchange_of(name, ranks), (12, 64)),
+    )
+    (want, last), (got, ends) = (left(made, name, ranks, tokens_of(9)) for made in (own, ours))
+    for mine, other in zip(got, want, strict=True):
+        assert mine[..., 9:, :].isnan().all(), "padding stays where it is"
+        mine, other = mine[..., :9, :].float(), other[..., :9, :].float()
+        assert (mine - other).norm() < 0.02 * other.norm()
+    for mine, other in zip(ends, last, strict=True):
+        assert (mine - other).norm() < 0.02 * other.norm()
+    held = ours.memory_bytes() - own.memory_bytes()
+    exchange = outputs_bytes(build(SPECS[name], ranks))
+    assert held == ranks * exchange + sum(b.nbytes for b in ours._buckets)
+    assert (
+        ours._buckets[0]._cache.nbytes == bucket_bytes(build(SPECS[name], ranks), 128) // 128 * 64
+    )
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_next_pass_runs():
+    name, ranks = CASES[0]
+    exchange = exchange_of(name, ranks)
+    ours = opened(name, ranks, exchange)
+    want = left(ours, name, ranks, tokens_of(5))
+    right = exchange.ends[1]._pushes
+    exchange.ends[1]._pushes = lambda stream: None
+    _, streams = left(ours, name, ranks, tokens_of(5))
+    assert ours.gave_up() == (
+        "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1"
+    )
+    assert streams[0].isnan().any(), "what is void is no number"
+    exchange.ends[1]._pushes = right
+    assert equal(left(ours, name, ranks, tokens_of(5)), want) and ours.gave_up() == ""
+
+
+def test_numbers_grow_from_pass_to_pass():
+    assert LAST > 2 * 126 + 1  # the most layers of a model that is known
+
+
+def test_their_machine_code_orders_what_other_gpus_read():
+    """Data as 16 bytes, then a fence and a release of scope system; reads by acquire, and nothing in local memory."""
+    text = render_rank_outputs() + (ROOT / "backends/cuda/rank_outputs.cu").read_text()
+    code = [what for _, what in instructions(sass_of_text(text))]
+    assert not [what for what in code if is_local(what)]
+    stores = [i for i, what in enumerate(code) if re.search(r"\bST\.E\.128|\bSTG\.E\.128", what)]
+    fences = [i for i, what in enumerate(code) if "MEMBAR" in what and ".SYS" in what]
+    assert stores and fences and any(i > min(stores) for i in fences)
+    assert [what for what in code if re.search(r"\bLDG?\.E\.64\S*\.STRONG\.SYS", what)]

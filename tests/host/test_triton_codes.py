@@ -1,0 +1,122 @@
+"""Narrow weights in the Triton lowering's tiles, read back from the packed words alone by the rule of its kernel."""
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles, unpack_narrow_tiles
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import ModelError
+from kog_triton.model.shapes import named_shape, with_format
+from kog_triton.model.spec import DType
+from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
+from kog_triton.schedule.lowering import layer_matrices, row_order
+from kog_triton.schedule.schedule import Epilogue, build
+from kog_triton.schedule.shards import canonical
+from kog_triton.schedule.triton import lower_tiles
+from tests.lib.narrow_stream import NarrowWeights, narrow_spec
+
+SIZES = {"hidden_size": 192, "intermediate_size": 640, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
+         "num_layers": 1}  # fmt: skip
+ODD = SIZES | {"hidden_size": 100, "intermediate_size": 164}
+CASES = {
+    "fp8 blocks": (FORMATS["fp8-block"], ODD),
+    "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), ODD),
+    "int8 channels": (FORMATS["int8-channel"], ODD),
+    "int8 g64, zero points": (
+        WeightFormat(Code.INT8, 1, 64, Scale.F16, Offset.ZERO_POINT),
+        SIZES,
+    ),
+    "int4 g32": (FORMATS["int4-g32"], SIZES),
+    "int4 g64, zero points": (
+        WeightFormat(Code.UINT4, 1, 64, Scale.F16, Offset.ZERO_POINT),
+        SIZES,
+    ),
+}
+
+
+def value_of_code(code, stored, zero):
+    """Of stored codes less `zero`, in float32."""
+    if code is not Code.E4M3:
+        return stored.astype(np.float32) - zero
+    bits = (stored.astype(np.uint32) << 24).view(np.int32) >> 4
+    return (bits & -0x78100000).view(np.float32) * np.float32(2.0**120)
+
+
+def rows_of(t, packed, group):
+    """[rows dealt out, values of K] of all blocks' tiles, where `begins`, `place` and `tile_words` say they are."""
+    codes, bits = t.codes, t.codes.code.bits
+    out = np.zeros((group, t.units, t.tile_rows, 2 * t.row_words), np.float32)
+    for block in range(group):
+        for tile in range(t.tiles):
+            unit, k = t.place(tile)
+            first, step = t.begins(k)
+            at = group * (first + unit * step) + block * t.tile_words(k)
+            words = packed[at : at + t.tile_words(k)]
+            width, count = t.stored_width(k), codes.groups(t.widths[k])
+            stored = words[: t.tile_rows * width].reshape(t.tile_rows, width, 1).view(np.uint32)
+            stored = stored >> (bits * np.arange(32 // bits, dtype=np.uint32)) & ((1 << bits) - 1)
+            beside = words[t.tile_rows * width :].view(np.float32)[: 2 * t.tile_rows * count]
+            scales = beside[: t.tile_rows * count].reshape(t.tile_rows, count)
+            zero = np.full_like(scales, codes.zero)
+            if codes.zero_points:
+                zero += beside[t.tile_rows * count :].reshape(t.tile_rows, count)
+            stored = stored.reshape(t.tile_rows, count, -1)
+            values = value_of_code(codes.code, stored, zero[..., None]) * scales[..., None]
+            begin = 2 * t.first_word(k)
+            out[block, unit, :, begin : begin + 2 * t.widths[k]] = values.reshape(t.tile_rows, -1)
+    return out.reshape(-1, out.shape[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiles_hold_the_checkpoints_values_bit_for_bit(case):
+    how, sizes = CASES[case]
+    spec = narrow_spec(how, **sizes)
+    source = NarrowWeights(spec, RandomWeights(spec))
+    schedule = build(spec)
+    tiles = lower_tiles(schedule, 5, 64)
+    assert tiles.is_narrow and not tiles.head_alike
+    for stage, t in zip(layer_matrices(schedule), tiles.stages, strict=False):
+        parts = [source.narrow(canonical(stage, w, 0)) for w in stage.weights]
+        packed = pack_narrow_tiles(stage, t, tiles.group, parts).numpy()
+        assert packed.size == tiles.group * t.words
+        want = torch.cat([part.unpack().reshape(part.shape[-2:]) for part in parts]).numpy()
+        if stage.epilogue is Epilogue.SILU_MUL:
+            want = want[row_order(stage, stage.rows)]
+        got = rows_of(t, packed, tiles.group)
+        assert np.array_equal(got[: t.rows, : t.cols], want), stage.name
+        half = torch.from_numpy(want).to(torch.bfloat16)
+        unpacked = unpack_narrow_tiles(t, tiles.group, torch.from_numpy(packed), torch.bfloat16)
+        assert torch.equal(unpacked[0], half), stage.name
+        assert not got[t.rows :].any() and not got[:, t.cols :].any()
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "int4-g128", "int8-channel", "int4-g128-zp"])
+def test_a_token_reads_hardly_more_than_codes_and_a_float_a_group(name):
+    how = FORMATS[name]
+    schedule = build(with_format(named_shape("qwen3-8b"), how))
+    tiles = lower_tiles(schedule, 128, 64)
+    read = 4 * tiles.layer_words
+    beside = 32 * (2 if how.offset else 1) / (how.group_cols or 2048)
+    stored = sum(t.rows * t.cols for t in tiles.stages[:4]) * (how.code.bits + beside) / 8
+    assert stored <= read <= 1.05 * stored  # qkv_proj's rows, 48 a block, may be read as 64
+
+
+def test_what_tiles_cannot_hold_is_refused_by_name():
+    for how, said in (
+        (FORMATS["mxfp4"], "mxfp4"),
+        (FORMATS["q4_1"], "int4 g32"),
+        (WeightFormat(Code.UINT4, 1, 48, Scale.F16), "int4 g48"),
+    ):
+        spec = narrow_spec(how, **SIZES)
+        with pytest.raises(ModelError, match=f"triton backend: it does not read {said}"):
+            lower_tiles(build(spec), 5, 64)
+    with pytest.raises(ModelError, match="a head of fp8 channel weights"):
+        lower_tiles(build(narrow_spec(FORMATS["fp8-channel"], head=True, **SIZES)), 5, 64)
+
+
+def test_tiles_of_16_bits_are_as_they_were():
+    tiles = lower_tiles(build(named_shape("llama-3.2-1b").replace(dtype=DType.BF16)), 128, 64)
+    for t in tiles.stages:
+        assert t.words == t.block_rows * t.row_words and not t.is_narrow and t.pack == 1
+        assert all(t.tile_words(k) == t.tile_rows * t.widths[k] for k in range(t.k_tiles))

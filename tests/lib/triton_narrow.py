@@ -1,0 +1,42 @@
+"""Models of the narrow formats that the Triton kernel reads, and how its stages are judged."""
+
+from kog_triton.model.spec import DType
+from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.narrow_stages import AWQ, LARGE, SMALL, error_of, inputs
+from tests.lib.narrow_stream import NarrowWeights, narrow_spec
+
+SMALLEST = {"hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+            "num_layers": 1, "max_context": 64}  # fmt: skip
+ODD = SMALL | {"hidden_size": 92, "intermediate_size": 164, "num_layers": 1}
+CASES = {
+    "fp8 blocks": (FORMATS["fp8-block"], LARGE | {"num_layers": 1}),
+    "fp8 blocks, odd sizes": (FORMATS["fp8-block"], ODD),
+    "fp8 blocks, float16": (FORMATS["fp8-block"], SMALLEST | {"dtype": DType.F16}),
+    "fp8 channels": (FORMATS["fp8-channel"], ODD),
+    "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), SMALLEST),
+    "int8 channels": (FORMATS["int8-channel"], ODD),
+    "int8 g64, zero points": (WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT), SMALLEST),
+    "int8 g32": (WeightFormat(Code.INT8, 1, 32, Scale.F16), SMALLEST),
+    "int4 g128": (FORMATS["int4-g128"], LARGE | {"num_layers": 1}),
+    "int4 g32": (FORMATS["int4-g32"], SMALLEST),
+    "int4 g128, zero points": (AWQ, LARGE | {"num_layers": 1}),
+}  # fmt: skip
+
+
+# x is rounded to 16 bits before each product, and so is what the layer's stages publish.
+LIMITS = {DType.BF16: 5e-3, DType.F16: 1e-3}
+
+
+def assert_near(ours, reference, stage):
+    state = inputs(ours.spec, stage, 0)
+    expected, got = (b.run_stage(stage, 0, state) for b in (reference, ours))
+    for key, want in expected.items():
+        error = error_of(got[key].cpu().float(), want)
+        assert error < LIMITS[ours.spec.dtype], (stage, key)
+
+
+def weights_of(case):
+    how, sizes = CASES[case]
+    spec = narrow_spec(how, **sizes)
+    return NarrowWeights(spec, ArrayWeights(spec))
