@@ -199,10 +199,17 @@ EDGES: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
-SIGNS: dict[type[ast.operator], str] = {
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+",
-    ast.LShift: ">>", ast.RShift: "<<",
-}  # fmt: skip
+
+
+def _operator(sign: str) -> type[ast.AST]:
+    (one,) = (node for node in ast.walk(ast.parse(f"a {sign} b")) if isinstance(node, ast.operator))
+    return type(one)
+
+
+SIGNS = {
+    _operator(sign): other
+    for sign, other in zip("+ - * / // % << >>".split(), "- + / * * + >> <<".split(), strict=True)
+}
 
 
 def files(package: Path) -> dict[str, tuple[str, ...]]:
