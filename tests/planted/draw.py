@@ -208,7 +208,11 @@ def _operator(sign: str) -> type[ast.AST]:
 
 SIGNS = {
     _operator(sign): other
-    for sign, other in zip("+ - * / // % << >>".split(), "- + / * * + >> <<".split(), strict=True)
+    for sign, other in zip(
+        ["+", "-", "*", "/", "//", "%", "<<", ">>"],
+        ["-", "+", "/", "*", "*", "+", ">>", "<<"],
+        strict=True,
+    )
 }
 
 
