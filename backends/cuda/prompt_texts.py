@@ -74,6 +74,8 @@ def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
         for name in BETWEEN:
             shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
             out[kernel, name] = Function(between, "short_pass.cu", shared)
+    first = SHORT_KERNELS[0]  # what has no tokens is taken from the first pass's module
+    out[first, "kog_place"] = Function(out[first, "kog_gate"].header, "short_pass.cu", 0)
     return out
 
 
