@@ -231,6 +231,11 @@ class CudaBackend:
         return self.first.decode.take()
 
     @property
+    def head_kernel(self) -> RankKernel | None:
+        """That of first tokens, likewise; None where no library runs prompts."""
+        return None if self.first.heads is None else self.first.heads.take()
+
+    @property
     def memory(self) -> Memory:
         """Rank 0's."""
         return self.ranks.first
